@@ -1,0 +1,168 @@
+"""The contract every method keeps: a plain object that changes a model, and a Lightning callback.
+
+In anyone's own loop a method is two lines::
+
+    method = LBPWHT(bases="l1", order=4)
+    print(method.apply(model))
+
+and, for those that act per step, ``step_begin(step)`` before and ``step_end()`` after each optimizer step.
+With Lightning it is passed in ``Trainer(callbacks=[...])``: surgery happens in ``setup``, once, after the
+weights are loaded and before the optimizer is built.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+
+from efficient_ft.errors import UserError
+
+Axis = Literal["selection", "adapters", "backprop", "memory", "tokens"]
+
+# A selection decides what trains before adapters freeze what they adapt; low-rank backward then serves the
+# adapters' base layers; packers wrap what is left to save; token methods rewrite whole blocks.
+ORDER_OF_APPLICATION: tuple[Axis, ...] = ("selection", "adapters", "backprop", "memory", "tokens")
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What ``apply`` did: full names of the modules or parameters touched, and those left alone with the reason."""
+
+    method: str
+    touched: tuple[str, ...]
+    skipped: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.method}: {len(self.touched)} touched, {len(self.skipped)} skipped"]
+        lines += [f"  + {name}" for name in self.touched]
+        lines += [f"  - {name}: {why}" for name, why in self.skipped.items()]
+        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+
+
+class Method(Callback):
+    """Base of all methods. A subclass gives ``name``, ``axis``, ``_apply`` and, where it changes modules, ``_remove``.
+
+    The constructor's arguments are the method's settings: each is kept as an attribute of the same name.
+    """
+
+    name: ClassVar[str]
+    axis: ClassVar[Axis]
+    #: Optimizer steps after which the cost of a step no longer changes (LHE profiles first).
+    warmup_steps: int = 0
+
+    _applied: Applied | None = None
+    _step: int | None = None
+
+    # ------------------------------------------------------------------ to be given by a method
+    def _apply(self, model: nn.Module) -> Applied:
+        raise NotImplementedError  # abstract
+
+    def _remove(self, model: nn.Module) -> None:
+        """Undo the surgery on `model` (or on a deep copy of the model it was applied to)."""
+
+    def step_begin(self, step: int) -> None:
+        """Per-step work before the forward pass of optimizer step `step` (the same on all micro-batches and ranks)."""
+
+    def step_end(self) -> None:
+        """Per-step work after the optimizer step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+    # ------------------------------------------------------------------ what users call
+    def apply(self, model: nn.Module) -> Applied:
+        """Apply to `model` in place; a second call is a no-op that returns the same report.
+
+        Raises:
+            UserError: the model is compiled or wrapped, or nothing in it can be touched.
+        """
+        if self._applied is not None:
+            return self._applied
+        refuse_wrapped(model, self.name)
+        applied = self._apply(model)
+        if not applied.touched and not applied.notes:
+            reasons = sorted(set(applied.skipped.values()))
+            raise UserError(
+                f"method {self.name}: nothing in {type(model).__name__} can be touched"
+                + (f" ({'; '.join(reasons[:3])})." if reasons else ".")
+            )
+        self._applied = applied
+        return applied
+
+    @property
+    def applied(self) -> Applied | None:
+        return self._applied
+
+    def remove(self, model: nn.Module) -> None:
+        """Give `model` back its own modules and names; trained values stay."""
+        self._remove(model)
+        self._applied = None
+
+    def settings(self) -> dict[str, Any]:
+        """The constructor's arguments and their values."""
+        names = [p for p in inspect.signature(type(self).__init__).parameters if p != "self"]
+        return {n: getattr(self, n) for n in names}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.settings().items())})"
+
+    # ------------------------------------------------------------------ Lightning
+    @property
+    def state_key(self) -> str:
+        return f"{self.name}{sorted(self.settings().items())}"
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.apply(getattr(pl_module, "model", pl_module))
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        # With accumulation several micro-batches share one optimizer step, and so one choice.
+        if self._step != trainer.global_step:
+            self._step = trainer.global_step
+            self.step_begin(trainer.global_step)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._step != trainer.global_step:
+            self.step_end()
+
+
+def refuse_wrapped(model: nn.Module, name: str) -> None:
+    """Raise UserError for a compiled model or one inside DataParallel, DDP or FSDP: surgery must come first."""
+    wrapper = type(model).__name__
+    if wrapper in ("OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"):
+        raise UserError(
+            f"method {name}: the model is already wrapped ({wrapper}); apply the method to the plain model first,"
+            " then compile or wrap it."
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UserError(f"method {name}: a scripted model cannot be changed; apply the method before scripting it.")
+
+
+def in_order(methods: Iterable[Method]) -> list[Method]:
+    """Sorted by the order of application their axes declare; the order of a user's list never matters."""
+    return sorted(methods, key=lambda m: (ORDER_OF_APPLICATION.index(m.axis), m.name))
+
+
+def apply_methods(model: nn.Module, methods: Iterable[Method]) -> list[Applied]:
+    """Apply several methods in their declared order; returns their reports in that order."""
+    return [m.apply(model) for m in in_order(methods)]
+
+
+def plain_state_dict(model: nn.Module, methods: Sequence[Method]) -> dict[str, torch.Tensor]:
+    """The weights under the pretrained model's own names (adapters merged), on the CPU; `model` is not changed."""
+    plain = copy.deepcopy(model)
+    for method in reversed(in_order(methods)):
+        method._remove(plain)
+    return {k: v.detach().cpu().contiguous() for k, v in plain.state_dict().items()}
