@@ -1,0 +1,109 @@
+"""The low-rank backward pass of a linear layer or 1×1 convolution, as autograd functions.
+
+With A the analysis and S the synthesis matrix of a projection (R × L, see `ops.transforms`)::
+
+    x̂ = A x        in the forward pass: x̂ is all that is kept of x
+    ĝ = A g_y
+    g_w = ĝᵀ x̂,    g_x = Sᵀ (ĝ w),    g_b = Σ g_y  (exact)
+
+(LBP-WHT, Algorithm 1.) Exact whenever SᵀA is the identity.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from efficient_ft.ops.projection import Constants, Projection
+
+
+def low_rank_linear(x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection) -> Tensor:
+    """`F.linear` with a low-rank backward pass.
+
+    Args:
+        x: (B, N, C_in) tokens, or (B, H, W, C_in).
+        weight: (C_out, C_in).
+        bias: (C_out,) or None.
+        projection: over the N tokens (prefix tokens and grid) or H·W positions.
+    """
+    return _LowRankLinear.apply(*_cast(x, weight, bias), projection)
+
+
+def low_rank_conv1x1(x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection) -> Tensor:
+    """A 1×1, stride-1, ungrouped `F.conv2d` with a low-rank backward pass; x is (B, C_in, H, W)."""
+    return _LowRankConv1x1.apply(*_cast(x, weight, bias), projection)
+
+
+def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What autocast does for a linear layer: everything in the low-precision type, gradients cast back."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+class _LowRankLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection) -> Tensor:
+        _save(ctx, x if x.dim() == 3 else x.flatten(1, 2), weight, projection)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        constants, g_w, g_b, gx_hat = _backward(ctx, g if g.dim() == 3 else g.flatten(1, 2))
+        g_x = None if gx_hat is None else ctx.projection.back(gx_hat, constants)
+        if g_x is not None and g.dim() == 4:
+            g_x = g_x.unflatten(1, g.shape[1:3])
+        return g_x, g_w, g_b, None
+
+
+class _LowRankConv1x1(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection) -> Tensor:
+        _save(ctx, x.flatten(2).transpose(1, 2), weight, projection)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.conv2d(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        constants, g_w, g_b, gx_hat = _backward(ctx, g.flatten(2).transpose(1, 2))
+        g_x = None
+        if gx_hat is not None:
+            # The gradient keeps the memory format of g, so that the layers below need no copy.
+            first = g.is_contiguous()
+            g_x = ctx.projection.back(gx_hat, constants, channels_first=first)
+            g_x = (g_x if first else g_x.transpose(1, 2)).unflatten(2, g.shape[2:])
+        return g_x, None if g_w is None else g_w[:, :, None, None], g_b, None
+
+
+def _save(ctx: Any, x_BNC: Tensor, weight: Tensor, projection: Projection) -> None:
+    """Keep x̂ where the weight needs a gradient, the weight where x does, and the constants; never x."""
+    ctx.projection = projection
+    constants = projection.constants(x_BNC.device, x_BNC.dtype)
+    x_hat = projection.project(x_BNC, constants) if ctx.needs_input_grad[1] else None
+    ctx.save_for_backward(x_hat, weight if ctx.needs_input_grad[0] else None, *constants.matrices)
+
+
+def _backward(ctx: Any, g_BNC: Tensor) -> tuple[Constants, Tensor | None, Tensor | None, Tensor | None]:
+    """The constants, g_w (C_out, C_in), g_b (C_out,) and ĝw (B, R, C_in); None where no gradient is needed."""
+    x_hat, weight, *_ = ctx.saved_tensors
+    constants = ctx.projection.constants(g_BNC.device, g_BNC.dtype)
+    g_hat = ctx.projection.project(g_BNC, constants)
+    g_w = None if x_hat is None else torch.matmul(g_hat.flatten(0, 1).T, x_hat.flatten(0, 1))
+    g_b = None
+    if ctx.needs_input_grad[2]:
+        if constants.ones is not None and g_BNC.dtype in (torch.float32, torch.float64):
+            # The sum over positions is a combination of the coefficients: no second pass over g.
+            g_b = torch.matmul(constants.ones, g_hat.sum(0))
+        else:
+            g_b = g_BNC.sum((0, 1))
+    gx_hat = torch.matmul(g_hat, weight.flatten(1)) if ctx.needs_input_grad[0] else None
+    return constants, g_w, g_b, gx_hat
