@@ -131,9 +131,7 @@ class Method(Callback):
             self._step = trainer.global_step
             self.step_begin(trainer.global_step)
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._step != trainer.global_step:
             self.step_end()
 

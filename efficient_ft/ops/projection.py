@@ -24,9 +24,7 @@ DENSE_LIMIT = 256
 class Group:
     """Tiles of equal shape whose part of the matrix is the same."""
 
-    positions: (
-        np.ndarray | None
-    )  # (T, l) positions of each tile; None: the one tile is the whole map, in order
+    positions: np.ndarray | None  # (T, l) positions of each tile; None: the one tile is the whole map, in order
     analysis: np.ndarray  # (r, l)
     synthesis: np.ndarray  # (r, l)
 
@@ -44,9 +42,7 @@ class Group:
 class Constants:
     """The tensors of a projection on one device and in one type, in the order of its groups."""
 
-    matrices: tuple[
-        Tensor, ...
-    ]  # analysis, synthesis, analysis, synthesis, ... (one tensor twice where equal)
+    matrices: tuple[Tensor, ...]  # analysis, synthesis, analysis, synthesis, ... (one tensor twice where equal)
     gather: Tensor | None  # (N,) positions in the order of the groups
     scatter: Tensor | None  # (N,) its inverse
     ones: Tensor | None  # (R,) combination of coefficients that gives the sum over tokens
@@ -162,9 +158,7 @@ def _split(analysis: np.ndarray, synthesis: np.ndarray) -> tuple[Group, ...]:
         key = (pair[0].shape, pair[0].round(12).tobytes(), pair[1].round(12).tobytes())
         tiles.setdefault(key, []).append(positions)
         matrices.setdefault(key, pair)
-    return tuple(
-        Group(np.stack(tiles[key]), a, a if np.array_equal(a, s) else s) for key, (a, s) in matrices.items()
-    )
+    return tuple(Group(np.stack(tiles[key]), a, a if np.array_equal(a, s) else s) for key, (a, s) in matrices.items())
 
 
 def _rows_in_order(groups: tuple[Group, ...], tokens: int) -> np.ndarray:
