@@ -17,7 +17,8 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.errors import PydanticInvalidForJsonSchema
 
 from efficient_ft.errors import SettingError, UserError, did_you_mean
 
@@ -172,3 +173,310 @@ class Config(_Part):
     cost_only: bool = False
     #: glibc keeps freed memory (Linux).
     keep_allocator: bool = True
+
+
+def check(plain: Mapping[str, Any]) -> Config:
+    """The configuration `plain` stands for.
+
+    Raises:
+        SettingError: for the first mistake: the full key, its value, what is allowed, and the nearest known name.
+            Method names and settings are checked by `build_methods`, which knows the constructors.
+    """
+    if not isinstance(plain.get("method", {}), Mapping):
+        raise SettingError("method", _show(plain["method"]), "a mapping from a method's name to its settings")
+    # A YAML that says nothing but its package composes to null.
+    plain = {**plain, "method": {k: {} if v is None else v for k, v in plain.get("method", {}).items()}}
+    config = _validate(Config, plain, "")
+    _check_together(config)
+    return config
+
+
+def _check_together(config: Config) -> None:
+    """What no single value shows: settings that exclude each other, or mean nothing here."""
+    model, data, optim, trainer = config.model, config.data, config.optim, config.trainer
+    if config.evaluate is not None and config.cost_only:
+        raise SettingError("cost_only", True, "false together with evaluate=RUN", "Ask for one of the two.")
+    if (model.mean is None) != (model.std is None):
+        missing = "model.std" if model.std is None else "model.mean"
+        raise SettingError(missing, "null", "a list of numbers, one per channel, since the other one is given")
+    if model.mean is not None and model.std is not None and len(model.mean) != len(model.std):
+        raise SettingError("model.std", list(model.std), f"as many numbers as model.mean has ({len(model.mean)})")
+    if model.name in ("vit_digits", "vit_micro") and model.pretrained and model.weights is None:
+        raise SettingError(
+            "model.pretrained", True, f"false: {model.name} has no published weights", "Or give model.weights=FILE."
+        )
+    if data.augment.scale[0] > data.augment.scale[1]:
+        raise SettingError("data.augment.scale", list(data.augment.scale), "[smallest, largest], in that order")
+    for setting, owners in (("momentum", ("sgd",)), ("betas", ("adamw", "adam"))):
+        if setting in optim.model_fields_set and optim.name not in owners:
+            raise SettingError(
+                f"optim.{setting}",
+                _show(getattr(optim, setting)),
+                f"only with optim={' or optim='.join(owners)} (this is {optim.name})",
+            )
+    if trainer.max_steps == 0:
+        raise SettingError("trainer.max_steps", 0, "-1 (no limit) or a whole number of at least 1")
+    if trainer.precision == "fp16" and trainer.accelerator == "cpu":
+        raise SettingError("trainer.precision", "fp16", "fp32 or bf16 on the CPU")
+
+
+def build_methods(config: Config) -> list[Method]:
+    """The methods of a run, the selection among them, in the order in which they are to be applied.
+
+    The only place that makes method objects. A selection named by the user replaces the default one (`select`)
+    of the recipes beside it; where none is named and no recipe has one, `requires_grad` is left as it is.
+
+    Raises:
+        SettingError: unknown method or setting, or a value that its constructor refuses.
+        UserError: selections that exclude each other.
+    """
+    from efficient_ft.methods import METHODS
+    from efficient_ft.methods.base import in_order
+
+    for name in config.method:
+        if name not in METHODS:
+            raise SettingError("method", name, sorted(METHODS))
+    named = [name for name in config.method if METHODS[name].axis == "selection"]
+    recipes = [name for name in config.method if name not in named]
+    if len(named) > 1:
+        raise UserError(
+            f"method: {' and '.join(named)} both select what trains; name one of them"
+            " (full: everything; with no selection named, the other methods bring their own)."
+        )
+
+    settings = {name: dict(config.method[name]) for name in config.method}
+    # What a method wants trained, where its constructor leaves the word free for that.
+    selects = {
+        name: settings[name].pop("select")
+        for name in recipes
+        if "select" in settings[name] and "select" not in _arguments(METHODS[name])
+    }
+    methods = [_build(METHODS[name], name, settings[name]) for name in config.method]
+    selection = None if named else _default_selection(selects, METHODS)
+    if selection is not None:
+        methods.append(_build(METHODS[selection], selection, {}))
+    return in_order(methods)
+
+
+def _default_selection(selects: Mapping[str, Any], known: Mapping[str, type]) -> str | None:
+    """The one selection that the recipes agree on; null and ``keep`` have no say."""
+    # Those that need to be told more (which blocks) cannot be a bare name.
+    names = sorted(
+        name
+        for name, method in known.items()
+        if method.axis == "selection"  # type: ignore[attr-defined]
+        and all(p.default is not p.empty for p in _arguments(method).values())
+    )
+    wanted: dict[str, str] = {}
+    for recipe, select in selects.items():
+        if select in (None, "keep"):
+            continue
+        name = "full" if select == "all" else select
+        if name not in names:
+            allowed = ["all", "keep", *(n for n in names if n != "full")]
+            raise SettingError(
+                f"method.{recipe}.select",
+                select,
+                allowed,
+                "A selection with settings of its own goes into the list: 'method=[...]'.",
+            )
+        wanted[recipe] = name
+    if len(set(wanted.values())) > 1:
+        each = ", ".join(f"method.{recipe}.select={selects[recipe]}" for recipe in wanted)
+        raise UserError(
+            f"method: {each} disagree about what trains. Name a selection in the list, e.g."
+            f" 'method=[{','.join([*selects, 'last_stage'])}]', or set them equal."
+        )
+    return next(iter(wanted.values()), None)
+
+
+def _arguments(method: type) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(method).parameters)
+
+
+def _build(method: type, name: str, settings: dict[str, Any]) -> Method:
+    """One method from its settings, checked against the names and types of its constructor."""
+    hints = typing.get_type_hints(method.__init__, include_extras=True)  # type: ignore[misc]
+    fields: dict[str, Any] = {
+        argument: (hints.get(argument, Any), ... if p.default is p.empty else p.default)
+        for argument, p in _arguments(method).items()
+    }
+    schema = create_model(name, __config__=ConfigDict(**_Part.model_config, arbitrary_types_allowed=True), **fields)
+    checked = _validate(schema, settings, f"method.{name}")
+    try:
+        return method(**{argument: getattr(checked, argument) for argument in settings})
+    except SettingError as error:
+        # A constructor knows its settings by their own names only.
+        error.setting = f"method.{name}.{error.setting}"
+        error.args = (f"method.{name}.{error}",)
+        raise
+
+
+# ---------------------------------------------------------------------- one clear message for a mistake
+_Model = typing.TypeVar("_Model", bound=BaseModel)
+
+
+def _validate(schema: type[_Model], plain: Mapping[str, Any], prefix: str) -> _Model:
+    """`plain` as a `schema`; its first mistake as a SettingError, keys below `prefix`.
+
+    Strict, as JSON: no "3" for 3, no true for 1, while a list still serves for a tuple.
+    """
+    try:
+        return schema.model_validate_json(json.dumps(plain, default=str), strict=True)
+    except ValidationError as error:
+        # A misspelt key often shows as a missing one as well: name the spelling first.
+        mistakes = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
+        raise _mistake(schema, plain, prefix, mistakes[0]["loc"], mistakes[0]["type"]) from None
+
+
+def _mistake(
+    schema: type[BaseModel], plain: Mapping[str, Any], prefix: str, loc: tuple[int | str, ...], kind: str
+) -> SettingError:
+    """The message for the mistake at `loc`: walks down to the deepest key that a user would write."""
+    whole = _json_schema(schema)
+    key, value, node = prefix, typing.cast(Any, plain), whole
+    for part in loc:
+        name = str(part)
+        node = _resolved(node, whole)
+        below = node.get("properties")
+        if below is None or not isinstance(value, Mapping):
+            break  # inside one setting's value (a list, or a branch of a union)
+        if name not in below:
+            return UnknownSetting(f"{key}.{name}".lstrip("."), value.get(name), below, _leaves(whole, whole))
+        key, value, node = f"{key}.{name}".lstrip("."), value.get(name), below[name]
+    allowed = _allowed(_resolved(node, whole), whole)
+    if kind == "missing":
+        return SettingError(key, "???", allowed, f"It has no default: give {key}=VALUE.")
+    if "enum" in node:
+        return SettingError(key, _show(value), node["enum"])
+    return SettingError(key, _show(value), allowed)
+
+
+class UnknownSetting(SettingError):
+    """A key that nothing reads.
+
+    Args:
+        setting: its full name.
+        known: the names that exist beside it.
+        elsewhere: full names of settings anywhere, for one that was put into the wrong group.
+    """
+
+    def __init__(self, setting: str, value: object, known: Iterable[str], elsewhere: Iterable[str] = ()):
+        self.setting, self.value = setting, value
+        group, _, name = setting.rpartition(".")
+        known = sorted(known)
+        same_name = [full for full in elsewhere if full.rpartition(".")[2] == name]
+        if same_name:
+            hint = f" Did you mean '{same_name[0]}'?"
+        else:
+            hint = did_you_mean(name, known) or did_you_mean(setting, elsewhere)
+        text = f"{setting}={_show(value)}: there is no such setting"
+        text += f"; {group or 'a run'} has {', '.join(known)}." if known else f"; {group} has none."
+        UserError.__init__(self, text + hint)
+
+
+def _json_schema(schema: type[BaseModel]) -> dict[str, Any]:
+    try:
+        return schema.model_json_schema()
+    except PydanticInvalidForJsonSchema:  # a constructor's type that no YAML can express
+        return {"properties": {name: {} for name in schema.model_fields}}
+
+
+def _resolved(node: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
+    reference = node.get("$ref")
+    return whole["$defs"][reference.rpartition("/")[2]] if reference else node
+
+
+def _leaves(node: dict[str, Any], whole: dict[str, Any], prefix: str = "") -> list[str]:
+    """Full names of all settings below `node`."""
+    names: list[str] = []
+    for name, below in node.get("properties", {}).items():
+        below = _resolved(below, whole)
+        names += _leaves(below, whole, f"{prefix}{name}.") if "properties" in below else [prefix + name]
+    return names
+
+
+def _allowed(node: dict[str, Any], whole: dict[str, Any]) -> str:
+    """What a JSON schema allows, in words."""
+    if "anyOf" in node:
+        branches = [_resolved(branch, whole) for branch in node["anyOf"]]
+        return " or ".join(_allowed(branch, whole) for branch in branches)
+    if "enum" in node:
+        return "one of " + ", ".join(map(_show, node["enum"]))
+    if "const" in node:
+        return _show(node["const"])
+    bounds = [
+        words.format(_show(node[limit]))
+        for limit, words in (
+            ("minimum", "of at least {}"),
+            ("exclusiveMinimum", "above {}"),
+            ("maximum", "of at most {}"),
+            ("exclusiveMaximum", "below {}"),
+        )
+        if limit in node
+    ]
+    within = " " + " and ".join(bounds) if bounds else ""
+    match node.get("type"):
+        case "integer":
+            return "a whole number" + within
+        case "number":
+            return "a number" + within
+        case "boolean":
+            return "true or false"
+        case "null":
+            return "null"
+        case "string":
+            return "a text that is not empty" if node.get("minLength") else "a text"
+        case "array" if "prefixItems" in node:
+            items = [_allowed(_resolved(item, whole), whole) for item in node["prefixItems"]]
+            return f"a list of {len(items)}: {', '.join(items)}"
+        case "array":
+            item = _allowed(_resolved(node.get("items", {}), whole), whole)
+            return f"a list, each {item}"
+        case "object":
+            below = node.get("additionalProperties")
+            inner = f" to {_allowed(_resolved(below, whole), whole)}" if isinstance(below, dict) else ""
+            return f"a mapping from names{inner}" + (", not empty" if node.get("minProperties") else "")
+    return "a value of the type that the constructor names"
+
+
+def _show(value: Any) -> str:
+    """As on the command line and in YAML."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+# ---------------------------------------------------------------------- where a run is kept
+#: What changes how a run is shown, logged, measured or fed, not what comes out of it.
+_NO_EFFECT: dict[str, Any] = {
+    "resume": True,
+    "evaluate": True,
+    "cost_only": True,
+    "cost": True,
+    "logger": True,
+    "keep_allocator": True,
+    "data": {"workers", "download", "eval_batch_size"},
+    "trainer": {"progress", "accelerator"},
+}
+
+
+def fingerprint(config: Config) -> str:
+    """8 hex digits of all that affects the result of a run: equal for runs that would train the same."""
+    what = config.model_dump(mode="json", exclude=_NO_EFFECT)
+    # A known data set is the same wherever it lies; a folder is known by its place alone.
+    if config.data.name == "folder":
+        what["data"]["root"] = os.path.normpath(config.data.root)
+    else:
+        del what["data"]["root"]
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def run_folder(config: Config) -> str:
+    """``outputs/DATA/MODEL/METHOD+METHOD/FINGERPRINT``, relative, with forward slashes.
+
+    The same configuration always gives the same folder, which is how the same command finds what it left.
+    """
+    data: str = config.data.name
+    if data == "folder":
+        data = os.path.basename(os.path.normpath(config.data.root)) or data
+    parts = [data, config.model.name, "+".join(sorted(config.method)), fingerprint(config)]
+    return "/".join(["outputs", *(re.sub(r"[^\w.+-]+", "_", part) for part in parts)])
