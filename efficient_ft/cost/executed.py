@@ -1,0 +1,370 @@
+"""What a training step really executes and keeps, counted without a device, data or weights.
+
+The step is: forward in training mode (BatchNorm statistics frozen), cross-entropy, backward. It runs on fake tensors
+(shapes and storages without memory), with the batch asked for, on a copy of the model and of the methods applied to it;
+so it takes seconds for any batch, and is the same on every machine. What is counted:
+
+* **FLOPs** per image, forward and backward apart; a multiply-add is 2. The formulas are torch.utils.flop_counter's (one
+  mended: see `meter`): matrix products, convolutions, attention; elementwise work counts 0. Attention is counted unfused,
+  because a fused backward recomputes the scores inside one kernel, and kernels differ between devices.
+* **Saved bytes** per image: the storages autograd holds for the backward pass once the forward pass and the loss are done,
+  each once and whole. Parameters and buffers, and views of them, are left out: they live anyway. What was made of them
+  counts (autocast's low-precision weight copies, constants in a cache), as does the input batch where it is saved.
+* **Peak** of live tensor bytes for the whole batch: everything that lives during forward and backward, parameters, buffers
+  and the batch included, gradients and what recomputation holds included. That is what torch.cuda.max_memory_allocated
+  reports, without the allocator's rounding and the kernels' own workspaces. The optimizer's state is *not* in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cross_entropy
+
+from efficient_ft.cost.meter import LayerFlops, LiveTensor, Meter, Phase, SavedTensors, storages
+from efficient_ft.errors import SettingError, UserError
+from efficient_ft.methods.base import Method, apply_methods
+
+AUTOCAST: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+ON_FAKE_TENSORS = "fake tensors"
+
+
+@dataclass(frozen=True)
+class Executed:
+    """What one training step executes and keeps.
+
+    Attributes:
+        forward_flops, backward_flops: FLOPs per image.
+        saved_bytes: bytes kept for the backward pass, per image.
+        peak_bytes: peak of live tensor bytes in forward and backward, of the whole batch, model included.
+        model_bytes: the parameters' and buffers' share of the peak.
+        batch_size: images in the batch.
+        counted_on: ``"fake tensors"``; or, for a model that cannot run on them, the real runs whose line was drawn out
+            to `batch_size`, and the reason.
+    """
+
+    forward_flops: float
+    backward_flops: float
+    saved_bytes: float
+    peak_bytes: int
+    model_bytes: int
+    batch_size: int
+    counted_on: str = ON_FAKE_TENSORS
+
+    @property
+    def flops(self) -> float:
+        """Forward and backward FLOPs per image."""
+        return self.forward_flops + self.backward_flops
+
+    def as_dict(self) -> dict[str, float | int | str]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What lives after a forward pass, seen twice (`kept_after_forward`).
+
+    Attributes:
+        saved_bytes: storages the saved-tensors hook saw, made during the forward pass and still alive.
+        live_bytes: storages made during the forward pass and still alive, the outputs left out.
+        hidden: those alive that the hook did not see: kept past the meter. Empty for an honest method.
+    """
+
+    saved_bytes: int
+    live_bytes: int
+    hidden: tuple[LiveTensor, ...]
+
+
+def executed(
+    model: nn.Module,
+    batch_size: int,
+    input_size: Sequence[int],
+    *,
+    methods: Sequence[Method] = (),
+    precision: str = "fp32",
+    label_smoothing: float = 0.0,
+    in_chans: int = 3,
+    frozen_bn: bool = True,
+) -> Executed:
+    """Count one training step of `model` with `methods`; neither, nor any random state, is changed.
+
+    Args:
+        model: a classifier, images (B, in_chans, H, W) to logits (B, classes), on any device.
+        batch_size: images in the batch.
+        input_size: (H, W) of the images.
+        methods: the methods of the run, applied to `model` or not yet. Those that profile first
+            (``warmup_steps``) take their steps on a real copy with at most two random images, so that the steady step
+            is counted.
+        precision: ``fp32``, or ``bf16`` or ``fp16`` autocast.
+        frozen_bn: BatchNorm layers use their running statistics, as in training by default.
+
+    Raises:
+        UserError: a setting that cannot be, or a model that does not return logits.
+    """
+    probe = _Probe(model, methods, input_size, precision, label_smoothing, in_chans, frozen_bn)
+    positive("batch_size", batch_size)
+    with undisturbed():
+        probe.warm_up(min(batch_size, 2))
+        try:
+            return probe.count(batch_size, fake=True)
+        except UserError:
+            raise
+        except Exception as error:  # whatever fake tensors cannot do; a fault of the model's own comes up again below
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+        if batch_size <= 2:
+            exact = probe.count(batch_size, fake=False)
+            return replace(exact, counted_on=f"a real run ({reason})")
+        return _line(probe.count(1, fake=False), probe.count(2, fake=False), batch_size, reason)
+
+
+def layer_flops(
+    model: nn.Module,
+    batch_size: int,
+    input_size: Sequence[int],
+    *,
+    methods: Sequence[Method] = (),
+    precision: str = "fp32",
+    label_smoothing: float = 0.0,
+    in_chans: int = 3,
+    frozen_bn: bool = True,
+) -> dict[str, LayerFlops]:
+    """By full module name: forward and backward FLOPs per image and the number of calls, in one training step.
+
+    Every linear and convolutional layer has an entry (zeros: never reached); so has each other module that runs matrix
+    products of its own (attention). FLOPs go to the module whose weight is used, and its ``calls`` count its own
+    ``forward``: a layer whose weight is used by its parent (SwinV2's qkv) has FLOPs and no calls. Sums over all names
+    equal `executed`'s. Arguments as there.
+    """
+    probe = _Probe(model, methods, input_size, precision, label_smoothing, in_chans, frozen_bn)
+    positive("batch_size", batch_size)
+    with undisturbed():
+        probe.warm_up(min(batch_size, 2))
+        with sdpa_kernel(SDPBackend.MATH):
+            try:
+                return probe.step(batch_size, fake=True, layers=True).layers
+            except UserError:
+                raise
+            except Exception:  # as in `executed`
+                return probe.step(min(batch_size, 2), fake=False, layers=True).layers
+
+
+def kept_after_forward(
+    model: nn.Module,
+    batch_size: int,
+    input_size: Sequence[int],
+    *,
+    methods: Sequence[Method] = (),
+    precision: str = "fp32",
+    label_smoothing: float = 0.0,
+    in_chans: int = 3,
+    frozen_bn: bool = True,
+    fake: bool = True,
+) -> Kept:
+    """Hold the saved-tensors hook against all that lives: does anything kept for the backward pass hide from the meter?
+
+    `live_bytes` comes from watching every operation's results, `saved_bytes` from the hook; neither knows of the other.
+    Arguments as in `executed`; ``fake=False`` runs really.
+    """
+    probe = _Probe(model, methods, input_size, precision, label_smoothing, in_chans, frozen_bn)
+    with undisturbed():
+        probe.warm_up(min(batch_size, 2))
+        seen = probe.step(batch_size, fake)
+    return Kept(
+        saved_bytes=sum(nbytes for key, nbytes in seen.saved.items() if key in seen.created),
+        live_bytes=sum(made.nbytes for made in seen.created.values()),
+        hidden=tuple(made for key, made in seen.created.items() if key not in seen.saved),
+    )
+
+
+@dataclass
+class _Seen:
+    """One step as the meter saw it; totals of the whole batch."""
+
+    flops: dict[Phase, int]
+    saved: dict[int, int]
+    """By storage: what the hook saw that is alive after the forward pass, parameters and buffers left out."""
+    created: dict[int, LiveTensor]
+    """By storage: what the forward pass made that is alive after it, logits and loss left out."""
+    model_bytes: int
+    peak: int
+    layers: dict[str, LayerFlops]
+
+
+class _Probe:
+    """Copies of a model and its methods, real or on fake tensors, and the step they are watched in."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        methods: Sequence[Method],
+        input_size: Sequence[int],
+        precision: str,
+        label_smoothing: float,
+        in_chans: int,
+        frozen_bn: bool,
+    ) -> None:
+        if precision not in AUTOCAST:
+            raise SettingError("precision", precision, list(AUTOCAST))
+        if len(input_size) != 2:
+            raise SettingError("input_size", tuple(input_size), "a pair (height, width)")
+        for side in (*input_size, in_chans):
+            positive("input_size", side)
+        self.model, self.methods = model, list(methods)
+        self.shape = (in_chans, *input_size)
+        self.dtype = AUTOCAST[precision]
+        self.label_smoothing = label_smoothing
+        self.frozen_bn = frozen_bn
+        if any(m.applied is None for m in self.methods):
+            self.model, self.methods = copy.deepcopy((self.model, self.methods))
+            apply_methods(self.model, self.methods)
+        self.steps_before = max((m.warmup_steps for m in self.methods), default=0)
+
+    def warm_up(self, images: int) -> None:
+        """Let methods that profile first do so, on a real copy: what they choose depends on values."""
+        if not self.steps_before:
+            return
+        self.model, self.methods = self._copy(None)
+        batch = self._batch(images)
+        for step in range(self.steps_before):
+            for method in self.methods:
+                method.step_begin(step)
+            self._forward(self.model, *batch)[1].backward()
+            self.model.zero_grad(set_to_none=True)
+            for method in self.methods:
+                method.step_end()
+
+    def count(self, images: int, fake: bool) -> Executed:
+        with sdpa_kernel(SDPBackend.MATH):
+            flops = self.step(images, fake).flops
+        seen = self.step(images, fake)
+        return Executed(
+            forward_flops=flops["forward"] / images,
+            backward_flops=flops["backward"] / images,
+            saved_bytes=sum(seen.saved.values()) / images,
+            peak_bytes=seen.peak,
+            model_bytes=seen.model_bytes,
+            batch_size=images,
+        )
+
+    def step(self, images: int, fake: bool, layers: bool = False) -> _Seen:
+        """Forward, loss, backward on a fresh copy."""
+        with FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext() as mode:
+            model, methods = self._copy(mode)
+            batch = self._batch(images)
+            model_state = storages([*model.parameters(), *model.buffers()])
+            meter = Meter([*model.parameters(), *model.buffers(), *batch], layers=model if layers else None)
+            hook = SavedTensors()
+            for method in methods:
+                method.step_begin(self.steps_before)
+            with meter:
+                with hook:
+                    logits, loss = self._forward(model, *batch)
+                created, saved = meter.created(), hook.alive()
+                if loss.requires_grad:  # else nothing trains: the step is its forward pass
+                    with meter.phase("backward"):
+                        loss.backward()
+            outputs = storages([logits, loss])
+            return _Seen(
+                flops=meter.flops,
+                saved={key: nbytes for key, nbytes in saved.items() if key not in model_state},
+                created={k: made for k, made in created.items() if k in saved or k not in outputs},
+                model_bytes=sum(model_state.values()),
+                peak=meter.peak,
+                layers=meter.layer_flops(images) if layers else {},
+            )
+
+    def _copy(self, mode: FakeTensorMode | None) -> tuple[nn.Module, list[Method]]:
+        with contextlib.nullcontext() if mode is None else _FakeCopyOnCPU(mode):
+            # Jointly: a method's references into the model must lead into the copy.
+            model, methods = copy.deepcopy((self.model, self.methods))
+        if mode is None:
+            model.to("cpu")
+        model.train()
+        model.zero_grad(set_to_none=True)
+        if self.frozen_bn:
+            freeze_batchnorm(model)
+        return model, methods
+
+    def _batch(self, images: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(images, *self.shape), torch.zeros(images, dtype=torch.long)
+
+    def _forward(self, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", dtype=self.dtype, enabled=self.dtype is not None):
+            logits = model(x)
+            if not isinstance(logits, Tensor) or logits.ndim != 2:
+                raise UserError(
+                    f"{type(model).__name__} does not return logits (images, classes) but"
+                    f" {tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__}."
+                )
+            return logits, cross_entropy(logits, y, label_smoothing=self.label_smoothing)
+
+
+class _FakeCopyOnCPU(FakeCopyMode):
+    """deepcopy to fake tensors that say they are on the CPU, wherever the originals are: one device, one autocast."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(out, FakeTensor) and out.device.type != "cpu":
+            with self.fake_mode:
+                out = out.detach().to("cpu").requires_grad_(out.requires_grad)
+            if func is Tensor.__deepcopy__:
+                args[1][id(args[0])] = out
+        return out
+
+
+def _line(one: Executed, two: Executed, images: int, reason: str) -> Executed:
+    """The straight line through batches of 1 and 2, at `images`."""
+
+    def total(a: float, b: float) -> float:
+        return a + (b - a) * (images - 1)
+
+    return Executed(
+        forward_flops=total(one.forward_flops, 2 * two.forward_flops) / images,
+        backward_flops=total(one.backward_flops, 2 * two.backward_flops) / images,
+        saved_bytes=total(one.saved_bytes, 2 * two.saved_bytes) / images,
+        peak_bytes=round(total(one.peak_bytes, two.peak_bytes)),
+        model_bytes=one.model_bytes,
+        batch_size=images,
+        counted_on=f"real runs of 1 and 2 images, drawn out to {images} ({reason})",
+    )
+
+
+def freeze_batchnorm(model: nn.Module) -> None:
+    """Let BatchNorm layers use their running statistics; their weights train as before."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
+
+
+def positive(setting: str, value: int) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise SettingError(setting, value, "an integer of at least 1")
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Gradients on, autocast off, and every global random state as before afterwards."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.random.fork_rng(devices=[]),
+        ):
+            torch.default_generator.manual_seed(0)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002

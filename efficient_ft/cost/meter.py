@@ -1,0 +1,247 @@
+"""Watch one training step from outside: FLOPs by phase and layer, live bytes and their peak, bytes kept for backward.
+
+Nothing here knows a method. Everything is read from the operations that run and the storages that live, so the same
+meter serves any model, real or on fake tensors.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+Phase = Literal["forward", "backward"]
+
+aten = torch.ops.aten
+
+
+def storage_id(tensor: Tensor) -> int:
+    """The identity of a tensor's storage, unique while the storage lives; views share it."""
+    return tensor.untyped_storage()._cdata
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of each storage behind `tensors`, each storage once."""
+    return {storage_id(t): t.untyped_storage().nbytes() for t in tensors}
+
+
+class LayerFlops(NamedTuple):
+    """FLOPs per image that one layer caused, and how often its own ``forward`` ran."""
+
+    forward: float
+    backward: float
+    calls: int
+
+
+class LiveTensor(NamedTuple):
+    """A tensor created during the step that is still alive: the operation that made it, its shape and storage bytes."""
+
+    operation: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def _conv_backward_flops(
+    grad: Tensor, x: Tensor, w: Tensor, *args: Any, out_val: Any = None, **kwargs: Any
+) -> int:
+    """The registry's formula counts a grouped convolution's weight gradient once per *pair* of groups: for a depthwise
+    layer C times too much. A gradient to the input or to the weight takes the products of the forward pass each."""
+    transposed, wanted = args[4], args[7]
+    positions = prod(x.shape[2:]) if transposed else prod(grad.shape[2:])
+    return 2 * x.shape[0] * positions * prod(w.shape) * (bool(wanted[0]) + bool(wanted[1]))
+
+
+class Meter(TorchDispatchMode):
+    """Counts while it is entered. ``with meter.phase("forward"): ...`` says to which phase the FLOPs belong.
+
+    Args:
+        resident: tensors that live before the step begins and through it (parameters, buffers, the batch). They count
+            in `live` and `peak` from the start. A constant that was there before but not named is added when it is
+            first used.
+        layers: with it, FLOPs are also attributed to this model's modules (`layer_flops`).
+
+    Attributes:
+        live: bytes of the storages alive now.
+        peak: the largest `live` seen after any operation; its operands are then alive beside its results.
+        flops: FLOPs of the whole batch by phase. A multiply-add is 2 FLOPs; formulas of torch.utils.flop_counter.
+    """
+
+    def __init__(self, resident: Iterable[Tensor] = (), layers: nn.Module | None = None) -> None:
+        super().__init__()
+        self.flops: dict[Phase, int] = {"forward": 0, "backward": 0}
+        self._phase: Phase = "forward"
+        self.live = 0
+        self._tracked: dict[int, tuple[weakref.ref, LiveTensor | None]] = {}
+        self._layers = None if layers is None else _Attribution(layers)
+        for tensor in resident:
+            self._track(tensor, None)
+        self.peak = self.live
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        before, self._phase = self._phase, phase
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    def created(self) -> dict[int, LiveTensor]:
+        """By storage: what operations of this step created and is still alive."""
+        return {key: made for key, (_, made) in self._tracked.items() if made is not None}
+
+    def layer_flops(self, images: int) -> dict[str, LayerFlops]:
+        assert self._layers is not None
+        return self._layers.table(images)
+
+    def _track(self, tensor: Tensor, operation: str | None) -> None:
+        if tensor.layout != torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._tracked:
+            return
+        nbytes = storage.nbytes()
+
+        def gone(_: object) -> None:
+            self.live -= nbytes
+            del self._tracked[key]
+            if self._layers is not None:
+                self._layers.forget(key)
+
+        made = None if operation is None else LiveTensor(operation, tuple(tensor.shape), nbytes)
+        self._tracked[key] = (weakref.ref(storage, gone), made)
+        self.live += nbytes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        for operand in tree_leaves((args, kwargs)):
+            if isinstance(operand, Tensor):  # not seen before: a constant that some cache held before the step
+                self._track(operand, None)
+        for result in tree_leaves(out):
+            if isinstance(result, Tensor):
+                self._track(result, str(func))
+        self.peak = max(self.peak, self.live)
+        packet = func._overloadpacket
+        if packet is aten.convolution_backward:
+            flops = _conv_backward_flops(*args, **kwargs)
+        elif packet in flop_registry:
+            flops = flop_registry[packet](*args, **kwargs, out_val=out)
+        else:
+            flops = 0
+        self.flops[self._phase] += flops
+        if self._layers is not None:
+            self._layers.see(packet, args, out, flops, self._phase)
+        return out
+
+
+class _Attribution:
+    """Whose FLOPs an operation's are.
+
+    Forward: the module whose weight is an operand (this also finds SwinV2's qkv, whose ``forward`` never runs), else the
+    innermost module that is running. Backward: autograd's nodes carry the sequence number they got in the forward
+    pass, so that whatever a node computes, inside custom Functions too, belongs to the layer that made the node.
+    Module hooks on gradients, which torch.utils.module_tracker uses, lose layers whose input needs no gradient.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._flops: dict[str, dict[Phase, int]] = defaultdict(lambda: {"forward": 0, "backward": 0})
+        self._calls: dict[str, int] = defaultdict(int)
+        self._owner: dict[int, str] = {}
+        self._copies: dict[int, str] = {}
+        self._running: list[str] = []
+        self._maker: dict[int, tuple[str, bool]] = {}
+        self._handles: list[Any] = []
+        for name, module in model.named_modules():
+            for parameter in module.parameters(recurse=False):
+                if parameter.ndim >= 2:
+                    self._owner.setdefault(storage_id(parameter), name)
+            if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
+                self._flops[name]  # a layer that is never reached stands in the table with zeros
+            self._handles.append(module.register_forward_pre_hook(self._enter(name)))
+            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def _enter(self, name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            self._running.append(name)
+            self._calls[name] += 1
+
+        return hook
+
+    def _leave(self, *_: Any) -> None:
+        self._running.pop()
+
+    def forget(self, storage: int) -> None:
+        self._copies.pop(storage, None)
+
+    def see(self, packet: Any, args: tuple[Any, ...], out: Any, flops: int, phase: Phase) -> None:
+        if packet in (aten._to_copy, aten.clone):  # autocast's copy of a weight is still that weight
+            owner = self._owner_of(args[0])
+            if owner is not None:
+                self._copies[storage_id(out)] = owner
+            return
+        if not flops:
+            return
+        node = torch._C._current_autograd_node()
+        owners = [owner for a in args if isinstance(a, Tensor) and (owner := self._owner_of(a)) is not None]
+        by_weight = bool(owners)
+        name = owners[-1] if owners else (self._running[-1] if self._running else "")
+        if node is not None and node._sequence_nr() in self._maker and not self._running:
+            name = self._maker[node._sequence_nr()][0]
+        elif node is None or self._running:
+            # The node of the operation that runs now was the last to get a number. Recomputation inside the backward
+            # pass comes here too: it runs modules. A weight says more than a running module.
+            made = torch._C._autograd._get_sequence_nr() - 1
+            if made not in self._maker or (by_weight and not self._maker[made][1]):
+                self._maker[made] = (name, by_weight)
+        self._flops[name][phase] += flops
+
+    def _owner_of(self, tensor: Tensor) -> str | None:
+        key = storage_id(tensor)
+        return self._owner.get(key) or self._copies.get(key)
+
+    def table(self, images: int) -> dict[str, LayerFlops]:
+        for handle in self._handles:
+            handle.remove()
+        return {
+            name: LayerFlops(f["forward"] / images, f["backward"] / images, self._calls[name])
+            for name, f in self._flops.items()
+        }
+
+
+class SavedTensors:
+    """A saved-tensors hook that keeps nothing alive: which storages autograd holds for the backward pass.
+
+    ``with saved: forward()``, then ``saved.alive()``: one entry per storage that is still held, with the bytes of the
+    whole storage, since a kept view keeps all of it.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[weakref.ref, int]] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        self._seen[storage._cdata] = (weakref.ref(storage), storage.nbytes())
+        return tensor
+
+    def __enter__(self) -> SavedTensors:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._hooks.__exit__(*exc)
+
+    def alive(self) -> dict[int, int]:
+        return {key: nbytes for key, (ref, nbytes) in self._seen.items() if ref() is not None}
