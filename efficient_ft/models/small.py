@@ -1,0 +1,99 @@
+"""Small vision transformers for 32×32 images, registered with timm: `vit_digits` and `vit_micro`.
+
+A class token, an 8×8 token grid, and a convolutional stem, which trains far faster from scratch than plain
+patches (Xiao et al., "Early convolutions help transformers see better", 2021). Both are timm's VisionTransformer
+with timm's own ConvStem, so that their weights load into plain timm without this package.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import HybridEmbed
+from timm.models import VisionTransformer, build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models.vision_transformer import checkpoint_filter_fn
+from timm.models.vision_transformer_hybrid import ConvStem
+from torch import nn
+
+__all__ = ["vit_digits", "vit_micro"]
+
+
+def _cfg(**kwargs: Any) -> dict[str, Any]:
+    return {
+        "num_classes": 10,
+        "input_size": (3, 32, 32),
+        "fixed_input_size": True,
+        "interpolation": "bicubic",
+        "crop_pct": 1.0,
+        "mean": (0.5, 0.5, 0.5),
+        "std": (0.5, 0.5, 0.5),
+        "first_conv": "patch_embed.backbone.0.conv",
+        "classifier": "head",
+        "license": "apache-2.0",
+        **kwargs,
+    }
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        "vit_digits.untrained": _cfg(),
+        "vit_micro.untrained": _cfg(num_classes=100, mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD),
+    }
+)
+
+# A stem written as one plain Sequential: conv, BN, GELU, conv, BN, GELU, conv.
+_SEQUENTIAL_STEM = {
+    "net.0.": "backbone.0.conv.",
+    "net.1.": "backbone.0.bn.",
+    "net.3.": "backbone.1.conv.",
+    "net.4.": "backbone.1.bn.",
+    "net.6.": "backbone.2.conv.",
+}
+
+
+def _filter(state_dict: dict[str, torch.Tensor], model: VisionTransformer) -> dict[str, torch.Tensor]:
+    """Names of a sequential stem become ConvStem's; position embeddings are resized by timm's own filter."""
+    renamed = {}
+    for key, value in state_dict.items():
+        for old, new in _SEQUENTIAL_STEM.items():
+            key = key.replace(f"patch_embed.{old}", f"patch_embed.{new}")
+        renamed[key] = value
+    return checkpoint_filter_fn(renamed, model)
+
+
+def _create(variant: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
+    width = kwargs["embed_dim"]
+    stem = ConvStem(
+        in_chans=kwargs.get("in_chans", 3),
+        depth=3,
+        channels=(width // 4, width // 2, width),
+        kernel_size=3,
+        stride=(1, 2, 2),
+        act_layer=nn.GELU,
+    )
+    return build_model_with_cfg(
+        VisionTransformer,
+        variant,
+        pretrained,
+        pretrained_filter_fn=_filter,
+        patch_size=1,
+        embed_layer=partial(HybridEmbed, backbone=stem, proj=False),
+        **kwargs,
+    )
+
+
+@register_model
+def vit_digits(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
+    """0.5 M parameters; the model of the default job."""
+    sizes = {"embed_dim": 96, "depth": 4, "num_heads": 3}
+    return _create("vit_digits", pretrained, **{**sizes, **kwargs})
+
+
+@register_model
+def vit_micro(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
+    """2.9 M parameters, for experiments on natural images of 32×32."""
+    sizes = {"embed_dim": 192, "depth": 6, "num_heads": 3}
+    return _create("vit_micro", pretrained, **{**sizes, **kwargs})
