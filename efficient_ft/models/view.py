@@ -8,6 +8,7 @@ inferred from a token count alone.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -306,7 +307,7 @@ def _stages(
             return (*_split_stages(children), (top,))
         names = [n for n, _ in children]
         cuts = [round(len(names) * k / 4) for k in range(5)]
-        quarters = tuple(tuple(names[a:b]) for a, b in zip(cuts, cuts[1:], strict=False) if b > a)
+        quarters = tuple(tuple(names[a:b]) for a, b in itertools.pairwise(cuts) if b > a)
         return quarters, tuple(() for _ in quarters), (top,)
     layers = [(f"layer{k}", getattr(model, f"layer{k}")) for k in range(1, 9) if hasattr(model, f"layer{k}")]
     if layers:

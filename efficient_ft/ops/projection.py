@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from scipy.linalg import block_diag
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from efficient_ft.ops.transforms import Tile, dense, disjoint
 
 #: Up to this many positions one dense matrix beats gathering tiles.
 DENSE_LIMIT = 256
@@ -75,21 +74,24 @@ class Projection:
         return 2 * sum(g.multiply_adds for g in self.groups)
 
     @classmethod
-    def from_matrices(cls, analysis: np.ndarray, synthesis: np.ndarray, prefix: int = 0) -> Projection:
-        """From R × L matrices over the grid; large maps are split into tiles, and rows reordered tile by tile."""
-        assert analysis.shape == synthesis.shape, (analysis.shape, synthesis.shape)
-        equal = synthesis is analysis
-        analysis = block_diag(np.eye(prefix), analysis)
-        synthesis = analysis if equal else block_diag(np.eye(prefix), synthesis)
-        rank, tokens = analysis.shape
-        if tokens - prefix <= DENSE_LIMIT:
-            groups: tuple[Group, ...] = (Group(None, analysis, synthesis),)
+    def from_tiles(cls, tiles: list[Tile], grid: tuple[int, int], prefix: int = 0) -> Projection:
+        """From the tiles of a map; small maps become one dense matrix, large ones groups of equal tiles."""
+        positions = grid[0] * grid[1]
+        one = np.eye(1)
+        before = [Tile(np.array([k]), one, one) for k in range(prefix)]
+        tiles = before + [Tile(t.positions + prefix, t.analysis, t.synthesis) for t in tiles]
+        if positions <= DENSE_LIMIT:
+            whole = dense(tiles, prefix + positions)
+            groups = [Group(None, whole.analysis, whole.synthesis)]
         else:
-            groups = _split(analysis, synthesis)
-        rows = _rows_in_order(groups, tokens)
-        combination, *_ = np.linalg.lstsq(rows.T, np.ones(tokens), rcond=None)
-        exact = np.abs(rows.T @ combination - 1).max() < 1e-10
-        return cls(tokens, rank, groups, combination if exact else None)
+            groups = _group(disjoint(tiles, prefix + positions))
+        ones = [_combination(g) for g in groups]
+        return cls(
+            prefix + positions,
+            sum(g.tiles * len(g.analysis) for g in groups),
+            tuple(groups),
+            None if any(c is None for c in ones) else np.concatenate([c for c in ones if c is not None]),
+        )
 
     def constants(self, device: torch.device, dtype: torch.dtype) -> Constants:
         """The tensors to compute with on `device`, in `dtype`; built once."""
@@ -144,31 +146,19 @@ class Projection:
         return x_BNC.transpose(1, 2).contiguous() if channels_first else x_BNC
 
 
-def _split(analysis: np.ndarray, synthesis: np.ndarray) -> tuple[Group, ...]:
-    """Independent tiles of a block-diagonal pair (up to permutations), those with equal matrices grouped."""
-    rank, length = analysis.shape
-    row, column = np.nonzero((analysis != 0) | (synthesis != 0))
-    graph = coo_array((np.ones_like(row), (row, column + rank)), shape=(rank + length,) * 2)
-    _, label = connected_components(graph, directed=False)
-    tiles: dict[tuple, list[np.ndarray]] = {}
-    matrices: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
-    for tile in dict.fromkeys(label[rank:]):
-        rows, positions = np.flatnonzero(label[:rank] == tile), np.flatnonzero(label[rank:] == tile)
-        pair = analysis[np.ix_(rows, positions)], synthesis[np.ix_(rows, positions)]
-        key = (pair[0].shape, pair[0].round(12).tobytes(), pair[1].round(12).tobytes())
-        tiles.setdefault(key, []).append(positions)
-        matrices.setdefault(key, pair)
-    return tuple(Group(np.stack(tiles[key]), a, a if np.array_equal(a, s) else s) for key, (a, s) in matrices.items())
+def _group(tiles: list[Tile]) -> list[Group]:
+    """Tiles whose matrices are equal, together."""
+    alike: dict[tuple, list[Tile]] = {}
+    for t in tiles:
+        # rounded, because equal tiles at different places may differ in the last bit
+        alike.setdefault((t.analysis.shape, t.analysis.round(9).tobytes(), t.synthesis.round(9).tobytes()), []).append(
+            t
+        )
+    return [Group(np.stack([t.positions for t in ts]), ts[0].analysis, ts[0].synthesis) for ts in alike.values()]
 
 
-def _rows_in_order(groups: tuple[Group, ...], tokens: int) -> np.ndarray:
-    """The analysis matrix with its rows in the order `project` gives them."""
-    rows = []
-    for g in groups:
-        if g.positions is None:
-            return g.analysis
-        for positions in g.positions:
-            block = np.zeros((len(g.analysis), tokens))
-            block[:, positions] = g.analysis
-            rows.append(block)
-    return np.concatenate(rows)
+def _combination(group: Group) -> np.ndarray | None:
+    """c (tiles·r,) with cᵀ·analysis = 1ᵀ on every tile, or None where the constant map is not in the row span."""
+    c, *_ = np.linalg.lstsq(group.analysis.T, np.ones(group.analysis.shape[1]), rcond=None)
+    exact = np.abs(group.analysis.T @ c - 1).max() < 1e-10
+    return np.tile(c, group.tiles) if exact else None

@@ -10,7 +10,8 @@ Source: LBP-WHT (Yang et al., NeurIPS 2023), Eq. 3–9. Padding and projection a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,16 +32,16 @@ def walsh(n: int = BLOCK) -> np.ndarray:
 
 def low_pass_l1(order: int) -> Pairs:
     """LP_L1-r: the pairs (i, j) of sequencies with i + j ≤ r − 1, lowest first (Eq. 8, 0-indexed); 1 ≤ r ≤ 15."""
-    return _lowest_first(lambda i, j: i + j <= order - 1)
+    return lowest_first(p for p in np.ndindex(BLOCK, BLOCK) if sum(p) <= order - 1)
 
 
 def low_pass_linf(order: int) -> Pairs:
     """LP_L∞-r: the pairs (i, j) with max(i, j) ≤ r − 1, lowest first (Eq. 9, 0-indexed); 1 ≤ r ≤ 8."""
-    return _lowest_first(lambda i, j: max(i, j) <= order - 1)
+    return lowest_first(p for p in np.ndindex(BLOCK, BLOCK) if max(p) <= order - 1)
 
 
-def _lowest_first(keep: Callable[[int, int], bool]) -> Pairs:
-    pairs = [(i, j) for i in range(BLOCK) for j in range(BLOCK) if keep(i, j)]
+def lowest_first(pairs: Iterable[tuple[int, int]]) -> Pairs:
+    """Pairs of sequencies in their canonical order, the constant (0, 0) first."""
     return tuple(sorted(pairs, key=lambda p: (sum(p), p)))
 
 
@@ -68,38 +69,113 @@ def padded_axis(size: int, reflect: bool) -> np.ndarray:
     return matrix
 
 
-def wht_blocks(grid: Grid, pairs: Pairs, padding: str) -> tuple[np.ndarray, np.ndarray]:
-    """The block-wise WHT of a map as (analysis, synthesis), each R' × L, blocks row by row, `pairs` in each.
+@dataclass(frozen=True, eq=False)
+class Tile:
+    """The part of a projection that lives on some positions of the map: r rows over l positions."""
 
-    The grid is padded to multiples of 8 and cut into 8×8 blocks; the same bases serve every block. With H the ±1
-    matrix the rows are H/8, so that ĝᵀx̂ and H_Iᵀ(ĝw)/64 of the paper need no other factor.
+    positions: np.ndarray  # (l,) ascending
+    analysis: np.ndarray  # (r, l)
+    synthesis: np.ndarray  # (r, l); the same object as `analysis` where they are equal
+
+
+def wht_tiles(grid: Grid, pairs: Pairs, padding: str) -> list[Tile]:
+    """The block-wise WHT of a map: one tile for each 8×8 block, row by row.
+
+    The grid is padded to multiples of 8 and cut into blocks; the same bases serve every block. With H the ±1 matrix
+    the rows are H/8, so that ĝᵀx̂ and H_Iᵀ(ĝw)/64 of the paper need no other factor.
 
     Args:
         grid: (H, W) of the map.
         pairs: the chosen (i, j) sequencies.
-        padding: ``zero``; ``reflect`` (as published: synthesis crops, so rows are not orthonormal); ``ortho``: an
-            orthonormal basis, block by block, of the span of the cropped rows (a true orthogonal projector for every
-            grid; directions that vanish are dropped).
+        padding: ``zero``; ``reflect`` (as published: synthesis crops, so rows are not orthonormal; a tile may reach
+            into its neighbour's positions); ``ortho``: an orthonormal basis, block by block, of the span of the
+            cropped rows (a true orthogonal projector for every grid; directions that vanish are dropped).
+
+    Raises:
+        ValueError: the reflection would reach beyond the grid.
     """
-    (height, width), h = grid, walsh()
-    crop_y, crop_x = padded_axis(height, False), padded_axis(width, False)
-    pad_y, pad_x = (padded_axis(n, padding == "reflect") for n in grid)
+    h, width = walsh(), grid[1]
+    crop_y, crop_x = (padded_axis(n, reflect=False) for n in grid)
+    pad_y, pad_x = (padded_axis(n, reflect=padding == "reflect") for n in grid)
+    tiles = []
+    for y in range(0, len(crop_y), BLOCK):
+        for x in range(0, len(crop_x), BLOCK):
+            by, bx = slice(y, y + BLOCK), slice(x, x + BLOCK)
+            rows, columns = (np.flatnonzero(a.any(0)) for a in (pad_y[by] + crop_y[by], pad_x[bx] + crop_x[bx]))
 
-    def rows(axis_y: np.ndarray, axis_x: np.ndarray) -> list[np.ndarray]:
-        blocks = []
-        for y in range(0, axis_y.shape[0], BLOCK):
-            for x in range(0, axis_x.shape[0], BLOCK):
-                ty, tx = h @ axis_y[y : y + BLOCK], h @ axis_x[x : x + BLOCK]
-                block = np.stack([np.outer(ty[i], tx[j]).reshape(height * width) for i, j in pairs])
-                blocks.append(block / BLOCK)
-        return blocks
+            def block(axis_y: np.ndarray, axis_x: np.ndarray, rows=rows, columns=columns) -> np.ndarray:
+                ty, tx = h @ axis_y[:, rows] / BLOCK, h @ axis_x[:, columns]
+                return np.stack([np.outer(ty[i], tx[j]).reshape(-1) for i, j in pairs])
 
-    cropped = rows(crop_y, crop_x)
-    if padding == "ortho":
-        basis = np.concatenate([orthonormal_rows(b) for b in cropped])
-        return basis, basis
-    synthesis = np.concatenate(cropped)
-    return (np.concatenate(rows(pad_y, pad_x)) if padding == "reflect" else synthesis), synthesis
+            positions = (rows[:, None] * width + columns).reshape(-1)
+            synthesis = block(crop_y[by], crop_x[bx])
+            if padding == "ortho":
+                synthesis = orthonormal_rows(synthesis)
+            analysis = block(pad_y[by], pad_x[bx]) if padding == "reflect" else synthesis
+            tiles.append(Tile(positions, analysis, synthesis))
+    return tiles
+
+
+def dct_tiles(grid: Grid, sizes: tuple[list[int], list[int]], count: int) -> list[Tile]:
+    """A low-pass DCT of a map cut into rectangles: `count` rows in all, shared out by area (largest remainder first).
+
+    Args:
+        grid: (H, W) of the map.
+        sizes: heights and widths of the rectangles; they add up to H and W.
+        count: rows over all tiles, at most H·W.
+    """
+    cuts = [np.split(np.arange(n), np.cumsum(s)[:-1]) for n, s in zip(grid, sizes, strict=True)]
+    areas = [(len(rows) * len(columns)) for rows in cuts[0] for columns in cuts[1]]
+    shares = [count * a / sum(areas) for a in areas]
+    counts = [int(s) for s in shares]
+    by_remainder = sorted(range(len(areas)), key=lambda k: (counts[k] - shares[k], k))
+    for k in by_remainder[: count - sum(counts)]:
+        counts[k] += 1
+    tiles = []
+    for k, (rows, columns) in enumerate((r, c) for r in cuts[0] for c in cuts[1]):
+        matrix = dct_rows((len(rows), len(columns)), counts[k])
+        tiles.append(Tile((rows[:, None] * grid[1] + columns).reshape(-1), matrix, matrix))
+    return tiles
+
+
+def dense(tiles: list[Tile], positions: int) -> Tile:
+    """The tiles as one tile over all `positions`, rows in the order of the tiles."""
+
+    def spread(matrices: list[np.ndarray]) -> np.ndarray:
+        full = np.zeros((sum(map(len, matrices)), positions))
+        start = 0
+        for tile, matrix in zip(tiles, matrices, strict=True):
+            full[start : start + len(matrix), tile.positions] = matrix
+            start += len(matrix)
+        return full
+
+    analysis = spread([t.analysis for t in tiles])
+    equal = all(t.synthesis is t.analysis for t in tiles)
+    return Tile(np.arange(positions), analysis, analysis if equal else spread([t.synthesis for t in tiles]))
+
+
+def disjoint(tiles: list[Tile], positions: int) -> list[Tile]:
+    """Tiles that share positions merged into one, so that every position belongs to one tile."""
+    owner = np.full(positions, -1)
+    groups: dict[int, list[int]] = {}
+    for k, tile in enumerate(tiles):
+        groups[k] = [k]
+        for other in {int(o) for o in owner[tile.positions] if o >= 0}:
+            groups[k] = groups.pop(other) + groups[k]
+        for member in groups[k]:
+            owner[tiles[member].positions] = k
+    merged = []
+    for members in groups.values():
+        if len(members) == 1:
+            merged.append(tiles[members[0]])
+            continue
+        union = np.unique(np.concatenate([tiles[m].positions for m in members]))
+        local = [
+            Tile(np.searchsorted(union, tiles[m].positions), tiles[m].analysis, tiles[m].synthesis) for m in members
+        ]
+        one = dense(local, len(union))
+        merged.append(Tile(union, one.analysis, one.synthesis))
+    return merged
 
 
 def orthonormal_rows(matrix: np.ndarray, tolerance: float = 1e-9) -> np.ndarray:

@@ -1,0 +1,30 @@
+"""LBP-DCT: the same low-rank backward with a low-pass DCT over the whole token grid.
+
+At the number of coefficients and the cost of LBP-WHT it is closer to the exact gradient on every grid that is no
+single 8×8 block. Source of the scheme: LBP-WHT (see `lbp_wht`); the projector is ours.
+"""
+
+from __future__ import annotations
+
+from efficient_ft.errors import SettingError
+from efficient_ft.methods.backprop.low_rank import LowRankBackward
+from efficient_ft.models.view import Layer
+from efficient_ft.ops.projectors import CosineProjector
+
+
+class LBPDCT(LowRankBackward):
+    """Gradients of linear layers through the lowest DCT-II components of the token grid.
+
+    Args:
+        order: 1–15; keeps as many components as LBP-WHT's ``l1`` selection of that order (padding ``ortho``).
+    """
+
+    name = "lbp_dct"
+
+    def __init__(self, order: int = 4):
+        if not 1 <= order <= 15:
+            raise SettingError("order", order, "1 to 15")
+        self.order = order
+
+    def projector_for(self, layer: Layer) -> CosineProjector:
+        return CosineProjector(self.order)

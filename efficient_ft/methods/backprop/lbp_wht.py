@@ -1,0 +1,121 @@
+"""LBP-WHT: low-rank backward by a block-wise Walsh–Hadamard projection.
+
+Source: Yang, Chiang, Li, Marculescu, Marculescu, "Efficient Low-rank Backpropagation for Vision Transformer
+Adaptation", NeurIPS 2023. The default padding is ours: an orthonormal basis of the cropped rows, which is exact at
+full rank and closer to the exact gradient at every rank we measured; `padding="reflect", as_published=True` is theirs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from efficient_ft.errors import SettingError
+from efficient_ft.methods.backprop.low_rank import LowRank, LowRankBackward
+from efficient_ft.methods.base import Applied
+from efficient_ft.models.view import Layer
+from efficient_ft.ops.projectors import Padding, WalshProjector
+from efficient_ft.ops.transforms import BLOCK, Pairs, low_pass_l1, low_pass_linf, lowest_first
+
+ORDERS = {"l1": 15, "linf": 8, "lhe": 15}
+
+
+class LBPWHT(LowRankBackward):
+    """Gradients of linear layers through a few Walsh–Hadamard bases of each 8×8 block of the token grid.
+
+    Args:
+        bases: which of the 64 bases. ``l1``: i + j ≤ order − 1 (order 1–15; R = order(order+1)/2 up to order 8).
+            ``linf``: max(i, j) ≤ order − 1 (order 1–8, R = order²). ``lhe``: the R = order(order+1)/2 of most energy
+            in each layer's g_y over the first `profile_steps` steps, which run with the exact backward.
+        order: of the low-pass selection; 4 (R = 10) to 6 (R = 21) is the paper's advice.
+        padding: of grids that are no multiple of 8: ``ortho``, ``zero`` (both exact at full rank), ``reflect`` (as
+            published: not exact at any rank).
+        as_published: as the authors ran it: a qkv whose forward was never called (SwinV2) stays exact, and layers
+            are projected even where that costs more than the exact backward (talking heads).
+        profile_steps: optimizer steps that ``lhe`` profiles.
+    """
+
+    name = "lbp_wht"
+
+    def __init__(
+        self,
+        bases: Literal["l1", "linf", "lhe"] = "l1",
+        order: int = 4,
+        padding: Padding = "ortho",
+        as_published: bool = False,
+        profile_steps: int = 16,
+    ):
+        if bases not in ORDERS:
+            raise SettingError("bases", bases, ORDERS)
+        if not 1 <= order <= ORDERS[bases]:
+            raise SettingError("order", order, f"1 to {ORDERS[bases]} with bases={bases}")
+        if padding not in ("ortho", "zero", "reflect"):
+            raise SettingError("padding", padding, ("ortho", "zero", "reflect"))
+        if profile_steps < 1:
+            raise SettingError("profile_steps", profile_steps, "1 or more")
+        self.bases, self.order, self.padding = bases, order, padding
+        self.as_published, self.profile_steps = as_published, profile_steps
+        self.profiles = bases == "lhe"
+        self._steps = 0
+        self._layers: dict[str, LowRank] = {}
+        self._restored: dict[str, Any] | None = None
+
+    @property
+    def warmup_steps(self) -> int:  # type: ignore[override]
+        return self.profile_steps if self.profiles else 0
+
+    def projector_for(self, layer: Layer) -> WalshProjector:
+        return WalshProjector(
+            low_pass_linf(self.order) if self.bases == "linf" else low_pass_l1(self.order), self.padding
+        )
+
+    def _apply(self, model: nn.Module) -> Applied:
+        applied = super()._apply(model)
+        if self.profiles:
+            self._layers = self._changed(model)
+            if self._restored is not None:
+                self.load_state_dict(self._restored)
+        return applied
+
+    def step_end(self) -> None:
+        if not self.profiles or self._steps >= self.profile_steps:
+            return
+        self._steps += 1
+        if self._steps == self.profile_steps:
+            for how in self._layers.values():
+                how.projector = WalshProjector(self._most_energy(how.energy), self.padding)
+                how.energy = None
+
+    def _most_energy(self, energy: Tensor | None) -> Pairs:
+        """The R bases of most energy, lowest first; those of LP_L1 for a layer that no gradient reached."""
+        pairs = low_pass_l1(self.order)
+        if energy is None:
+            return pairs
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(energy)
+        top = energy.flatten().topk(len(pairs)).indices.tolist()
+        return lowest_first((k // BLOCK, k % BLOCK) for k in top)
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.profiles:
+            return {}
+        chosen = {n: h.projector.pairs for n, h in self._layers.items() if isinstance(h.projector, WalshProjector)}
+        return {
+            "steps": self._steps,
+            "energy": {n: h.energy.tolist() for n, h in self._layers.items() if h.energy is not None},
+            "chosen": {n: [list(p) for p in pairs] for n, pairs in chosen.items()},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if not self.profiles or not state_dict:
+            return
+        self._restored = state_dict  # applied later, if the model is not there yet
+        self._steps = state_dict["steps"]
+        for name, how in self._layers.items():
+            if name in state_dict["chosen"]:
+                how.projector = WalshProjector(lowest_first(tuple(p) for p in state_dict["chosen"][name]), self.padding)
+            if name in state_dict["energy"]:
+                how.energy = torch.tensor(state_dict["energy"][name], dtype=torch.float64)

@@ -1,0 +1,161 @@
+"""What every low-rank backward method shares: the layers it puts in place, and where.
+
+A layer is changed by its class alone: the same module object, the same parameters under the same names, its own
+forward in evaluation. So a changed model can be copied, pickled, saved and changed back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+import torch
+from torch import Tensor, nn
+
+from efficient_ft.errors import UserError
+from efficient_ft.methods.base import Applied, Method
+from efficient_ft.models.view import Layer, TokenLayout, view
+from efficient_ft.ops.low_rank import low_rank_conv1x1, low_rank_linear
+from efficient_ft.ops.projectors import Projector, backward_flops
+from efficient_ft.ops.spectrum import block_energy
+
+
+@dataclass
+class LowRank:
+    """What a changed layer carries.
+
+    Attributes:
+        projector: gives the projection for the grid of a step; None while the layer is profiled (exact backward).
+        tokens: where the positions lie in the input.
+        energy: (8, 8) sums of squared WHT coefficients of g_y, gathered while `projector` is None.
+    """
+
+    projector: Projector | None
+    tokens: TokenLayout
+    energy: Tensor | None = None
+
+
+class LowRankLinear(nn.Linear):
+    """`nn.Linear` whose backward pass is low-rank in training."""
+
+    low_rank: LowRank
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not _records(self, x):
+            return super().forward(x)
+        how = self.low_rank
+        grid = how.tokens.grid if how.tokens.form == "tokens" else (x.shape[1], x.shape[2])
+        if how.projector is None:
+            return _profiled(super().forward(x), how, grid)
+        if x.shape[1:-1].numel() != how.tokens.prefix + grid[0] * grid[1]:
+            raise ValueError(
+                f"a layer was given {x.shape[1]} tokens, but its grid is {grid[0]}×{grid[1]} after"
+                f" {how.tokens.prefix} prefix tokens: build the model at the size of the images it is trained on"
+            )
+        projection = how.projector.projection(grid, how.tokens.prefix, (self.in_features, self.out_features))
+        return low_rank_linear(x, self.weight, self.bias, projection)
+
+
+class LowRankConv2d(nn.Conv2d):
+    """A 1×1 `nn.Conv2d` whose backward pass is low-rank in training."""
+
+    low_rank: LowRank
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not _records(self, x):
+            return super().forward(x)
+        how, grid = self.low_rank, (x.shape[2], x.shape[3])
+        if how.projector is None:
+            return _profiled(super().forward(x), how, grid)
+        projection = how.projector.projection(grid, 0, (self.in_channels, self.out_channels))
+        return low_rank_conv1x1(x, self.weight, self.bias, projection)
+
+
+CHANGED = {nn.Linear: LowRankLinear, nn.Conv2d: LowRankConv2d}
+
+
+def _records(module: nn.Linear | nn.Conv2d, x: Tensor) -> bool:
+    """Whether this call is part of a training step in which the layer has more than a bias gradient to compute."""
+    return module.training and torch.is_grad_enabled() and (x.requires_grad or module.weight.requires_grad)
+
+
+def _profiled(y: Tensor, how: LowRank, grid: tuple[int, int]) -> Tensor:
+    """`y`, whose gradient will be added to the layer's energies on its way back."""
+
+    def gather(g: Tensor) -> None:
+        if how.tokens.form == "channels_first":
+            g = g.permute(0, 2, 3, 1)
+        g_BHWC = g[:, how.tokens.prefix :].unflatten(1, grid) if g.dim() == 3 else g
+        energy = block_energy(g_BHWC)
+        how.energy = energy if how.energy is None else how.energy + energy
+
+    y.register_hook(gather)
+    return y
+
+
+class LowRankBackward(Method):
+    """Base of the methods that compute the gradients of linear layers and 1×1 convolutions in a low-rank space.
+
+    Every layer whose input holds a token grid is changed: attention and MLP layers, talking heads, patch merging;
+    never the stem, the patch embedding or the head. A layer whose low-rank backward would cost more than its exact
+    one stays exact, and the report says so. Which layers train is not this method's business: what is frozen costs
+    what it costs.
+    """
+
+    axis = "backprop"
+    as_published: bool = False
+
+    def projector_for(self, layer: Layer) -> Projector:
+        """The projector of a layer, or, for one that is chosen later, a stand-in of the same rank and cost."""
+        raise NotImplementedError  # abstract
+
+    #: Layers profile first (exact backward) and get their projector later.
+    profiles: bool = False
+
+    def _apply(self, model: nn.Module) -> Applied:
+        touched, skipped, exact = [], {}, {}
+        for layer in view(model).layers:
+            changed = CHANGED.get(type(layer.module))
+            if layer.tokens is None:
+                skipped[layer.name] = layer.why_not or "no token grid"
+            elif changed is None:
+                skipped[layer.name] = f"its class {type(layer.module).__name__} has a forward of its own"
+            elif layer.reach is not None and self.as_published:
+                skipped[layer.name] = "left exact, as published (its forward was never called)"
+            elif why := self._costs_more(layer, layer.tokens):
+                exact[layer.name] = why
+            else:
+                layer.module.__class__ = changed
+                projector = None if self.profiles else self.projector_for(layer)
+                layer.module.low_rank = LowRank(projector, layer.tokens)  # type: ignore[assignment]
+                if layer.reach is not None:
+                    model.get_submodule(layer.reach).qkv_bias_separate = True  # type: ignore[assignment]
+                    layer.module.low_rank_reach = layer.reach  # type: ignore[assignment]
+                touched.append(layer.name)
+        notes = (f"{len(exact)} layers left exact where that is cheaper",) if exact else ()
+        return Applied(self.name, tuple(touched), {**skipped, **exact}, notes)
+
+    def _costs_more(self, layer: Layer, tokens: TokenLayout) -> str | None:
+        """Why a layer stays exact, or None."""
+        try:
+            projection = self.projector_for(layer).projection(tokens.grid, tokens.prefix, layer.channels)
+        except ValueError as error:
+            raise UserError(
+                f"method {self.name}: {layer.name} on a {tokens.grid[0]}×{tokens.grid[1]} grid: {error}"
+                "; use padding=ortho or zero."
+            ) from error
+        exact, low_rank = backward_flops(projection, layer.channels)
+        if self.as_published or low_rank < exact:
+            return None
+        return f"exact is cheaper: {exact / 1e6:.4g} MFLOPs against {low_rank / 1e6:.4g} at rank {projection.rank}"
+
+    def _remove(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, LowRankLinear | LowRankConv2d):
+                reach = module.__dict__.pop("low_rank_reach", None)
+                if reach is not None:
+                    model.get_submodule(reach).qkv_bias_separate = False  # type: ignore[assignment]
+                del module.low_rank
+                module.__class__ = nn.Linear if isinstance(module, LowRankLinear) else nn.Conv2d
+
+    @staticmethod
+    def _changed(model: nn.Module) -> dict[str, LowRank]:
+        return {n: m.low_rank for n, m in model.named_modules() if isinstance(m, LowRankLinear | LowRankConv2d)}
