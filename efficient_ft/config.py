@@ -184,11 +184,19 @@ def check(plain: Mapping[str, Any]) -> Config:
     """
     if not isinstance(plain.get("method", {}), Mapping):
         raise SettingError("method", _show(plain["method"]), "a mapping from a method's name to its settings")
+    plain = _without_missing(plain)
     # A YAML that says nothing but its package composes to null.
     plain = {**plain, "method": {k: {} if v is None else v for k, v in plain.get("method", {}).items()}}
     config = _validate(Config, plain, "")
     _check_together(config)
     return config
+
+
+def _without_missing(value: Any) -> Any:
+    """Without the entries that YAML marks as still to be given (``???``)."""
+    if not isinstance(value, Mapping):
+        return value
+    return {key: _without_missing(below) for key, below in value.items() if below != "???"}
 
 
 def _check_together(config: Config) -> None:
@@ -387,6 +395,12 @@ def _resolved(node: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
     return whole["$defs"][reference.rpartition("/")[2]] if reference else node
 
 
+def setting_names() -> list[str]:
+    """Full names of all settings but the methods' own."""
+    whole = _json_schema(Config)
+    return _leaves(whole, whole)
+
+
 def _leaves(node: dict[str, Any], whole: dict[str, Any], prefix: str = "") -> list[str]:
     """Full names of all settings below `node`."""
     names: list[str] = []
@@ -474,9 +488,14 @@ def run_folder(config: Config) -> str:
     """``outputs/DATA/MODEL/METHOD+METHOD/FINGERPRINT``, relative, with forward slashes.
 
     The same configuration always gives the same folder, which is how the same command finds what it left.
+    An evaluation lies inside the run it evaluates, and a mere count of the cost below ``outputs/cost``.
     """
     data: str = config.data.name
     if data == "folder":
         data = os.path.basename(os.path.normpath(config.data.root)) or data
+    if config.evaluate is not None:
+        return f"{config.evaluate.rstrip('/')}/evaluate"
     parts = [data, config.model.name, "+".join(sorted(config.method)), fingerprint(config)]
+    if config.cost_only:
+        parts.insert(0, "cost")
     return "/".join(["outputs", *(re.sub(r"[^\w.+-]+", "_", part) for part in parts)])

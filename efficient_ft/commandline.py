@@ -1,0 +1,218 @@
+"""From command-line arguments to checked configurations, and every mistake on that way in one clear message.
+
+Hydra composes; what it refuses, and what it accepts in silence, is explained here: unknown options, unknown keys
+(with ``+`` and ``++`` too), values of another type, methods that share a name. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from efficient_ft import launcher
+from efficient_ft.config import Config, UnknownSetting, check, run_folder, setting_names
+from efficient_ft.errors import SettingError, UserError
+
+
+def register() -> None:
+    """Make known to Hydra what conf/train.yaml refers to; to be called before anything is composed."""
+    OmegaConf.register_new_resolver("run_folder", _run_folder, replace=True)
+    launcher.register()
+
+
+def _run_folder(inside: str = "", *, _root_: DictConfig) -> str:
+    """The run folder of the whole configuration, as a path below `inside`."""
+    folder = run_folder(check(plain(_root_)))
+    return folder.removeprefix(f"{inside}/") if inside else folder
+
+
+def plain(composed: DictConfig) -> dict[str, Any]:
+    """Plain containers, interpolations resolved, without Hydra's own part.
+
+    Raises:
+        UserError: an interpolation that cannot be resolved.
+    """
+    job = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+    # The copy is a root of its own; interpolations only ever point into the job's part.
+    try:
+        container = OmegaConf.to_container(job, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"The configuration cannot be resolved: {_sentence(error)}") from None
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
+def configurations(
+    conf: Path, name: str, overrides: Sequence[str], *, sweep: bool, search: str | None = None
+) -> list[Config]:
+    """The checked configuration of each job that a command line asks for: one, or those of a sweep.
+
+    Args:
+        conf: the folder of the configuration groups.
+        name: the primary configuration in it.
+        overrides: the arguments, as typed.
+        sweep: comma-separated values are swept over.
+        search: one more folder of configurations, looked into first.
+
+    Raises:
+        UserError: the first mistake.
+    """
+    if search is not None:
+        if not Path(search).is_dir():
+            raise UserError(f"--config-dir {search}: no such folder.")
+        overrides = [*overrides, f"hydra.searchpath=['file://{Path(search).resolve().as_posix()}']"]
+    with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        jobs = _jobs(loader, overrides, sweep)
+        return [_configuration(loader, name, job) for job in jobs]
+
+
+def _jobs(loader: ConfigLoader, overrides: Sequence[str], sweep: bool) -> list[list[str]]:
+    """The arguments of each job; a sweep is the product of its comma-separated values."""
+    parser = OverridesParser.create(config_loader=loader)
+    choices: dict[str, list[str]] = {}
+    for text in overrides:
+        try:
+            (override,) = parser.parse_overrides([text])
+        except OverrideParseException:
+            raise UserError(
+                f"{text}: not an argument of the form KEY=VALUE. Put quotes around a value with special characters"
+                " (\"'KEY=a b'\"), and see --help."
+            ) from None
+        if not override.is_sweep_override():
+            choices[text] = [text]
+            continue
+        values = str(override.get_value_string())
+        if not sweep:
+            raise UserError(
+                f"{text}: several values. To run each of them add -m; to give a list write"
+                f" '{override.key_or_group}=[{values}]'; to give a text with commas quote it:"
+                f" \"{override.key_or_group}='{values}'\"."
+            )
+        # Ranges of other sweepers' kinds have no list; their jobs are checked when they start.
+        if override.is_discrete_sweep():
+            key = override.get_key_element()
+            choices[text] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+    return [list(job) for job in itertools.product(*choices.values())]
+
+
+def _configuration(loader: ConfigLoader, name: str, job: list[str]) -> Config:
+    parsed = OverridesParser.create(config_loader=loader).parse_overrides(job)
+    for override in parsed:
+        _check_option(loader, override)
+    try:
+        composed = compose(name, job, return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _explained(loader, name, parsed, error) from None
+    _check_packages(name, composed)
+    try:
+        return check(plain(composed))
+    except UnknownSetting as error:
+        if "." in error.setting:
+            raise
+        groups = [group for group in loader.list_groups("") if group != "hydra"]
+        raise UnknownSetting(error.setting, error.value, {*Config.model_fields, *groups}, setting_names()) from None
+
+
+def _check_option(loader: ConfigLoader, override: Override) -> None:
+    """Refuse an option that its group does not have; Hydra would pass over one of an optional group in silence."""
+    group = override.key_or_group
+    options = loader.get_group_options(group) if not group.startswith("hydra") else []
+    value = override.value()
+    for option in value if isinstance(value, list) else [value]:
+        if options and isinstance(option, str) and option not in options:
+            raise SettingError(group, option, options)
+
+
+def _check_packages(name: str, composed: DictConfig) -> None:
+    """Refuse two options of `method` that fill one package: Hydra would merge them, the last one winning."""
+    chosen = OmegaConf.to_container(composed.hydra.runtime.choices).get("method")  # type: ignore[union-attr]
+    options = chosen if isinstance(chosen, list) else [chosen]
+    if len(options) <= len(composed.method):
+        return
+    owner: dict[str, str] = {}
+    for option in options:
+        package = next(iter(compose(name, [f"method=[{option}]"]).method))
+        if package in owner:
+            same = "named twice" if owner[package] == option else f"variants of {package}"
+            raise UserError(f"method=[{','.join(options)}]: {owner[package]} and {option} are {same}; name one.")
+        owner[package] = option
+
+
+def _explained(loader: ConfigLoader, name: str, parsed: Iterable[Override], error: Exception) -> UserError:
+    """What Hydra's refusal means, found by composing again without the settings: which key is not there?"""
+    parsed = list(parsed)
+    groups = [o for o in parsed if loader.get_group_options(o.key_or_group)]
+    try:
+        known = compose(name, [str(o.input_line) for o in groups])
+    except (HydraException, OmegaConfBaseException) as second:
+        return UserError(_sentence(second))
+    for override in parsed:
+        key, line = override.key_or_group, str(override.input_line)
+        if override in groups or key.startswith("hydra"):
+            continue
+        present, missing = _walk(known, key)
+        if missing is None:
+            if override.is_add() and not isinstance(override.value(), dict | list):
+                return UserError(f"{line}: {key} is there already; leave out the +.")
+            continue
+        if override.is_add() or override.is_force_add():
+            continue
+        here = OmegaConf.select(known, present) if present else known
+        siblings = [str(k) for k in here] if OmegaConf.is_dict(here) else []
+        setting = f"{present}.{missing}" if present else missing
+        if present == "method" and missing in loader.get_group_options("method"):
+            both = ",".join([*siblings, missing])
+            return UserError(
+                f"{line}: method {missing} is not chosen (chosen: {', '.join(siblings)}). Choose it,"
+                f" method={missing}, or both, 'method=[{both}]'."
+            )
+        if present == "method":
+            return SettingError("method", missing, loader.get_group_options("method"), f"(in {line})")
+        if setting == "model.kwargs" or present.startswith("model.kwargs"):
+            return UserError(f"{line}: a new argument for timm.create_model is added with a plus: +{line}")
+        if setting in setting_names():
+            # Known to the schema, absent from the chosen option: the check says why it has no place here.
+            try:
+                check(plain(compose(name, [*(str(o.input_line) for o in groups), f"+{line}"])))
+            except UserError as reason:
+                return reason
+            return UserError(f"{line}: the chosen options do not have it; add it with a plus: +{line}")
+        return UnknownSetting(setting, override.value(), siblings or setting_names(), setting_names())
+    return UserError(_sentence(error))
+
+
+def _walk(config: DictConfig, key: str) -> tuple[str, str | None]:
+    """The longest part of the dotted `key` that exists, and the first name after it that does not (or None)."""
+    node: Any = config
+    present: list[str] = []
+    for part in key.split("."):
+        if not OmegaConf.is_dict(node) or part not in node:
+            return ".".join(present), part
+        present.append(part)
+        node = node._get_node(part)
+    return key, None
+
+
+def _sentence(error: Exception) -> str:
+    """An error of Hydra or OmegaConf without its list of search paths and object types."""
+    texts = [str(error), *([str(error.__cause__)] if error.__cause__ is not None else [])]
+    lines = [line.strip() for text in texts for line in text.splitlines()]
+    kept = []
+    for line in lines:
+        if line.startswith(("Config search path", "full_key:", "object_type=", "reference_type=")):
+            break
+        if line:
+            kept.append(line)
+    return " ".join(kept) or type(error).__name__
