@@ -4,15 +4,17 @@ The step is: forward in training mode (BatchNorm statistics frozen), cross-entro
 (shapes and storages without memory), with the batch asked for, on a copy of the model and of the methods applied to it;
 so it takes seconds for any batch, and is the same on every machine. What is counted:
 
-* **FLOPs** per image, forward and backward apart; a multiply-add is 2. The formulas are torch.utils.flop_counter's (one
-  mended: see `meter`): matrix products, convolutions, attention; elementwise work counts 0. Attention is counted unfused,
-  because a fused backward recomputes the scores inside one kernel, and kernels differ between devices.
-* **Saved bytes** per image: the storages autograd holds for the backward pass once the forward pass and the loss are done,
-  each once and whole. Parameters and buffers, and views of them, are left out: they live anyway. What was made of them
-  counts (autocast's low-precision weight copies, constants in a cache), as does the input batch where it is saved.
-* **Peak** of live tensor bytes for the whole batch: everything that lives during forward and backward, parameters, buffers
-  and the batch included, gradients and what recomputation holds included. That is what torch.cuda.max_memory_allocated
-  reports, without the allocator's rounding and the kernels' own workspaces. The optimizer's state is *not* in it.
+* **FLOPs** per image, forward and backward apart; a multiply-add is 2. The formulas are torch.utils.flop_counter's
+  (one mended: see `meter`): matrix products, convolutions, attention; elementwise work counts 0. Attention is counted
+  unfused: a fused backward recomputes the scores inside one kernel, and kernels differ between devices.
+* **Saved bytes** per image: the storages autograd holds for the backward pass once the forward pass and the loss are
+  done, each once and whole. Parameters and buffers, and views of them, are left out: they live anyway. What was made
+  of them counts (autocast's low-precision weight copies, constants in a cache), and so does the input batch where it
+  is saved. Attention is as the model has it.
+* **Peak** of live tensor bytes for the whole batch: everything that lives during forward and backward, parameters,
+  buffers and the batch included, gradients and what recomputation holds included. This is what
+  torch.cuda.max_memory_allocated reports, but for the allocator's rounding and the kernels' own workspaces. The
+  optimizer's state is *not* in it.
 """
 
 from __future__ import annotations
@@ -112,20 +114,10 @@ def executed(
     Raises:
         UserError: a setting that cannot be, or a model that does not return logits.
     """
-    probe = _Probe(model, methods, input_size, precision, label_smoothing, in_chans, frozen_bn)
-    positive("batch_size", batch_size)
+    probe = Probe(model, methods, input_size, precision, label_smoothing, in_chans, frozen_bn)
     with undisturbed():
-        probe.warm_up(min(batch_size, 2))
-        try:
-            return probe.count(batch_size, fake=True)
-        except UserError:
-            raise
-        except Exception as error:  # whatever fake tensors cannot do; a fault of the model's own comes up again below
-            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
-        if batch_size <= 2:
-            exact = probe.count(batch_size, fake=False)
-            return replace(exact, counted_on=f"a real run ({reason})")
-        return _line(probe.count(1, fake=False), probe.count(2, fake=False), batch_size, reason)
+        probe.warm_up()
+        return probe.executed(batch_size)
 
 
 def layer_flops(
@@ -146,17 +138,16 @@ def layer_flops(
     ``forward``: a layer whose weight is used by its parent (SwinV2's qkv) has FLOPs and no calls. Sums over all names
     equal `executed`'s. Arguments as there.
     """
-    probe = _Probe(model, methods, input_size, precision, label_smoothing, in_chans, frozen_bn)
+    probe = Probe(model, methods, input_size, precision, label_smoothing, in_chans, frozen_bn)
     positive("batch_size", batch_size)
     with undisturbed():
-        probe.warm_up(min(batch_size, 2))
-        with sdpa_kernel(SDPBackend.MATH):
-            try:
-                return probe.step(batch_size, fake=True, layers=True).layers
-            except UserError:
-                raise
-            except Exception:  # as in `executed`
-                return probe.step(min(batch_size, 2), fake=False, layers=True).layers
+        probe.warm_up()
+        try:
+            return probe.steps(batch_size, True, (True,), layers=True)[0].layers
+        except UserError:
+            raise
+        except Exception:  # as in `Probe.executed`
+            return probe.steps(min(batch_size, 2), False, (True,), layers=True)[0].layers
 
 
 def kept_after_forward(
@@ -176,10 +167,11 @@ def kept_after_forward(
     `live_bytes` comes from watching every operation's results, `saved_bytes` from the hook; neither knows of the other.
     Arguments as in `executed`; ``fake=False`` runs really.
     """
-    probe = _Probe(model, methods, input_size, precision, label_smoothing, in_chans, frozen_bn)
+    probe = Probe(model, methods, input_size, precision, label_smoothing, in_chans, frozen_bn)
     with undisturbed():
-        probe.warm_up(min(batch_size, 2))
-        seen = probe.step(batch_size, fake)
+        probe.warm_up()
+        # The second step: what the first one put into caches was there before it.
+        seen = probe.steps(batch_size, fake, (False, False))[1]
     return Kept(
         saved_bytes=sum(nbytes for key, nbytes in seen.saved.items() if key in seen.created),
         live_bytes=sum(made.nbytes for made in seen.created.values()),
@@ -201,7 +193,7 @@ class _Seen:
     layers: dict[str, LayerFlops]
 
 
-class _Probe:
+class Probe:
     """Copies of a model and its methods, real or on fake tensors, and the step they are watched in."""
 
     def __init__(
@@ -230,11 +222,11 @@ class _Probe:
             apply_methods(self.model, self.methods)
         self.steps_before = max((m.warmup_steps for m in self.methods), default=0)
 
-    def warm_up(self, images: int) -> None:
+    def warm_up(self, images: int = 2) -> None:
         """Let methods that profile first do so, on a real copy: what they choose depends on values."""
         if not self.steps_before:
             return
-        self.model, self.methods = self._copy(None)
+        self.model, self.methods = self.copy(None)
         batch = self._batch(images)
         for step in range(self.steps_before):
             for method in self.methods:
@@ -244,47 +236,71 @@ class _Probe:
             for method in self.methods:
                 method.step_end()
 
+    def executed(self, images: int) -> Executed:
+        """Counted on fake tensors, or, where those cannot follow the model, by real runs of few images."""
+        positive("batch_size", images)
+        try:
+            return self.count(images, fake=True)
+        except UserError:
+            raise
+        except Exception as error:  # whatever fake tensors cannot do; a fault of the model's own comes up again below
+            reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        if images <= 2:
+            return replace(self.count(images, fake=False), counted_on=f"a real run ({reason})")
+        return _line(self.count(1, fake=False), self.count(2, fake=False), images, reason)
+
     def count(self, images: int, fake: bool) -> Executed:
-        with sdpa_kernel(SDPBackend.MATH):
-            flops = self.step(images, fake).flops
-        seen = self.step(images, fake)
+        unfused, seen = self.steps(images, fake, unfused=(True, False))
         return Executed(
-            forward_flops=flops["forward"] / images,
-            backward_flops=flops["backward"] / images,
+            forward_flops=unfused.flops["forward"] / images,
+            backward_flops=unfused.flops["backward"] / images,
             saved_bytes=sum(seen.saved.values()) / images,
             peak_bytes=seen.peak,
             model_bytes=seen.model_bytes,
             batch_size=images,
         )
 
-    def step(self, images: int, fake: bool, layers: bool = False) -> _Seen:
-        """Forward, loss, backward on a fresh copy."""
+    def steps(self, images: int, fake: bool, unfused: Sequence[bool], layers: bool = False) -> list[_Seen]:
+        """One step for each of `unfused` (attention without its fused kernel), one after the other on one copy."""
         with FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext() as mode:
-            model, methods = self._copy(mode)
+            model, methods = self.copy(mode)
             batch = self._batch(images)
-            model_state = storages([*model.parameters(), *model.buffers()])
-            meter = Meter([*model.parameters(), *model.buffers(), *batch], layers=model if layers else None)
-            hook = SavedTensors()
-            for method in methods:
-                method.step_begin(self.steps_before)
-            with meter:
-                with hook:
-                    logits, loss = self._forward(model, *batch)
-                created, saved = meter.created(), hook.alive()
-                if loss.requires_grad:  # else nothing trains: the step is its forward pass
-                    with meter.phase("backward"):
-                        loss.backward()
-            outputs = storages([logits, loss])
-            return _Seen(
-                flops=meter.flops,
-                saved={key: nbytes for key, nbytes in saved.items() if key not in model_state},
-                created={k: made for k, made in created.items() if k in saved or k not in outputs},
-                model_bytes=sum(model_state.values()),
-                peak=meter.peak,
-                layers=meter.layer_flops(images) if layers else {},
-            )
+            seen = []
+            for step, without in enumerate(unfused, start=self.steps_before):
+                for method in methods:
+                    method.step_begin(step)
+                with sdpa_kernel(SDPBackend.MATH) if without else contextlib.nullcontext():
+                    seen.append(self._watch(model, batch, layers))
+                model.zero_grad(set_to_none=True)
+                for method in methods:
+                    method.step_end()
+            return seen
 
-    def _copy(self, mode: FakeTensorMode | None) -> tuple[nn.Module, list[Method]]:
+    def _watch(self, model: nn.Module, batch: tuple[Tensor, Tensor], layers: bool) -> _Seen:
+        """Forward, loss, backward under the meter."""
+        state = [*model.parameters(), *model.buffers()]
+        model_state = storages(state)
+        meter = Meter([*state, *batch], layers=model if layers else None)
+        hook = SavedTensors()
+        with meter:
+            with hook:
+                logits, loss = self._forward(model, *batch)
+            created, saved = meter.created(), hook.alive()
+            if loss.requires_grad:  # else nothing trains: the step is its forward pass
+                with meter.phase("backward"):
+                    loss.backward()
+        outputs = storages([logits, loss])
+        return _Seen(
+            flops=meter.flops,
+            saved={key: nbytes for key, nbytes in saved.items() if key not in model_state},
+            created={k: made for k, made in created.items() if k in saved or k not in outputs},
+            model_bytes=sum(model_state.values()),
+            peak=meter.peak,
+            layers=meter.layer_flops(len(batch[1])) if layers else {},
+        )
+
+    def copy(self, mode: FakeTensorMode | None) -> tuple[nn.Module, list[Method]]:
+        """The model in training mode, and its methods: real ones on the CPU, or on fake tensors of `mode`."""
         with contextlib.nullcontext() if mode is None else _FakeCopyOnCPU(mode):
             # Jointly: a method's references into the model must lead into the copy.
             model, methods = copy.deepcopy((self.model, self.methods))
@@ -314,7 +330,7 @@ class _FakeCopyOnCPU(FakeCopyMode):
     """deepcopy to fake tensors that say they are on the CPU, wherever the originals are: one device, one autocast."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = super().__torch_function__(func, types, args, kwargs)
+        out: Any = super().__torch_function__(func, types, args, kwargs)
         if isinstance(out, FakeTensor) and out.device.type != "cpu":
             with self.fake_mode:
                 out = out.detach().to("cpu").requires_grad_(out.requires_grad)
@@ -353,15 +369,15 @@ def positive(setting: str, value: int) -> None:
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Gradients on, autocast off, and every global random state as before afterwards."""
+def undisturbed(cuda: Sequence[torch.device] = ()) -> Iterator[None]:
+    """Gradients on, autocast off, and every global random state (on the CPU, and on `cuda`) as before afterwards."""
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.autocast("cpu", enabled=False),
-            torch.random.fork_rng(devices=[]),
+            torch.random.fork_rng(devices=cuda),
         ):
             torch.default_generator.manual_seed(0)
             yield

@@ -50,9 +50,7 @@ class LiveTensor(NamedTuple):
     nbytes: int
 
 
-def _conv_backward_flops(
-    grad: Tensor, x: Tensor, w: Tensor, *args: Any, out_val: Any = None, **kwargs: Any
-) -> int:
+def _conv_backward_flops(grad: Tensor, x: Tensor, w: Tensor, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
     """The registry's formula counts a grouped convolution's weight gradient once per *pair* of groups: for a depthwise
     layer C times too much. A gradient to the input or to the weight takes the products of the forward pass each."""
     transposed, wanted = args[4], args[7]
@@ -149,8 +147,8 @@ class Meter(TorchDispatchMode):
 class _Attribution:
     """Whose FLOPs an operation's are.
 
-    Forward: the module whose weight is an operand (this also finds SwinV2's qkv, whose ``forward`` never runs), else the
-    innermost module that is running. Backward: autograd's nodes carry the sequence number they got in the forward
+    Forward: the module whose weight is an operand (this also finds SwinV2's qkv, whose ``forward`` never runs), else
+    the innermost module that is running. Backward: autograd's nodes carry the sequence number they got in the forward
     pass, so that whatever a node computes, inside custom Functions too, belongs to the layer that made the node.
     Module hooks on gradients, which torch.utils.module_tracker uses, lose layers whose input needs no gradient.
     """
@@ -212,6 +210,7 @@ class _Attribution:
         return self._owner.get(key) or self._copies.get(key)
 
     def table(self, images: int) -> dict[str, LayerFlops]:
+        """Per image; takes the hooks off the model."""
         for handle in self._handles:
             handle.remove()
         return {
