@@ -1,0 +1,141 @@
+"""LoRA (Hu et al., 2022) through peft: a low-rank matrix B·A beside each adapted layer, whose own weight is frozen."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, Literal
+
+from torch import nn
+
+from efficient_ft.errors import SettingError, UserError
+from efficient_ft.methods.base import Applied, Method
+from efficient_ft.models.view import Layer, parameters_under, view
+
+#: Layers that hold several projections in one matrix get the rank of each, under one alpha (the LBP-WHT baselines).
+FUSED = {"qkv": 3, "kv": 2}
+
+
+class LoRA(Method):
+    """Adapters in the part of the model that the selection applied before leaves trainable; without one, everywhere.
+
+    An adapted layer computes W x + (alpha / rank) B A x, with A from Kaiming-uniform(√5) and B = 0: the output is
+    unchanged at first. `remove` merges the adapters into the weights and gives the layers their own names back.
+
+    With ``attention``, A, B and the head train and nothing else. With ``all``, every linear layer and 1×1 convolution
+    on the token grid is adapted, and all else that the selection chose trains too: biases, norms, layer scales,
+    other convolutions. Layers no wider than the rank are left as they are: an adapter of theirs would not be low-rank.
+
+    Args:
+        rank: of each adapter; a fused qkv gets three times as much, with the same alpha (scale alpha / (3·rank)).
+        alpha: the adapter's scale times its rank.
+        targets: ``attention`` or ``all``.
+        dropout: of the adapter's input, in training.
+
+    Raises:
+        SettingError: a value outside these.
+        UserError: when applied: no such layer is in the part that trains, or the model holds adapters already.
+    """
+
+    name = "lora"
+    axis = "adapters"
+
+    def __init__(
+        self,
+        rank: int = 8,
+        alpha: float = 8.0,
+        targets: Literal["attention", "all"] = "attention",
+        dropout: float = 0.0,
+    ) -> None:
+        if type(rank) is not int or rank < 1:
+            raise SettingError("rank", rank, "a whole number of at least 1")
+        if not (math.isfinite(alpha) and alpha > 0):
+            raise SettingError("alpha", alpha, "a number above 0")
+        if targets not in ("attention", "all"):
+            raise SettingError("targets", targets, ["attention", "all"])
+        if not 0 <= dropout < 1:
+            raise SettingError("dropout", dropout, "a number of at least 0 and below 1")
+        self.rank, self.alpha, self.targets, self.dropout = rank, float(alpha), targets, float(dropout)
+        self._adapted: tuple[str, ...] = ()
+        # Attention modules whose qkv had to be made reachable, and requires_grad of every parameter, before.
+        self._reached: tuple[str, ...] = ()
+        self._before: dict[str, bool] = {}
+
+    def _apply(self, model: nn.Module) -> Applied:
+        # peft takes seconds to import.
+        from peft import LoraConfig, inject_adapter_in_model
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        if any(isinstance(m, BaseTunerLayer) for m in model.modules()):
+            raise UserError("method lora: the model holds peft adapters already; merge or remove them first.")
+        seen = view(model)
+        chosen: list[Layer] = []
+        skipped: dict[str, str] = {}
+        for layer in seen.layers:
+            why_not = self._why_not(layer)
+            if why_not is None:
+                chosen.append(layer)
+            else:
+                skipped[layer.name] = why_not
+        if not chosen:
+            return Applied(self.name, (), skipped)
+
+        self._before = {n: p.requires_grad for n, p in model.named_parameters()}
+        self._adapted = tuple(layer.name for layer in chosen)
+        self._reached = tuple(dict.fromkeys(layer.reach for layer in chosen if layer.reach is not None))
+        if self.targets == "attention":
+            trains = {n for n in parameters_under(model, seen.head) if self._before[n]}
+        else:
+            weights = {f"{name}.weight" for name in self._adapted}
+            trains = {n for n, before in self._before.items() if before and n not in weights}
+        parameters = dict(model.named_parameters())
+
+        config = LoraConfig(
+            r=self.rank,
+            lora_alpha=self.alpha,  # type: ignore[arg-type]
+            lora_dropout=self.dropout,
+            # One expression, matched as a whole: in a list, a name also matches the end of a longer one.
+            target_modules="|".join(re.escape(name) for name in self._adapted),
+            rank_pattern={re.escape(x.name): self._rank(x.name) for x in chosen if self._rank(x.name) != self.rank},
+        )
+        inject_adapter_in_model(config, model)
+        del model.peft_config
+        # peft froze all that is not an adapter, the head included.
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(name in trains)
+            if not parameter.requires_grad:
+                parameter.grad = None
+        for name in self._reached:
+            model.get_submodule(name).qkv_bias_separate = True  # type: ignore[assignment]
+        return Applied(self.name, self._adapted, skipped)
+
+    def _remove(self, model: nn.Module) -> None:
+        for name in self._adapted:
+            layer: Any = model.get_submodule(name)
+            layer.merge()
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, layer.get_base_layer())
+        for name in self._reached:
+            model.get_submodule(name).qkv_bias_separate = False  # type: ignore[assignment]
+        for name, parameter in model.named_parameters():
+            if name in self._before:
+                parameter.requires_grad_(self._before[name])
+
+    def remove(self, model: nn.Module) -> None:
+        super().remove(model)
+        self._adapted, self._reached, self._before = (), (), {}
+
+    def _rank(self, name: str) -> int:
+        """The rank of a layer's adapter; a convolution with its norm in one module carries the name one level up."""
+        return self.rank * next((FUSED[part] for part in name.split(".")[-2:] if part in FUSED), 1)
+
+    def _why_not(self, layer: Layer) -> str | None:
+        if layer.tokens is None:
+            return layer.why_not or "no token grid"
+        if self.targets == "attention" and not layer.in_attention:
+            return "not in an attention module"
+        if not layer.module.weight.requires_grad:  # type: ignore[union-attr]
+            return "frozen by the selection"
+        if self._rank(layer.name) >= min(layer.channels):
+            return f"rank {self._rank(layer.name)} is not below its {min(layer.channels)} channels"
+        return None
