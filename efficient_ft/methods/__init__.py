@@ -1,9 +1,29 @@
 """Every method, by the name it has on the command line."""
 
+from efficient_ft.methods.adapters.lora import LoRA
 from efficient_ft.methods.backprop.lbp_dct import LBPDCT
 from efficient_ft.methods.backprop.lbp_wht import LBPWHT
 from efficient_ft.methods.base import Applied, Method, apply_methods, in_order, plain_state_dict
+from efficient_ft.methods.selection.static import BitFit, Blocks, Full, HeadOnly, LastStage, NormLast
 
-METHODS: dict[str, type[Method]] = {m.name: m for m in (LBPWHT, LBPDCT)}
+METHODS: dict[str, type[Method]] = {
+    m.name: m for m in (Full, HeadOnly, LastStage, Blocks, BitFit, NormLast, LoRA, LBPWHT, LBPDCT)
+}
 
-__all__ = ["LBPDCT", "LBPWHT", "METHODS", "Applied", "Method", "apply_methods", "in_order", "plain_state_dict"]
+__all__ = [
+    "LBPDCT",
+    "LBPWHT",
+    "METHODS",
+    "Applied",
+    "BitFit",
+    "Blocks",
+    "Full",
+    "HeadOnly",
+    "LastStage",
+    "LoRA",
+    "Method",
+    "NormLast",
+    "apply_methods",
+    "in_order",
+    "plain_state_dict",
+]

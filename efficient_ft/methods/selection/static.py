@@ -7,7 +7,7 @@ autograd records no graph and keeps no activation.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -52,6 +52,10 @@ class Selection(Method):
         for name, parameter in model.named_parameters():
             if name in self._before:
                 parameter.requires_grad_(self._before[name])
+
+    def remove(self, model: nn.Module) -> None:
+        super().remove(model)
+        self._before = {}
 
 
 class Full(Selection):
@@ -154,7 +158,8 @@ class NormLast(Selection):
         norms = _norms(model)
         if not norms.keys() - head.keys():
             raise UserError(
-                f"method norm_last: {type(model).__name__} has no normalisation layers with parameters; use method=head."
+                f"method norm_last: {type(model).__name__} has no normalisation layers with parameters outside its"
+                " head; use method=head."
             )
         return norms | head
 
@@ -193,13 +198,9 @@ def _norms(model: nn.Module) -> dict[str, Tensor]:
 
 def _refuse_adapted(model: nn.Module, name: str) -> None:
     """Adapters take what the selection leaves trainable, and rename what they adapt: they come after it."""
-    adapted = _first(n for n, m in model.named_modules() if hasattr(m, "base_layer") and hasattr(m, "lora_A"))
+    adapted = next((n for n, m in model.named_modules() if hasattr(m, "base_layer") and hasattr(m, "lora_A")), None)
     if adapted is not None:
         raise UserError(
             f"method {name}: the model already holds adapters ({adapted}). Apply the selection first and the adapters"
             " after it (apply_methods does so), and remove them in the opposite order."
         )
-
-
-def _first(names: Iterable[str]) -> str | None:
-    return next(iter(names), None)
