@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -15,9 +15,11 @@ from omegaconf import DictConfig, OmegaConf
 from efficient_ft.commandline import configurations, plain, register
 from efficient_ft.config import Config, build_methods, check
 from efficient_ft.errors import UserError
-from efficient_ft.launcher import INTERRUPTED, REASON_FILE
+from efficient_ft.launcher import INTERRUPTED, tell_sweep
 
 # Nothing here may import torch, Lightning or timm before `job`: help and completion answer at once.
+
+INTERRUPTED_TEXT = "Interrupted. The same command continues from the last checkpoint."
 
 CONF = Path(__file__).resolve().parent / "conf"
 
@@ -27,15 +29,16 @@ def job(composed: DictConfig) -> float | None:
     """One run in the folder that Hydra made for it; returns the best accuracy, for sweepers that search."""
     from hydra.core.hydra_config import HydraConfig
 
-    config = check(plain(composed))
     try:
+        config = check(plain(composed))
         prepare(config)
         from efficient_ft.training.run import run
 
         results = run(config, Path(HydraConfig.get().runtime.output_dir))
     except UserError as error:
-        # Hydra would add a line of its own to an exception.
+        # Left to Hydra, the message would get a line of Hydra's before it.
         fail(str(error))
+    tell_sweep(results=results)
     return results.get("accuracy", {}).get("best")
 
 
@@ -56,33 +59,49 @@ def main() -> None:
         arguments = get_args_parser().parse_args()
         if not (arguments.help or arguments.hydra_help or arguments.shell_completion or arguments.info):
             sys.argv[1:1] = recorded = of_evaluated_run(arguments.overrides)
-            check_commandline(arguments, [*recorded, *arguments.overrides])
+            sys.argv += check_commandline(arguments, [*recorded, *arguments.overrides])
         job()
     except UserError as error:
         fail(str(error))
     except KeyboardInterrupt:
-        fail("Interrupted. The same command continues from the last checkpoint.", INTERRUPTED)
+        fail(INTERRUPTED_TEXT, INTERRUPTED)
+    except SystemExit as leaving:
+        # Lightning ends an interrupted fit in its own way.
+        if isinstance(leaving.__context__, KeyboardInterrupt):
+            fail(INTERRUPTED_TEXT, INTERRUPTED)
+        raise
     except Exception as error:
-        tell_sweep("".join(traceback.format_exception_only(error)).strip().splitlines()[-1])
+        tell_sweep(reason="".join(traceback.format_exception_only(error)).strip().splitlines()[-1])
         raise
 
 
-def check_commandline(arguments: Any, overrides: list[str]) -> None:
-    """Refuse a mistaken command, or any job of a sweep, before a folder is made or a job is started."""
+def check_commandline(arguments: Any, overrides: list[str]) -> list[str]:
+    """Refuse a mistaken command, or any job of a sweep, before a folder is made or a job is started.
+
+    Returns:
+        Arguments to add: what trains nothing needs no folder.
+    """
     sweep = arguments.multirun or "hydra.mode=MULTIRUN" in overrides
     name = arguments.config_name or "train"
     conf = Path(arguments.config_path or CONF)
     configs = configurations(conf, name, overrides, sweep=sweep, search=arguments.config_dir)
-    if arguments.cfg:
-        return
+    if arguments.cfg or not configs:
+        return []
     for config in configs:
         prepare(config)
-    if configs and configs[0].model.name == "vit_digits" and configs[0].data.name != "digits":
+    first = configs[0]
+    if first.evaluate is not None or first.cost_only:
+        own_folder = any(text.startswith("hydra.run.dir=") for text in overrides)
+        return (
+            [] if own_folder or sweep else ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout"]
+        )
+    if first.model.name == "vit_digits" and first.data.name != "digits":
         print(
-            f"note: model=vit_digits starts from random weights at 32×32; for data={configs[0].data.name} choose a"
+            f"note: model=vit_digits starts from random weights at 32×32; for data={first.data.name} choose a"
             " pretrained model, e.g. model=deit_tiny.",
             file=sys.stderr,
         )
+    return []
 
 
 def of_evaluated_run(overrides: list[str]) -> list[str]:
@@ -91,24 +110,18 @@ def of_evaluated_run(overrides: list[str]) -> list[str]:
     if not runs or runs[-1] in ("", "null"):
         return []
     run = Path(runs[-1])
-    if not (run / "results.json").is_file():
-        what = "no such folder" if not run.is_dir() else "it holds no results.json: no run has finished there"
+    if not (run / "model.safetensors").is_file():
+        what = "it holds no model.safetensors: no epoch has been finished there" if run.is_dir() else "no such folder"
         raise UserError(f"evaluate={runs[-1]}: {what}. Give the folder that a run named at its end.")
     recorded = run / ".hydra" / "overrides.yaml"
     return list(OmegaConf.load(recorded)) if recorded.is_file() else []  # type: ignore[arg-type]
 
 
-def fail(text: str, status: int = 2) -> Any:
+def fail(text: str, status: int = 2) -> NoReturn:
     """Say why, and only that."""
     print(text, file=sys.stderr)
-    tell_sweep(text.splitlines()[0])
+    tell_sweep(reason=text.splitlines()[0])
     raise SystemExit(status)
-
-
-def tell_sweep(reason: str) -> None:
-    """Hand the reason to the sweep that started this run, if one did."""
-    if REASON_FILE in os.environ:
-        Path(os.environ[REASON_FILE]).write_text(reason, encoding="utf-8")
 
 
 if __name__ == "__main__":

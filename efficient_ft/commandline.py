@@ -7,6 +7,7 @@ Hydra composes; what it refuses, and what it accepts in silence, is explained he
 from __future__ import annotations
 
 import itertools
+import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,14 +87,11 @@ def _jobs(loader: ConfigLoader, overrides: Sequence[str], sweep: bool) -> list[l
         try:
             (override,) = parser.parse_overrides([text])
         except OverrideParseException:
-            raise UserError(
-                f"{text}: not an argument of the form KEY=VALUE. Put quotes around a value with special characters"
-                " (\"'KEY=a b'\"), and see --help."
-            ) from None
+            raise _unreadable(text) from None
         if not override.is_sweep_override():
             choices[text] = [text]
             continue
-        values = str(override.get_value_string())
+        values = text.partition("=")[2]
         if not sweep:
             raise UserError(
                 f"{text}: several values. To run each of them add -m; to give a list write"
@@ -107,61 +105,76 @@ def _jobs(loader: ConfigLoader, overrides: Sequence[str], sweep: bool) -> list[l
     return [list(job) for job in itertools.product(*choices.values())]
 
 
+def _unreadable(text: str) -> UserError:
+    key, equals, value = text.partition("=")
+    if not equals or not value:
+        return UserError(f"{text}: arguments have the form KEY=VALUE; see --help.")
+    inner = value.strip("'\"").replace('"', '\\"')
+    quoted = shlex.quote(f'{key}="{inner}"')
+    return UserError(f"{text}: the value has special characters; quote it: {quoted}")
+
+
 def _configuration(loader: ConfigLoader, name: str, job: list[str]) -> Config:
     parsed = OverridesParser.create(config_loader=loader).parse_overrides(job)
     for override in parsed:
         _check_option(loader, override)
     try:
-        composed = compose(name, job, return_hydra_config=True)
+        composed = compose(name, job)
     except (HydraException, OmegaConfBaseException) as error:
         raise _explained(loader, name, parsed, error) from None
-    _check_packages(name, composed)
+    _check_packages(name, parsed, composed)
     try:
         return check(plain(composed))
     except UnknownSetting as error:
-        if "." in error.setting:
-            raise
-        groups = [group for group in loader.list_groups("") if group != "hydra"]
-        raise UnknownSetting(error.setting, error.value, {*Config.model_fields, *groups}, setting_names()) from None
+        raise _unknown(loader, error.setting, error.value, error.known) from None
 
 
 def _check_option(loader: ConfigLoader, override: Override) -> None:
     """Refuse an option that its group does not have; Hydra would pass over one of an optional group in silence."""
-    group = override.key_or_group
+    group, value = override.key_or_group, override.value()
     options = loader.get_group_options(group) if not group.startswith("hydra") else []
-    value = override.value()
-    for option in value if isinstance(value, list) else [value]:
-        if options and isinstance(option, str) and option not in options:
-            raise SettingError(group, option, options)
+    if not options or isinstance(value, dict):
+        return
+    if override.is_delete():
+        if group in Config.model_fields:
+            raise UserError(f"~{group}: a run needs one; choose another option: {', '.join(options)}.")
+        return
+    several = value if isinstance(value, list) and group == "method" else [value]
+    for option in several:
+        if option not in options:
+            raise SettingError(group, "null" if option is None else option, options)
 
 
-def _check_packages(name: str, composed: DictConfig) -> None:
+def _check_packages(name: str, parsed: Sequence[Override], composed: DictConfig) -> None:
     """Refuse two options of `method` that fill one package: Hydra would merge them, the last one winning."""
-    chosen = OmegaConf.to_container(composed.hydra.runtime.choices).get("method")  # type: ignore[union-attr]
-    options = chosen if isinstance(chosen, list) else [chosen]
-    if len(options) <= len(composed.method):
+    chosen: list[str] = []
+    for override in parsed:
+        value = override.value()
+        if override.key_or_group == "method" and isinstance(value, list):
+            chosen = [str(option) for option in value]
+    if len(chosen) <= len(composed.method):
         return
     owner: dict[str, str] = {}
-    for option in options:
-        package = next(iter(compose(name, [f"method=[{option}]"]).method))
+    for option in chosen:
+        package = str(next(iter(compose(name, [f"method=[{option}]"]).method)))
         if package in owner:
-            same = "named twice" if owner[package] == option else f"variants of {package}"
-            raise UserError(f"method=[{','.join(options)}]: {owner[package]} and {option} are {same}; name one.")
+            same = "" if owner[package] == option else f" and {option} are variants of {package}"
+            raise UserError(f"method=[{','.join(chosen)}]: {owner[package]}{same or ' is named twice'}; name one.")
         owner[package] = option
 
 
-def _explained(loader: ConfigLoader, name: str, parsed: Iterable[Override], error: Exception) -> UserError:
+def _explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error: Exception) -> UserError:
     """What Hydra's refusal means, found by composing again without the settings: which key is not there?"""
-    parsed = list(parsed)
-    groups = [o for o in parsed if loader.get_group_options(o.key_or_group)]
+    choices = [o for o in parsed if loader.get_group_options(o.key_or_group) or o.key_or_group.startswith("hydra")]
+    lines = [str(o.input_line) for o in choices]
     try:
-        known = compose(name, [str(o.input_line) for o in groups])
+        known = compose(name, lines)
     except (HydraException, OmegaConfBaseException) as second:
         return UserError(_sentence(second))
     for override in parsed:
-        key, line = override.key_or_group, str(override.input_line)
-        if override in groups or key.startswith("hydra"):
+        if override in choices:
             continue
+        key, line = override.key_or_group, str(override.input_line)
         present, missing = _walk(known, key)
         if missing is None:
             if override.is_add() and not isinstance(override.value(), dict | list):
@@ -171,26 +184,31 @@ def _explained(loader: ConfigLoader, name: str, parsed: Iterable[Override], erro
             continue
         here = OmegaConf.select(known, present) if present else known
         siblings = [str(k) for k in here] if OmegaConf.is_dict(here) else []
-        setting = f"{present}.{missing}" if present else missing
-        if present == "method" and missing in loader.get_group_options("method"):
-            both = ",".join([*siblings, missing])
+        methods = loader.get_group_options("method")
+        if present == "method" and missing in methods:
             return UserError(
                 f"{line}: method {missing} is not chosen (chosen: {', '.join(siblings)}). Choose it,"
-                f" method={missing}, or both, 'method=[{both}]'."
+                f" method={missing}, or both, 'method=[{','.join([*siblings, missing])}]'."
             )
         if present == "method":
-            return SettingError("method", missing, loader.get_group_options("method"), f"(in {line})")
-        if setting == "model.kwargs" or present.startswith("model.kwargs"):
+            return SettingError("method", missing, methods, f"(in {line})")
+        if present == "model.kwargs":
             return UserError(f"{line}: a new argument for timm.create_model is added with a plus: +{line}")
-        if setting in setting_names():
+        if key in setting_names():
             # Known to the schema, absent from the chosen option: the check says why it has no place here.
             try:
-                check(plain(compose(name, [*(str(o.input_line) for o in groups), f"+{line}"])))
+                check(plain(compose(name, [*lines, f"+{line}"])))
             except UserError as reason:
                 return reason
             return UserError(f"{line}: the chosen options do not have it; add it with a plus: +{line}")
-        return UnknownSetting(setting, override.value(), siblings or setting_names(), setting_names())
+        return _unknown(loader, f"{present}.{missing}".lstrip("."), override.value(), siblings)
     return UserError(_sentence(error))
+
+
+def _unknown(loader: ConfigLoader, setting: str, value: object, beside: Iterable[str]) -> UnknownSetting:
+    """A key that nothing reads; at the top, a misspelt group is as likely as a misspelt setting."""
+    groups = [] if "." in setting else [group for group in loader.list_groups("") if group != "hydra"]
+    return UnknownSetting(setting, value, {*beside, *groups}, setting_names())
 
 
 def _walk(config: DictConfig, key: str) -> tuple[str, str | None]:

@@ -220,7 +220,8 @@ def _check_together(config: Config) -> None:
             raise SettingError(
                 f"optim.{setting}",
                 _show(getattr(optim, setting)),
-                f"only with optim={' or optim='.join(owners)} (this is {optim.name})",
+                f"nothing with optim={optim.name}",
+                f"It belongs to optim={' or optim='.join(owners)}.",
             )
     if trainer.max_steps == 0:
         raise SettingError("trainer.max_steps", 0, "-1 (no limit) or a whole number of at least 1")
@@ -370,9 +371,9 @@ class UnknownSetting(SettingError):
     """
 
     def __init__(self, setting: str, value: object, known: Iterable[str], elsewhere: Iterable[str] = ()):
-        self.setting, self.value = setting, value
+        self.setting, self.value, self.known = setting, value, sorted(known)
         group, _, name = setting.rpartition(".")
-        known = sorted(known)
+        known = self.known
         same_name = [full for full in elsewhere if full.rpartition(".")[2] == name]
         if same_name:
             hint = f" Did you mean '{same_name[0]}'?"
@@ -488,14 +489,9 @@ def run_folder(config: Config) -> str:
     """``outputs/DATA/MODEL/METHOD+METHOD/FINGERPRINT``, relative, with forward slashes.
 
     The same configuration always gives the same folder, which is how the same command finds what it left.
-    An evaluation lies inside the run it evaluates, and a mere count of the cost below ``outputs/cost``.
     """
     data: str = config.data.name
     if data == "folder":
         data = os.path.basename(os.path.normpath(config.data.root)) or data
-    if config.evaluate is not None:
-        return f"{config.evaluate.rstrip('/')}/evaluate"
     parts = [data, config.model.name, "+".join(sorted(config.method)), fingerprint(config)]
-    if config.cost_only:
-        parts.insert(0, "cost")
     return "/".join(["outputs", *(re.sub(r"[^\w.+-]+", "_", part) for part in parts)])

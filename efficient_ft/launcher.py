@@ -29,8 +29,8 @@ from omegaconf import DictConfig, OmegaConf
 from efficient_ft.config import Config, check, fingerprint
 from efficient_ft.errors import UserError
 
-#: Names the file into which a job writes the reason of its failure, for the table of the sweep.
-REASON_FILE = "EFFICIENT_FT_REASON_FILE"
+#: Names the file into which a job of a sweep writes its outcome (see `tell_sweep`), for the table at the end.
+OUTCOME_FILE = "EFFICIENT_FT_OUTCOME_FILE"
 
 #: Exit status of a run that was interrupted, as shells count it.
 INTERRUPTED = 130
@@ -47,17 +47,28 @@ def register() -> None:
     )
 
 
-@dataclass(frozen=True)
+def tell_sweep(**outcome: Any) -> None:
+    """Hand ``results`` or the ``reason`` of a failure to the sweep that started this run, if one did."""
+    if OUTCOME_FILE in os.environ:
+        Path(os.environ[OUTCOME_FILE]).write_text(json.dumps(outcome), encoding="utf-8")
+
+
+@dataclass
 class Job:
-    """One job of a sweep: its arguments, its folder, and what its run must have had for it to be finished."""
+    """One job of a sweep: its arguments, folder and configuration; then its results or the reason of its failure."""
 
     overrides: tuple[str, ...]
     folder: Path
     config: Config
+    results: dict[str, Any] | None = None
+    failure: str | None = None
 
-    def results(self) -> dict[str, Any] | None:
-        """What a finished run of this very configuration left; None when it is still to be run."""
-        return finished(self.folder, self.config)
+    @property
+    def trains(self) -> bool:
+        return not self.config.cost_only and self.config.evaluate is None
+
+    def __str__(self) -> str:
+        return " ".join(self.overrides)
 
 
 def finished(folder: Path, config: Config) -> dict[str, Any] | None:
@@ -87,28 +98,28 @@ class ProcessLauncher(Launcher):
             SystemExit: after the last job, when one has failed (status 1) or was interrupted (130).
         """
         jobs = [self._job(overrides) for overrides in job_overrides]
-        folders = [job.folder for job in jobs]
-        for job in jobs:
-            if folders.count(job.folder) > 1:
+        folders = [job.folder for job in jobs if job.trains]
+        for folder in folders:
+            if folders.count(folder) > 1:
                 raise UserError(
-                    f"hydra.sweep.dir, hydra.sweep.subdir: {folders.count(job.folder)} jobs would share the folder"
-                    f" {job.folder}. Two jobs with the same settings, or a subdir without ${{run_folder:outputs}}?"
+                    f"{folders.count(folder)} jobs of this sweep would share the folder {folder}: they have the same"
+                    " settings, or hydra.sweep.subdir does not tell them apart."
                 )
-        failures: dict[int, str] = {}
         for number, job in enumerate(jobs, start=1):
-            title = f"[{number}/{len(jobs)}] {_title(job)}"
-            if job.config.resume == "auto" and not job.config.cost_only and job.results() is not None:
+            title = f"[{number}/{len(jobs)}] {job}"
+            if job.trains and job.config.resume == "auto":
+                job.results = finished(job.folder, job.config)
+            if job.results is not None:
                 print(f"{title}: finished before, in {job.folder}", flush=True)
                 continue
-            print(f"{title}: {job.folder}", flush=True)
-            reason = _run(self._command(job))
-            if reason is not None:
-                failures[number] = reason
-                print(f"{title}: FAILED: {reason}", file=sys.stderr, flush=True)
-        print("\n" + summary(jobs, failures), flush=True)
-        if failures:
+            print(title, flush=True)
+            job.results, job.failure = _run(self._command(job))
+            if job.failure is not None:
+                print(f"{title}: FAILED: {job.failure}", file=sys.stderr, flush=True)
+        print(f"\n{summary(jobs)}", flush=True)
+        if any(job.failure is not None for job in jobs):
             raise SystemExit(1)
-        return [self._returned(job) for job in jobs]
+        return [_returned(job) for job in jobs]
 
     def _job(self, overrides: Sequence[str]) -> Job:
         from efficient_ft.commandline import plain
@@ -130,60 +141,60 @@ class ProcessLauncher(Launcher):
         flags = ["--config-path", source.path, "--config-name", name]
         extra = [s.path for s in self.config.hydra.runtime.config_sources if s.provider == "command-line"]
         flags += ["--config-dir", extra[0]] if extra else []
-        folder = job.folder.as_posix().replace("\\", "\\\\").replace("'", "\\'")
-        return [sys.executable, sys.argv[0], *flags, *job.overrides, *kept, f"hydra.run.dir='{folder}'"]
-
-    def _returned(self, job: Job) -> JobReturn:
-        """For sweepers that search: the value of a job is its best accuracy."""
-        results = job.results() or {}
-        best = results.get("accuracy", {}).get("best")
-        job_return = JobReturn(overrides=list(job.overrides), cfg=OmegaConf.create(job.config.model_dump(mode="json")))
-        job_return.status = JobStatus.COMPLETED
-        job_return.return_value = best
-        return job_return
+        command = [sys.executable, sys.argv[0], *flags, *job.overrides, *kept]
+        if job.trains:
+            folder = job.folder.as_posix().replace("\\", "\\\\").replace("'", "\\'")
+            command.append(f"hydra.run.dir='{folder}'")
+        return command
 
 
 # Hydra makes plugins of this namespace only; a registered class needs the name, not a package of that name.
 ProcessLauncher.__module__ = "hydra_plugins.efficient_ft"
 
 
-def summary(jobs: Sequence[Job], failures: dict[int, str]) -> str:
-    """One line per job: best accuracy and backward FLOPs per image from its results.json, or why there are none."""
+def summary(jobs: Sequence[Job]) -> str:
+    """One line per job: best accuracy and executed backward FLOPs per image; then the failures with their reasons."""
     rows = [("job", "accuracy best", "backward MFLOPs", "folder")]
-    for number, job in enumerate(jobs, start=1):
-        results = job.results() or {}
+    for job in jobs:
+        results = job.results or {}
         best = results.get("accuracy", {}).get("best")
-        flops = results.get("cost", {}).get("executed", {}).get("backward_flops")
+        # Of a mere count of the cost there is nothing but the cost.
+        flops = results.get("cost", results).get("executed", {}).get("backward_flops")
         rows.append(
             (
-                _title(job),
-                "failed" if number in failures else "–" if best is None else f"{100 * best:.2f} %",
-                "–" if flops is None or number in failures else f"{flops / 1e6:.1f}",
-                str(job.folder),
+                str(job),
+                "failed" if job.failure is not None else "–" if best is None else f"{100 * best:.2f} %",
+                "–" if flops is None else f"{flops / 1e6:.1f}",
+                str(job.folder) if job.trains else "–",
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    failures = [f"  {job}: {job.failure}" for job in jobs if job.failure is not None]
     if failures:
-        lines += ["", f"{len(failures)} of {len(jobs)} failed; repeating the command runs only what is not finished:"]
-        lines += [f"  {_title(jobs[number - 1])}: {reason}" for number, reason in failures.items()]
+        again = "repeating the command runs only what is not finished"
+        lines += ["", f"{len(failures)} of {len(jobs)} failed ({again}):", *failures]
     return "\n".join(lines)
 
 
-def _title(job: Job) -> str:
-    return " ".join(job.overrides) or "(no arguments)"
+def _returned(job: Job) -> JobReturn:
+    """For sweepers that search: the value of a job is its best accuracy."""
+    value = JobReturn(overrides=list(job.overrides), cfg=OmegaConf.create(job.config.model_dump(mode="json")))
+    value.status = JobStatus.COMPLETED
+    value.return_value = (job.results or {}).get("accuracy", {}).get("best")
+    return value
 
 
-def _run(command: Sequence[str]) -> str | None:
-    """Run `command` on this terminal; None when it succeeds, else the reason of its failure in one line.
+def _run(command: Sequence[str]) -> tuple[dict[str, Any] | None, str | None]:
+    """Run `command` on this terminal; its results, or the reason of its failure in one line.
 
     Raises:
         KeyboardInterrupt: it was interrupted.
     """
     with tempfile.TemporaryDirectory() as folder, _terminated_as_exit():
-        file = Path(folder) / "reason"
+        file = Path(folder) / "outcome.json"
         # A Ctrl-C reaches the job as well, being in the same group: let it finish writing.
-        process = subprocess.Popen(command, env={**os.environ, REASON_FILE: str(file)})
+        process = subprocess.Popen(command, env={**os.environ, OUTCOME_FILE: str(file)})
         try:
             status = process.wait()
         except KeyboardInterrupt:
@@ -193,16 +204,17 @@ def _run(command: Sequence[str]) -> str | None:
             if process.poll() is None:
                 process.terminate()
                 process.wait()
-        if status == INTERRUPTED:
-            raise KeyboardInterrupt
-        if status == 0:
-            return None
-        if file.exists():
-            return file.read_text(encoding="utf-8").strip()
+        told = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if status == INTERRUPTED:
+        raise KeyboardInterrupt
+    if status == 0:
+        return told.get("results"), None
+    if "reason" in told:
+        return None, told["reason"]
     if status < 0:
         name = signal.Signals(-status).name
-        return f"killed by {name}" + (", likely for lack of memory" if name == "SIGKILL" else "")
-    return f"exit status {status}"
+        return None, f"killed by {name}" + (", likely for lack of memory" if name == "SIGKILL" else "")
+    return None, f"exit status {status}"
 
 
 @contextmanager
