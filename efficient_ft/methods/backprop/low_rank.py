@@ -7,6 +7,7 @@ forward in evaluation. So a changed model can be copied, pickled, saved and chan
 from __future__ import annotations
 
 from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
