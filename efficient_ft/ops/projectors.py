@@ -68,7 +68,7 @@ class CosineProjector:
                 large = _cosine_projection(self, grid, prefix, side)
                 if backward_flops(large, channels)[1] <= budget:
                     return large
-        return _cosine_projection(self, grid, prefix, 7 if all(n % 7 == 0 for n in grid) else 8)
+        return _cosine_projection(self, grid, prefix, 8)
 
 
 @lru_cache(maxsize=256)

@@ -117,16 +117,18 @@ def wht_tiles(grid: Grid, pairs: Pairs, padding: str) -> list[Tile]:
 
 
 def dct_tiles(grid: Grid, sizes: tuple[list[int], list[int]], count: int) -> list[Tile]:
-    """A low-pass DCT of a map cut into rectangles: `count` rows in all, shared out by area (largest remainder first).
+    """A low-pass DCT of a map cut into rectangles: `count` rows in all, shared out by area, one at least to each.
 
     Args:
         grid: (H, W) of the map.
         sizes: heights and widths of the rectangles; they add up to H and W.
-        count: rows over all tiles, at most H·W.
+        count: rows over all tiles, from the number of tiles to H·W.
     """
     cuts = [np.split(np.arange(n), np.cumsum(s)[:-1]) for n, s in zip(grid, sizes, strict=True)]
-    areas = [(len(rows) * len(columns)) for rows in cuts[0] for columns in cuts[1]]
-    shares = [count * a / sum(areas) for a in areas]
+    areas = [len(rows) * len(columns) for rows in cuts[0] for columns in cuts[1]]
+    assert len(areas) <= count <= sum(areas), (grid, sizes, count)
+    free, room = count - len(areas), max(1, sum(areas) - len(areas))  # every tile keeps at least its mean
+    shares = [1 + free * (a - 1) / room for a in areas]
     counts = [int(s) for s in shares]
     by_remainder = sorted(range(len(areas)), key=lambda k: (counts[k] - shares[k], k))
     for k in by_remainder[: count - sum(counts)]:
