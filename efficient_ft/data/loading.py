@@ -368,13 +368,18 @@ class Loader(DataLoader[tuple[Tensor, int]]):
     """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        batches = super().__iter__()
         try:
-            for batch in super().__iter__():
+            for batch in batches:
                 if isinstance(batch, _Failure):
                     raise UserError(batch.message)
                 yield batch
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
+        except (UserError, RuntimeError) as error:
+            # End the workers now. Left to the garbage collector, which may take their queues first, they would
+            # be waited for five seconds each.
+            self._iterator = None
+            del batches
+            if isinstance(error, UserError) or "DataLoader worker" not in str(error):
                 raise
             raise UserError(
                 f"A process that loads images was ended from outside, mostly for want of memory ({error}). "
