@@ -1,0 +1,115 @@
+"""The result of a run in use: `model.safetensors` with timm's own names, and what is needed to use it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from efficient_ft import __version__
+from efficient_ft.errors import UserError
+from efficient_ft.training.checkpoint import write_atomically
+
+if TYPE_CHECKING:
+    from efficient_ft.config import ModelConfig
+    from efficient_ft.data import InputSpec
+
+NAME = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained network, ready to use.
+
+    Attributes:
+        model: in evaluation mode, on the CPU.
+        class_names: by output index.
+        input: size and normalisation of the images.
+        notes: what else the file says: epoch, accuracy, split.
+    """
+
+    model: nn.Module
+    class_names: list[str]
+    input: InputSpec
+    notes: dict[str, Any]
+
+
+def save(
+    path: Path,
+    weights: dict[str, Tensor],
+    model: ModelConfig,
+    class_names: list[str],
+    input: InputSpec,
+    notes: dict[str, Any],
+) -> None:
+    """Write `weights` (timm's names) with all that `load` needs in the file's metadata."""
+    about = {
+        "architecture": model.name,
+        "model_kwargs": model.kwargs,
+        "class_names": class_names,
+        "image_size": list(input.size),
+        "mean": list(input.mean),
+        "std": list(input.std),
+        "interpolation": input.interpolation,
+        **notes,
+        "efficient_ft": __version__,
+    }
+    metadata = {"format": "pt", **{k: v if isinstance(v, str) else json.dumps(v) for k, v in about.items()}}
+    # Shared storages (tied weights) are refused by the format.
+    separate = {k: v.clone() for k, v in weights.items()}
+    write_atomically(path, lambda beside: save_file(separate, beside, metadata))
+
+
+def load(run: Path) -> Trained:
+    """The network of a run folder, or of its model.safetensors.
+
+    Raises:
+        UserError: there is none, it is damaged, or it does not come from a run.
+    """
+    from efficient_ft.config import ModelConfig
+    from efficient_ft.data import InputSpec
+    from efficient_ft.models.factory import create_model
+
+    file = run / NAME if run.is_dir() else run
+    if not file.is_file():
+        what = "no such folder" if not run.exists() else f"holds no {NAME}; has the run finished an epoch?"
+        raise UserError(f"{run}: {what}")
+    try:
+        with safe_open(file, "pt") as opened:
+            about = dict(opened.metadata() or {})
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file}: cannot be read ({error}).") from error
+    if "architecture" not in about or "class_names" not in about:
+        raise UserError(f"{file}: was not written by a run: its metadata names no architecture and classes.")
+    known = ("model_kwargs", "class_names", "image_size", "mean", "std")
+    values = {k: json.loads(about[k]) for k in known}
+    size = (values["image_size"][0], values["image_size"][1])
+    config = ModelConfig(
+        name=about["architecture"],
+        pretrained=False,
+        weights=str(file),
+        image_size=size,
+        kwargs=values["model_kwargs"],
+    )
+    model = create_model(config, len(values["class_names"]))
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return Trained(
+        model=model.eval(),
+        class_names=values["class_names"],
+        input=InputSpec(size, tuple(values["mean"]), tuple(values["std"]), about["interpolation"]),
+        notes={k: v for k, v in about.items() if k not in (*known, "format", "architecture", "interpolation")},
+    )
+
+
+@torch.inference_mode()
+def probabilities(model: nn.Module, images: Tensor) -> Tensor:
+    """Images (B, 3, H, W) → probabilities (B, classes), on the model's device."""
+    device = next(model.parameters()).device
+    return model(images.to(device)).float().softmax(-1).cpu()

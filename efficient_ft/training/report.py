@@ -1,0 +1,106 @@
+"""What a run prints at its end: one table, the method beside plain full fine-tuning, in human units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def number(value: float, unit: str, step: int = 1000) -> str:
+    """Three digits and a prefix: 1234567 → `1.23 M`; with `step` 1024: `1.18 Mi`."""
+    prefixes = ["", "k", "M", "G", "T", "P"] if step == 1000 else ["", "Ki", "Mi", "Gi", "Ti", "Pi"]
+    power = 0
+    while abs(value) >= 999.5 and power < len(prefixes) - 1:
+        value /= step
+        power += 1
+    digits = 0 if abs(value) >= 99.95 or (power == 0 and value == int(value)) else 1 if abs(value) >= 9.995 else 2
+    return f"{value:.{digits}f} {prefixes[power]}{unit}".rstrip()
+
+
+def bytes_(value: float) -> str:
+    return number(value, "B", 1024)
+
+
+def seconds(value: float) -> str:
+    if value < 1:
+        return f"{value * 1000:.3g} ms"
+    if value < 100:
+        return f"{value:.3g} s"
+    minutes, rest = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell, the first to the left, the others to the right."""
+    columns = max(len(row) for row in rows)
+    full = [[*row, *[""] * (columns - len(row))] for row in rows]
+    widths = [max(len(row[i]) for row in full) for i in range(columns)]
+    lines = []
+    for i, row in enumerate(full):
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+        if i == 0:
+            lines.append("─" * (sum(widths) + 2 * (columns - 1)))
+    return "\n".join(lines)
+
+
+_COSTS = (
+    ("executed", "forward_flops", "forward FLOPs / image", lambda v: number(v, "")),
+    ("executed", "backward_flops", "backward FLOPs / image", lambda v: number(v, "")),
+    ("executed", "saved_bytes", "saved bytes / image", bytes_),
+    ("measured", "peak_bytes", "peak, batch of {batch}", bytes_),
+    ("measured", "step_seconds", "step time (median)", seconds),
+)
+
+
+def cost_table(cost: dict[str, Any], method: str, batch: int) -> str:
+    """`cost` as in results.json: FLOPs, saved bytes, peak and step time, beside full fine-tuning where probed."""
+    full = cost.get("full")
+    rows = [["cost", method, *(["full", "ratio"] if full else [])]]
+    for group, key, title, show in _COSTS:
+        value = cost[group][key]
+        if value is None:
+            continue
+        row = [title.format(batch=batch), show(value)]
+        if full and full[group][key]:
+            row += [show(full[group][key]), f"{value / full[group][key]:.2f}×"]
+        rows.append(row)
+    return table(rows)
+
+
+def result_text(results: dict[str, Any], folder: Path) -> str:
+    """The table at the end of a run."""
+    config, accuracy = results["config"], results["accuracy"]
+    method = "+".join(config["method"])
+    split = accuracy["split"]
+    chosen = " (the best epoch was chosen on the test split, as the recipe asks)" if split == "test" else ""
+    lines = [
+        "",
+        f"{config['model']['name']} on {config['data']['name']} with {method}:"
+        f" {results['trainable_parameters']:,} of {results['total_parameters']:,} parameters trained",
+    ]
+    for name, done in results["methods"].items():
+        skipped = f", {len(done['skipped'])} skipped" if done["skipped"] else ""
+        reasons = sorted(set(done["skipped"].values()))
+        why = f" ({'; '.join(reasons[:2])}{'; …' if len(reasons) > 2 else ''})" if reasons else ""
+        lines.append(f"  {name}: {len(done['touched'])} touched{skipped}{why}")
+    if not config["model"]["pretrained"] and config["model"]["weights"] is None:
+        lines.append("  started from random weights (model.pretrained=false)")
+    skipped_images = results["data"].get("skipped", 0)
+    if skipped_images:
+        lines.append(f"  {skipped_images} corrupt images were left out (data.on_corrupt=skip)")
+    rows = [["accuracy", "best", "last"], [f"{split}", f"{accuracy['best']:.2%}", f"{accuracy['last']:.2%}"]]
+    tested = results["data"]["accuracy"].get("test")
+    if split != "test" and tested is not None:
+        rows.append(["test", f"{tested:.2%}", ""])
+    lines += [
+        "",
+        table(rows) + chosen,
+        "",
+        cost_table(results["cost"], method, config["data"]["batch_size"]),
+        "",
+        f"Results: {folder} (model.safetensors holds the best epoch)",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,540 @@
+"""One run, from a checked configuration to results: train, evaluate, or only count the cost.
+
+The folder of a run holds
+`config.yaml`, `metrics.jsonl` (the source of truth) and `metrics.csv`, `checkpoint.ckpt` (to continue an interrupted
+run) and the one before it, `model.safetensors` (the best epoch, under timm's own names) and, once the run has
+finished, `results.json`.
+
+Best or last: `model.safetensors` holds the weights of the epoch with the best accuracy on the split that
+`data.select_best_on` names, because that is the published protocol; results.json gives both accuracies, and the last
+weights are in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import shutil
+import signal
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import timm
+import torch
+import yaml
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassAccuracy
+
+from efficient_ft import __version__, cost
+from efficient_ft.config import Config, build_methods, check, fingerprint
+from efficient_ft.data import ImageData, InputSpec, missing_data, open_data
+from efficient_ft.errors import UserError
+from efficient_ft.methods.base import Applied, Method, plain_state_dict
+from efficient_ft.models import factory
+from efficient_ft.training import checkpoint, export, report
+from efficient_ft.training.callbacks import Bar, Recorder
+from efficient_ft.training.module import FineTuner, Images, build_optimizer
+
+log = logging.getLogger(__name__)
+
+RESULTS = "results.json"
+CONFIG = "config.yaml"
+
+# For a cost without data; of a folder the classes are counted where it is there.
+_CLASSES = {
+    "digits": 10,
+    "cifar10": 10,
+    "cifar100": 100,
+    "flowers102": 102,
+    "food101": 101,
+    "pets": 37,
+    "aircraft": 100,
+    "cars": 196,
+    "cub200": 200,
+}
+
+_PRECISION: dict[str, Any] = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+_AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def run(config: Config, folder: Path) -> dict[str, Any]:
+    """Do what `config` asks, in `folder`; print the outcome.
+
+    Returns:
+        The contents of results.json; with `evaluate`, accuracies by split; with `cost_only`, the costs.
+
+    Raises:
+        UserError: whatever the user can mend: missing weights or data (both in one message), a folder of another
+            run, a loss that is not finite …
+    """
+    _quiet_lightning()
+    if config.cost_only:
+        return _cost_only(config)
+    if config.evaluate is not None:
+        return _evaluate(Path(config.evaluate), config)
+
+    _take_folder(config, folder)
+    finished = folder / RESULTS
+    if finished.is_file():
+        results = json.loads(finished.read_text(encoding="utf-8"))
+        _say(
+            f"This run has finished already; its results (resume=never trains anew):\n{report.result_text(results, folder)}"
+        )
+        return results
+    _require(config)
+    return _train(config, folder)
+
+
+# ---------------------------------------------------------------------------------------------- before training
+def _require(config: Config) -> None:
+    """All that is missing, in one message, before anything slow begins."""
+    missing = [m for m in (factory.missing_weights(config.model), missing_data(config.data)) if m is not None]
+    if missing:
+        raise UserError("\n".join(missing))
+
+
+def _take_folder(config: Config, folder: Path) -> None:
+    """Make the folder this run's: continue what is there, move it aside, or refuse to mix two runs."""
+    if rank_zero_only.rank != 0:
+        return
+    if config.resume == "never":
+        _move_aside(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    stored = folder / CONFIG
+    if stored.is_file():
+        differs = _difference(config, stored)
+        if differs:
+            raise UserError(
+                f"{folder} holds another run ({differs}). Choose another hydra.run.dir, or resume=never (the old"
+                " folder is kept under another name)."
+            )
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    checkpoint.write_text_atomically(stored, text)
+
+
+def _difference(config: Config, stored: Path) -> str | None:
+    """What makes the run in `stored` another one, for a message; None when it is the same."""
+    old_plain = yaml.safe_load(stored.read_text(encoding="utf-8"))
+    try:
+        if fingerprint(check(old_plain)) == fingerprint(config):
+            return None
+    except (UserError, TypeError, AttributeError):
+        return "its config.yaml cannot be read"
+    old, new = _flat(old_plain), _flat(config.model_dump(mode="json"))
+    changed = [k for k in {**old, **new} if old.get(k) != new.get(k)]
+    return ", ".join(f"{k}: {old.get(k)} there, {new.get(k)} here" for k in changed[:3])
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict) or not tree:
+        return {prefix: tree}
+    return {k: v for name, sub in tree.items() for k, v in _flat(sub, f"{prefix}.{name}" if prefix else name).items()}
+
+
+def _move_aside(folder: Path) -> None:
+    """What an earlier run left in `folder` goes to `<folder>.1`, `.2`, …; nothing is deleted."""
+    marks = (RESULTS, CONFIG, checkpoint.NAME, export.NAME, "metrics.jsonl")
+    if not any((folder / name).exists() for name in marks):
+        return
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    aside.mkdir()
+    for entry in folder.iterdir():
+        # Hydra has opened its log for this command already.
+        if entry.suffix != ".log" and entry.name != ".hydra":
+            shutil.move(str(entry), aside / entry.name)
+    _say(f"resume=never: the earlier run was moved to {aside}.")
+
+
+# ---------------------------------------------------------------------------------------------- training
+def _train(config: Config, folder: Path) -> dict[str, Any]:
+    L.seed_everything(config.seed, verbose=False)
+    spec = factory.input_of(config.model)
+    images = open_data(config.data, spec, config.seed)
+    for note in images.report()["notes"]:
+        _say(note)
+    network = factory.create_model(config.model, images.num_classes)
+    methods = build_methods(config)
+    names = images.class_names
+
+    def keep_best(module: L.LightningModule, epoch: int, accuracy: float) -> None:
+        if module.global_rank == 0:
+            notes = {"epoch": epoch, "accuracy": accuracy, "split": images.best_split}
+            weights = plain_state_dict(network, methods)
+            export.save(folder / export.NAME, weights, config.model, names, spec, notes)
+
+    run_id = _run_id(folder)
+    recorder = Recorder(folder, images.best_split, keep_best, {"run_id": run_id, "version": __version__})
+    loggers = _loggers(config, folder, run_id)
+    callbacks: list[L.Callback] = [*methods, recorder]
+    epochs, total_steps = _length(config, images)
+    if config.trainer.progress:
+        callbacks.append(Bar(total_steps, epochs))
+    trainer = _trainer(config, folder, methods, callbacks, loggers, epochs)
+    module = FineTuner(network, config, images.num_classes, total_steps)
+
+    state = folder / checkpoint.NAME
+    resume = str(state) if checkpoint.exists(state) else None
+    if resume is not None:
+        _say(f"Continuing the run in {folder}.")
+    with _patient_interrupt(recorder):
+        try:
+            trainer.fit(module, datamodule=Images(images), ckpt_path=resume)
+        except SystemExit:  # Lightning's way out of an interrupt
+            if trainer.interrupted:
+                raise KeyboardInterrupt from None
+            raise
+    if recorder.best is None or recorder.last is None:
+        raise UserError("No epoch was finished, so there is no result; the same command continues.")
+
+    # The optimizer's state and gradients are not needed any more; the cost probes want the memory.
+    device = trainer.strategy.root_device
+    trainer.optimizers = []
+    network.zero_grad(set_to_none=True)
+    results: dict[str, Any] = {
+        "accuracy": {"best": recorder.best, "last": recorder.last, "split": images.best_split},
+        "cost": {},
+        "trainable_parameters": sum(p.numel() for p in network.parameters() if p.requires_grad),
+        "total_parameters": sum(p.numel() for p in network.parameters()),
+        "methods": {m.name: _applied(m.applied) for m in methods if m.applied is not None},
+        "data": {},
+        "config": config.model_dump(mode="json"),
+        "environment": _environment(config, device),
+    }
+    if not trainer.is_global_zero:
+        return results
+    results["data"] = _data_report(config, folder, images, device)
+    results["cost"] = _costs(config, network, methods, spec, images.num_classes, device, config.cost.steps)
+    _summarise(loggers, results)
+    checkpoint.write_text_atomically(folder / RESULTS, json.dumps(results, indent=2) + "\n")
+    _say(report.result_text(results, folder))
+    return results
+
+
+@contextmanager
+def _patient_interrupt(recorder: Recorder) -> Iterator[None]:
+    """The first Ctrl-C ends the run after the present step, with a checkpoint; the second at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(number: int, frame: Any) -> None:
+        if recorder.stop_asked:
+            raise KeyboardInterrupt
+        recorder.stop_asked = True
+        _say("\nStopping after this step, with a checkpoint (again: at once) …")
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _length(config: Config, images: ImageData) -> tuple[int, int]:
+    """Epochs and optimizer steps of the run; the last batches of an epoch make a step, however few they are."""
+    devices = config.trainer.devices
+    world = devices if isinstance(devices, int) else max(1, torch.cuda.device_count())
+    per_epoch = -(-len(images.train_loader(0, world)) // config.trainer.accumulate)
+    if not per_epoch:
+        raise UserError("There is not one batch of training images; see data.batch_size.")
+    total = config.trainer.epochs * per_epoch
+    if config.trainer.max_steps > 0:
+        total = min(total, config.trainer.max_steps)
+    return -(-total // per_epoch), total
+
+
+def _trainer(
+    config: Config,
+    folder: Path,
+    methods: Sequence[Method],
+    callbacks: list[L.Callback],
+    loggers: list[Logger],
+    epochs: int,
+) -> L.Trainer:
+    options = config.trainer
+    # Layers that freeze and thaw per step leave some parameters without a gradient, which DDP must be told.
+    unused = any(getattr(m, "find_unused_parameters", False) for m in methods)
+    strategy = "ddp_find_unused_parameters_true" if unused and options.devices != 1 else "auto"
+    try:
+        trainer = L.Trainer(
+            accelerator=options.accelerator,
+            devices=options.devices,
+            strategy=strategy,
+            precision=_PRECISION[options.precision],
+            max_epochs=epochs,
+            accumulate_grad_batches=options.accumulate,
+            gradient_clip_val=config.optim.clip,
+            limit_val_batches=options.limit_eval_batches,
+            deterministic=options.deterministic,
+            num_sanity_val_steps=0,
+            callbacks=callbacks,
+            plugins=[checkpoint.AtomicCheckpointIO()],
+            logger=loggers or False,
+            use_distributed_sampler=False,  # ours knows rank and world, and where to continue
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=str(folder),
+        )
+    except (MisconfigurationException, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"trainer.accelerator={options.accelerator}, trainer.devices={options.devices},"
+            f" trainer.precision={options.precision} cannot be had on this machine: {error}"
+        ) from error
+    if options.precision == "fp16" and trainer.strategy.root_device.type == "cpu":
+        raise UserError("trainer.precision=fp16: allowed on a GPU only; use fp32 or bf16 on the CPU.")
+    return trainer
+
+
+def _applied(applied: Applied | None) -> dict[str, Any]:
+    assert applied is not None
+    return {"touched": list(applied.touched), "skipped": dict(applied.skipped), "notes": list(applied.notes)}
+
+
+def _environment(config: Config, device: torch.device) -> dict[str, Any]:
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {
+        "efficient_ft": __version__,
+        "torch": torch.__version__,
+        "timm": timm.__version__,
+        "lightning": L.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": gpu or f"{device.type} ({platform.machine()})",
+        "threads": torch.get_num_threads(),
+        "keep_allocator": config.keep_allocator and platform.system() == "Linux",
+    }
+
+
+# ---------------------------------------------------------------------------------------------- evaluation
+@torch.inference_mode()
+def accuracy(
+    model: nn.Module, loader: DataLoader, classes: int, device: torch.device, precision: str, limit: int | None = None
+) -> float:
+    """Top-1 accuracy (a fraction) of `model` on the first `limit` batches of `loader`, or on all."""
+    model.eval().to(device)
+    metric = MulticlassAccuracy(classes, average="micro", validate_args=False).to(device)
+    dtype = _AUTOCAST[precision]
+    for number, (images, labels) in enumerate(loader):
+        if number == limit:
+            break
+        with torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext():
+            logits = model(images.to(device, non_blocking=True))
+        metric.update(logits.float(), labels.to(device, non_blocking=True))
+    return float(metric.compute())
+
+
+def _data_report(config: Config, folder: Path, images: ImageData, device: torch.device) -> dict[str, Any]:
+    """Of the images: sizes, corrupt ones left out, and the accuracy of model.safetensors as written on every split."""
+    told = images.report()
+    trained = export.load(folder)
+    return {
+        "splits": told["splits"],
+        "skipped": told["skipped_count"],
+        "accuracy": _accuracies(config, trained.model, images, device),
+    }
+
+
+def _accuracies(config: Config, model: nn.Module, images: ImageData, device: torch.device) -> dict[str, float]:
+    options = config.trainer
+    return {
+        split: accuracy(
+            model, images.eval_loader(split), images.num_classes, device, options.precision, options.limit_eval_batches
+        )
+        for split in ("val", "test")
+        if split in images.splits
+    }
+
+
+def _evaluate(folder: Path, asked: Config) -> dict[str, Any]:
+    """Accuracy of a finished or interrupted run's best weights on its own data, on every split there is."""
+    stored = folder / CONFIG
+    if not stored.is_file():
+        what = "holds no config.yaml; a run folder is meant" if folder.is_dir() else "no such folder"
+        raise UserError(f"evaluate={folder}: {what}.")
+    # The command line composes the run's own configuration with what is asked now; a run made otherwise is read.
+    if (folder / ".hydra" / "overrides.yaml").is_file():
+        config = asked
+    else:
+        config = check(yaml.safe_load(stored.read_text(encoding="utf-8")))
+    trained = export.load(folder)
+    missing = missing_data(config.data)
+    if missing is not None:
+        raise UserError(missing)
+    images = open_data(config.data, trained.input, config.seed)
+    if images.class_names != trained.class_names:
+        raise UserError(f"evaluate={folder}: {config.data.root} now holds other classes than the run was trained on.")
+    trainer = L.Trainer(accelerator=asked.trainer.accelerator, devices=1, logger=False, enable_checkpointing=False)
+    found = _accuracies(config, trained.model, images, trainer.strategy.root_device)
+    rows = [["accuracy", "", "images"]]
+    rows += [[split, f"{value:.2%}", str(images.splits[split])] for split, value in found.items()]
+    _say(f"{folder / export.NAME} (epoch {trained.notes.get('epoch')}):\n{report.table(rows)}")
+    return {"accuracy": found}
+
+
+# ---------------------------------------------------------------------------------------------- cost
+def _cost_only(config: Config) -> dict[str, Any]:
+    """Executed cost of the method, beside full fine-tuning: no data, no weights."""
+    classes = _CLASSES.get(config.data.name) or _count_classes(Path(config.data.root).expanduser())
+    spec = factory.input_of(config.model)
+    network = factory.random_model(config.model, classes)
+    costs = _costs(config, network, build_methods(config), spec, classes, torch.device("cpu"), steps=0)
+    height, width = spec.size
+    _say(
+        f"{config.model.name}, {height}×{width}, {classes} classes, batch {config.data.batch_size},"
+        f" {config.trainer.precision}; counted, not timed\n\n"
+        + report.cost_table(costs, "+".join(config.method), config.data.batch_size)
+    )
+    return costs
+
+
+def _count_classes(root: Path) -> int:
+    train = root / "train" if (root / "train").is_dir() else root
+    folders = [f for f in train.iterdir() if f.is_dir()] if train.is_dir() else []
+    return len(folders) or 1000
+
+
+def _costs(
+    config: Config,
+    network: nn.Module,
+    methods: Sequence[Method],
+    spec: InputSpec,
+    classes: int,
+    device: torch.device,
+    steps: int,
+) -> dict[str, Any]:
+    """The `cost` of results.json: a step of `network` with its methods and, beside it, of plain full fine-tuning."""
+    found = cost.compare(
+        network,
+        methods,
+        (lambda: factory.random_model(config.model, classes)) if config.cost.compare_full else None,
+        batch_size=config.data.batch_size,
+        input_size=spec.size,
+        steps=steps,
+        precision=config.trainer.precision,
+        label_smoothing=config.optim.label_smoothing,
+        frozen_bn=config.model.frozen_bn,
+        device=device,
+        build_optimizer=lambda model: build_optimizer(model, config.optim, config.trainer.precision),
+    )
+    for name, one in found.items():
+        if one.note:
+            _say(f"cost of {name}: {one.note}")
+    method = _two_groups(found["method"])
+    return {**method, "full": _two_groups(found["full"]) if "full" in found else None}
+
+
+def _two_groups(found: cost.Cost) -> dict[str, Any]:
+    counted, measured = found.executed, found.measured
+    return {
+        "executed": {
+            "forward_flops": counted.forward_flops,
+            "backward_flops": counted.backward_flops,
+            "saved_bytes": counted.saved_bytes,
+        },
+        "measured": {
+            "step_seconds": None if measured is None else measured.step_seconds,
+            "peak_bytes": counted.peak_bytes if measured is None else measured.peak_bytes,
+        },
+    }
+
+
+# ---------------------------------------------------------------------------------------------- logging
+def _run_id(folder: Path) -> str:
+    """The run's id for loggers: kept in the folder and in every checkpoint, so that a resumed run is the same one."""
+    state, file = folder / checkpoint.NAME, folder / "run_id"
+    if file.is_file():
+        return file.read_text(encoding="utf-8").strip()
+    if checkpoint.exists(state):
+        for held in checkpoint.read(state)["callbacks"].values():
+            if "run_id" in held:
+                return str(held["run_id"])
+    run_id = os.urandom(4).hex()
+    if rank_zero_only.rank == 0:
+        checkpoint.write_text_atomically(file, run_id + "\n")
+    return run_id
+
+
+def _loggers(config: Config, folder: Path, run_id: str) -> list[Logger]:
+    """The chosen logger, started, so that what is wrong with it shows before training."""
+    options = config.logger
+    if options.name == "none":
+        return []
+    folder = folder.resolve()
+    plain = config.model_dump(mode="json")
+    try:
+        if options.name == "tensorboard":
+            from lightning.pytorch.loggers import TensorBoardLogger
+
+            board = TensorBoardLogger(save_dir=folder, name="", version="tensorboard")
+            board.log_hyperparams(_flat(plain))
+            return [board]
+        from lightning.pytorch.loggers import WandbLogger
+
+        logger = WandbLogger(
+            project=options.project,
+            group=options.group or folder.parent.name,
+            name=folder.name,
+            id=run_id,
+            resume="allow",
+            save_dir=folder,
+            offline=options.mode == "offline",
+            log_model=False,
+            config=plain,
+        )
+        _ = logger.experiment
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"logger={options.name} needs a package that is not installed: pip install 'efficient-ft[{options.name}]'"
+        ) from error
+    except Exception as error:  # wandb's own errors derive from several bases
+        raise UserError(
+            f"logger={options.name} cannot start: {(str(error).splitlines() or [''])[0]}"
+            " Use logger.mode=offline, or log in first (wandb login)."
+        ) from error
+    return [logger]
+
+
+def _summarise(loggers: Sequence[Logger], results: dict[str, Any]) -> None:
+    """Accuracy and cost into wandb's summary, so that runs can be compared there."""
+    for logger in loggers:
+        experiment = logger.experiment
+        if hasattr(experiment, "summary"):
+            shown = {k: results[k] for k in ("accuracy", "cost", "trainable_parameters", "total_parameters")}
+            experiment.summary.update(_flat(shown))
+            experiment.finish()
+
+
+# ---------------------------------------------------------------------------------------------- talking
+@rank_zero_only
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _quiet_lightning() -> None:
+    """Advice that does not apply here: our loaders, our checkpoints, BatchNorm frozen on purpose."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for message in (
+        ".*does not have many workers.*",
+        ".*module\\(s\\) in eval mode at the start of training.*",
+        ".*your dataloader is not resumable.*",
+        ".*is smaller than the logging interval.*",
+        ".*Checkpoint directory.*",
+        ".*GPU available but not used.*",
+        ".*isinstance\\(treespec, LeafSpec\\).*",
+    ):
+        warnings.filterwarnings("ignore", message=message)
