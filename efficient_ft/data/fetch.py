@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torchvision.datasets.utils import check_integrity, extract_archive
 from tqdm import tqdm
@@ -116,14 +116,19 @@ def unreachable(url: str, size: int | None = None) -> str | None:
 def _ask(url: str, size: int | None) -> str | None:
     try:
         # a GET that is closed after the headers: some hosts refuse HEAD
-        request = urllib.request.Request(url, headers=_USER_AGENT)
-        with urllib.request.urlopen(request, timeout=PROBE_SECONDS) as response:
+        with _open(url, PROBE_SECONDS) as response:
             length = response.headers.get("Content-Length")
     except (OSError, http.client.HTTPException, ValueError) as error:
         return _reason(error)
     if size is not None and length is not None and length.isdigit() and int(length) != size:
         return f"it answers with {length} bytes where the data set has {size}"
     return None
+
+
+def _open(url: str, timeout: float) -> Any:
+    # an opener of its own: urllib's common one keeps the proxies of the moment it was first used
+    opener = urllib.request.build_opener()
+    return opener.open(urllib.request.Request(url, headers=_USER_AGENT), timeout=timeout)
 
 
 def _reason(error: Exception) -> str:
@@ -173,9 +178,8 @@ def _download(archive: Archive, root: Path) -> None:
             f"{megabytes(2 * archive.size)} while it is unpacked. Choose another place with data.root=DIR."
         )
     part = target.with_name(f"{target.name}.part{os.getpid()}")
-    request = urllib.request.Request(archive.url, headers=_USER_AGENT)
     try:
-        with urllib.request.urlopen(request, timeout=STALL_SECONDS) as response, open(part, "wb") as file:
+        with _open(archive.url, STALL_SECONDS) as response, open(part, "wb") as file:
             length = response.headers.get("Content-Length")
             expected = int(length) if length is not None and length.isdigit() else archive.size
             with tqdm(total=expected, unit="B", unit_scale=True, desc=target.name) as bar:
