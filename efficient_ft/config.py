@@ -216,7 +216,8 @@ def _check_together(config: Config) -> None:
     if data.augment.scale[0] > data.augment.scale[1]:
         raise SettingError("data.augment.scale", list(data.augment.scale), "[smallest, largest], in that order")
     for setting, owners in (("momentum", ("sgd",)), ("betas", ("adamw", "adam"))):
-        if setting in optim.model_fields_set and optim.name not in owners:
+        # The default itself is harmless, and stands in every configuration that was written out.
+        if getattr(optim, setting) != OptimConfig.model_fields[setting].default and optim.name not in owners:
             raise SettingError(
                 f"optim.{setting}",
                 _show(getattr(optim, setting)),

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
@@ -37,12 +36,11 @@ INTERRUPTED = 130
 
 
 def register() -> None:
-    """Make ``hydra/launcher=processes`` known to Hydra."""
-    Plugins.instance().register(ProcessLauncher)
+    """Make ``hydra/launcher=processes`` known to Hydra; the class it names is found by Hydra itself."""
     ConfigStore.instance().store(
         group="hydra/launcher",
         name="processes",
-        node={"_target_": f"{ProcessLauncher.__module__}.{ProcessLauncher.__name__}"},
+        node={"_target_": "hydra_plugins.efficient_ft_launcher.ProcessLauncher"},
         provider="efficient_ft",
     )
 
@@ -58,6 +56,7 @@ class Job:
     """One job of a sweep: its arguments, folder and configuration; then its results or the reason of its failure."""
 
     overrides: tuple[str, ...]
+    title: str  # the arguments in which it differs from the others
     folder: Path
     config: Config
     results: dict[str, Any] | None = None
@@ -66,9 +65,6 @@ class Job:
     @property
     def trains(self) -> bool:
         return not self.config.cost_only and self.config.evaluate is None
-
-    def __str__(self) -> str:
-        return " ".join(self.overrides)
 
 
 def finished(folder: Path, config: Config) -> dict[str, Any] | None:
@@ -97,7 +93,8 @@ class ProcessLauncher(Launcher):
         Raises:
             SystemExit: after the last job, when one has failed (status 1) or was interrupted (130).
         """
-        jobs = [self._job(overrides) for overrides in job_overrides]
+        shared = set.intersection(*map(set, job_overrides)) if len(job_overrides) > 1 else set()
+        jobs = [self._job(overrides, shared) for overrides in job_overrides]
         folders = [job.folder for job in jobs if job.trains]
         for folder in folders:
             if folders.count(folder) > 1:
@@ -106,7 +103,7 @@ class ProcessLauncher(Launcher):
                     " settings, or hydra.sweep.subdir does not tell them apart."
                 )
         for number, job in enumerate(jobs, start=1):
-            title = f"[{number}/{len(jobs)}] {job}"
+            title = f"[{number}/{len(jobs)}] {job.title}"
             if job.trains and job.config.resume == "auto":
                 job.results = finished(job.folder, job.config)
             if job.results is not None:
@@ -121,14 +118,15 @@ class ProcessLauncher(Launcher):
             raise SystemExit(1)
         return [_returned(job) for job in jobs]
 
-    def _job(self, overrides: Sequence[str]) -> Job:
+    def _job(self, overrides: Sequence[str], shared: set[str]) -> Job:
         from efficient_ft.commandline import plain
 
         assert self.context is not None
         assert self.config is not None
         composed = self.context.config_loader.load_sweep_config(self.config, list(overrides))
         folder = Path(composed.hydra.sweep.dir) / composed.hydra.sweep.subdir
-        return Job(tuple(overrides), folder, check(plain(composed)))
+        title = " ".join(o for o in overrides if o not in shared)
+        return Job(tuple(overrides), title, folder, check(plain(composed)))
 
     def _command(self, job: Job) -> list[str]:
         """The command line that runs `job` alone, in the folder it has in the sweep."""
@@ -148,10 +146,6 @@ class ProcessLauncher(Launcher):
         return command
 
 
-# Hydra makes plugins of this namespace only; a registered class needs the name, not a package of that name.
-ProcessLauncher.__module__ = "hydra_plugins.efficient_ft"
-
-
 def summary(jobs: Sequence[Job]) -> str:
     """One line per job: best accuracy and executed backward FLOPs per image; then the failures with their reasons."""
     rows = [("job", "accuracy best", "backward MFLOPs", "folder")]
@@ -162,7 +156,7 @@ def summary(jobs: Sequence[Job]) -> str:
         flops = results.get("cost", results).get("executed", {}).get("backward_flops")
         rows.append(
             (
-                str(job),
+                job.title,
                 "failed" if job.failure is not None else "–" if best is None else f"{100 * best:.2f} %",
                 "–" if flops is None else f"{flops / 1e6:.1f}",
                 str(job.folder) if job.trains else "–",
@@ -170,7 +164,7 @@ def summary(jobs: Sequence[Job]) -> str:
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    failures = [f"  {job}: {job.failure}" for job in jobs if job.failure is not None]
+    failures = [f"  {job.title}: {job.failure}" for job in jobs if job.failure is not None]
     if failures:
         again = "repeating the command runs only what is not finished"
         lines += ["", f"{len(failures)} of {len(jobs)} failed ({again}):", *failures]
