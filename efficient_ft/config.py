@@ -355,7 +355,7 @@ def _mistake(
             return UnknownSetting(f"{key}.{name}".lstrip("."), value.get(name), below, _leaves(whole, whole))
         key, value, node = f"{key}.{name}".lstrip("."), value.get(name), below[name]
     allowed = _allowed(_resolved(node, whole), whole)
-    if kind == "missing":
+    if kind == "missing" and value is None:  # not merely an entry of a list too few
         return SettingError(key, "???", allowed, f"It has no default: give {key}=VALUE.")
     if "enum" in node:
         return SettingError(key, _show(value), node["enum"])
