@@ -1,0 +1,136 @@
+"""The view of real timm models: grids, prefix tokens, stages, head, and the traps."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from efficient_ft.errors import UserError
+from efficient_ft.models.view import default_image_size, parameters_under, view
+
+
+def layouts(model: nn.Module, size=None) -> Counter:
+    return Counter(
+        (layer.tokens.form, layer.tokens.grid, layer.tokens.prefix)
+        for layer in view(model, size).layers
+        if layer.tokens
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "expected"),
+    [
+        ("vit_tiny_patch16_224", {"depth": 3}, {("tokens", (14, 14), 1): 12}),
+        ("deit_tiny_distilled_patch16_224", {"depth": 2}, {("tokens", (14, 14), 2): 8}),
+        ("vit_small_patch14_reg4_dinov2", {"depth": 1, "img_size": (70, 126)}, {("tokens", (5, 9), 5): 4}),
+        ("efficientformer_l1", {}, {
+            ("channels_first", (56, 56), 0): 6, ("channels_first", (28, 28), 0): 4, ("channels_first", (14, 14), 0): 12,
+            ("channels_first", (7, 7), 0): 6, ("tokens", (7, 7), 0): 4}),
+        ("swinv2_tiny_window8_256", {"img_size": (64, 128), "window_size": 4, "depths": (1, 1, 1, 1)}, {
+            ("tokens", (4, 4), 0): 6, ("tokens", (16, 32), 0): 2, ("tokens", (8, 16), 0): 2, ("tokens", (4, 8), 0): 2,
+            ("tokens", (2, 4), 0): 4, ("channels_last", (8, 16), 0): 1, ("channels_last", (4, 8), 0): 1,
+            ("channels_last", (2, 4), 0): 1}),
+        ("resnet50", {}, {
+            ("channels_first", (56, 56), 0): 8, ("channels_first", (28, 28), 0): 8, ("channels_first", (14, 14), 0): 12,
+            ("channels_first", (7, 7), 0): 6}),
+    ],
+)  # fmt: skip
+def test_where_the_tokens_lie(name, kwargs, expected):
+    found = layouts(timm.create_model(name, **kwargs))
+    if name == "resnet50":  # the first block's shortcut and the strided ones are convolutions like any other
+        assert set(found) == set(expected)
+    else:
+        assert dict(found) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "last", "head"),
+    [
+        ("vit_tiny_patch16_224", ("blocks.9", "blocks.10", "blocks.11", "norm", "head"), ("head",)),
+        ("efficientformer_l1", (
+            "stages.3.downsample", "stages.3.blocks.0", "stages.3.blocks.1", "stages.3.blocks.2", "stages.3.blocks.4",
+            "norm", "head", "head_dist"), ("head", "head_dist")),
+        ("efficientformerv2_s0", (
+            *(f"stages.3.blocks.{k}" for k in range(4)), "norm", "head", "head_dist"), ("head", "head_dist")),
+        ("swinv2_tiny_window8_256", (
+            "layers.3.downsample", "layers.3.blocks.0", "layers.3.blocks.1", "norm", "head"), ("head.fc",)),
+        ("resnet18", ("layer4.0", "layer4.1", "fc"), ("fc",)),
+    ],
+)  # fmt: skip
+def test_last_stages_are_those_of_the_papers(name, last, head):
+    seen = view(timm.create_model(name))
+    assert seen.last_stage() == last
+    assert seen.head == head
+
+
+def test_swinv2_qkv_is_found_though_its_forward_is_never_called():
+    model = timm.create_model("swinv2_tiny_window8_256", img_size=64, window_size=4)
+    layers = {layer.name: layer for layer in view(model).layers}
+    qkv = layers["layers.3.blocks.1.attn.qkv"]
+    assert qkv.reach == "layers.3.blocks.1.attn"
+    assert qkv.tokens is not None
+    assert not model.layers[3].blocks[1].attn.qkv_bias_separate, "looking must not change the model"
+    position_mlp = layers["layers.3.blocks.1.attn.cpb_mlp.0"]
+    assert position_mlp.why_not == "its input does not come from the images"
+
+
+def test_reasons_for_layers_without_tokens():
+    reasons = {layer.name: layer.why_not for layer in view(timm.create_model("efficientformerv2_s0")).layers}
+    assert reasons["stem.conv1.conv"] == "the stem or patch embedding"
+    assert reasons["stages.0.blocks.0.mlp.mid.conv"] == "a depthwise or grouped convolution"
+    assert reasons["stages.1.downsample.conv.conv"] == "a convolution that is not 1×1 with stride 1"
+    assert reasons["head"] == "the head"
+    assert reasons["stages.3.blocks.3.token_mixer.talking_head1"] is None
+    mixer = {layer.name: layer.why_not for layer in view(timm.create_model("mixer_s16_224")).layers}
+    assert mixer["blocks.0.mlp_tokens.fc1"] == "512 tokens that lie on no grid of the model"
+    assert mixer["blocks.0.mlp_channels.fc1"] is None
+
+
+def test_looking_changes_nothing():
+    model = timm.create_model("efficientformer_l1").train()
+    before = copy.deepcopy(model.state_dict())
+    modes = [m.training for m in model.modules()]
+    state = torch.get_rng_state()
+    view(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [m.training for m in model.modules()] == modes
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_attention_layers_are_marked():
+    layers = view(timm.create_model("vit_tiny_patch16_224", depth=1)).layers
+    assert [layer.name for layer in layers if layer.in_attention] == ["blocks.0.attn.qkv", "blocks.0.attn.proj"]
+
+
+def test_a_size_the_model_cannot_take_is_an_error_of_one_line():
+    with pytest.raises(UserError, match="VisionTransformer cannot be run on images of 100×100: "):
+        view(timm.create_model("vit_tiny_patch16_224", depth=1), (100, 100))
+
+
+def test_a_model_without_stages_has_no_last_stage():
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.fc = nn.Conv2d(3, 4, 3), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.fc(self.conv(x).mean((2, 3)))
+
+    with pytest.raises(UserError, match="no stages or blocks were recognised"):
+        view(Plain(), (8, 8)).last_stage()
+
+
+def test_sizes_and_parameters_by_name():
+    model = timm.create_model("vit_tiny_patch16_224", depth=12, img_size=(32, 64))
+    assert default_image_size(model) == (32, 64)
+    names = set(parameters_under(model, ("blocks.1", "head.bias")))
+    assert "blocks.1.attn.qkv.weight" in names
+    assert not any(n.startswith("blocks.10") for n in names), "a prefix of a name is not its parent"
+    assert "head.bias" in names
+    assert "head.weight" not in names
