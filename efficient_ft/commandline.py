@@ -12,8 +12,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
+from hydra import compose, version
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
 from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -69,14 +72,19 @@ def configurations(
     Raises:
         UserError: the first mistake.
     """
+    version.setbase("1.3")
+    path = create_config_search_path(str(conf.resolve()))
     if search is not None:
         if not Path(search).is_dir():
             raise UserError(f"--config-dir {search}: no such folder.")
-        overrides = [*overrides, f"hydra.searchpath=['file://{Path(search).resolve().as_posix()}']"]
-    with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
-        loader = GlobalHydra.instance().config_loader()
-        jobs = _jobs(loader, overrides, sweep)
-        return [_configuration(loader, name, job) for job in jobs]
+        first = SearchPathQuery(provider="schema")
+        path.prepend("command-line", f"file://{Path(search).resolve()}", first)
+    # As hydra.main does; the public initialize_config_dir knows no second folder.
+    loader = Hydra.create_main_hydra2(name, path).config_loader
+    try:
+        return [_configuration(loader, name, job) for job in _jobs(loader, overrides, sweep)]
+    finally:
+        GlobalHydra.instance().clear()
 
 
 def _jobs(loader: ConfigLoader, overrides: Sequence[str], sweep: bool) -> list[list[str]]:
