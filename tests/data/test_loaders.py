@@ -81,6 +81,7 @@ def epoch_of(data: ImageData, epoch: int = 1) -> tuple[torch.Tensor, torch.Tenso
     return torch.cat(images), torch.cat(labels)
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("kind", ["folder", "digits"])
 def test_any_number_of_workers_gives_the_same_epoch(folders: Make, data_config: Config, kind: str) -> None:
     settings = {"root": str(folders(a=12, b=12)), "batch_size": 4} if kind == "folder" else {"batch_size": 256}
