@@ -49,15 +49,19 @@ def create_model(config: ModelConfig, num_classes: int) -> nn.Module:
     """
     cfg = _pretrained_cfg(config)
     fresh = random_model(config, num_classes)
-    if config.weights is not None:
-        return _load(config, _arguments(config, cfg, num_classes), fresh, cfg, Path(config.weights))
-    if config.pretrained:
-        return _load(config, _arguments(config, cfg, num_classes), fresh, cfg, _fetch(config, cfg))
-    log.warning(
-        "%s starts from RANDOM weights (model.pretrained=false, no model.weights): it is trained from scratch.",
-        config.name,
-    )
-    return fresh
+    if config.weights is None and not config.pretrained:
+        log.warning(
+            "%s starts from RANDOM weights (model.pretrained=false, no model.weights): it is trained from scratch.",
+            config.name,
+        )
+        return fresh
+    path = _fetch(config, cfg) if config.weights is None else Path(config.weights)
+    model, made_anew = _load(config, _arguments(config, cfg, num_classes), fresh, cfg, path)
+    if made_anew:
+        log.warning("%s: made anew for %d classes: %s; all else from %s.", config.name, num_classes, made_anew, path)
+    else:
+        log.debug("%s: all weights from %s.", config.name, path)
+    return model
 
 
 def random_model(config: ModelConfig, num_classes: int) -> nn.Module:
@@ -101,14 +105,11 @@ def _pretrained_cfg(config: ModelConfig) -> PretrainedCfg:
             "any classifier of timm (timm.list_models()), `vit_digits`, `vit_micro`",
             did_you_mean(name, known).strip() or None,
         )
-    cfg = get_pretrained_cfg(name)
-    if cfg is None:
-        tag = name.partition(".")[2]
-        known = timm.list_pretrained(f"{name.partition('.')[0]}.*")
-        if tag and known:
-            raise SettingError("model.name", name, known)
-        cfg = PretrainedCfg(architecture=name)
-    return cfg
+    try:
+        cfg = get_pretrained_cfg(name)
+    except RuntimeError:  # a tag (what follows the dot) that this model does not have
+        raise SettingError("model.name", name, timm.list_pretrained(f"{name.partition('.')[0]}.*")) from None
+    return PretrainedCfg(architecture=name) if cfg is None else cfg
 
 
 def _arguments(config: ModelConfig, cfg: PretrainedCfg, num_classes: int) -> dict[str, Any]:
@@ -153,8 +154,8 @@ def _check_input(config: ModelConfig, cfg: PretrainedCfg, model: nn.Module) -> N
 # ---------------------------------------------------------------------------------------------- loading
 def _load(
     config: ModelConfig, kwargs: dict[str, Any], fresh: nn.Module, cfg: PretrainedCfg, path: Path
-) -> nn.Module:
-    """The model with the weights of `path`; `fresh` is the same model with random weights.
+) -> tuple[nn.Module, str]:
+    """The model with the weights of `path`, and which heads had to be made anew; `fresh` is it with random weights.
 
     timm itself converts names, resizes position embeddings and attention biases, and loads strictly: it is given
     the file's tensors with a head that does not fit already replaced by the fresh one.
@@ -188,20 +189,10 @@ def _load(
     # timm keeps the overlay as the model's record; the tensors would be copied with every deepcopy.
     record: Any = model.pretrained_cfg
     record["state_dict"] = None
-    if new_heads:
-        log.warning(
-            "%s: head made anew for %d classes: %s; everything else from %s.",
-            config.name,
-            kwargs["num_classes"],
-            ", ".join(new_heads),
-            path,
-        )
-    else:
-        log.info("%s: all weights from %s.", config.name, path)
-    return model
+    return model, ", ".join(new_heads)
 
 
-def _load_npz(config: ModelConfig, kwargs: dict[str, Any], path: Path) -> nn.Module:
+def _load_npz(config: ModelConfig, kwargs: dict[str, Any], path: Path) -> tuple[nn.Module, str]:
     """Original JAX weights of the ViT family, through timm's own loader (it makes a head of another size anew)."""
     if not path.is_file():
         raise UserError(f"model.weights={path}: no such file.")
@@ -213,8 +204,7 @@ def _load_npz(config: ModelConfig, kwargs: dict[str, Any], path: Path) -> nn.Mod
             f"model.weights={path}: not the original JAX weights of {config.name} ({_first_line(error)})."
             " Give a .safetensors or .pth file with timm's names."
         ) from error
-    log.warning("%s: weights from %s; a head of another size than its own was made anew.", config.name, path)
-    return model
+    return model, "the head, if it has another size than the file's"
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:

@@ -70,7 +70,7 @@ def build_optimizer(network: nn.Module, optim: OptimConfig, precision: str = "fp
         raise UserError(
             "Nothing trains: every parameter is frozen. Choose a method that selects some, e.g. method=head."
         )
-    spared = getattr(network, "no_weight_decay", set)()
+    spared: set[str] = getattr(network, "no_weight_decay", set)()
     if optim.layer_decay is None:
         groups = param_groups_weight_decay(network, optim.weight_decay, no_weight_decay_list=spared)
     else:
@@ -212,11 +212,11 @@ class Images(L.LightningDataModule):
         trainer = self.trainer
         assert trainer is not None
         loader = self.images.train_loader(trainer.global_rank, trainer.world_size)
-        epochs = trainer.fit_loop.epoch_progress.current
+        epochs: Any = trainer.fit_loop.epoch_progress.current
         if epochs.started > epochs.processed:  # resumed in the middle of an epoch
-            batches = trainer.fit_loop.epoch_loop.batch_progress.current.processed
+            batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
             sampler: Any = loader.sampler
-            sampler.start = batches * int(loader.batch_size or 1)
+            sampler.start = batches.processed * int(loader.batch_size or 1)
         return loader
 
     def val_dataloader(self) -> DataLoader:

@@ -88,9 +88,8 @@ def run(config: Config, folder: Path) -> dict[str, Any]:
     finished = folder / RESULTS
     if finished.is_file():
         results = json.loads(finished.read_text(encoding="utf-8"))
-        _say(
-            f"This run has finished already; its results (resume=never trains anew):\n{report.result_text(results, folder)}"
-        )
+        _say("This run has finished already; its results (resume=never trains anew):")
+        _say(report.result_text(results, folder))
         return results
     _require(config)
     return _train(config, folder)
@@ -106,7 +105,7 @@ def _require(config: Config) -> None:
 
 def _take_folder(config: Config, folder: Path) -> None:
     """Make the folder this run's: continue what is there, move it aside, or refuse to mix two runs."""
-    if rank_zero_only.rank != 0:
+    if _rank() != 0:
         return
     if config.resume == "never":
         _move_aside(folder)
@@ -192,8 +191,9 @@ def _train(config: Config, folder: Path) -> dict[str, Any]:
     with _patient_interrupt(recorder):
         try:
             trainer.fit(module, datamodule=Images(images), ckpt_path=resume)
-        except SystemExit:  # Lightning's way out of an interrupt
-            if trainer.interrupted:
+        except BaseException as error:
+            _close(loggers, failed=True)
+            if isinstance(error, SystemExit) and trainer.interrupted:  # Lightning's way out of an interrupt
                 raise KeyboardInterrupt from None
             raise
     if recorder.best is None or recorder.last is None:
@@ -463,7 +463,7 @@ def _run_id(folder: Path) -> str:
             if "run_id" in held:
                 return str(held["run_id"])
     run_id = os.urandom(4).hex()
-    if rank_zero_only.rank == 0:
+    if _rank() == 0:
         checkpoint.write_text_atomically(file, run_id + "\n")
     return run_id
 
@@ -511,22 +511,34 @@ def _loggers(config: Config, folder: Path, run_id: str) -> list[Logger]:
 def _summarise(loggers: Sequence[Logger], results: dict[str, Any]) -> None:
     """Accuracy and cost into wandb's summary, so that runs can be compared there."""
     for logger in loggers:
-        experiment = logger.experiment
+        experiment: Any = getattr(logger, "experiment", None)
         if hasattr(experiment, "summary"):
             shown = {k: results[k] for k in ("accuracy", "cost", "trainable_parameters", "total_parameters")}
             experiment.summary.update(_flat(shown))
-            experiment.finish()
+    _close(loggers, failed=False)
+
+
+def _close(loggers: Sequence[Logger], failed: bool) -> None:
+    for logger in loggers:
+        experiment: Any = getattr(logger, "experiment", None)
+        if hasattr(experiment, "finish"):
+            experiment.finish(exit_code=int(failed))
 
 
 # ---------------------------------------------------------------------------------------------- talking
+def _rank() -> int:
+    """Known before the trainer is: a process that Lightning started carries it in its environment."""
+    return int(getattr(rank_zero_only, "rank", None) or 0)
+
+
 @rank_zero_only
 def _say(text: str) -> None:
     print(text, flush=True)
 
 
 def _quiet_lightning() -> None:
-    """Advice that does not apply here: our loaders, our checkpoints, BatchNorm frozen on purpose."""
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+    """Leave out advice that does not apply here: our loaders, our checkpoints, BatchNorm frozen on purpose."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning", "timm"):
         logging.getLogger(name).setLevel(logging.WARNING)
     for message in (
         ".*does not have many workers.*",
