@@ -91,6 +91,7 @@ class TrainingStep:
 
     Args:
         methods: applied to `model`; told of each step, the first of which is number `first_step`.
+        clip: largest norm of the whole gradient.
         build_optimizer: optimizer over the model's trainable parameters; None: AdamW.
     """
 
@@ -107,6 +108,7 @@ class TrainingStep:
         frozen_bn: bool = True,
         device: torch.device | str = "cpu",
         first_step: int = 0,
+        clip: float | None = None,
         build_optimizer: BuildOptimizer | None = None,
     ) -> None:
         if precision not in AUTOCAST:
@@ -121,7 +123,7 @@ class TrainingStep:
         generator = torch.Generator().manual_seed(0)
         self.images = torch.randn(batch_size, in_chans, *input_size, generator=generator).to(self.device)
         self.labels = torch.zeros(batch_size, dtype=torch.long, device=self.device)
-        self.steps = first_step
+        self.steps, self.clip = first_step, clip
         self.loss: torch.Tensor | None = None
         self._build_optimizer = build_optimizer
         self._optimizer: torch.optim.Optimizer | None = None
@@ -143,6 +145,8 @@ class TrainingStep:
             trainable = [p for p in self.model.parameters() if p.requires_grad]
             build = self._build_optimizer
             self._optimizer = torch.optim.AdamW(trainable, lr=1e-5) if build is None else build(self.model)
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         for method in self.methods:
@@ -181,6 +185,7 @@ def compare(
     in_chans: int = 3,
     frozen_bn: bool = True,
     device: torch.device | str = "cpu",
+    clip: float | None = None,
     build_optimizer: BuildOptimizer | None = None,
 ) -> dict[str, Cost]:
     """The cost of a run's step, beside plain full fine-tuning: ``{"method": Cost, "full": Cost}``.
@@ -193,7 +198,7 @@ def compare(
         model, methods: of the run.
         full: makes the plain model (its weights play no part); None: only the method's cost.
         steps: timed steps of each, alternately; 0: only counted.
-        build_optimizer: of the run, model → optimizer; None: AdamW.
+        clip, build_optimizer: of the run (gradient norm; model → optimizer, None: AdamW).
     """
     shape: dict[str, Any] = {
         "input_size": input_size,
@@ -225,6 +230,7 @@ def compare(
                 batch_size=batch_size,
                 device=device,
                 first_step=probe.steps_before,
+                clip=clip,
                 build_optimizer=build_optimizer,
                 **shape,
             )
