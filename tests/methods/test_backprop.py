@@ -190,7 +190,7 @@ def test_lhe_chooses_the_bases_of_most_energy():
 @pytest.mark.parametrize("done", [1, 3])
 def test_lhe_state_travels(done):
     """Stopped while profiling or after: the resumed run makes the choices of the straight one."""
-    settings = dict(bases="lhe", order=3, profile_steps=2)
+    settings = {"bases": "lhe", "order": 3, "profile_steps": 2}
     straight, method = vit(), LBPWHT(**settings)
     method.apply(straight)
     for k in range(done):

@@ -6,13 +6,15 @@ that it shares no code with the package.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from scipy.linalg import hadamard
 
 
 def sequency_hadamard() -> np.ndarray:
     h = hadamard(8).astype(float)
-    changes = [sum(1 for a, b in zip(row, row[1:], strict=False) if a != b) for row in h]
+    changes = [sum(1 for a, b in itertools.pairwise(row) if a != b) for row in h]
     return h[[changes.index(k) for k in range(8)]]
 
 
@@ -38,9 +40,9 @@ def coefficients(map_HWC: np.ndarray, bases: list[tuple[int, int]], mode: str) -
     pad = [padding_of(map_HWC.shape[0]), padding_of(map_HWC.shape[1]), (0, 0)]
     padded = np.pad(map_HWC, pad, mode="reflect" if mode == "reflect" else "constant")
     h = sequency_hadamard()
-    return np.array([
-        [np.einsum("yx,yxc->c", np.outer(h[i], h[j]), block) for i, j in bases] for block in blocks_of(padded)
-    ]).reshape(-1, map_HWC.shape[2])
+    return np.array(
+        [[np.einsum("yx,yxc->c", np.outer(h[i], h[j]), block) for i, j in bases] for block in blocks_of(padded)]
+    ).reshape(-1, map_HWC.shape[2])
 
 
 def synthesis(coefficients_RC: np.ndarray, grid: tuple[int, int], bases: list[tuple[int, int]]) -> np.ndarray:

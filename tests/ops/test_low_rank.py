@@ -18,7 +18,7 @@ from tests.ops import reference
 GRIDS = [(7, 7), (8, 8), (14, 14), (5, 9), (16, 16)]
 SELECT = {"l1": low_pass_l1, "linf": low_pass_linf}
 FULL = {"l1": 15, "linf": 8}
-TOLERANCE = dict(rtol=1e-9, atol=1e-10)
+TOLERANCE = {"rtol": 1e-9, "atol": 1e-10}
 
 
 def case(grid, prefix, c_in=3, c_out=4, batch=2, seed=0):
@@ -44,9 +44,7 @@ def low_rank(projection: Projection):
 def test_all_bases_equal_exact_backpropagation(grid, prefix, padding):
     projection = WalshProjector(low_pass_l1(15), padding).projection(grid, prefix, (3, 4))
     arguments = case(grid, prefix)
-    for low, exact in zip(
-        gradients(low_rank(projection), *arguments), gradients(F.linear, *arguments), strict=True
-    ):
+    for low, exact in zip(gradients(low_rank(projection), *arguments), gradients(F.linear, *arguments), strict=True):
         torch.testing.assert_close(low, exact, **TOLERANCE)
 
 
@@ -54,9 +52,7 @@ def test_all_bases_equal_exact_backpropagation(grid, prefix, padding):
 def test_full_rank_cosine_equals_exact(grid):
     projection = CosineProjector(15).projection(grid, 1, (3, 4))
     arguments = case(grid, 1)
-    for low, exact in zip(
-        gradients(low_rank(projection), *arguments), gradients(F.linear, *arguments), strict=True
-    ):
+    for low, exact in zip(gradients(low_rank(projection), *arguments), gradients(F.linear, *arguments), strict=True):
         torch.testing.assert_close(low, exact, **TOLERANCE)
 
 
@@ -192,8 +188,9 @@ def test_mixed_precision_projects_in_the_autocast_type_and_returns_fp32_gradient
     function = low_rank(projection) if form == "tokens" else conv
     expected = gradients(function, x, weight, bias, g)
     saved = []
-    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(
-        lambda t: saved.append(t) or t, lambda t: t
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
     ):
         y = function(x, weight, bias)
     assert y.dtype == torch.bfloat16

@@ -78,7 +78,9 @@ def test_cosine_order_breaks_ties_by_row_then_column():
     assert places == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]  # (0,2) and (1,0) are equally low
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.lists(st.integers(1, 9), min_size=1, max_size=4), st.data())
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=4), st.lists(st.integers(1, 9), min_size=1, max_size=4), st.data()
+)
 def test_cosine_tiles_share_out_all_rows(heights, widths, data):
     grid = (sum(heights), sum(widths))
     count = data.draw(st.integers(len(heights) * len(widths), grid[0] * grid[1]))

@@ -1,0 +1,108 @@
+"""Frozen BatchNorm against torch's own, and what it keeps."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import timm
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from efficient_ft.models.frozen_batch_norm import FrozenBatchNorm2d, freeze_batch_norm
+
+
+def lively(channels: int, **kwargs) -> nn.BatchNorm2d:
+    norm = nn.BatchNorm2d(channels, **kwargs).double()
+    generator = torch.Generator().manual_seed(channels)
+    for t in (*norm.parameters(), norm.running_mean, norm.running_var):
+        t.data = torch.rand(t.shape, generator=generator, dtype=torch.float64) + 0.5
+    return norm
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    shape=st.tuples(*(st.integers(1, 5) for _ in range(4))),
+    affine=st.booleans(),
+    needs=st.tuples(st.booleans(), st.booleans()),
+    channels_last=st.booleans(),
+)
+def test_gradients_equal_those_of_an_evaluating_batch_norm(shape, affine, needs, channels_last):
+    norm = lively(shape[1], affine=affine)
+    for p in norm.parameters():
+        p.requires_grad_(needs[1])
+    x = torch.randn(shape, dtype=torch.float64)
+    x = (x.to(memory_format=torch.channels_last) if channels_last else x).requires_grad_(needs[0])
+    wanted = [t for t in (x, *norm.parameters()) if t.requires_grad]
+    expected_y = copy.deepcopy(norm).eval()(x)
+    frozen = copy.deepcopy(norm)
+    freeze_batch_norm(nn.Sequential(frozen))
+    y = frozen.train()(x)
+    assert type(frozen) is FrozenBatchNorm2d
+    assert torch.equal(y, expected_y)
+    if not wanted:
+        assert not y.requires_grad
+        return
+    g = torch.randn(shape, dtype=torch.float64)
+    norm.eval()
+    expected = torch.autograd.grad((norm(x) * g).sum(), [t for t in (x, *norm.parameters()) if t.requires_grad])
+    found = torch.autograd.grad((y * g).sum(), [t for t in (x, *frozen.parameters()) if t.requires_grad])
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(frozen.running_mean, norm.running_mean)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_input_is_kept_only_for_the_scale_s_gradient(trains):
+    frozen = lively(3)
+    freeze_batch_norm(nn.Sequential(frozen))
+    frozen.requires_grad_(trains)
+    kept = []
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        frozen(x)
+    assert (x.numel() in kept) == trains
+    assert max(kept) == (x.numel() if trains else 3)
+
+
+def test_a_large_mean_costs_no_precision():
+    norm = nn.BatchNorm2d(1)
+    norm.running_mean.fill_(1e4)
+    exact, frozen = copy.deepcopy(norm).double().eval(), nn.Sequential(norm)
+    freeze_batch_norm(frozen)
+    x = 1e4 + torch.randint(-8, 8, (4, 1, 8, 8)).float()
+    g = torch.randn(4, 1, 8, 8)
+    (frozen(x) * g).sum().backward()
+    (exact(x.double()) * g.double()).sum().backward()
+    torch.testing.assert_close(norm.weight.grad.double(), exact.weight.grad, rtol=1e-5, atol=1e-4)
+
+
+def test_a_model_keeps_its_names_copies_and_pickles():
+    model = timm.create_model("resnet10t")
+    before = list(model.state_dict())
+    names = freeze_batch_norm(model)
+    assert names == [n for n, m in model.named_modules() if isinstance(m, nn.BatchNorm2d)]
+    assert list(model.state_dict()) == before
+    model.train()
+    freeze_batch_norm(model)
+    statistics = model.bn1.running_mean.clone()
+    for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other(torch.randn(2, 3, 32, 32)).sum().backward()
+        assert torch.equal(other.bn1.running_mean, statistics)
+    mixed = timm.create_model("mobilenetv2_100")  # timm's normalisation with a fused activation
+    mixed.train()
+    assert freeze_batch_norm(mixed)
+    assert not any(m.training for m in mixed.modules() if isinstance(m, nn.BatchNorm2d) and "Act" in type(m).__name__)
+
+
+def test_bf16_autocast_gives_fp32_parameter_gradients():
+    frozen = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    freeze_batch_norm(frozen)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = frozen.train()(torch.randn(2, 3, 5, 5))
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert frozen[1].weight.grad.dtype == torch.float32
