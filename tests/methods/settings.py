@@ -1,0 +1,217 @@
+"""One table: a row per method (and per variant that takes another path), and the small models they are tried on.
+
+`test_contracts` drives every row through every contract; a method without a row fails there.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from efficient_ft.methods import METHODS
+from efficient_ft.methods.base import Method
+
+CLASSES = 5
+
+
+# ------------------------------------------------------------------------------------------------ models
+@dataclass(frozen=True)
+class Model:
+    """A timm model made small: `create(**changes)` builds it, images are `size` pixels square."""
+
+    architecture: str
+    size: int
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def create(self, **changes: Any) -> nn.Module:
+        return timm.create_model(self.architecture, **{"num_classes": CLASSES, **self.kwargs, **changes})
+
+
+MODELS = {
+    # A class token before an 8×8 grid.
+    "vit": Model(
+        "vit_tiny_patch16_224",
+        32,
+        {"img_size": 32, "patch_size": 4, "depth": 4, "embed_dim": 48, "num_heads": 3},
+    ),
+    # Convolutions on maps, then attention on tokens; two heads. Its attention biases fix the size.
+    "efficientformer": Model(
+        "efficientformer_l1",
+        224,
+        {"depths": (1, 1, 1, 2), "embed_dims": (16, 16, 32, 64), "num_vit": 1},
+    ),
+    # Windows of 4×4, patch merging, qkv whose forward is not called by default.
+    "swinv2": Model(
+        "swinv2_tiny_window8_256",
+        64,
+        {
+            "img_size": 64,
+            "window_size": 4,
+            "embed_dim": 32,
+            "depths": (1, 1, 1, 2),
+            "num_heads": (1, 2, 4, 8),
+            "drop_path_rate": 0.0,
+        },
+    ),
+    # A network without attention.
+    "resnet": Model("resnet26", 64, {"layers": (1, 1, 1, 1), "channels": (16, 16, 32, 32)}),
+}
+
+
+@functools.cache
+def _prototype(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return lively(MODELS[name].create().double())
+
+
+def model_of(name: str) -> nn.Module:
+    """A float64 copy of the small model `name` in training mode, always with the same weights."""
+    return copy.deepcopy(_prototype(name))
+
+
+def lively(model: nn.Module) -> nn.Module:
+    """`model` with no weight at a value that hides a mistake: scales of 0 or 1e-5, biases of 0."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.uniform_(-0.2, 0.2)
+            elif "logit_scale" not in name and (parameter.dim() == 1 or parameter.abs().max() < 1e-3):
+                parameter.uniform_(0.5, 1.5)
+    return model.train()
+
+
+def batch_of(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Two smooth images and their labels: on noise alone a low-pass method would keep next to nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    size = MODELS[name].size
+    coarse = torch.randn(2, 3, 6, 6, generator=generator, dtype=torch.float64)
+    images = F.interpolate(coarse, size=(size, size), mode="bicubic")
+    return images.to(dtype), torch.randint(0, CLASSES, (2,), generator=generator)
+
+
+# ------------------------------------------------------------------------------------------------ one step
+def gradients(model: nn.Module, name: str, seed: int = 0) -> dict[str, Tensor | None]:
+    """Gradient of every parameter, by name, after the forward and backward pass of one training step."""
+    model.train()
+    for parameter in model.parameters():
+        parameter.grad = None
+    images, labels = batch_of(name, next(model.parameters()).dtype, seed)
+    F.cross_entropy(model(images), labels).backward()
+    return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+def warm_up(model: nn.Module, method: Method, name: str) -> None:
+    """The steps after which `method` does what it does for good; no parameter moves."""
+    for step in range(method.warmup_steps):
+        method.step_begin(step)
+        gradients(model, name, seed=step)
+        method.step_end()
+
+
+def train_a_little(model: nn.Module, method: Method, name: str, steps: int = 2, lr: float = 0.05) -> None:
+    """A few steps in anyone's own loop."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
+    for step in range(steps):
+        method.step_begin(step)
+        gradients(model, name, seed=step)
+        optimizer.step()
+        method.step_end()
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, name: str) -> Tensor:
+    """Logits in evaluation mode; `model` stays in training mode."""
+    model.eval()
+    logits = model(batch_of(name, next(model.parameters()).dtype, seed=99)[0])
+    model.train()
+    return logits
+
+
+# ------------------------------------------------------------------------------------------------ methods
+@dataclass(frozen=True)
+class Row:
+    """What the contracts need to know of a method.
+
+    Attributes:
+        method: its class.
+        settings: at which it differs from plain training.
+        off: changes of `settings` at which it equals plain training (the shortcuts named are disabled meanwhile), or
+            None with `why_no_off`, and `instead`, the property that is tested in its place.
+        shortcuts: (class, attribute, what it returns in the test) that would skip the off case's own path.
+        models: those it is tried on.
+        refused: models that it must refuse, with a part of the message.
+        what_trains: it sets `requires_grad`.
+        adds_parameters: evaluation includes what it adds to the model.
+    """
+
+    method: type[Method]
+    settings: dict[str, Any] = field(default_factory=dict)
+    off: dict[str, Any] | None = None
+    why_no_off: str = ""
+    instead: Literal["", "gradients of what trains are the plain ones", "output unchanged at first"] = ""
+    shortcuts: tuple[tuple[type, str, Callable[..., Any]], ...] = ()
+    models: tuple[str, ...] = tuple(MODELS)
+    refused: dict[str, str] = field(default_factory=dict)
+    what_trains: bool = False
+    adds_parameters: bool = False
+
+    def create(self, **changes: Any) -> Method:
+        return self.method(**{**self.settings, **changes})
+
+
+def _selection(name: str, *models: str, **settings: Any) -> Row:
+    return Row(
+        METHODS[name],
+        settings,
+        why_no_off="what trains is the choice itself",
+        instead="gradients of what trains are the plain ones",
+        models=models,
+        what_trains=True,
+    )
+
+
+def _adapter(**settings: Any) -> Row:
+    return Row(
+        METHODS["lora"],
+        settings,
+        why_no_off="adapters of rank 0 do not exist",
+        instead="output unchanged at first",
+        models=("vit", "efficientformer", "swinv2") if settings["targets"] == "attention" else tuple(MODELS),
+        refused={"resnet": "not in an attention module"} if settings["targets"] == "attention" else {},
+        what_trains=True,
+        adds_parameters=True,
+    )
+
+
+def _never_cheaper(*_: Any) -> None:
+    """A full-rank projection costs more than the exact backward: the layer would be left exact."""
+
+
+def _low_rank(name: str, off: dict[str, Any], *models: str, **settings: Any) -> Row:
+    base = next(c for c in METHODS[name].__mro__ if "_costs_more" in vars(c))
+    return Row(METHODS[name], settings, off, shortcuts=((base, "_costs_more", _never_cheaper),), models=models)
+
+
+ROWS = {
+    "full": Row(METHODS["full"], off={}, models=("vit",), what_trains=True),
+    "head": _selection("head", "vit", "efficientformer"),
+    "last_stage": _selection("last_stage", *MODELS),
+    "blocks": _selection("blocks", "vit", "swinv2", blocks=[0, -1]),
+    "bitfit": _selection("bitfit", "vit", "swinv2"),
+    "norm_last": _selection("norm_last", "vit", "resnet"),
+    "lora": _adapter(rank=2, targets="attention"),
+    "lora_all": _adapter(rank=2, targets="all"),
+    "lbp_wht": _low_rank("lbp_wht", {"order": 15}, *MODELS, order=3),
+    "lbp_wht_zero": _low_rank("lbp_wht", {"order": 8}, "vit", "efficientformer", bases="linf", order=2, padding="zero"),
+    "lbp_wht_lhe": _low_rank("lbp_wht", {"order": 15}, "vit", "swinv2", bases="lhe", order=2, profile_steps=1),
+    "lbp_dct": _low_rank("lbp_dct", {"order": 15}, "vit", "efficientformer", order=3),
+}
+CASES = [(row, model) for row, r in ROWS.items() for model in r.models]
