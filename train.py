@@ -70,6 +70,9 @@ def main() -> None:
         if isinstance(leaving.__context__, KeyboardInterrupt):
             fail(INTERRUPTED_TEXT, INTERRUPTED)
         raise
+    except BrokenPipeError:  # e.g. `--help | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
     except Exception as error:
         tell_sweep(reason="".join(traceback.format_exception_only(error)).strip().splitlines()[-1])
         raise
