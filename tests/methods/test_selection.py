@@ -1,0 +1,237 @@
+"""What each selection trains, what its mistakes say, and that nothing is kept below the lowest layer that trains."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from efficient_ft.errors import SettingError, UserError
+from efficient_ft.methods import BitFit, Blocks, Full, HeadOnly, LastStage, LoRA, Method, NormLast, apply_methods
+from efficient_ft.methods.selection.static import concise
+from tests.methods.settings import MODELS, batch_of, gradients, model_of
+
+
+def trains(model: nn.Module) -> set[str]:
+    return {n for n, p in model.named_parameters() if p.requires_grad}
+
+
+def under(model: nn.Module, *prefixes: str) -> set[str]:
+    return {n for n, _ in model.named_parameters() if n.startswith(tuple(f"{p}." for p in prefixes))}
+
+
+# ------------------------------------------------------------------------------------------------ what trains
+def test_full_trains_everything_again() -> None:
+    model = model_of("vit").requires_grad_(False)
+    report = Full().apply(model)
+    assert trains(model) == set(model.state_dict())
+    assert report.touched == ("cls_token", "pos_embed", "patch_embed", "blocks", "norm", "head")
+    assert report.skipped == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "heads"), [("vit", ["head"]), ("efficientformer", ["head", "head_dist"]), ("swinv2", ["head.fc"])]
+)
+def test_head_trains_the_classifiers_alone(name: str, heads: list[str]) -> None:
+    model = model_of(name)
+    HeadOnly().apply(model)
+    assert trains(model) == under(model, *heads)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "modules"),
+    [
+        ("deit_tiny_patch16_224", ["blocks.9", "blocks.10", "blocks.11", "norm", "head"]),
+        ("efficientformer_l1", ["stages.3", "norm", "head", "head_dist"]),
+        ("efficientformerv2_s0", ["stages.3.blocks", "norm", "head", "head_dist"]),  # without its downsample
+        ("swinv2_tiny_window8_256", ["layers.3", "norm", "head"]),  # with its patch merging
+        ("resnet18", ["layer4", "fc"]),
+        ("efficientnet_b0", ["blocks.6", "conv_head", "bn2", "classifier"]),
+    ],
+)
+def test_last_stage(architecture: str, modules: list[str]) -> None:
+    model = timm.create_model(architecture, num_classes=3)
+    LastStage().apply(model)
+    assert trains(model) == under(model, *modules)
+
+
+def test_blocks_train_with_the_final_norm_and_the_head() -> None:
+    model = model_of("vit")
+    report = Blocks(blocks=[1, -1, 3]).apply(model)
+    assert trains(model) == under(model, "blocks.1", "blocks.3", "norm", "head")
+    assert report.touched == ("blocks.1", "blocks.3", "norm", "head")
+    assert report.skipped["blocks.0"] == "frozen"
+
+
+def test_blocks_are_counted_through_all_stages() -> None:
+    model = model_of("swinv2")  # 1, 1, 1 and 2 blocks
+    Blocks(blocks=[2, -1]).apply(model)
+    assert trains(model) == under(model, "layers.2.blocks.0", "layers.3.blocks.1", "norm", "head")
+
+
+def test_bitfit_trains_all_biases_and_the_head() -> None:
+    model = model_of("vit")
+    BitFit().apply(model)
+    assert trains(model) == {n for n in model.state_dict() if n.endswith(".bias")} | {"head.weight"}
+
+
+def test_bitfit_reaches_the_separate_biases_of_qkv_but_no_table_of_positions() -> None:
+    model = model_of("swinv2")
+    BitFit().apply(model)
+    assert {"layers.0.blocks.0.attn.q_bias", "layers.0.blocks.0.attn.v_bias"} <= trains(model)
+    assert all(g is not None for n, g in gradients(model, "swinv2").items() if n.endswith("_bias"))
+    model = model_of("efficientformer")
+    BitFit().apply(model)
+    assert not any("attention_biases" in n for n in trains(model))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_norm_last_trains_every_scale_and_shift(name: str) -> None:
+    model = model_of(name)
+    NormLast().apply(model)
+    norms = (nn.LayerNorm, nn.GroupNorm, nn.BatchNorm2d)
+    expected = {f"{n}.{p}" for n, m in model.named_modules() if isinstance(m, norms) for p, _ in m.named_parameters()}
+    assert expected
+    assert trains(model) == expected | {n for n in model.state_dict() if "head" in n or n.startswith("fc.")}
+
+
+def test_frozen_parameters_lose_the_gradients_of_before() -> None:
+    model = model_of("vit")
+    gradients(model, "vit")
+    HeadOnly().apply(model)
+    assert all((p.grad is None) != p.requires_grad for p in model.parameters())
+
+
+# ------------------------------------------------------------------------------------------------ the report
+def test_names_are_as_few_as_can_be() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
+    ids = {n: id(p) for n, p in model.named_parameters()}
+    assert concise(model, set(ids.values())) == ("0", "1")
+    assert concise(model, {ids["0.0.weight"], ids["0.0.bias"], ids["1.bias"]}) == ("0.0", "1.bias")
+    assert concise(model, set()) == ()
+
+
+# ------------------------------------------------------------------------------------------------ removal
+def test_remove_restores_what_trained_before_also_on_a_copy() -> None:
+    model, method = model_of("vit"), LastStage()
+    model.get_parameter("pos_embed").requires_grad = False
+    before = trains(model)
+    method.apply(model)
+    chosen = trains(model)
+    copied, copied_method = copy.deepcopy((model, method))
+    copied_method.remove(copied)
+    assert trains(copied) == before
+    assert trains(model) == chosen
+    method.remove(model)
+    assert trains(model) == before
+
+
+# ------------------------------------------------------------------------------------------------ mistakes
+@pytest.mark.parametrize("index", [4, -5, 100])
+def test_a_block_that_is_not_there(index: int) -> None:
+    model = model_of("vit")
+    with pytest.raises(SettingError, match=r"indices from -4 to 3: .* has 4 blocks") as error:
+        Blocks(blocks=[0, index]).apply(model)
+    assert str(error.value).startswith(f"method.blocks.blocks=[0, {index}]")
+    assert trains(model) == set(model.state_dict())
+
+
+@pytest.mark.parametrize("method", [HeadOnly(), LastStage(), Blocks(blocks=[0]), BitFit(), NormLast()])
+def test_a_model_without_classes_is_refused(method: Method) -> None:
+    model = MODELS["vit"].create(num_classes=0)
+    with pytest.raises(UserError, match="num_classes=N"):
+        method.apply(model)
+    assert trains(model) == set(dict(model.named_parameters()))
+
+
+class Bare(nn.Module):
+    """A classifier with nothing that timm's models share, but a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 8, stride=8, bias=False)
+        self.fc = nn.Linear(4, 2)
+
+    def get_classifier(self) -> nn.Module:
+        return self.fc
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.conv(x).mean((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (LastStage(), "no stages or blocks were recognised"),
+        (Blocks(blocks=[0]), "no blocks were recognised"),
+        (BitFit(), "no biases outside its head"),
+        (NormLast(), "no normalisation layers"),
+    ],
+)
+def test_what_a_model_does_not_have_cannot_train(method: Method, message: str) -> None:
+    model = Bare()
+    with pytest.raises(UserError, match=message):
+        method.apply(model)
+    assert trains(model) == {"conv.weight", "fc.weight", "fc.bias"}
+    HeadOnly().apply(model)
+    assert trains(model) == {"fc.weight", "fc.bias"}
+
+
+def test_a_selection_comes_before_adapters_and_leaves_after_them() -> None:
+    model, lora, selection = model_of("vit"), LoRA(rank=2), LastStage()
+    lora.apply(model)
+    with pytest.raises(UserError, match=re.escape("already holds adapters (blocks.0.attn.qkv)")):
+        LastStage().apply(model)
+    lora.remove(model)
+    apply_methods(model, [lora, selection])
+    with pytest.raises(UserError, match="opposite order"):
+        selection.remove(model)
+    lora.remove(model)
+    selection.remove(model)
+    assert trains(model) == set(model.state_dict())
+
+
+# ------------------------------------------------------------------------------------------------ truncation
+@pytest.mark.parametrize(
+    ("name", "method", "lowest"),
+    [
+        ("vit", LastStage(), "blocks.3"),
+        ("vit", Blocks(blocks=[2]), "blocks.2"),
+        ("vit", HeadOnly(), "head"),
+        ("efficientformer", LastStage(), "stages.3"),
+        ("efficientformer", HeadOnly(), "head"),
+        ("swinv2", LastStage(), "layers.3"),
+    ],
+)
+def test_below_the_lowest_layer_that_trains_nothing_is_recorded_or_kept(name: str, method: Method, lowest: str) -> None:
+    def kept_below(model: nn.Module) -> tuple[int, int, bool]:
+        """Tensors kept before and after the forward pass reaches `lowest`, and whether its input has a graph."""
+        kept, at_lowest, recorded = [0], [0], [False]
+
+        def reach(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            at_lowest[0], recorded[0] = kept[0], inputs[0].requires_grad
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            kept[0] += 1
+            return tensor
+
+        handle = model.get_submodule(lowest).register_forward_pre_hook(reach)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model.train()(batch_of(name)[0])
+        handle.remove()
+        return at_lowest[0], kept[0] - at_lowest[0], recorded[0]
+
+    below, _, recorded = kept_below(model_of(name))
+    assert below > 0, "the test sees what plain training keeps there"
+    assert recorded
+    model = model_of(name)
+    copy.deepcopy(method).apply(model)
+    below, above, recorded = kept_below(model)
+    assert (below, recorded) == (0, False)
+    assert above > 0
+    assert {n for n, g in gradients(model, name).items() if g is not None} == trains(model)
