@@ -81,13 +81,14 @@ def test_a_mistake_is_named_with_key_value_and_what_is_allowed(setting: str, val
 
 
 def test_settings_that_exclude_each_other_are_refused() -> None:
-    for changes, said in [
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"evaluate": "run", "cost_only": True}, "cost_only"),
         ({"model__name": "vit_digits", "model__pretrained": True}, "model.pretrained"),
         ({"trainer__precision": "fp16", "trainer__accelerator": "cpu"}, "trainer.precision"),
         ({"model__mean": [0.5, 0.5, 0.5], "model__std": [0.5]}, "model.std"),
         ({"optim__name": "sgd", "optim__betas": [0.5, 0.9]}, "optim.betas"),
-    ]:
+    ]
+    for changes, said in cases:
         with pytest.raises(SettingError) as caught:
             check(with_settings(**changes))
         assert caught.value.setting == said
