@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,6 +22,12 @@ from efficient_ft.errors import UserError
 
 #: The parameters of a "last stage" follow the papers: EfficientFormerV2's was trained without its downsample.
 LAST_STAGE_WITHOUT = {"EfficientFormerV2": "downsample"}
+
+#: How the reason ends for tokens of the images that no grid of the model explains.
+NO_GRID = "tokens that lie on no grid of the model"
+
+#: Attention modules by class; not the blocks that hold one beside an MLP (XCiT's ClassAttentionBlock).
+_ATTENTION = re.compile(r"^(?!.*Block$).*(Attention|Attn|MHSA|GPSA|XCA|LiteMLA)")
 
 _PROBE_BATCH = 2
 
@@ -137,7 +144,7 @@ def view(model: nn.Module, image_size: tuple[int, int] | None = None) -> ModelVi
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Conv2d) and not name.endswith((".lora_A.default", ".lora_B.default")):
             tokens, why_not = _layout(name, module, seen.get(name), prefix, head, stem)
-            attention = any("Attention" in type(m).__name__ or "Attn" in type(m).__name__ for m in _above(model, name))
+            attention = any(_ATTENTION.search(type(m).__name__) for m in _above(model, name))
             layers.append(Layer(name, module, tokens, why_not, attention, reach.get(name)))
     return ModelView(
         model,
@@ -248,7 +255,7 @@ def _layout(
             for before in dict.fromkeys((prefix, 0)):
                 if shape[1] == before + grid[0] * grid[1]:
                     return TokenLayout("tokens", grid, before), None
-    return None, f"{shape[1]} tokens that lie on no grid of the model"
+    return None, f"{shape[1]} {NO_GRID}"
 
 
 def _window(model: nn.Module, name: str) -> tuple[int, int] | None:

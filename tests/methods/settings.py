@@ -185,7 +185,7 @@ def _adapter(**settings: Any) -> Row:
         why_no_off="adapters of rank 0 do not exist",
         instead="output unchanged at first",
         models=("vit", "efficientformer", "swinv2") if settings["targets"] == "attention" else tuple(MODELS),
-        refused={"resnet": "not in an attention module"} if settings["targets"] == "attention" else {},
+        refused={"resnet": "no attention layers"} if settings["targets"] == "attention" else {},
         what_trains=True,
         adds_parameters=True,
     )

@@ -151,7 +151,7 @@ def test_layers_no_wider_than_the_rank_are_left_and_train_as_other_convolutions(
         assert lora.applied.skipped[name] == "rank 8 is not below its 8 channels"
         assert f"{name}.weight" in trains(model)
     lora.remove(model)
-    with pytest.raises(UserError, match="nothing in EfficientFormerV2 can be touched"):
+    with pytest.raises(UserError, match=r"no layer .* is wide enough .*rank 4096 is not below.*lower rank"):
         LoRA(rank=4096, targets="all").apply(model)
 
 
@@ -174,10 +174,24 @@ def test_a_selection_that_trains_no_such_weight_is_refused(selection: Method) ->
     model = model_of("vit")
     selection.apply(model)
     before = trains(model)
-    with pytest.raises(UserError, match="frozen by the selection"):
+    with pytest.raises(UserError, match=r"8 layers .* all frozen by the selection"):
         LoRA().apply(model)
     assert trains(model) == before
     selection.remove(model)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layer"),
+    [
+        ("pit_ti_224", "transformers.1.blocks.0.attn.qkv"),  # its class token is outside the probe's grids
+        ("mobilevit_xxs", "stages.2.1.transformer.0.attn.qkv"),  # tokens of a patch
+        ("convit_tiny", "blocks.0.attn.qk"),  # attention under another name
+    ],
+)
+def test_adapters_need_no_grid(architecture: str, layer: str) -> None:
+    model = timm.create_model(architecture, num_classes=3)
+    assert layer in LoRA(rank=4).apply(model).touched
+    assert all("attn" in n for n in adapters(model))
 
 
 # ------------------------------------------------------------------------------------------------ what trains

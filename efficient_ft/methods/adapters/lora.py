@@ -10,10 +10,12 @@ from torch import nn
 
 from efficient_ft.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method
-from efficient_ft.models.view import Layer, parameters_under, view
+from efficient_ft.models.view import NO_GRID, Layer, ModelView, parameters_under, view
 
 #: Layers that hold several projections in one matrix get the rank of each, under one alpha (the LBP-WHT baselines).
-FUSED = {"qkv": 3, "kv": 2}
+FUSED = {"qkv": 3, "kv": 2, "qk": 2}
+
+FROZEN = "frozen by the selection"
 
 
 class LoRA(Method):
@@ -23,8 +25,9 @@ class LoRA(Method):
     unchanged at first. `remove` merges the adapters into the weights and gives the layers their own names back.
 
     With ``attention``, A, B and the head train and nothing else. With ``all``, every linear layer and 1×1 convolution
-    on the token grid is adapted, and all else that the selection chose trains too: biases, norms, layer scales,
-    other convolutions. Layers no wider than the rank are left as they are: an adapter of theirs would not be low-rank.
+    that works on tokens or maps of the images is adapted, and all else that the selection chose trains too: biases,
+    norms, layer scales, other convolutions. Layers no wider than the rank (talking heads) are left as they are: an
+    adapter of theirs would not be low-rank.
 
     Args:
         rank: of each adapter; a fused qkv gets three times as much, with the same alpha (scale alpha / (3·rank)).
@@ -78,7 +81,7 @@ class LoRA(Method):
             else:
                 skipped[layer.name] = why_not
         if not chosen:
-            return Applied(self.name, (), skipped)
+            raise self._nothing(seen, skipped)
 
         self._before = {n: p.requires_grad for n, p in model.named_parameters()}
         self._adapted = tuple(layer.name for layer in chosen)
@@ -130,12 +133,33 @@ class LoRA(Method):
         return self.rank * next((FUSED[part] for part in name.split(".")[-2:] if part in FUSED), 1)
 
     def _why_not(self, layer: Layer) -> str | None:
-        if layer.tokens is None:
-            return layer.why_not or "no token grid"
+        # Unlike a projection, an adapter needs no grid, but its layer must see the images.
+        if layer.tokens is None and not (layer.why_not or "").endswith(NO_GRID):
+            return layer.why_not or "not on tokens of the images"
         if self.targets == "attention" and not layer.in_attention:
             return "not in an attention module"
         if not layer.module.weight.requires_grad:  # type: ignore[union-attr]
-            return "frozen by the selection"
+            return FROZEN
         if self._rank(layer.name) >= min(layer.channels):
             return f"rank {self._rank(layer.name)} is not below its {min(layer.channels)} channels"
         return None
+
+    def _nothing(self, seen: ModelView, skipped: dict[str, str]) -> UserError:
+        """Why no layer can be adapted, and what to do about it."""
+        narrow = next((f"{name}: {why}" for name, why in skipped.items() if why.startswith("rank ")), None)
+        if narrow is not None:
+            return UserError(f"method lora: no layer of {seen.name} is wide enough ({narrow}); take a lower rank.")
+        frozen = sum(why == FROZEN for why in skipped.values())
+        if frozen:
+            return UserError(
+                f"method lora: the {frozen} layers of {seen.name} that could be adapted are all {FROZEN}."
+                " Adapters go where weights train: choose full, last_stage or blocks."
+            )
+        if self.targets == "attention":
+            return UserError(
+                f"method lora: {seen.name} has no attention layers that adapters could reach;"
+                " use targets=all (method=lora_all)."
+            )
+        return UserError(
+            f"method lora: {seen.name} has no linear layers or 1×1 convolutions outside its stem and head."
+        )
