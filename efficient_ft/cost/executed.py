@@ -24,7 +24,7 @@ import copy
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,11 +35,16 @@ from torch.nn.functional import cross_entropy
 
 from efficient_ft.cost.meter import LayerFlops, LiveTensor, Meter, Phase, SavedTensors, storages
 from efficient_ft.errors import SettingError, UserError
-from efficient_ft.methods.base import Method, apply_methods
+
+if TYPE_CHECKING:
+    from efficient_ft.methods.base import Method
 
 AUTOCAST: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 ON_FAKE_TENSORS = "fake tensors"
+
+#: Images in the largest real run that stands in where fake tensors cannot follow a model.
+FEW = 8
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,7 @@ def layer_flops(
         except UserError:
             raise
         except Exception:  # as in `Probe.executed`
-            return probe.steps(min(batch_size, 2), False, (True,), layers=True)[0].layers
+            return probe.steps(min(batch_size, FEW), False, (True,), layers=True)[0].layers
 
 
 def kept_after_forward(
@@ -218,6 +223,8 @@ class Probe:
         self.label_smoothing = label_smoothing
         self.frozen_bn = frozen_bn
         if any(m.applied is None for m in self.methods):
+            from efficient_ft.methods.base import apply_methods
+
             self.model, self.methods = copy.deepcopy((self.model, self.methods))
             apply_methods(self.model, self.methods)
         self.steps_before = max((m.warmup_steps for m in self.methods), default=0)
@@ -245,9 +252,9 @@ class Probe:
             raise
         except Exception as error:  # whatever fake tensors cannot do; a fault of the model's own comes up again below
             reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-        if images <= 2:
+        if images <= FEW:
             return replace(self.count(images, fake=False), counted_on=f"a real run ({reason})")
-        return _line(self.count(1, fake=False), self.count(2, fake=False), images, reason)
+        return _line(self.count(FEW // 2, fake=False), self.count(FEW, fake=False), images, reason)
 
     def count(self, images: int, fake: bool) -> Executed:
         unfused, seen = self.steps(images, fake, unfused=(True, False))
@@ -327,32 +334,40 @@ class Probe:
 
 
 class _FakeCopyOnCPU(FakeCopyMode):
-    """deepcopy to fake tensors that say they are on the CPU, wherever the originals are: one device, one autocast."""
+    """deepcopy to fake tensors that say they are on the CPU, wherever the originals are: one device, one autocast.
+
+    A model on the meta device, without any memory, is counted like any other.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out: Any = super().__torch_function__(func, types, args, kwargs)
         if isinstance(out, FakeTensor) and out.device.type != "cpu":
             with self.fake_mode:
-                out = out.detach().to("cpu").requires_grad_(out.requires_grad)
+                # empty_strided and not `to`, which a model on the meta device refuses
+                like = torch.empty_strided(out.size(), out.stride(), dtype=out.dtype, device="cpu")
+                out = like.requires_grad_(out.requires_grad)
             if func is Tensor.__deepcopy__:
                 args[1][id(args[0])] = out
         return out
 
 
-def _line(one: Executed, two: Executed, images: int, reason: str) -> Executed:
-    """The straight line through batches of 1 and 2, at `images`."""
+def _line(half: Executed, few: Executed, images: int, reason: str) -> Executed:
+    """The straight line through two small batches, at `images`; FLOPs and kept bytes lie on it, the peak nearly."""
 
     def total(a: float, b: float) -> float:
-        return a + (b - a) * (images - 1)
+        return b + (b - a) * (images - FEW) / (FEW - FEW // 2)
+
+    def per_image(a: float, b: float) -> float:
+        return total(a * (FEW // 2), b * FEW) / images
 
     return Executed(
-        forward_flops=total(one.forward_flops, 2 * two.forward_flops) / images,
-        backward_flops=total(one.backward_flops, 2 * two.backward_flops) / images,
-        saved_bytes=total(one.saved_bytes, 2 * two.saved_bytes) / images,
-        peak_bytes=round(total(one.peak_bytes, two.peak_bytes)),
-        model_bytes=one.model_bytes,
+        forward_flops=per_image(half.forward_flops, few.forward_flops),
+        backward_flops=per_image(half.backward_flops, few.backward_flops),
+        saved_bytes=per_image(half.saved_bytes, few.saved_bytes),
+        peak_bytes=round(total(half.peak_bytes, few.peak_bytes)),
+        model_bytes=few.model_bytes,
         batch_size=images,
-        counted_on=f"real runs of 1 and 2 images, drawn out to {images} ({reason})",
+        counted_on=f"real runs of {FEW // 2} and {FEW} images, drawn out to {images} ({reason})",
     )
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,7 +16,9 @@ from torch.nn.functional import cross_entropy
 from efficient_ft.cost.executed import AUTOCAST, Executed, Probe, freeze_batchnorm, positive, undisturbed
 from efficient_ft.cost.meter import storages
 from efficient_ft.errors import SettingError
-from efficient_ft.methods.base import Method
+
+if TYPE_CHECKING:
+    from efficient_ft.methods.base import Method
 
 BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
