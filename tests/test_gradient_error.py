@@ -1,0 +1,233 @@
+"""scripts/gradient_error.py: what it compares, what it writes, and what padding costs on a trained network."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import math
+import sys
+import tarfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import efficient_ft.models.small  # noqa: F401  registers the models
+from efficient_ft.config import ModelConfig
+from efficient_ft.methods import LBPDCT, LBPWHT
+from efficient_ft.models.factory import create_model
+
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "gradient_error.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gradient_error", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gradient_error"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model("vit_digits", num_classes=2, depth=2, img_size=28)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file as users have it: half precision, trained at 32 pixels."""
+    torch.manual_seed(0)
+    model = timm.create_model("vit_digits", num_classes=2)
+    file = tmp_path_factory.mktemp("weights") / "weights.safetensors"
+    save_file({k: v.half() if v.is_floating_point() else v for k, v in model.state_dict().items()}, file)
+    return file
+
+
+def _draw(folder: Path, count: int) -> Path:
+    """Two classes of noisy gradients, one along each axis."""
+    g = torch.Generator().manual_seed(0)
+    for name, axis in (("across", 0), ("down", 1)):
+        (folder / name).mkdir(parents=True)
+        for k in range(count):
+            ramp = torch.linspace(0, 1, 40).unsqueeze(axis).expand(40, 40)
+            pixels = (ramp[..., None] * torch.rand(3, generator=g) + 0.2 * torch.rand(40, 40, 3, generator=g)) * 200
+            Image.fromarray(pixels.to(torch.uint8).numpy()).save(folder / name / f"{k}.png")
+    return folder
+
+
+def _batch(images: int, seed: int) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(images, 3, 28, 28, generator=g), torch.randint(2, (images,), generator=g)
+
+
+def test_the_whole_study_runs_and_its_file_says_everything(script, weights, tmp_path, capsys, monkeypatch):
+    few = {name: script.METHODS[name] for name in ("LHE", "DCT")}
+    monkeypatch.setattr(script, "METHODS", few)
+    images, other = _draw(tmp_path / "images", 4), tmp_path / "other"
+    _draw(other / "train", 4)
+    _draw(other / "test", 2)
+    file = tmp_path / "out" / "numbers.json"
+    common = [f"--weights={weights}", f"--images={images}", "--model=vit_digits", "--orders=4", f"--json={file}"]
+    small = ["--batch=2", "--batches=2", "--profile-batches=1"]
+    tuning = [f"--finetune={other}", "--finetune-steps=2", "--finetune-batch=2", "--finetune-batches=1"]
+
+    assert script.main([*common, *small, *tuning, "--sizes=28"]) == 0
+    table = capsys.readouterr().out
+    record = json.loads(file.read_text(encoding="utf-8"))
+    assert [r["state"] for r in record["results"]] == [s for s in script.STATES for _ in script.METHODS]
+    for r in record["results"]:
+        assert r["grid"] == [7, 7]
+        assert r["full_rank"] < 1e-5
+        assert r["backward_mflops"] < 0.75 * r["exact_mflops"]
+        network = r["batch"]["network"]
+        assert 1e-3 < network["error"]["min"] <= network["error"]["mean"] <= network["error"]["max"]
+        assert 0 < network["cosine"]["mean"] <= 1  # rounded
+        assert set(r["batch"]) == {"network", "qkv", "proj", "fc1", "fc2", "rest", "activations", "first block"}
+    assert "| 7×7, LP-4 |" in table
+    assert all(name in table for name in script.METHODS)
+    assert str(tmp_path) not in file.read_text(encoding="utf-8")  # nobody else's paths
+
+    # A second size joins the file, and the first keeps its records.
+    assert script.main([*common, "--batch=2", "--batches=1", "--profile-batches=1", "--sizes=20"]) == 0
+    both = json.loads(file.read_text(encoding="utf-8"))
+    assert set(both["runs"]) == {"20", "28"}
+    assert both["runs"]["28"] == record["runs"]["28"]
+    assert [r for r in both["results"] if r["image_size"] == 28] == record["results"]
+    names = [r["method"] for r in both["results"] if r["grid"] == [5, 5]]
+    assert names == list(script.METHODS)
+
+
+def test_mistakes_are_said_without_a_trace(script, weights, tmp_path, capsys):
+    common = [f"--weights={weights}", "--model=vit_digits", "--sizes=28"]
+    assert script.main([*common, f"--images={tmp_path / 'nowhere'}"]) == 1
+    assert "nowhere" in capsys.readouterr().err
+    images = _draw(tmp_path / "images", 2)
+    assert script.main([*common, f"--images={images}"]) == 1
+    assert "--batch" in capsys.readouterr().err
+    assert script.main([f"--weights={tmp_path / 'no.safetensors'}", f"--images={images}"]) == 1
+    assert "no.safetensors" in capsys.readouterr().err
+
+
+def test_error_and_cosine_of_known_vectors(script):
+    exact = {"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])}
+    error, cosine = script.compare(exact, {"a": torch.tensor([3.0]), "b": torch.tensor([[0.0]])}, ["a", "b"])
+    assert math.isclose(error, 4 / 5)
+    assert math.isclose(cosine, 3 / 5)
+    assert script.compare(exact, exact, ["a", "b"]) == (0, 1)
+
+
+def test_groups_share_out_every_parameter_once(script, network):
+    groups = script.groups(network)
+    kinds = [name for kind in ("qkv", "proj", "fc1", "fc2") for name in groups[kind]]
+    assert sorted(kinds) == sorted(groups["network"])
+    head = {"head.weight", "head.bias"}
+    assert set(groups["network"]) | set(groups["rest"]) | head == {n for n, _ in network.named_parameters()}
+    assert not set(groups["network"]) & set(groups["rest"])
+    assert groups["activations"] == ["input:blocks.0", "input:blocks.1"]
+
+
+def test_gradients_are_autograds_own(script, network):
+    x, y = _batch(2, 0)
+    model = copy.deepcopy(network).eval()  # the same forward: BatchNorm is frozen, nothing is dropped
+    model.zero_grad()
+    torch.nn.functional.cross_entropy(model(x), y).backward()
+    _, found = script.gradients(network, (x, y), ["blocks.1"])
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)
+    assert found["input:blocks.1"].shape == (2, 50, 96)
+    assert all(p.grad is None for p in network.parameters())
+
+
+def test_pooled_is_the_gradient_of_all_images(script, network):
+    a, b = _batch(2, 1), _batch(2, 2)
+
+    def of(*batches: tuple[Tensor, Tensor]) -> dict[str, list[tuple[float, float]]]:
+        changed, method = copy.deepcopy(network), LBPWHT(order=3)
+        method.apply(changed)
+        candidate = script.Candidate("WHT ortho", 3, changed, method)
+        script.measure(network, [candidate], batches)
+        return candidate.scores
+
+    apart, together = of(a, b), of((torch.cat([a[0], b[0]]), torch.cat([a[1], b[1]])))
+    for group in ("network", "qkv", "rest"):
+        assert apart[f"pooled {group}"][0] == pytest.approx(together[group][0], rel=1e-3)
+
+
+def test_lhe_profiles_once_and_keeps_its_choice(script, network):
+    first = script.candidates(network, [2], [_batch(4, 3)])
+    later = copy.deepcopy(network)
+    with torch.no_grad():
+        for parameter in later.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    second = script.candidates(later, [2], [_batch(4, 3)], first)
+    chosen = [next(c for c in made if c.name == "LHE").method.state_dict()["chosen"] for made in (first, second)]
+    assert chosen[0] == chosen[1]
+    fresh = next(c for c in script.candidates(later, [2], [_batch(4, 4)]) if c.name == "LHE")
+    assert fresh.method.state_dict()["chosen"] != chosen[0]
+
+
+def test_headroom_bases_are_orthonormal_and_better_on_what_they_were_made_for(script, network):
+    batch = _batch(8, 5)
+    for candidate in script.headroom(network, [3], [batch]):
+        how = candidate.model.get_submodule("blocks.0.mlp.fc2").low_rank
+        basis = torch.from_numpy(how.projector.rows.copy())
+        torch.testing.assert_close(basis @ basis.T, torch.eye(len(basis), dtype=basis.dtype))
+        assert candidate.rank == len(basis) + 1  # the class token
+
+    # The leading singular vectors are the best a fixed basis can do for g_y of the images they come from.
+    caught = {}
+    model = copy.deepcopy(network)
+    layer = model.get_submodule("blocks.0.mlp.fc2")
+    layer.register_forward_hook(lambda m, a, y: y.register_hook(lambda g: caught.update(g=g)) and None)
+    script.gradients(model, batch)
+    g = caught["g"][:, 1:]
+    kept = {}
+    for candidate in script.headroom(network, [3], [batch]):
+        rows = candidate.model.get_submodule("blocks.0.mlp.fc2").low_rank.projector.rows.copy()
+        kept[candidate.name] = (torch.from_numpy(rows).to(g) @ g).square().sum().item()
+    assert kept["PCA of g_y"] == max(kept.values())
+
+
+def test_padding_is_most_of_what_the_published_projection_loses(script, shared_data, tmp_path):
+    file, archive = shared_data / "vit_micro_tinyimagenet100.safetensors", shared_data / "tinyimagenet100.tar.gz"
+    if not (file.is_file() and archive.is_file()):
+        pytest.skip(f"needs {file.name} and {archive.name}")
+    taken: dict[str, int] = {}
+    with tarfile.open(archive) as packed:
+        for member in packed:
+            parts = Path(member.name).parts
+            if member.isfile() and "val" in parts and taken.setdefault(parts[-2], 0) < 1:
+                taken[parts[-2]] += 1
+                target = tmp_path / parts[-2] / parts[-1]
+                target.parent.mkdir()
+                reader = packed.extractfile(member)
+                assert reader is not None
+                target.write_bytes(reader.read())
+    assert len(taken) == 100
+
+    config = ModelConfig(name="vit_micro", weights=str(file), image_size=28)
+    model = create_model(config, 100)
+    compared = []
+    for name, method in (
+        ("reflect", LBPWHT(order=4, padding="reflect")),
+        ("ortho", LBPWHT(order=4)),
+        ("dct", LBPDCT(order=4)),
+    ):
+        changed = copy.deepcopy(model)
+        method.apply(changed)
+        compared.append(script.Candidate(name, 4, changed, method))
+    about = script.measure(model, compared, script.drawn(script.image_folder(tmp_path, config), 32, 1, 0, 0))
+    assert about["top1"] > 0.15  # of 100 classes: the weights, the position embedding and the images belong together
+    reflect, ortho, dct = (c.scores["network"][0][0] for c in compared)
+    assert dct < ortho < 0.85 * reflect
+    assert 0.3 < reflect < 0.7
