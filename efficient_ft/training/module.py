@@ -19,6 +19,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from efficient_ft.errors import UserError
+from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 
 if TYPE_CHECKING:
     from efficient_ft.config import Config, OptimConfig
@@ -80,9 +81,9 @@ def build_optimizer(network: nn.Module, optim: OptimConfig, precision: str = "fp
     groups = [g for g in groups if g["params"]]
     for group in groups:
         group["lr"] = group["initial_lr"] = optim.lr * group.get("lr_scale", 1.0)
-    # The fused kernels unscale gradients themselves, which excludes clipping of scaled (fp16) gradients.
+    # Lightning refuses to clip for fused kernels under autocast, since they unscale fp16 gradients themselves.
     device = next(network.parameters()).device.type
-    fused = device in ("cpu", "cuda") and precision != "fp16"
+    fused = device in ("cpu", "cuda") and precision == "fp32"
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=fused)
     adam = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
@@ -117,9 +118,7 @@ class FineTuner(L.LightningModule):
     def train(self, mode: bool = True) -> FineTuner:
         super().train(mode)
         if mode and self.config.model.frozen_bn:
-            for module in self.model.modules():
-                if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                    module.eval()
+            freeze_batch_norm(self.model)
         return self
 
     def on_fit_start(self) -> None:

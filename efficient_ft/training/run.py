@@ -42,6 +42,7 @@ from efficient_ft.data import ImageData, InputSpec, missing_data, open_data
 from efficient_ft.errors import UserError
 from efficient_ft.methods.base import Applied, Method, plain_state_dict
 from efficient_ft.models import factory
+from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 from efficient_ft.training import checkpoint, export, report
 from efficient_ft.training.callbacks import Bar, Recorder
 from efficient_ft.training.module import FineTuner, Images, build_optimizer
@@ -84,14 +85,15 @@ def run(config: Config, folder: Path) -> dict[str, Any]:
     if config.evaluate is not None:
         return _evaluate(Path(config.evaluate), config)
 
-    _take_folder(config, folder)
+    _refuse_another_run(config, folder)
     finished = folder / RESULTS
-    if finished.is_file():
+    if finished.is_file() and config.resume == "auto":
         results = json.loads(finished.read_text(encoding="utf-8"))
         _say("This run has finished already; its results (resume=never trains anew):")
         _say(report.result_text(results, folder))
         return results
     _require(config)
+    _take_folder(config, folder)
     return _train(config, folder)
 
 
@@ -103,23 +105,25 @@ def _require(config: Config) -> None:
         raise UserError("\n".join(missing))
 
 
+def _refuse_another_run(config: Config, folder: Path) -> None:
+    """Two runs never mix in one folder."""
+    stored = folder / CONFIG
+    differs = _difference(config, stored) if config.resume == "auto" and stored.is_file() else None
+    if differs:
+        raise UserError(
+            f"{folder} holds another run ({differs}). Choose another hydra.run.dir, or resume=never (the old"
+            " folder is kept under another name)."
+        )
+
+
 def _take_folder(config: Config, folder: Path) -> None:
-    """Make the folder this run's: continue what is there, move it aside, or refuse to mix two runs."""
+    """Make the folder this run's: what an earlier one left is moved aside where a new start is asked for."""
     if _rank() != 0:
         return
     if config.resume == "never":
         _move_aside(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    stored = folder / CONFIG
-    if stored.is_file():
-        differs = _difference(config, stored)
-        if differs:
-            raise UserError(
-                f"{folder} holds another run ({differs}). Choose another hydra.run.dir, or resume=never (the old"
-                " folder is kept under another name)."
-            )
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-    checkpoint.write_text_atomically(stored, text)
+    checkpoint.write_text_atomically(folder / CONFIG, text)
 
 
 def _difference(config: Config, stored: Path) -> str | None:
@@ -390,7 +394,7 @@ def _cost_only(config: Config) -> dict[str, Any]:
     """Executed cost of the method, beside full fine-tuning: no data, no weights."""
     classes = _CLASSES.get(config.data.name) or _count_classes(Path(config.data.root).expanduser())
     spec = factory.input_of(config.model)
-    network = factory.random_model(config.model, classes)
+    network = _frozen(config, factory.random_model(config.model, classes))
     costs = _costs(config, network, build_methods(config), spec, classes, torch.device("cpu"), steps=0)
     height, width = spec.size
     _say(
@@ -420,7 +424,7 @@ def _costs(
     found = cost.compare(
         network,
         methods,
-        (lambda: factory.random_model(config.model, classes)) if config.cost.compare_full else None,
+        (lambda: _frozen(config, factory.random_model(config.model, classes))) if config.cost.compare_full else None,
         batch_size=config.data.batch_size,
         input_size=spec.size,
         steps=steps,
@@ -435,6 +439,12 @@ def _costs(
             _say(f"cost of {name}: {one.note}")
     method = _two_groups(found["method"])
     return {**method, "full": _two_groups(found["full"]) if "full" in found else None}
+
+
+def _frozen(config: Config, network: nn.Module) -> nn.Module:
+    if config.model.frozen_bn:
+        freeze_batch_norm(network)
+    return network
 
 
 def _two_groups(found: cost.Cost) -> dict[str, Any]:
