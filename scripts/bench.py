@@ -372,7 +372,14 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
         apply_methods(model, methods)
         shape: dict[str, Any] = {"input_size": factory.input_of(config.model).size, "precision": options.dtype}
         counted = cost.executed(model, options.batch, methods=methods, **shape)
-        step = cost.TrainingStep(model, methods, batch_size=options.batch, device=options.device, **shape)
+        step = cost.TrainingStep(
+            model,
+            methods,
+            batch_size=options.batch,
+            device=options.device,
+            own_backward=recipe is not recipes[0],
+            **shape,
+        )
         for _ in range(max((m.warmup_steps for m in methods), default=0)):
             step()
         calls[recipe.name] = Parts(step, factory.random_model(config.model, options.classes), _waiter(options.device))
@@ -401,6 +408,7 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
             ]
         )
     print(f"\n{options.model}, batch {options.batch}, {options.dtype}, {options.rounds} rounds; baseline: {names[0]}")
+    print("The baseline has torch's own frozen BatchNorm, as timm's models come; the others have ours.")
     print("milliseconds: median [quartiles]; ×: baseline / recipe; MFLOPs per image and MiB are executed ones\n")
     head = ["recipe", "backward", "×", "whole step", "×", "forward", "frozen prefix", "its bare inference"]
     print(table([*head, "backward MFLOPs", "×", "saved MiB", "peak MiB"], rows))

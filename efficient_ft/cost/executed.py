@@ -35,6 +35,7 @@ from torch.nn.functional import cross_entropy
 
 from efficient_ft.cost.meter import LayerFlops, LiveTensor, Meter, Phase, SavedTensors, storages
 from efficient_ft.errors import SettingError, UserError
+from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 
 if TYPE_CHECKING:
     from efficient_ft.methods.base import Method
@@ -316,7 +317,7 @@ class Probe:
         model.train()
         model.zero_grad(set_to_none=True)
         if self.frozen_bn:
-            freeze_batchnorm(model)
+            freeze_batch_norm(model)
         return model, methods
 
     def _batch(self, images: int) -> tuple[Tensor, Tensor]:
@@ -369,13 +370,6 @@ def _line(half: Executed, few: Executed, images: int, reason: str) -> Executed:
         batch_size=images,
         counted_on=f"real runs of {FEW // 2} and {FEW} images, drawn out to {images} ({reason})",
     )
-
-
-def freeze_batchnorm(model: nn.Module) -> None:
-    """Let BatchNorm layers use their running statistics; their weights train as before."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.eval()
 
 
 def positive(setting: str, value: int) -> None:

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from efficient_ft.cost.executed import AUTOCAST, Executed, Probe, freeze_batchnorm, positive, undisturbed
+from efficient_ft.cost.executed import AUTOCAST, Executed, Probe, positive, undisturbed
 from efficient_ft.cost.meter import storages
 from efficient_ft.errors import SettingError
+from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 
 if TYPE_CHECKING:
     from efficient_ft.methods.base import Method
@@ -93,6 +94,7 @@ class TrainingStep:
 
     Args:
         methods: applied to `model`; told of each step, the first of which is number `first_step`.
+        own_backward: frozen BatchNorm layers have our backward pass; False: torch's (see `freeze_batch_norm`).
         clip: largest norm of the whole gradient.
         build_optimizer: optimizer over the model's trainable parameters; None: AdamW.
     """
@@ -108,6 +110,7 @@ class TrainingStep:
         label_smoothing: float = 0.0,
         in_chans: int = 3,
         frozen_bn: bool = True,
+        own_backward: bool = True,
         device: torch.device | str = "cpu",
         first_step: int = 0,
         clip: float | None = None,
@@ -118,7 +121,7 @@ class TrainingStep:
         self.device = torch.device(device)
         self.model = model.to(self.device).train()
         if frozen_bn:
-            freeze_batchnorm(self.model)
+            freeze_batch_norm(self.model, own_backward)
         self.methods = list(methods)
         self.dtype = AUTOCAST[precision]
         self.label_smoothing = label_smoothing

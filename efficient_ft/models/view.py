@@ -77,7 +77,8 @@ class Layer:
     @property
     def channels(self) -> tuple[int, int]:
         """(C_in, C_out)."""
-        out, in_ = self.module.weight.shape[:2]  # type: ignore[union-attr,misc]
+        assert isinstance(self.module.weight, Tensor)
+        out, in_ = self.module.weight.shape[:2]
         return int(in_), int(out)
 
 
@@ -277,7 +278,8 @@ def _above(model: nn.Module, name: str) -> Iterator[nn.Module]:
 
 
 def _classifiers(model: nn.Module) -> list[nn.Module]:
-    found = model.get_classifier() if hasattr(model, "get_classifier") else None
+    get_classifier: Any = getattr(model, "get_classifier", None)
+    found = None if get_classifier is None else get_classifier()
     modules = list(found) if isinstance(found, tuple | list) else [found]
     return [m for m in modules if isinstance(m, nn.Module) and not isinstance(m, nn.Identity)]
 
@@ -331,7 +333,8 @@ def _is_stage(module: nn.Module) -> bool:
 def _split_stages(
     stages: list[tuple[str, nn.Module]],
 ) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
-    blocks, extras = [], []
+    blocks: list[tuple[str, ...]] = []
+    extras: list[tuple[str, ...]] = []
     for name, stage in stages:
         holder = getattr(stage, "blocks", None)
         if holder is None:

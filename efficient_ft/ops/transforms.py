@@ -190,8 +190,8 @@ def orthonormal_rows(matrix: np.ndarray, tolerance: float = 1e-9) -> np.ndarray:
     for row in matrix:
         rest = row - basis.T @ (basis @ row)
         rest -= basis.T @ (basis @ rest)
-        norm = np.linalg.norm(rest)
-        if norm > tolerance * max(1.0, np.linalg.norm(row)):
+        norm = float(np.linalg.norm(rest))
+        if norm > tolerance * max(1.0, float(np.linalg.norm(row))):
             basis = np.vstack([basis, rest / norm])
     return basis
 

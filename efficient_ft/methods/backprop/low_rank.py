@@ -155,7 +155,8 @@ class LowRankBackward(Method):
                 if reach is not None:
                     model.get_submodule(reach).qkv_bias_separate = False  # type: ignore[assignment]
                 del module.low_rank
-                module.__class__ = nn.Linear if isinstance(module, LowRankLinear) else nn.Conv2d
+                plain: type[nn.Module] = nn.Linear if isinstance(module, LowRankLinear) else nn.Conv2d
+                module.__class__ = plain  # type: ignore[assignment]
 
     @staticmethod
     def _changed(model: nn.Module) -> dict[str, LowRank]:
