@@ -29,7 +29,7 @@ def test_warm_up_is_linear_and_the_cosine_ends_at_its_floor():
     assert factors[10] == pytest.approx(1.0)
     assert factors[60] == pytest.approx(0.6)  # half way down
     assert factors[110] == pytest.approx(0.2)
-    assert all(b < a for a, b in itertools.pairwise(factors))
+    assert all(b < a for a, b in itertools.pairwise(factors[10:]))
 
 
 def test_a_constant_schedule_stays_after_its_warm_up():
