@@ -408,7 +408,7 @@ def worked_on_or_refused(architecture: str, rows: dict[str, Row]) -> None:
 QUICK = {"last_stage": ROWS["last_stage"], "lora_all": ROWS["lora_all"], "lbp_wht": ROWS["lbp_wht"]}
 
 
-@pytest.mark.parametrize("architecture", drawn(8))
+@pytest.mark.parametrize("architecture", drawn(6))
 def test_any_timm_model_is_worked_on_or_refused(architecture: str) -> None:
     worked_on_or_refused(architecture, QUICK)
 

@@ -69,9 +69,9 @@ def test_blocks_train_with_the_final_norm_and_the_head() -> None:
 
 
 def test_blocks_are_counted_through_all_stages() -> None:
-    model = model_of("swinv2")  # 1, 1, 1 and 2 blocks
-    Blocks(blocks=[2, -1]).apply(model)
-    assert trains(model) == under(model, "layers.2.blocks.0", "layers.3.blocks.1", "norm", "head")
+    model = model_of("swinv2")  # 1 and 2 blocks
+    Blocks(blocks=[0, -1]).apply(model)
+    assert trains(model) == under(model, "layers.0.blocks.0", "layers.1.blocks.1", "norm", "head")
 
 
 def test_bitfit_trains_all_biases_and_the_head() -> None:
@@ -205,7 +205,7 @@ def test_a_selection_comes_before_adapters_and_leaves_after_them() -> None:
         ("vit", HeadOnly(), "head"),
         ("efficientformer", LastStage(), "stages.3"),
         ("efficientformer", HeadOnly(), "head"),
-        ("swinv2", LastStage(), "layers.3"),
+        ("swinv2", LastStage(), "layers.1"),
     ],
 )
 def test_below_the_lowest_layer_that_trains_nothing_is_recorded_or_kept(name: str, method: Method, lowest: str) -> None:
