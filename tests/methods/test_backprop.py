@@ -187,6 +187,16 @@ def test_lhe_chooses_the_bases_of_most_energy():
     assert set(layer.low_rank.projector.pairs) == top
 
 
+def test_lhe_falls_back_to_low_pass_where_no_gradient_reaches_the_grid():
+    model = timm.create_model("vit_tiny_patch16_224", img_size=56, patch_size=8, depth=2, num_classes=5)
+    method = LBPWHT(bases="lhe", order=3, profile_steps=1)
+    method.apply(model)
+    step(model)
+    method.step_end()
+    assert model.blocks[1].mlp.fc1.low_rank.projector.pairs == low_pass_l1(3)  # the class token alone is classified
+    assert model.blocks[0].mlp.fc1.low_rank.projector.pairs != ()
+
+
 @pytest.mark.parametrize("done", [1, 3])
 def test_lhe_state_travels(done):
     """Stopped while profiling or after: the resumed run makes the choices of the straight one."""

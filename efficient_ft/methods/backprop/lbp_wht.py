@@ -90,12 +90,13 @@ class LBPWHT(LowRankBackward):
                 how.energy = None
 
     def _most_energy(self, energy: Tensor | None) -> Pairs:
-        """The R bases of most energy, lowest first; those of LP_L1 for a layer that no gradient reached."""
+        """The R bases of most energy, lowest first; those of LP_L1 for a layer that no gradient on the grid reached."""
         pairs = low_pass_l1(self.order)
-        if energy is None:
-            return pairs
+        energy = torch.zeros(BLOCK, BLOCK, dtype=torch.float64) if energy is None else energy
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(energy)
+        if not energy.any():  # the last block of a model that classifies by its class token, say
+            return pairs
         top = energy.flatten().topk(len(pairs)).indices.tolist()
         return lowest_first((k // BLOCK, k % BLOCK) for k in top)
 
