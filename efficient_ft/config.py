@@ -246,6 +246,9 @@ def build_methods(config: Config) -> list[Method]:
     for name in config.method:
         if name not in METHODS:
             raise SettingError("method", name, sorted(METHODS))
+    projectors = [name for name in config.method if METHODS[name].axis == "backprop"]
+    if len(projectors) > 1:
+        raise UserError(f"method: {' and '.join(projectors)} both replace the backward pass; name one of them.")
     named = [name for name in config.method if METHODS[name].axis == "selection"]
     recipes = [name for name in config.method if name not in named]
     if len(named) > 1:

@@ -30,15 +30,24 @@ Axis = Literal["selection", "adapters", "backprop", "memory", "tokens"]
 # adapters' base layers; packers wrap what is left to save; token methods rewrite whole blocks.
 ORDER_OF_APPLICATION: tuple[Axis, ...] = ("selection", "adapters", "backprop", "memory", "tokens")
 
+#: The attribute of a model that names the methods applied to it.
+_MARKS = "efficient_ft_methods"
+
 
 @dataclass(frozen=True)
 class Applied:
-    """What ``apply`` did: full names of the modules or parameters touched, and those left alone with the reason."""
+    """What ``apply`` did: full names of the modules or parameters touched, and those left alone with the reason.
+
+    Attributes:
+        none_needed: why it is right that nothing was touched (full rank: plain layers are exact and cheaper); without
+            it, touching nothing is an error.
+    """
 
     method: str
     touched: tuple[str, ...]
     skipped: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    none_needed: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.method}: {len(self.touched)} touched, {len(self.skipped)} skipped"]
@@ -57,6 +66,8 @@ class Method(Callback):
     axis: ClassVar[Axis]
     #: Optimizer steps after which the cost of a step no longer changes (LHE profiles first).
     warmup_steps: int = 0
+    #: Some trainable parameters get no gradient in some steps, which DistributedDataParallel must be told.
+    find_unused_parameters: ClassVar[bool] = False
 
     _applied: Applied | None = None
     _step: int | None = None
@@ -85,19 +96,27 @@ class Method(Callback):
         """Apply to `model` in place; a second call is a no-op that returns the same report.
 
         Raises:
-            UserError: the model is compiled or wrapped, or nothing in it can be touched.
+            UserError: the model is compiled or wrapped, nothing in it can be touched, or this object has been applied
+                to another model.
         """
+        marks: tuple[str, ...] = getattr(model, _MARKS, ())
         if self._applied is not None:
+            if self.state_key not in marks:
+                raise UserError(
+                    f"method {self.name}: this object has been applied to another model; make a new one for this model."
+                )
             return self._applied
         refuse_wrapped(model, self.name)
         applied = self._apply(model)
-        if not applied.touched and not applied.notes:
+        if not applied.touched and not applied.none_needed:
             reasons = sorted(set(applied.skipped.values()))
             raise UserError(
                 f"method {self.name}: nothing in {type(model).__name__} can be touched"
                 + (f" ({'; '.join(reasons[:3])})." if reasons else ".")
             )
         self._applied = applied
+        # on the model, so that copies of both still know each other
+        setattr(model, _MARKS, (*marks, self.state_key))
         return applied
 
     @property
@@ -108,6 +127,7 @@ class Method(Callback):
         """Give `model` back its own modules and names; trained values stay."""
         self._remove(model)
         self._applied = None
+        setattr(model, _MARKS, tuple(m for m in getattr(model, _MARKS, ()) if m != self.state_key))
 
     def settings(self) -> dict[str, Any]:
         """The constructor's arguments and their values."""

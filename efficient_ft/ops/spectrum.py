@@ -10,7 +10,7 @@ from efficient_ft.ops.transforms import BLOCK, pad_before_after, walsh
 
 
 def block_energy(x_BHWC: Tensor) -> Tensor:
-    """Σ over images, blocks and channels of the squared coefficients, (8, 8) float64 by sequency (i, j).
+    """Σ over images, blocks and channels of the squared coefficients, (8, 8) float32 by sequency (i, j).
 
     The map is zero-padded, so that the energies of all 64 bases add up to the map's own (Parseval).
     """
@@ -20,4 +20,4 @@ def block_energy(x_BHWC: Tensor) -> Tensor:
     x = x.unflatten(1, (-1, BLOCK)).unflatten(3, (-1, BLOCK))  # B, h, 8, w, 8, C
     coefficients = torch.einsum("iy,byxc->bixc", h, x.movedim(3, 1).flatten(0, 2).flatten(2).unflatten(2, (BLOCK, -1)))
     coefficients = torch.einsum("jx,bixc->bijc", h, coefficients)
-    return coefficients.double().square().sum((0, 3))
+    return coefficients.square().sum((0, 3))

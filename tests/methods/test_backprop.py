@@ -194,7 +194,18 @@ def test_lhe_falls_back_to_low_pass_where_no_gradient_reaches_the_grid():
     step(model)
     method.step_end()
     assert model.blocks[1].mlp.fc1.low_rank.projector.pairs == low_pass_l1(3)  # the class token alone is classified
-    assert model.blocks[0].mlp.fc1.low_rank.projector.pairs != ()
+    assert model.blocks[0].mlp.fc1.low_rank.projector.pairs != low_pass_l1(3)
+
+
+def test_lhe_counts_no_pass_that_overflowed():
+    model, method = vit(), LBPWHT(bases="lhe", order=2, profile_steps=2)
+    method.apply(model)
+    step(model)
+    method.step_end()
+    shares = {n: torch.tensor(e) for n, e in method.state_dict()["energy"].items()}
+    (model(torch.randn(2, 3, 56, 56)).sum() * torch.inf).backward()
+    for n, e in method.state_dict()["energy"].items():
+        assert torch.equal(torch.tensor(e), shares[n])
 
 
 @pytest.mark.parametrize("done", [1, 3])
@@ -238,6 +249,7 @@ def test_a_low_rank_step_differs_from_exact_and_keeps_biases_exact_in_the_last_l
     ("settings", "setting"),
     [
         ({"bases": "l2"}, "bases"), ({"order": 0}, "order"), ({"order": 16}, "order"),
+        ({"order": 2.5}, "order"), ({"order": "4"}, "order"), ({"order": True}, "order"),
         ({"bases": "linf", "order": 9}, "order"), ({"padding": "mirror"}, "padding"), ({"profile_steps": 0}, "profile"),
     ],
 )  # fmt: skip
@@ -256,6 +268,31 @@ def test_reflect_on_a_grid_too_small_is_refused_with_layer_and_reason():
     with pytest.raises(UserError, match=r"blocks\.0\.attn\.qkv on a 3×3 grid.*mirrored rows.*padding=ortho"):
         LBPWHT(padding="reflect").apply(model)
     assert not any(isinstance(m, LowRankLinear) for m in model.modules())
+
+
+def test_a_refusal_leaves_the_model_as_it_was():
+    model = timm.create_model("resnet26", num_classes=2)
+    model.pretrained_cfg = {**model.pretrained_cfg, "input_size": (3, 96, 96)}  # 3×3 in the last stage alone
+    with pytest.raises(UserError, match=r"layer4.*3×3 grid"):
+        LBPWHT(padding="reflect").apply(model)
+    assert not any(isinstance(m, LowRankConv2d) for m in model.modules())
+
+
+def test_two_projectors_are_refused():
+    model = vit()
+    LBPWHT().apply(model)
+    with pytest.raises(UserError, match="lbp_dct: the model's layers have a low-rank backward already"):
+        LBPDCT().apply(model)
+
+
+def test_one_object_serves_one_model():
+    method, model = LBPWHT(), vit()
+    applied = method.apply(model)
+    assert method.apply(model) is applied
+    both = copy.deepcopy((model, method))
+    assert both[1].apply(both[0]).touched == applied.touched
+    with pytest.raises(UserError, match="applied to another model"):
+        method.apply(vit())
 
 
 def test_images_of_another_size_than_the_model_was_built_for_are_named():

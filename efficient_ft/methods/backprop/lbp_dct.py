@@ -6,8 +6,7 @@ single 8×8 block. Source of the scheme: LBP-WHT (see `lbp_wht`); the projector 
 
 from __future__ import annotations
 
-from efficient_ft.errors import SettingError
-from efficient_ft.methods.backprop.low_rank import LowRankBackward
+from efficient_ft.methods.backprop.low_rank import LowRankBackward, refuse_order
 from efficient_ft.models.view import Layer
 from efficient_ft.ops.projectors import CosineProjector
 
@@ -22,8 +21,7 @@ class LBPDCT(LowRankBackward):
     name = "lbp_dct"
 
     def __init__(self, order: int = 4):
-        if not 1 <= order <= 15:
-            raise SettingError("order", order, "1 to 15")
+        refuse_order(order, 15)
         self.order = order
 
     def projector_for(self, layer: Layer) -> CosineProjector:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from efficient_ft.errors import SettingError
-from efficient_ft.methods.backprop.low_rank import LowRank, LowRankBackward
+from efficient_ft.methods.backprop.low_rank import LowRank, LowRankBackward, refuse_order
 from efficient_ft.methods.base import Applied
 from efficient_ft.models.view import Layer
 from efficient_ft.ops.projectors import Padding, WalshProjector
@@ -50,11 +50,10 @@ class LBPWHT(LowRankBackward):
     ):
         if bases not in ORDERS:
             raise SettingError("bases", bases, ORDERS)
-        if not 1 <= order <= ORDERS[bases]:
-            raise SettingError("order", order, f"1 to {ORDERS[bases]} with bases={bases}")
+        refuse_order(order, ORDERS[bases], f" with bases={bases}")
         if padding not in ("ortho", "zero", "reflect"):
             raise SettingError("padding", padding, ("ortho", "zero", "reflect"))
-        if profile_steps < 1:
+        if type(profile_steps) is not int or profile_steps < 1:
             raise SettingError("profile_steps", profile_steps, "1 or more")
         self.bases, self.order, self.padding = bases, order, padding
         self.as_published, self.profile_steps = as_published, profile_steps
@@ -94,6 +93,7 @@ class LBPWHT(LowRankBackward):
         pairs = low_pass_l1(self.order)
         energy = torch.zeros(BLOCK, BLOCK, dtype=torch.float64) if energy is None else energy
         if dist.is_available() and dist.is_initialized():
+            energy = energy.to("cuda" if dist.get_backend() == "nccl" else "cpu")
             dist.all_reduce(energy)
         if not energy.any():  # the last block of a model that classifies by its class token, say
             return pairs

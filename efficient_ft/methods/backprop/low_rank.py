@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from efficient_ft.errors import UserError
+from efficient_ft.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method
 from efficient_ft.models.view import Layer, TokenLayout, view
 from efficient_ft.ops.low_rank import low_rank_conv1x1, low_rank_linear
@@ -26,7 +26,8 @@ class LowRank:
     Attributes:
         projector: gives the projection for the grid of a step; None while the layer is profiled (exact backward).
         tokens: where the positions lie in the input.
-        energy: (8, 8) sums of squared WHT coefficients of g_y, gathered while `projector` is None.
+        energy: (8, 8) float64 on the CPU, the share of each WHT basis in the energy of g_y, added up over the backward
+            passes while `projector` is None. Shares, so that every pass counts alike whatever its loss is scaled by.
     """
 
     projector: Projector | None
@@ -47,7 +48,7 @@ class LowRankLinear(nn.Linear):
         if how.projector is None:
             return _profiled(super().forward(x), how, grid)
         if x.shape[1:-1].numel() != how.tokens.prefix + grid[0] * grid[1]:
-            raise ValueError(
+            raise UserError(
                 f"a layer was given {x.shape[1]} tokens, but its grid is {grid[0]}×{grid[1]} after"
                 f" {how.tokens.prefix} prefix tokens: build the model at the size of the images it is trained on"
             )
@@ -85,11 +86,19 @@ def _profiled(y: Tensor, how: LowRank, grid: tuple[int, int]) -> Tensor:
         if how.tokens.form == "channels_first":
             g = g.permute(0, 2, 3, 1)
         g_BHWC = g[:, how.tokens.prefix :].unflatten(1, grid) if g.dim() == 3 else g
-        energy = block_energy(g_BHWC)
-        how.energy = energy if how.energy is None else how.energy + energy
+        energy = block_energy(g_BHWC).cpu().double()
+        if 0 < energy.sum() < torch.inf:  # an overflow in fp16 is a step that is skipped
+            share = energy / energy.sum()
+            how.energy = share if how.energy is None else how.energy + share
 
     y.register_hook(gather)
     return y
+
+
+def refuse_order(order: int, largest: int, where: str = "") -> None:
+    """Raise SettingError unless `order` is a whole number from 1 to `largest`."""
+    if type(order) is not int or not 1 <= order <= largest:
+        raise SettingError("order", order, f"a whole number from 1 to {largest}{where}")
 
 
 class LowRankBackward(Method):
@@ -112,27 +121,38 @@ class LowRankBackward(Method):
     profiles: bool = False
 
     def _apply(self, model: nn.Module) -> Applied:
-        touched, skipped, exact = [], {}, {}
+        if self._changed(model):
+            raise UserError(
+                f"method {self.name}: the model's layers have a low-rank backward already; name one projector only."
+            )
+        chosen: list[tuple[Layer, Projector, TokenLayout]] = []
+        skipped, exact = {}, {}
         for layer in view(model).layers:
-            changed = CHANGED.get(type(layer.module))
             if layer.tokens is None:
                 skipped[layer.name] = layer.why_not or "no token grid"
-            elif changed is None:
+            elif type(layer.module) not in CHANGED:
                 skipped[layer.name] = f"its class {type(layer.module).__name__} has a forward of its own"
             elif layer.reach is not None and self.as_published:
                 skipped[layer.name] = "left exact, as published (its forward was never called)"
             elif why := self._costs_more(layer, layer.tokens):
                 exact[layer.name] = why
             else:
-                layer.module.__class__ = changed
-                projector = None if self.profiles else self.projector_for(layer)
-                layer.module.low_rank = LowRank(projector, layer.tokens)  # type: ignore[assignment]
-                if layer.reach is not None:
-                    model.get_submodule(layer.reach).qkv_bias_separate = True  # type: ignore[assignment]
-                    layer.module.low_rank_reach = layer.reach  # type: ignore[assignment]
-                touched.append(layer.name)
-        notes = (f"{len(exact)} layers left exact where that is cheaper",) if exact else ()
-        return Applied(self.name, tuple(touched), {**skipped, **exact}, notes)
+                chosen.append((layer, self.projector_for(layer), layer.tokens))
+        # Nothing is changed before every layer has been decided: a refusal leaves the model as it was.
+        for layer, projector, tokens in chosen:
+            layer.module.__class__ = CHANGED[type(layer.module)]
+            layer.module.low_rank = LowRank(None if self.profiles else projector, tokens)  # type: ignore[assignment]
+            if layer.reach is not None:
+                model.get_submodule(layer.reach).qkv_bias_separate = True  # type: ignore[assignment]
+                layer.module.low_rank_reach = layer.reach  # type: ignore[assignment]
+        note = f"{len(exact)} layers left exact where that is cheaper"
+        return Applied(
+            self.name,
+            tuple(layer.name for layer, *_ in chosen),
+            {**skipped, **exact},
+            (note,) if exact else (),
+            none_needed=note if exact else "",
+        )
 
     def _costs_more(self, layer: Layer, tokens: TokenLayout) -> str | None:
         """Why a layer stays exact, or None."""
