@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,7 +64,15 @@ def save(
     metadata = {"format": "pt", **{k: v if isinstance(v, str) else json.dumps(v) for k, v in about.items()}}
     # Shared storages (tied weights) are refused by the format.
     separate = {k: v.clone() for k, v in weights.items()}
-    write_atomically(path, lambda beside: save_file(separate, beside, metadata))
+
+    def write(beside: Path) -> None:
+        save_file(separate, beside, metadata)
+        # safetensors lets nobody but the owner read; like any other file, it is for whom the umask allows.
+        umask = os.umask(0)
+        os.umask(umask)
+        beside.chmod(0o666 & ~umask)
+
+    write_atomically(path, write)
 
 
 def load(run: Path) -> Trained:

@@ -47,10 +47,14 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *
 
 
 # ---------------------------------------------------------------------------------------------- small models
-@pytest.mark.parametrize(("name", "width", "depth"), [("vit_digits", 96, 4), ("vit_micro", 192, 6)])
-def test_small_models_are_timms_own_classes(name, width, depth):
+@pytest.mark.parametrize(
+    ("name", "width", "depth", "strides"), [("vit_digits", 96, 4, (1, 2, 2, 1)), ("vit_micro", 192, 6, (1, 2, 2))]
+)
+def test_small_models_are_timms_own_classes(name, width, depth, strides):
     ours = timm.create_model(name)
-    stem = ConvStem(channels=(width // 4, width // 2, width), stride=(1, 2, 2), kernel_size=3, act_layer=torch.nn.GELU)
+    torch.nn.init.normal_(ours.head.weight)  # starts at zero, which would show no difference
+    channels = (width // 4, width // 2, width, width)[: len(strides)]
+    stem = ConvStem(depth=len(strides), channels=channels, stride=strides, kernel_size=3, act_layer=torch.nn.GELU)
     plain = VisionTransformer(
         img_size=32, patch_size=1, embed_dim=width, depth=depth, num_heads=3, num_classes=ours.num_classes,
         embed_layer=partial(HybridEmbed, backbone=stem, proj=False),

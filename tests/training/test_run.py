@@ -105,7 +105,7 @@ def test_the_csv_is_the_jsonl(finished):
 
 def test_the_export_loads_into_plain_timm(finished):
     folder, _, results = finished
-    stem = ConvStem(channels=(4, 8, 16), stride=(1, 2, 2), kernel_size=3, act_layer=torch.nn.GELU)
+    stem = ConvStem(depth=4, channels=(4, 8, 16, 16), stride=(1, 2, 2, 1), kernel_size=3, act_layer=torch.nn.GELU)
     plain = VisionTransformer(
         img_size=32, patch_size=1, embed_dim=16, depth=2, num_heads=2, num_classes=10,
         embed_layer=partial(HybridEmbed, backbone=stem, proj=False),
@@ -331,7 +331,7 @@ def test_a_logger_that_is_not_installed_names_the_extra(tmp_path, configuration,
             raise ModuleNotFoundError(name)
 
     monkeypatch.setattr(loggers, {"wandb": "WandbLogger", "tensorboard": "TensorBoardLogger"}[name], Missing)
-    with pytest.raises(UserError, match=rf"pip install 'efficient-ft\[{name}\]'"):
+    with pytest.raises(UserError, match=rf"pip install -e '\.\[{name}\]'"):
         run(configuration(logger={"name": name}), tmp_path)
 
 

@@ -1,0 +1,110 @@
+"""scripts/predict.py on a trained run and real image files."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import stat
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from efficient_ft.data import Transform, read_image
+from efficient_ft.errors import UserError
+from efficient_ft.training import export
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "predict.py"
+
+
+@pytest.fixture
+def digits(tmp_path: Path) -> Path:
+    """Two digits as image files in a folder, one below the other, and a text file."""
+    images = load_digits().images
+    for i, name in enumerate(("a.png", "deeper/b.jpg")):
+        file = tmp_path / "digits" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((images[i] * 15).astype(np.uint8)).convert("RGB").save(file)
+    (tmp_path / "digits" / "notes.txt").write_text("no image")
+    return tmp_path / "digits"
+
+
+def predict(*arguments: object) -> int:
+    """The script's exit status."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["predict.py", *map(str, arguments)])
+        try:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        except SystemExit as end:
+            return int(end.code or 0)
+    return 0
+
+
+def test_classes_and_probabilities_of_files_and_folders(finished, digits, capsys):
+    folder, _, _ = finished
+    one = digits / "a.png"
+    assert predict(folder, one, digits, "--top", 3, "--batch-size", 2, "--device", "cpu") == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = [line for line in lines if not line.startswith(" ")]
+    assert names == [str(one), str(one), str(digits / "deeper" / "b.jpg")]
+    assert len(lines) == 3 + 3 * 3
+    trained = export.load(folder)
+    expected = export.probabilities(trained.model, Transform(trained.input)(read_image(one))[None])[0]
+    label, shown = lines[1].split()
+    assert int(label) == int(expected.argmax())
+    assert float(shown.rstrip("%")) == pytest.approx(100 * float(expected.max()), abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [("missing.png", "no such file"), ("notes.txt", "not readable as an image"), ("empty", "no images in this folder")],
+)
+def test_mistakes_end_with_one_line_and_status_2(finished, digits, capsys, given, message):
+    (digits / "empty").mkdir()
+    assert predict(finished[0], digits / given) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert given in error
+    assert "\n" not in error
+
+
+def test_a_folder_without_a_result_is_refused(tmp_path, digits, capsys):
+    assert predict(tmp_path, digits) == 2
+    assert "model.safetensors" in capsys.readouterr().err
+    assert predict(tmp_path / "nowhere", digits) == 2
+    assert "no such folder" in capsys.readouterr().err
+
+
+def test_a_file_that_no_run_wrote_is_refused(tmp_path, finished):
+    from safetensors.torch import load_file, save_file
+
+    save_file(load_file(finished[0] / export.NAME), tmp_path / export.NAME)
+    with pytest.raises(UserError, match="not written by a run"):
+        export.load(tmp_path)
+    shutil.copy(finished[0] / export.NAME, tmp_path / export.NAME)
+    os.truncate(tmp_path / export.NAME, 1000)
+    with pytest.raises(UserError, match="cannot be read"):
+        export.load(tmp_path)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no umask on Windows")
+def test_the_exported_file_has_the_rights_of_any_other(finished):
+    folder, _, _ = finished
+    rights = {stat.S_IMODE((folder / name).stat().st_mode) for name in (export.NAME, "results.json")}
+    assert len(rights) == 1
+
+
+def test_loaded_weights_do_not_train(finished):
+    trained = export.load(finished[0])
+    assert not trained.model.training
+    assert not any(p.requires_grad for p in trained.model.parameters())
+    assert trained.class_names == [str(k) for k in range(10)]
+    assert trained.input.size == (32, 32)
+    assert torch.equal(
+        export.probabilities(trained.model, torch.zeros(1, 3, 32, 32)).sum(-1).round(decimals=5), torch.ones(1)
+    )
