@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from efficient_ft.commandline import configurations, plain, register
 from efficient_ft.config import Config, build_methods, check
-from efficient_ft.errors import UserError
+from efficient_ft.errors import UserError, replace_unprintable
 from efficient_ft.launcher import INTERRUPTED, tell_sweep
 
 # Nothing here may import torch, Lightning or timm before `job`: help and completion answer at once.
@@ -52,6 +52,7 @@ def prepare(config: Config) -> None:
 
 
 def main() -> None:
+    replace_unprintable()
     register()
     # Hydra shortens tracebacks, which hides where an error of ours arose.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")

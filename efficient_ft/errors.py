@@ -6,6 +6,7 @@ Our own mistakes are asserts. Nothing here imports torch: configuration is check
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
 
 
@@ -38,3 +39,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`` Did you mean 'x'?`` for the nearest of `known`, or an empty string when nothing is near."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" Did you mean '{near[0]}'?" if near else ""
+
+
+def replace_unprintable() -> None:
+    """Let output go on where the terminal or file has no Unicode (``> log.txt`` on Windows): signs become ``?``."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")

@@ -51,8 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
     from efficient_ft.allocator import keep_freed_memory
-    from efficient_ft.errors import UserError
+    from efficient_ft.errors import UserError, replace_unprintable
 
+    replace_unprintable()
     allocator = "system"
     if not options.system_allocator and keep_freed_memory():
         allocator = "keeping freed memory (glibc)"
@@ -371,13 +372,13 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
         methods = build_methods(config)
         apply_methods(model, methods)
         shape: dict[str, Any] = {"input_size": factory.input_of(config.model).size, "precision": options.dtype}
+        shape["own_backward"] = recipe is not recipes[0]
         counted = cost.executed(model, options.batch, methods=methods, **shape)
         step = cost.TrainingStep(
             model,
             methods,
             batch_size=options.batch,
             device=options.device,
-            own_backward=recipe is not recipes[0],
             **shape,
         )
         for _ in range(max((m.warmup_steps for m in methods), default=0)):

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from efficient_ft.errors import UserError
+from efficient_ft.errors import UserError, replace_unprintable
 
 
 def arguments() -> argparse.Namespace:
@@ -41,6 +41,7 @@ def files(given: list[Path]) -> Iterator[Path]:
 
 
 def main() -> None:
+    replace_unprintable()
     options = arguments()
     paths = list(files(options.images))
 

@@ -64,12 +64,16 @@ def time_steps(recipes: Mapping[str, Callable[[], object]], steps: int, warmup: 
     """Seconds of each call, alternately: A B A B ..., so that a machine's moods meet all alike.
 
     Args:
-        recipes: by name, a call that does one step. Where CUDA is in use the device is waited for.
+        recipes: by name, a call that does one step. A CUDA or MPS device is waited for.
         steps: timed rounds; none is left out.
         warmup: rounds before that, not timed.
     """
     positive("steps", steps)
-    wait = torch.cuda.synchronize if torch.cuda.is_available() and torch.cuda.is_initialized() else _nothing
+    wait = _nothing
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        wait = torch.cuda.synchronize
+    elif torch.backends.mps.is_available():
+        wait = torch.mps.synchronize
     seconds: dict[str, list[float]] = {name: [] for name in recipes}
     for round_ in range(warmup + steps):
         for name, step in recipes.items():
@@ -196,8 +200,8 @@ def compare(
     """The cost of a run's step, beside plain full fine-tuning: ``{"method": Cost, "full": Cost}``.
 
     Probes are copies on random images; the run's model, methods and random states are left as they are. The full model
-    is built only here, and all that timm leaves trainable trains. Where the machine has not the memory, the
-    counts are given without times, and the note says so.
+    is built only here, as it comes from timm (torch's own BatchNorm), and all that timm leaves trainable trains. Where
+    the machine has not the memory, the counts are given without times, and the note says so.
 
     Args:
         model, methods: of the run.
@@ -217,7 +221,7 @@ def compare(
     with undisturbed(cuda):
         watched: dict[str, Probe] = {"method": Probe(model, methods, **shape)}
         if full is not None:
-            watched["full"] = Probe(full(), (), **shape)
+            watched["full"] = Probe(full(), (), own_backward=False, **shape)
         counts, training, notes = {}, {}, {}
         free, held = _free_bytes(device), 0
         for name, probe in watched.items():
@@ -237,6 +241,7 @@ def compare(
                 first_step=probe.steps_before,
                 clip=clip,
                 build_optimizer=build_optimizer,
+                own_backward=probe.own_backward,
                 **shape,
             )
             try:

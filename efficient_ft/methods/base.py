@@ -64,7 +64,7 @@ class Method(Callback):
 
     name: ClassVar[str]
     axis: ClassVar[Axis]
-    #: Optimizer steps after which the cost of a step no longer changes (LHE profiles first).
+    #: Optimizer steps still to come before the cost of a step no longer changes (LHE profiles first).
     warmup_steps: int = 0
     #: Some trainable parameters get no gradient in some steps, which DistributedDataParallel must be told.
     find_unused_parameters: ClassVar[bool] = False

@@ -55,8 +55,9 @@ def create_model(config: ModelConfig, num_classes: int) -> nn.Module:
             config.name,
         )
         return fresh
-    path = _fetch(config, cfg) if config.weights is None else Path(config.weights)
+    path = _fetch(config, cfg) if config.weights is None else Path(config.weights).expanduser()
     model, made_anew = _load(config, _arguments(config, cfg, num_classes), fresh, cfg, path)
+    _of_size(config, model)
     if made_anew:
         log.warning("%s: made anew for %d classes: %s; all else from %s.", config.name, num_classes, made_anew, path)
     else:
@@ -69,7 +70,7 @@ def random_model(config: ModelConfig, num_classes: int) -> nn.Module:
     cfg = _pretrained_cfg(config)
     model = _build(config, _arguments(config, cfg, num_classes))
     _check_input(config, cfg, model)
-    return model
+    return _of_size(config, model)
 
 
 def input_of(config: ModelConfig, model: nn.Module | None = None) -> InputSpec:
@@ -78,12 +79,29 @@ def input_of(config: ModelConfig, model: nn.Module | None = None) -> InputSpec:
 
     cfg = _pretrained_cfg(config)
     size = cfg.input_size[-2:] if config.image_size is None else _pair(config.image_size)
+    mean, std = (
+        tuple(own if own is not None else theirs) for own, theirs in ((config.mean, cfg.mean), (config.std, cfg.std))
+    )
+    channels = config.kwargs.get("in_chans", 3)
+    for name, values in (("mean", mean), ("std", std)):
+        if len(values) != channels:
+            raise SettingError(
+                f"model.{name}", list(values), f"a list of {channels}, one for each of model.kwargs.in_chans={channels}"
+            )
     return InputSpec(
         size=(int(size[0]), int(size[1])),
-        mean=tuple(config.mean if config.mean is not None else cfg.mean),
-        std=tuple(config.std if config.std is not None else cfg.std),
+        mean=mean,
+        std=std,
         interpolation=cfg.interpolation or "bicubic",
     )
+
+
+def _of_size(config: ModelConfig, model: nn.Module) -> nn.Module:
+    """`model`, whose record says what images it will be given: methods look at it at that size."""
+    spec = input_of(config)
+    record: Any = model.pretrained_cfg
+    model.pretrained_cfg = {**record, "input_size": (len(spec.mean), *spec.size)}  # type: ignore[assignment]
+    return model
 
 
 def _pair(size: int | list[int] | tuple[int, ...]) -> tuple[int, int]:
@@ -112,6 +130,16 @@ def _pretrained_cfg(config: ModelConfig) -> PretrainedCfg:
     return PretrainedCfg(architecture=name) if cfg is None else cfg
 
 
+#: Arguments of timm that have a setting of their own.
+_SET_ELSEWHERE = {
+    "num_classes": "the data: it follows from them",
+    "pretrained": "model.pretrained",
+    "img_size": "model.image_size",
+    "drop_rate": "model.drop",
+    "drop_path_rate": "model.drop_path",
+}
+
+
 def _arguments(config: ModelConfig, cfg: PretrainedCfg, num_classes: int) -> dict[str, Any]:
     kwargs: dict[str, Any] = {"num_classes": num_classes}
     # Only models whose weights depend on the image size take it as an argument; others work at any size.
@@ -121,6 +149,9 @@ def _arguments(config: ModelConfig, cfg: PretrainedCfg, num_classes: int) -> dic
         kwargs["drop_path_rate"] = config.drop_path
     if config.drop:
         kwargs["drop_rate"] = config.drop
+    for name in config.kwargs:
+        if name in _SET_ELSEWHERE:
+            raise SettingError(f"model.kwargs.{name}", config.kwargs[name], "nothing", f"Set {_SET_ELSEWHERE[name]}.")
     kwargs.update(config.kwargs)
     return kwargs
 
@@ -139,7 +170,7 @@ def _check_input(config: ModelConfig, cfg: PretrainedCfg, model: nn.Module) -> N
     training = model.training
     try:
         with torch.no_grad():
-            model.eval()(torch.zeros(1, 3, *_pair(config.image_size)))
+            model.eval()(torch.zeros(1, config.kwargs.get("in_chans", 3), *_pair(config.image_size)))
     except (RuntimeError, AssertionError, ValueError) as error:
         raise SettingError(
             "model.image_size",
@@ -269,7 +300,7 @@ def missing_weights(config: ModelConfig) -> str | None:
     """
     cfg = _pretrained_cfg(config)
     if config.weights is not None:
-        if Path(config.weights).is_file():
+        if Path(config.weights).expanduser().is_file():
             return None
         return f"model.weights={config.weights}: no such file."
     if not config.pretrained:

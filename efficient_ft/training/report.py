@@ -75,7 +75,7 @@ def result_text(results: dict[str, Any], folder: Path) -> str:
     config, accuracy = results["config"], results["accuracy"]
     method = "+".join(config["method"])
     split = accuracy["split"]
-    chosen = " (the best epoch was chosen on the test split, as the recipe asks)" if split == "test" else ""
+    chosen = " (the best epoch was chosen on the test split: data.select_best_on=test)" if split == "test" else ""
     lines = [
         "",
         f"{config['model']['name']} on {config['data']['name']} with {method}:"

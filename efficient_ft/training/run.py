@@ -42,7 +42,6 @@ from efficient_ft.data import ImageData, InputSpec, missing_data, open_data
 from efficient_ft.errors import UserError
 from efficient_ft.methods.base import Applied, Method, plain_state_dict
 from efficient_ft.models import factory
-from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 from efficient_ft.training import checkpoint, export, report
 from efficient_ft.training.callbacks import Bar, Recorder
 from efficient_ft.training.module import FineTuner, Images, build_optimizer
@@ -330,7 +329,8 @@ def accuracy(
 ) -> float:
     """Top-1 accuracy (a fraction) of `model` on the first `limit` batches of `loader`, or on all."""
     model.eval().to(device)
-    metric = MulticlassAccuracy(classes, average="micro", validate_args=False).to(device)
+    # on this process alone: the others may have ended
+    metric = MulticlassAccuracy(classes, average="micro", validate_args=False, sync_on_compute=False).to(device)
     dtype = _AUTOCAST[precision]
     for number, (images, labels) in enumerate(loader):
         if number == limit:
@@ -394,7 +394,7 @@ def _cost_only(config: Config) -> dict[str, Any]:
     """Executed cost of the method, beside full fine-tuning: no data, no weights."""
     classes = _CLASSES.get(config.data.name) or _count_classes(Path(config.data.root).expanduser())
     spec = factory.input_of(config.model)
-    network = _frozen(config, factory.random_model(config.model, classes))
+    network = factory.random_model(config.model, classes)
     costs = _costs(config, network, build_methods(config), spec, classes, torch.device("cpu"), steps=0)
     height, width = spec.size
     _say(
@@ -424,14 +424,16 @@ def _costs(
     found = cost.compare(
         network,
         methods,
-        (lambda: _frozen(config, factory.random_model(config.model, classes))) if config.cost.compare_full else None,
+        (lambda: factory.random_model(config.model, classes)) if config.cost.compare_full else None,
         batch_size=config.data.batch_size,
         input_size=spec.size,
         steps=steps,
         precision=config.trainer.precision,
         label_smoothing=config.optim.label_smoothing,
+        in_chans=len(spec.mean),
         frozen_bn=config.model.frozen_bn,
         device=device,
+        clip=config.optim.clip,
         build_optimizer=lambda model: build_optimizer(model, config.optim, config.trainer.precision),
     )
     for name, one in found.items():
@@ -439,12 +441,6 @@ def _costs(
             _say(f"cost of {name}: {one.note}")
     method = _two_groups(found["method"])
     return {**method, "full": _two_groups(found["full"]) if "full" in found else None}
-
-
-def _frozen(config: Config, network: nn.Module) -> nn.Module:
-    if config.model.frozen_bn:
-        freeze_batch_norm(network)
-    return network
 
 
 def _two_groups(found: cost.Cost) -> dict[str, Any]:
@@ -508,7 +504,7 @@ def _loggers(config: Config, folder: Path, run_id: str) -> list[Logger]:
         _ = logger.experiment
     except ModuleNotFoundError as error:
         raise UserError(
-            f"logger={options.name} needs a package that is not installed: pip install 'efficient-ft[{options.name}]'"
+            f"logger={options.name} needs a package that is not installed: pip install -e '.[{options.name}]'"
         ) from error
     except Exception as error:  # wandb's own errors derive from several bases
         raise UserError(

@@ -64,7 +64,7 @@ class LBPWHT(LowRankBackward):
 
     @property
     def warmup_steps(self) -> int:  # type: ignore[override]
-        return self.profile_steps if self.profiles else 0
+        return self.profile_steps - self._steps if self.profiles else 0
 
     def projector_for(self, layer: Layer) -> WalshProjector:
         return WalshProjector(
