@@ -372,7 +372,6 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
         methods = build_methods(config)
         apply_methods(model, methods)
         shape: dict[str, Any] = {"input_size": factory.input_of(config.model).size, "precision": options.dtype}
-        shape["own_backward"] = recipe is not recipes[0]
         counted = cost.executed(model, options.batch, methods=methods, **shape)
         step = cost.TrainingStep(
             model,
@@ -409,7 +408,6 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
             ]
         )
     print(f"\n{options.model}, batch {options.batch}, {options.dtype}, {options.rounds} rounds; baseline: {names[0]}")
-    print("The baseline has torch's own frozen BatchNorm, as timm's models come; the others have ours.")
     print("milliseconds: median [quartiles]; ×: baseline / recipe; MFLOPs per image and MiB are executed ones\n")
     head = ["recipe", "backward", "×", "whole step", "×", "forward", "frozen prefix", "its bare inference"]
     print(table([*head, "backward MFLOPs", "×", "saved MiB", "peak MiB"], rows))

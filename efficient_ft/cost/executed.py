@@ -104,7 +104,6 @@ def executed(
     label_smoothing: float = 0.0,
     in_chans: int = 3,
     frozen_bn: bool = True,
-    own_backward: bool = True,
 ) -> Executed:
     """Count one training step of `model` with `methods`; neither, nor any random state, is changed.
 
@@ -117,12 +116,11 @@ def executed(
             is counted.
         precision: ``fp32``, or ``bf16`` or ``fp16`` autocast.
         frozen_bn: BatchNorm layers use their running statistics, as in training by default.
-        own_backward: frozen BatchNorm layers have our backward pass; False: torch's, as a model comes from timm.
 
     Raises:
         UserError: a setting that cannot be, or a model that does not return logits.
     """
-    probe = Probe(model, methods, input_size, precision, label_smoothing, in_chans, frozen_bn, own_backward)
+    probe = Probe(model, methods, input_size, precision, label_smoothing, in_chans, frozen_bn)
     with undisturbed():
         probe.warm_up()
         return probe.executed(batch_size)
@@ -213,7 +211,6 @@ class Probe:
         label_smoothing: float,
         in_chans: int,
         frozen_bn: bool,
-        own_backward: bool = True,
     ) -> None:
         if precision not in AUTOCAST:
             raise SettingError("precision", precision, list(AUTOCAST))
@@ -225,7 +222,7 @@ class Probe:
         self.shape = (in_chans, *input_size)
         self.dtype = AUTOCAST[precision]
         self.label_smoothing = label_smoothing
-        self.frozen_bn, self.own_backward = frozen_bn, own_backward
+        self.frozen_bn = frozen_bn
         if any(m.applied is None for m in self.methods):
             from efficient_ft.methods.base import apply_methods
 
@@ -320,7 +317,7 @@ class Probe:
         model.train()
         model.zero_grad(set_to_none=True)
         if self.frozen_bn:
-            freeze_batch_norm(model, self.own_backward)
+            freeze_batch_norm(model)
         return model, methods
 
     def _batch(self, images: int) -> tuple[Tensor, Tensor]:

@@ -98,7 +98,6 @@ class TrainingStep:
 
     Args:
         methods: applied to `model`; told of each step, the first of which is number `first_step`.
-        own_backward: frozen BatchNorm layers have our backward pass; False: torch's (see `freeze_batch_norm`).
         clip: largest norm of the whole gradient.
         build_optimizer: optimizer over the model's trainable parameters; None: AdamW.
     """
@@ -114,7 +113,6 @@ class TrainingStep:
         label_smoothing: float = 0.0,
         in_chans: int = 3,
         frozen_bn: bool = True,
-        own_backward: bool = True,
         device: torch.device | str = "cpu",
         first_step: int = 0,
         clip: float | None = None,
@@ -125,7 +123,7 @@ class TrainingStep:
         self.device = torch.device(device)
         self.model = model.to(self.device).train()
         if frozen_bn:
-            freeze_batch_norm(self.model, own_backward)
+            freeze_batch_norm(self.model)
         self.methods = list(methods)
         self.dtype = AUTOCAST[precision]
         self.label_smoothing = label_smoothing
@@ -200,8 +198,8 @@ def compare(
     """The cost of a run's step, beside plain full fine-tuning: ``{"method": Cost, "full": Cost}``.
 
     Probes are copies on random images; the run's model, methods and random states are left as they are. The full model
-    is built only here, as it comes from timm (torch's own BatchNorm), and all that timm leaves trainable trains. Where
-    the machine has not the memory, the counts are given without times, and the note says so.
+    is built only here, as it comes from timm, and all that timm leaves trainable trains. Where the machine has not the
+    memory, the counts are given without times, and the note says so.
 
     Args:
         model, methods: of the run.
@@ -221,7 +219,7 @@ def compare(
     with undisturbed(cuda):
         watched: dict[str, Probe] = {"method": Probe(model, methods, **shape)}
         if full is not None:
-            watched["full"] = Probe(full(), (), own_backward=False, **shape)
+            watched["full"] = Probe(full(), (), **shape)
         counts, training, notes = {}, {}, {}
         free, held = _free_bytes(device), 0
         for name, probe in watched.items():
@@ -241,7 +239,6 @@ def compare(
                 first_step=probe.steps_before,
                 clip=clip,
                 build_optimizer=build_optimizer,
-                own_backward=probe.own_backward,
                 **shape,
             )
             try:

@@ -17,26 +17,24 @@ class FrozenBatchNorm2d(nn.BatchNorm2d):
         assert self.running_mean is not None
         assert self.running_var is not None
         arguments = (x, self.running_mean, self.running_var, self.weight, self.bias)
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in arguments):
+        trains = self.weight is not None and self.weight.requires_grad
+        if torch.is_grad_enabled() and not trains and any(t is not None and t.requires_grad for t in (x, self.bias)):
             return frozen_batch_norm(*arguments, self.eps)
         return F.batch_norm(*arguments, False, 0.0, self.eps)
 
 
-def freeze_batch_norm(model: nn.Module, own_backward: bool = True) -> list[str]:
+def freeze_batch_norm(model: nn.Module) -> list[str]:
     """Freeze the statistics of every BatchNorm of `model`, in training mode too; returns their names.
 
     Call it again after each `model.train()`: layers with a forward of their own (timm's fused normalisation and
     activation) are put in evaluation mode, which `train` undoes. Names and values of the state stay as they are.
-
-    Args:
-        own_backward: False leaves torch's layers and their backward pass as they are, only evaluating.
     """
     names = []
     for name, module in model.named_modules():
         if not isinstance(module, _BatchNorm) or module.running_mean is None:
             continue
         names.append(name)
-        if own_backward and type(module) is nn.BatchNorm2d:
+        if type(module) is nn.BatchNorm2d:
             module.__class__ = FrozenBatchNorm2d
         elif type(module) is not FrozenBatchNorm2d:
             module.eval()
