@@ -131,6 +131,8 @@ class TrainerConfig(_Part):
     devices: Count | Literal["auto"] = 1
     #: Batches per optimizer step.
     accumulate: Count = 1
+    #: Convolutional maps in channels-last memory; null: on a CPU, where they run faster so.
+    channels_last: bool | None = None
     progress: bool = True
     deterministic: bool = False
     #: Evaluate on this many batches only; null: on all.

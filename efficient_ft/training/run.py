@@ -185,6 +185,8 @@ def _train(config: Config, folder: Path) -> dict[str, Any]:
     if config.trainer.progress:
         callbacks.append(Bar(total_steps, epochs))
     trainer = _trainer(config, folder, methods, callbacks, loggers, epochs)
+    if _channels_last(config, trainer.strategy.root_device):
+        network.to(memory_format=torch.channels_last)
     module = FineTuner(network, config, images.num_classes, total_steps)
 
     state = folder / checkpoint.NAME
@@ -320,6 +322,11 @@ def _environment(config: Config, device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "keep_allocator": config.keep_allocator and platform.system() == "Linux",
     }
+
+
+def _channels_last(config: Config, device: torch.device) -> bool:
+    chosen = config.trainer.channels_last
+    return device.type == "cpu" if chosen is None else chosen
 
 
 # ---------------------------------------------------------------------------------------------- evaluation
