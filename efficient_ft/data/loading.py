@@ -181,7 +181,7 @@ class ImageData:
         return self._loader(images, sampler, size, drop_last)
 
     def eval_loader(self, split: Split, rank: int = 0, world: int = 1) -> Loader:
-        """Batches of a split in its own order, each image once over all processes, not augmented."""
+        """Batches of a split in one fixed order, each image once over all processes, not augmented."""
         if split not in self._parts:
             have = [name for name in self._parts if name != "train"]
             raise UserError(f"This data set has no {split} images; it has {' and '.join(have)} images.")
@@ -249,7 +249,7 @@ class CounterSampler(Sampler[tuple[int, int]]):
         seed: of the order.
         rank: this process, 0 ≤ rank < world.
         world: number of processes.
-        shuffle: false for evaluation, in the images' own order.
+        shuffle: false for evaluation: one fixed order, whatever the seed and the epoch.
 
     Attributes:
         epoch: what `set_epoch` set.
@@ -279,7 +279,8 @@ class CounterSampler(Sampler[tuple[int, int]]):
             order = np.random.default_rng([self.seed, epoch]).permutation(self.size)
             order = np.resize(order, len(self) * self.world)  # repeats from the beginning
         else:
-            order = np.arange(self.size)
+            # the same in every epoch, but mixed: data come sorted by class, and a limited evaluation sees the first ones
+            order = np.random.default_rng(0).permutation(self.size)
         for index in order[self.rank :: self.world][start:].tolist():
             yield epoch, index
 

@@ -145,13 +145,17 @@ def test_samples_are_what_the_transform_makes_of_the_file(folders: Make, data_co
     root = folders(train={"a": 5, "b": 5}, test={"a": 2, "b": 3})
     data = open_data(data_config("folder", root=str(root), batch_size=2), SPEC, 0)
     files = sorted((root / "test").rglob("*.jpg"))
-    images, labels = zip(*data.eval_loader("test"), strict=True)
+    loader = data.eval_loader("test")
+    order = [index for _, index in loader.sampler]
+    assert sorted(order) == list(range(5))
+    assert order == [index for _, index in data.eval_loader("test").sampler], "the same each time"
+    images, labels = zip(*loader, strict=True)
     assert [len(x) for x in images] == [2, 2, 1]
-    assert torch.cat(labels).tolist() == [0, 0, 1, 1, 1]
+    assert torch.cat(labels).tolist() == [[0, 0, 1, 1, 1][index] for index in order]
     assert torch.cat(labels).dtype == torch.int64
-    for image, file in zip(torch.cat(images), files, strict=True):
+    for image, index in zip(torch.cat(images), order, strict=True):
         assert image.shape == (3, 16, 16)
-        assert torch.equal(image, data.transform_eval(file))
+        assert torch.equal(image, data.transform_eval(files[index]))
 
 
 def test_small_images_kept_in_memory_are_the_same_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
