@@ -571,6 +571,8 @@ def _loop(options: argparse.Namespace) -> dict[str, Any]:
 
 def _one_loop(job: str, options: argparse.Namespace) -> dict[str, Any]:
     """The run of `job` as the command line makes it, until enough steps are measured."""
+    import torch
+
     from efficient_ft.config import build_methods
     from efficient_ft.cost import TrainingStep
     from efficient_ft.data import ImageData
@@ -588,6 +590,8 @@ def _one_loop(job: str, options: argparse.Namespace) -> dict[str, Any]:
     size, classes = factory.input_of(config.model).size, 10
     model, methods = factory.random_model(config.model, classes), build_methods(config)
     apply_methods(model, methods)
+    if options.device == "cpu":  # as the framework does: the loop is compared, not the memory format
+        model.to(memory_format=torch.channels_last)
     bare = TrainingStep(
         model,
         methods,

@@ -286,7 +286,7 @@ def test_a_run_has_the_folder_of_its_configuration_or_the_one_it_is_given(progra
     after_third = sorted(program.rglob("*"))
     done = called(program, "evaluate=third", "optim.lr=0.25")
     assert done.stdout == "ran 3 lr 0.25 evaluate third\n", done.stderr
-    assert called(program, "cost_only=true").stdout == "ran 4 lr 0.001 evaluate None\n"
+    assert called(program, "cost_only=true").stdout == "ran 4 lr 0.002 evaluate None\n"
     assert sorted(program.rglob("*")) == after_third != before
     for folder_, said in [("nix", "no such folder"), ("outputs", "no model.safetensors")]:
         refused = called(program, f"evaluate={folder_}")

@@ -279,7 +279,7 @@ class CounterSampler(Sampler[tuple[int, int]]):
             order = np.random.default_rng([self.seed, epoch]).permutation(self.size)
             order = np.resize(order, len(self) * self.world)  # repeats from the beginning
         else:
-            # the same in every epoch, but mixed: data come sorted by class, and a limited evaluation sees the first ones
+            # the same in every epoch, but mixed: data come sorted by class, and a limited evaluation sees the first
             order = np.random.default_rng(0).permutation(self.size)
         for index in order[self.rank :: self.world][start:].tolist():
             yield epoch, index
