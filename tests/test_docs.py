@@ -18,3 +18,8 @@ def test_python_blocks_run_in_the_order_of_the_page(page, capsys):
     names: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, page.name, "exec"), names)
+
+
+def test_nothing_is_left_to_fill_in():
+    for page in PAGES:
+        assert not re.findall(r"\b[A-Z]+_[A-Z]+(?:_[A-Z]+)*\b(?=\n)|placeholder", page.read_text(encoding="utf-8")), page

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+from efficient_ft.cost import kept_after_forward, layer_flops
 from efficient_ft.errors import SettingError, UserError
 from efficient_ft.methods import METHODS, LastStage, apply_methods, plain_state_dict
 from efficient_ft.methods.base import ORDER_OF_APPLICATION, Method
@@ -297,6 +298,32 @@ def test_state_travels_in_a_checkpoint(row: str, load_first: bool, tmp_path: Pat
     resumed.load_state_dict(saved["model"], strict=True)
     assert again.state_dict() == method.state_dict()
     assert largest_difference(gradients(model, name), gradients(resumed, name)) == 0
+
+
+# ------------------------------------------------------------------------------------------------ the meter
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("row", "name"), CASES)
+def test_nothing_hides_from_the_meter(row: str, name: str, precision: str) -> None:
+    model, method = MODELS[name].create(), ROWS[row].create()
+    size = MODELS[name].size
+    kept = kept_after_forward(model, 2, (size, size), methods=[method], precision=precision)
+    assert kept.hidden == ()
+    assert kept.saved_bytes == kept.live_bytes
+
+
+@pytest.mark.parametrize("row", ["lbp_wht", "lbp_dct"])
+@pytest.mark.parametrize("name", ["vit", "efficientformer", "swinv2"])
+def test_every_projected_layer_is_reached_and_costs_less(row: str, name: str) -> None:
+    size = MODELS[name].size
+    model, method = MODELS[name].create(), ROWS[row].create()
+    exact = layer_flops(model, 4, (size, size))
+    method.apply(model)
+    low = layer_flops(model, 4, (size, size))
+    assert method.applied is not None
+    assert method.applied.touched
+    for layer in method.applied.touched:
+        assert low[layer].calls == 1
+        assert 0 < low[layer].backward < exact[layer].backward
 
 
 # ------------------------------------------------------------------------------------------------ stacking
