@@ -37,17 +37,23 @@ def script() -> ModuleType:
     return module
 
 
+def _lively(model: nn.Module) -> nn.Module:
+    """A head that is not zero, as it is at initialisation: no gradient would pass it."""
+    nn.init.normal_(model.head.weight, std=0.1)
+    return model
+
+
 @pytest.fixture(scope="module")
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return timm.create_model("vit_digits", num_classes=2, depth=2, img_size=28)
+    return _lively(timm.create_model("vit_digits", num_classes=2, depth=2, img_size=28))
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file as users have it: half precision, trained at 32 pixels."""
     torch.manual_seed(0)
-    model = timm.create_model("vit_digits", num_classes=2)
+    model = _lively(timm.create_model("vit_digits", num_classes=2))
     file = tmp_path_factory.mktemp("weights") / "weights.safetensors"
     save_file({k: v.half() if v.is_floating_point() else v for k, v in model.state_dict().items()}, file)
     return file
