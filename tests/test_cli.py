@@ -37,7 +37,7 @@ def options(group: str) -> list[str]:
 
 
 # ---------------------------------------------------------------------- what composes
-@pytest.mark.parametrize("group", ["model", "data", "optim", "trainer", "logger", "recipe"])
+@pytest.mark.parametrize("group", ["model", "data", "optim", "trainer", "logger", "recipe", "from_scratch"])
 def test_every_option_of_every_group_composes(group: str) -> None:
     for option in options(group):
         named = ["model.name=resnet18"] if option == "timm" else []
@@ -80,12 +80,24 @@ def test_a_data_set_of_the_paper_brings_its_recipe(
     assert config.data.augment.name == "resize_crop"
 
 
+def test_only_a_network_without_pretrained_weights_is_trained_from_scratch() -> None:
+    (scratch,) = composed()
+    (elsewhere,) = composed("data=cifar100")
+    (pretrained,) = composed("model=deit_tiny")
+    (plain,) = composed("model=deit_tiny", "data=folder")
+    (own,) = composed("from_scratch=none")
+    assert scratch.optim == elsewhere.optim
+    assert (scratch.optim.lr, scratch.optim.weight_decay, scratch.trainer.epochs) == (2e-3, 0.05, 15)
+    assert pretrained.optim == plain.optim == own.optim
+    assert (pretrained.optim.lr, pretrained.trainer.epochs) == (1e-4, 20)
+
+
 def test_a_recipe_is_for_its_optimizer_and_data_set_only_and_the_user_wins() -> None:
-    (folder,) = composed("data=folder")
-    (none,) = composed("data=cifar100", "recipe=none")
-    (sgd,) = composed("data=cifar100", "optim=sgd")
-    (own,) = composed("data=cifar100", "optim.lr=0.5", "trainer.epochs=2", "data.select_best_on=val")
-    (borrowed,) = composed("data=folder", "recipe=adamw_cars")
+    (folder,) = composed("model=deit_tiny", "data=folder")
+    (none,) = composed("model=deit_tiny", "data=cifar100", "recipe=none")
+    (sgd,) = composed("model=deit_tiny", "data=cifar100", "optim=sgd")
+    (own,) = composed("model=deit_tiny", "data=cifar100", "optim.lr=0.5", "trainer.epochs=2", "data.select_best_on=val")
+    (borrowed,) = composed("model=deit_tiny", "data=folder", "recipe=adamw_cars")
     assert folder.optim == none.optim
     assert folder.data.select_best_on == none.data.select_best_on == sgd.data.select_best_on == "val"
     assert (sgd.optim.lr, sgd.optim.momentum) == (0.01, 0.9)
