@@ -164,24 +164,45 @@ def test_killed_in_the_middle_of_an_epoch_it_continues_bit_for_bit(
     assert_same_run(broken, straight if changes else finished[0])
 
 
-def test_ctrl_c_leaves_a_checkpoint_and_the_command_continues(tmp_path, configuration, finished, monkeypatch, capsys):
+def interrupted_at(step: int, config, folder: Path) -> None:
+    """Run until Ctrl-C comes in optimizer step `step`."""
     end = Recorder.on_train_batch_end
 
     def interrupted(self, trainer, *args):
-        if trainer.global_step == 14:
+        if trainer.global_step == step:
             signal.raise_signal(signal.SIGINT)
         end(self, trainer, *args)
 
-    folder = tmp_path / "run"
-    config = configuration()
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Recorder, "on_train_batch_end", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(config, folder)
-    assert checkpoint.read(folder / checkpoint.NAME)["global_step"] == 14
+    assert checkpoint.read(folder / checkpoint.NAME)["global_step"] == step
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_the_command_continues(tmp_path, configuration, finished, capsys):
+    folder = tmp_path / "run"
+    config = configuration()
+    interrupted_at(14, config, folder)
     run(config, folder)
     assert "Continuing" in capsys.readouterr().out
     assert_same_run(folder, finished[0])
+
+
+def test_what_a_method_learnt_continues_too(tmp_path, configuration):
+    """LHE stopped while it profiles (5 steps of 8) and again after it has chosen (14): as if never stopped."""
+    method = {"full": {}, "lbp_wht": {"bases": "lhe", "order": 2, "profile_steps": 8}}
+    config, broken, straight = configuration(method=method), tmp_path / "broken", tmp_path / "straight"
+    run(config, straight)
+    interrupted_at(5, config, broken)
+    interrupted_at(14, config, broken)
+    run(config, broken)
+    states = [checkpoint.read(folder / checkpoint.NAME)["callbacks"] for folder in (broken, straight)]
+    (of_broken,), (of_straight,) = ([v for k, v in s.items() if k.startswith("lbp_wht")] for s in states)
+    assert of_broken == of_straight
+    assert (of_broken["steps"], of_broken["energy"]) == (8, {})
+    assert len(of_broken["chosen"]) > 4
+    assert_same_run(broken, straight)
 
 
 def test_resume_never_moves_the_old_run_aside(tmp_path, configuration, finished, capsys):
