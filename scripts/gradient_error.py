@@ -14,7 +14,7 @@ projections included.
   gradients that reach the inputs of the blocks, concatenated) with ``first block`` (what reaches the stem).
 * ``pooled``: the same for the gradient of all images at once.
 
-Takes about 20 minutes of one quiet core for 28, 32 and 56 pixels with ``--finetune`` and ``--headroom``. With
+Takes about 15 minutes of two quiet cores for 28, 32 and 56 pixels with ``--finetune`` and ``--headroom``. With
 ``--json`` the rows of other image sizes that the file has already are kept: sizes can be measured one by one.
 """
 

@@ -10,6 +10,15 @@ and reports them, so that the run is the same whenever and however the images ar
 """
 
 from efficient_ft.data.images import InputSpec, Transform, read_image
-from efficient_ft.data.loading import CounterSampler, ImageData, missing_data, open_data
+from efficient_ft.data.loading import CounterSampler, ImageData, class_count, missing_data, open_data
 
-__all__ = ["CounterSampler", "ImageData", "InputSpec", "Transform", "missing_data", "open_data", "read_image"]
+__all__ = [
+    "CounterSampler",
+    "ImageData",
+    "InputSpec",
+    "Transform",
+    "class_count",
+    "missing_data",
+    "open_data",
+    "read_image",
+]

@@ -29,6 +29,7 @@ from efficient_ft.data.sources import (
     Listing,
     Samples,
     Source,
+    folder_classes,
     missing_folder,
     read_digits,
     read_folder,
@@ -53,6 +54,15 @@ def missing_data(config: DataConfig) -> str | None:
         return missing_folder(Path(config.root).expanduser())
     source = _source(config)
     return source.missing(config.name, source.root(config.root), config.download)
+
+
+def class_count(config: DataConfig) -> int | None:
+    """How many classes `config` has, known without its images; None for a folder that is not there."""
+    if config.name == "digits":
+        return 10
+    if config.name == "folder":
+        return folder_classes(Path(config.root).expanduser())
+    return _source(config).classes
 
 
 def _source(config: DataConfig) -> Source:

@@ -83,6 +83,7 @@ class Source:
 
     Args:
         title: its name in messages.
+        classes: how many there are.
         folder: where everything lies; `data.root` may also be this folder itself.
         archives: the files.
         read: root → listing; raises anything on damaged lists.
@@ -91,6 +92,7 @@ class Source:
     """
 
     title: str
+    classes: int
     folder: str
     archives: tuple[Archive, ...]
     read: Callable[[Path], Listing]
@@ -220,10 +222,10 @@ def _cub(root: Path) -> Listing:
     return Listing(names, part("1"), test=part("0"))
 
 
-def _cifar_source(kind: type[datasets.CIFAR10], title: str, size: int) -> Source:
+def _cifar_source(kind: type[datasets.CIFAR10], title: str, classes: int, size: int) -> Source:
     read, intact = _cifar(kind)
     archive = Archive(kind.filename, kind.base_folder, kind.url, kind.tgz_md5, size)
-    return Source(title, kind.base_folder, (archive,), read, intact)
+    return Source(title, classes, kind.base_folder, (archive,), read, intact)
 
 
 _OXFORD = "https://www.robots.ox.ac.uk/~vgg/data"
@@ -232,10 +234,11 @@ _PETS = f"{_OXFORD}/pets/data"
 
 # Addresses and checksums are those of torchvision (a test compares them); sizes are those of the publishers.
 LISTED: dict[str, Source] = {
-    "cifar10": _cifar_source(datasets.CIFAR10, "CIFAR-10", 170498071),
-    "cifar100": _cifar_source(datasets.CIFAR100, "CIFAR-100", 169001437),
+    "cifar10": _cifar_source(datasets.CIFAR10, "CIFAR-10", 10, 170498071),
+    "cifar100": _cifar_source(datasets.CIFAR100, "CIFAR-100", 100, 169001437),
     "flowers102": Source(
         "Flowers-102",
+        102,
         "flowers-102",
         (
             Archive(
@@ -256,6 +259,7 @@ LISTED: dict[str, Source] = {
     ),
     "food101": Source(
         "Food-101",
+        101,
         "food-101",
         (
             Archive(
@@ -271,6 +275,7 @@ LISTED: dict[str, Source] = {
     ),
     "pets": Source(
         "Oxford-IIIT Pet",
+        37,
         "oxford-iiit-pet",
         (
             Archive(
@@ -293,6 +298,7 @@ LISTED: dict[str, Source] = {
     ),
     "aircraft": Source(
         "FGVC-Aircraft",
+        100,
         "fgvc-aircraft-2013b",
         (
             Archive(
@@ -307,6 +313,7 @@ LISTED: dict[str, Source] = {
     ),
     "cars": Source(
         "Stanford Cars",
+        196,
         "stanford_cars",
         (
             Archive("stanford_cars/cars_train.tgz", "stanford_cars/cars_train"),
@@ -323,6 +330,7 @@ LISTED: dict[str, Source] = {
     ),
     "cub200": Source(
         "CUB-200-2011",
+        200,
         "CUB_200_2011",
         (
             Archive(
@@ -409,6 +417,15 @@ def missing_folder(root: Path) -> str | None:
         "DIR/train/CLASS/*.jpg and DIR/val/... or DIR/test/..., or DIR/CLASS/*.jpg (a part is then held out "
         "for testing). Use instead: data=digits (needs no files)."
     )
+
+
+def folder_classes(root: Path) -> int | None:
+    """How many class folders there are to train on, without looking at any image; None without a folder of them."""
+    if not root.is_dir():
+        return None
+    folders = _subfolders(root)
+    train = _subfolders(folders["train"]) if "train" in folders else {}
+    return len(train or folders) or None
 
 
 def read_folder(root: Path) -> Listing:

@@ -22,9 +22,12 @@ NAME = "checkpoint.ckpt"
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """`write` to a file beside `path`, make it durable, and move it into place; `path` is whole at any moment."""
+    """`write` to a file beside `path`, make it durable, and move it into place; `path` is whole at any moment.
+
+    One process writes into a folder at a time, so that what a killed one left beside is written over.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    beside = path.with_name(f"{path.name}.tmp")
     try:
         write(beside)
         with open(beside, "rb+") as file:

@@ -29,6 +29,7 @@ import lightning.pytorch as L
 import timm
 import torch
 import yaml
+from filelock import FileLock, Timeout
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -38,7 +39,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from efficient_ft import __version__, cost
 from efficient_ft.config import Config, build_methods, check, fingerprint
-from efficient_ft.data import ImageData, InputSpec, missing_data, open_data
+from efficient_ft.cost.executed import AUTOCAST
+from efficient_ft.data import ImageData, InputSpec, class_count, missing_data, open_data
 from efficient_ft.errors import UserError
 from efficient_ft.methods.base import Applied, Method, plain_state_dict
 from efficient_ft.models import factory
@@ -51,21 +53,12 @@ log = logging.getLogger(__name__)
 RESULTS = "results.json"
 CONFIG = "config.yaml"
 
-# For a cost without data; of a folder the classes are counted where it is there.
-_CLASSES = {
-    "digits": 10,
-    "cifar10": 10,
-    "cifar100": 100,
-    "flowers102": 102,
-    "food101": 101,
-    "pets": 37,
-    "aircraft": 100,
-    "cars": 196,
-    "cub200": 200,
-}
+#: Classes of a model whose data are not there, when only its cost is asked for: those of ImageNet.
+_UNKNOWN_CLASSES = 1000
+#: Held by the process that trains in a folder; the system lets go of it when that process ends, however it ends.
+_LOCK = ".lock"
 
 _PRECISION: dict[str, Any] = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
-_AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def run(config: Config, folder: Path) -> dict[str, Any]:
@@ -92,8 +85,9 @@ def run(config: Config, folder: Path) -> dict[str, Any]:
         _say(report.result_text(results, folder))
         return results
     _require(config)
-    _take_folder(config, folder)
-    return _train(config, folder)
+    with _alone_in(folder):
+        _take_folder(config, folder)
+        return _train(config, folder)
 
 
 # ---------------------------------------------------------------------------------------------- before training
@@ -115,6 +109,27 @@ def _refuse_another_run(config: Config, folder: Path) -> None:
         )
 
 
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """No other process trains in `folder` meanwhile; of one that Lightning started, the first asks for all."""
+    if _rank() != 0:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / _LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise UserError(
+            f"{folder} is in use: the same command is running in another process. Wait for it, or choose another"
+            " hydra.run.dir."
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def _take_folder(config: Config, folder: Path) -> None:
     """Make the folder this run's: what an earlier one left is moved aside where a new start is asked for."""
     if _rank() != 0:
@@ -127,11 +142,11 @@ def _take_folder(config: Config, folder: Path) -> None:
 
 def _difference(config: Config, stored: Path) -> str | None:
     """What makes the run in `stored` another one, for a message; None when it is the same."""
-    old_plain = yaml.safe_load(stored.read_text(encoding="utf-8"))
     try:
+        old_plain = yaml.safe_load(stored.read_text(encoding="utf-8"))
         if fingerprint(check(old_plain)) == fingerprint(config):
             return None
-    except (UserError, TypeError, AttributeError):
+    except (UserError, TypeError, AttributeError, UnicodeDecodeError, yaml.YAMLError):
         return "its config.yaml cannot be read"
     old, new = _flat(old_plain), _flat(config.model_dump(mode="json"))
     changed = [k for k in {**old, **new} if old.get(k) != new.get(k)]
@@ -155,7 +170,7 @@ def _move_aside(folder: Path) -> None:
     aside.mkdir()
     for entry in folder.iterdir():
         # Hydra has opened its log for this command already.
-        if entry.suffix != ".log" and entry.name != ".hydra":
+        if entry.suffix != ".log" and entry.name not in (".hydra", _LOCK):
             shutil.move(str(entry), aside / entry.name)
     _say(f"resume=never: the earlier run was moved to {aside}.")
 
@@ -338,7 +353,7 @@ def accuracy(
     model.eval().to(device)
     # on this process alone: the others may have ended
     metric = MulticlassAccuracy(classes, average="micro", validate_args=False, sync_on_compute=False).to(device)
-    dtype = _AUTOCAST[precision]
+    dtype = AUTOCAST[precision]
     for number, (images, labels) in enumerate(loader):
         if number == limit:
             break
@@ -399,7 +414,7 @@ def _evaluate(folder: Path, asked: Config) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------- cost
 def _cost_only(config: Config) -> dict[str, Any]:
     """Executed cost of the method, beside full fine-tuning: no data, no weights."""
-    classes = _CLASSES.get(config.data.name) or _count_classes(Path(config.data.root).expanduser())
+    classes = class_count(config.data) or _UNKNOWN_CLASSES
     spec = factory.input_of(config.model)
     network = factory.random_model(config.model, classes)
     costs = _costs(config, network, build_methods(config), spec, classes, torch.device("cpu"), steps=0)
@@ -410,12 +425,6 @@ def _cost_only(config: Config) -> dict[str, Any]:
         + report.cost_table(costs, "+".join(config.method), config.data.batch_size)
     )
     return costs
-
-
-def _count_classes(root: Path) -> int:
-    train = root / "train" if (root / "train").is_dir() else root
-    folders = [f for f in train.iterdir() if f.is_dir()] if train.is_dir() else []
-    return len(folders) or 1000
 
 
 def _costs(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pictures import SPEC, save
 
 from efficient_ft.config import DataConfig
-from efficient_ft.data import ImageData, missing_data, open_data
+from efficient_ft.data import ImageData, class_count, missing_data, open_data
 from efficient_ft.data.sources import Samples, read_digits, read_folder, split_off
 from efficient_ft.errors import SettingError, UserError
 
@@ -118,6 +118,15 @@ def test_nested_images_links_hidden_files_and_other_files(folders: Make, data_co
     assert "1 files in" in notes
     assert ".txt ×1" in notes
     assert "Not used: masks" in notes
+
+
+def test_classes_are_counted_without_opening_an_image(folders: Make, data_config: Config, tmp_path: Path) -> None:
+    root = folders(train={"cat": 2, "dog": 2}, test={"cat": 1, "dog": 1})
+    (root / "train" / ".thumbnails").mkdir()
+    assert class_count(data_config("folder", root=str(root))) == 2
+    assert class_count(data_config("folder", root=str(root / "train"))) == 2
+    assert class_count(data_config("folder", root=str(tmp_path / "nowhere"))) is None
+    assert class_count(data_config("digits")) == opened(data_config("digits")).num_classes
 
 
 def test_class_names_in_any_language_and_spelling_of_accents(folders: Make) -> None:

@@ -23,7 +23,7 @@ from pictures import SPEC, save
 from torchvision import datasets
 
 from efficient_ft.config import DataConfig
-from efficient_ft.data import fetch, missing_data, open_data
+from efficient_ft.data import class_count, fetch, missing_data, open_data
 from efficient_ft.data.fetch import Archive
 from efficient_ft.data.sources import LISTED
 from efficient_ft.errors import UserError
@@ -185,6 +185,7 @@ def test_cifar(
     data = open_data(config, SPEC, 0)
     classes = 100 if name == "cifar100" else 10
     assert data.class_names == [f"class {i}" for i in range(classes)]
+    assert class_count(config) == classes
     files = len(kind.train_list)
     assert data.splits == {"train": files * 2 * classes, "test": 2 * classes}
     pixels = first[3].reshape(3, 32, 32).transpose(1, 2, 0)  # rows of 1024 reds, 1024 greens, 1024 blues
@@ -214,7 +215,7 @@ def test_flowers_trains_on_validation_too_as_published(
     known("flowers102", md5=None)
     data = open_data(data_config("flowers102", root=str(tmp_path), select_best_on="test"), SPEC, 0)
     assert data.splits == {"train": 6, "test": 6}
-    assert data.num_classes == 102
+    assert data.num_classes == 102 == LISTED["flowers102"].classes
     assert data._parts["test"].labels.tolist() == [0, 1, 101] * 2
     assert data._parts["train"].images[3].endswith("image_00004.jpg")
     chosen_on_val = open_data(data_config("flowers102", root=str(tmp_path)), SPEC, 0)

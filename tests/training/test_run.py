@@ -208,12 +208,31 @@ def test_what_a_method_learnt_continues_too(tmp_path, configuration):
 def test_resume_never_moves_the_old_run_aside(tmp_path, configuration, finished, capsys):
     folder = tmp_path / "run"
     shutil.copytree(finished[0], folder)
-    old = {f.name: f.read_bytes() for f in folder.iterdir()}
+    old = {f.name: f.read_bytes() for f in folder.iterdir() if f.name != ".lock"}
     run(configuration(resume="never", trainer__max_steps=2), folder)
     aside = tmp_path / "run.1"
     assert {f.name: f.read_bytes() for f in aside.iterdir()} == old
     assert checkpoint.read(folder / checkpoint.NAME)["global_step"] == 2
     assert str(aside) in capsys.readouterr().out
+
+
+def test_the_same_command_twice_at_once_is_refused(tmp_path, configuration):
+    folder, config = tmp_path / "run", configuration(trainer__max_steps=2)
+    folder.mkdir()
+    code = "import sys, time; from filelock import FileLock; lock = FileLock(sys.argv[1]); lock.acquire();"
+    code += "print(1, flush=True); time.sleep(60)"
+    other = subprocess.Popen([sys.executable, "-c", code, str(folder / ".lock")], stdout=subprocess.PIPE)
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline()
+        with pytest.raises(UserError, match=r"is in use: the same command is running .*hydra\.run\.dir"):
+            run(config, folder)
+        assert [file.name for file in folder.iterdir()] == [".lock"]
+    finally:
+        other.kill()
+        other.communicate()
+    run(config, folder)
+    run(configuration(resume="never", trainer__max_steps=2), folder)
 
 
 def test_another_run_in_the_folder_is_refused(configuration, finished):
