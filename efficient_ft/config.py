@@ -248,6 +248,8 @@ def build_methods(config: Config) -> list[Method]:
     for name in config.method:
         if name not in METHODS:
             raise SettingError("method", name, sorted(METHODS))
+    if config.model.select != "keep":
+        _selection_named("model.select", config.model.select, METHODS)
     projectors = [name for name in config.method if METHODS[name].axis == "backprop"]
     if len(projectors) > 1:
         raise UserError(f"method: {' and '.join(projectors)} both replace the backward pass; name one of them.")
@@ -275,27 +277,11 @@ def build_methods(config: Config) -> list[Method]:
 
 def _default_selection(selects: Mapping[str, Any], known: Mapping[str, type]) -> str | None:
     """The one selection that the recipes agree on; null and ``keep`` have no say."""
-    # Those that need to be told more (which blocks) cannot be a bare name.
-    names = sorted(
-        name
-        for name, method in known.items()
-        if method.axis == "selection"  # type: ignore[attr-defined]
-        and all(p.default is not p.empty for p in _arguments(method).values())
-    )
     wanted: dict[str, str] = {}
     for recipe, select in selects.items():
         if select in (None, "keep"):
             continue
-        name = "full" if select == "all" else select
-        if name not in names:
-            allowed = ["all", "keep", *(n for n in names if n != "full")]
-            raise SettingError(
-                f"method.{recipe}.select",
-                select,
-                allowed,
-                "A selection with settings of its own goes into the list: 'method=[...]'.",
-            )
-        wanted[recipe] = name
+        wanted[recipe] = _selection_named(f"method.{recipe}.select", select, known)
     if len(set(wanted.values())) > 1:
         each = ", ".join(f"method.{recipe}.select={selects[recipe]}" for recipe in wanted)
         raise UserError(
@@ -303,6 +289,23 @@ def _default_selection(selects: Mapping[str, Any], known: Mapping[str, type]) ->
             f" 'method=[{','.join([*selects, 'last_stage'])}]', or set them equal."
         )
     return next(iter(wanted.values()), None)
+
+
+def _selection_named(setting: str, select: Any, known: Mapping[str, type]) -> str:
+    """The selection that the value `select` of a setting names."""
+    # Those that need to be told more (which blocks) cannot be a bare name.
+    names = sorted(
+        name
+        for name, method in known.items()
+        if method.axis == "selection"  # type: ignore[attr-defined]
+        and all(p.default is not p.empty for p in _arguments(method).values())
+    )
+    name = "full" if select == "all" else select
+    if name not in names:
+        allowed = ["all", "keep", *(n for n in names if n != "full")]
+        hint = "A selection with settings of its own goes into the list: 'method=[...]'."
+        raise SettingError(setting, select, allowed, hint)
+    return name
 
 
 def _arguments(method: type) -> dict[str, inspect.Parameter]:

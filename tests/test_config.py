@@ -229,6 +229,14 @@ def test_the_order_of_the_list_changes_nothing() -> None:
 
 
 @pytest.mark.usefixtures("registry")
+def test_a_default_selection_that_is_none_is_said_even_where_another_is_named() -> None:
+    plain = {**PLAIN, "method": {"full": {}}}
+    plain["model"] = {**plain["model"], "select": "lst_stage"}
+    with pytest.raises(SettingError, match=r"model\.select=lst_stage.*Did you mean 'last_stage'\?"):
+        build_methods(check(plain))
+
+
+@pytest.mark.usefixtures("registry")
 def test_selections_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(UserError, match="full and last_stage both select"):
         made(full={}, last_stage={})
