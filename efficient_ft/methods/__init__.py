@@ -4,10 +4,12 @@ from efficient_ft.methods.adapters.lora import LoRA
 from efficient_ft.methods.backprop.lbp_dct import LBPDCT
 from efficient_ft.methods.backprop.lbp_wht import LBPWHT
 from efficient_ft.methods.base import Applied, Method, apply_methods, in_order, plain_state_dict
+from efficient_ft.methods.memory.back_razor import BackRazor
+from efficient_ft.methods.memory.mesa import Mesa
 from efficient_ft.methods.selection.static import BitFit, Blocks, Full, HeadOnly, LastStage, NormLast
 
 METHODS: dict[str, type[Method]] = {
-    m.name: m for m in (Full, HeadOnly, LastStage, Blocks, BitFit, NormLast, LoRA, LBPWHT, LBPDCT)
+    m.name: m for m in (Full, HeadOnly, LastStage, Blocks, BitFit, NormLast, LoRA, LBPWHT, LBPDCT, BackRazor, Mesa)
 }
 
 __all__ = [
@@ -15,12 +17,14 @@ __all__ = [
     "LBPWHT",
     "METHODS",
     "Applied",
+    "BackRazor",
     "BitFit",
     "Blocks",
     "Full",
     "HeadOnly",
     "LastStage",
     "LoRA",
+    "Mesa",
     "Method",
     "NormLast",
     "apply_methods",

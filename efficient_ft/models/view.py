@@ -26,8 +26,14 @@ LAST_STAGE_WITHOUT = {"EfficientFormerV2": "downsample"}
 #: How the reason ends for tokens of the images that no grid of the model explains.
 NO_GRID = "tokens that lie on no grid of the model"
 
+#: The reason for a layer that works on something else (a table of relative positions).
+NOT_OF_IMAGES = "its input does not come from the images"
+
 #: Attention modules by class; not the blocks that hold one beside an MLP (XCiT's ClassAttentionBlock).
 _ATTENTION = re.compile(r"^(?!.*Block$).*(Attention|Attn|MHSA|GPSA|XCA|LiteMLA)")
+
+#: Normalisation layers by class.
+_NORM = re.compile(r"norm|abn|^affine$", re.IGNORECASE)
 
 _PROBE_BATCH = 2
 
@@ -240,7 +246,7 @@ def _layout(
         return None, "its forward is not called by the model"
     shape = seen.shape
     if shape[0] % _PROBE_BATCH:
-        return None, "its input does not come from the images"
+        return None, NOT_OF_IMAGES
     if isinstance(module, nn.Conv2d):
         if shape[2] * shape[3] == 1:
             return None, "a map of a single position"
@@ -357,6 +363,11 @@ def _after(model: nn.Module, container: tuple[str, ...]) -> tuple[str, ...]:
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether it is a normalisation layer, by the name of its class."""
+    return _NORM.search(type(module).__name__) is not None
 
 
 def parameters_under(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from efficient_ft.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method
-from efficient_ft.models.view import ModelView, parameters_under, view
+from efficient_ft.models.view import ModelView, is_norm, parameters_under, view
 
 #: Classes that hold the scale and shift of a normalisation (timm's own and torch's; ResMLP's is called Affine).
-_NORM = re.compile(r"norm|abn|^affine$", re.IGNORECASE)
 
 
 class Selection(Method):
@@ -191,7 +190,7 @@ def _norms(model: nn.Module) -> dict[str, Tensor]:
     return {
         f"{name}.{own}" if name else own: parameter
         for name, module in model.named_modules()
-        if _NORM.search(type(module).__name__)
+        if is_norm(module)
         for own, parameter in module.named_parameters(recurse=False)
     }
 

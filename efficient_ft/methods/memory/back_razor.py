@@ -1,0 +1,78 @@
+"""Back Razor: activations pruned to their largest values between the forward and the backward pass.
+
+Source: Jiang, Chen, Huang, Du, Yang, Yu, Zhou, "Back Razor: Memory-Efficient Transfer Learning by Self-Sparsified
+Backpropagation", NeurIPS 2022.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from efficient_ft.errors import SettingError
+from efficient_ft.methods.memory.packing import ActivationPacking
+from efficient_ft.ops.packed import Policy
+from efficient_ft.ops.packing import Dense, EightBits, Half, Packer, Sparse
+
+VALUES = ("fp16", "bf16", "input", "int8")
+
+
+class BackRazor(ActivationPacking):
+    """Keep of each sample's activation the largest values and a bitmap; the forward pass is not changed.
+
+    Pruned are the inputs of linear layers, convolutions and normalisations, q, k, v and softmax's output; GELU's input
+    is kept whole, in half precision, and ReLU keeps a bit per element. Gradients to a layer's input do not depend on
+    what is pruned, except through normalisations and attention.
+
+    Args:
+        sparsity: share of the values dropped, from 0 to below 1.
+        values: type of what is kept: ``fp16`` (as the authors; the run stops where it overflows), ``bf16``, ``input``
+            (as it is), or ``int8`` (Back Razor with Mesa: 8 bits, a running range per tensor; GELU's input too).
+        norm: what normalisations keep: their ``input`` (as published), or x̂, ``normalised``.
+        attention: ``unfused`` keeps q, k, v and softmax's output (as published); ``fused`` keeps q, k and v in 8 bits
+            and recomputes attention from them by torch's fused kernel.
+        derive: a layer that takes the output of GELU, or of a LayerNorm if ``norm=normalised``, keeps nothing of its
+            own: its input is computed from what is kept before it.
+        threshold: ``exact``, or ``sampled``: estimated from 4096 values of each sample.
+    """
+
+    name = "back_razor"
+
+    def __init__(
+        self,
+        sparsity: float = 0.8,
+        values: Literal["fp16", "bf16", "input", "int8"] = "fp16",
+        norm: Literal["input", "normalised"] = "normalised",
+        attention: Literal["unfused", "fused"] = "unfused",
+        derive: bool = True,
+        threshold: Literal["exact", "sampled"] = "exact",
+    ):
+        super().__init__()
+        if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0 <= sparsity < 1:
+            raise SettingError("sparsity", sparsity, "a number of at least 0 and below 1")
+        for setting, value, allowed in (
+            ("values", values, VALUES),
+            ("norm", norm, ("input", "normalised")),
+            ("attention", attention, ("unfused", "fused")),
+            ("threshold", threshold, ("exact", "sampled")),
+        ):
+            if value not in allowed:
+                raise SettingError(setting, value, allowed)
+        self.sparsity, self.values, self.norm = sparsity, values, norm
+        self.attention, self.derive, self.threshold = attention, derive, threshold
+
+    def policy(self) -> Policy:
+        half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.values)
+        eight_bits = self.values == "int8"
+        sparse = Sparse(self.sparsity, half, eight_bits, self.threshold == "exact")
+        activation: Packer = EightBits() if eight_bits else Dense() if half is None else Half(half)
+        return Policy(
+            product=sparse,
+            norm=sparse,
+            attention=sparse,
+            activation=activation,
+            normalised=self.norm == "normalised",
+            derived=self.derive,
+            fused=EightBits() if self.attention == "fused" else None,
+        )

@@ -1,0 +1,48 @@
+"""Mesa: activations in 8 bits between the forward and the backward pass.
+
+Source: Pan, Chen, He, Liu, Cai, Zhuang, "Mesa: A Memory-saving Training Framework for Transformers", 2021.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from efficient_ft.errors import SettingError
+from efficient_ft.methods.memory.packing import ActivationPacking
+from efficient_ft.ops.packed import Policy
+from efficient_ft.ops.packing import EightBits
+
+
+class Mesa(ActivationPacking):
+    """Keep in 8 bits what the backward pass needs; the forward pass is not changed.
+
+    Inputs of linear layers, convolutions, normalisations and smooth activation functions, q, k, v and softmax's output
+    are rounded at random to 255 steps of a running range (mean with factor 0.9), one for each attention head; ReLU
+    keeps a bit per element.
+
+    Args:
+        attention: ``unfused`` keeps q, k, v and softmax's output (as published); ``fused`` keeps q, k and v and
+            recomputes attention from them by torch's fused kernel.
+        derive: a layer that takes the output of GELU or of a LayerNorm keeps nothing of its own: its input is computed
+            from what is kept before it.
+    """
+
+    name = "mesa"
+
+    def __init__(self, attention: Literal["unfused", "fused"] = "unfused", derive: bool = True):
+        super().__init__()
+        if attention not in ("unfused", "fused"):
+            raise SettingError("attention", attention, ("unfused", "fused"))
+        self.attention, self.derive = attention, derive
+
+    def policy(self) -> Policy:
+        bits = EightBits()
+        return Policy(
+            product=bits,
+            norm=bits,
+            attention=bits,
+            activation=bits,
+            normalised=self.derive,
+            derived=self.derive,
+            fused=bits if self.attention == "fused" else None,
+        )

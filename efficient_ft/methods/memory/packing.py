@@ -1,0 +1,160 @@
+"""What every method that packs activations shares: where in a model, and for how long.
+
+A part of the model (a block, a stem, a downsampling) is changed by one attribute of the module object, its `forward`,
+which runs the module's own forward inside a `PackedOperations` mode while training. Nothing else of the model changes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from efficient_ft.errors import UserError
+from efficient_ft.methods.base import Applied, Method
+from efficient_ft.models.view import NOT_OF_IMAGES, ModelView, is_norm, view
+from efficient_ft.ops.packed import PackedOperations, Policy, Session, running
+
+
+class OwnForward:
+    """A `forward` that a method of the memory axis has given to a module object; it holds the module it serves."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError  # abstract
+
+
+class _PackedForward(OwnForward):
+    """Packs in training what the module saves."""
+
+    def __init__(self, module: nn.Module, name: str, policy: Policy, session: Session) -> None:
+        super().__init__(module)
+        self.name, self.policy, self.session = name, policy, session
+        counts = (getattr(m, "num_heads", None) for m in module.modules())
+        self.heads: int | None = next((count for count in counts if type(count) is int), None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = type(self.module).forward
+        if not self.module.training or not torch.is_grad_enabled():
+            return forward(self.module, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            raise UserError(
+                "a model whose activations are packed cannot be compiled: packing works on the operations as they"
+                " run. Leave out torch.compile, or the method."
+            )
+        x = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
+        if x is None or not x.numel():
+            return forward(self.module, *args, **kwargs)
+        with PackedOperations(self.policy, self.session, self.name, x.shape[0], self.heads):
+            return forward(self.module, *args, **kwargs)
+
+
+class _PlainForward(OwnForward):
+    """Of a module inside a packed part that does not work on the images."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward, mode = type(self.module).forward, running()
+        if mode is None:
+            return forward(self.module, *args, **kwargs)
+        with mode.suspended():
+            return forward(self.module, *args, **kwargs)
+
+
+class ActivationPacking(Method):
+    """Base of the methods that pack what the backward pass needs, by a `Policy`.
+
+    In a model with attention, blocks and what lies between stages are packed, and a stem of several convolutions; the
+    patch embedding, the final normalisation and the head stay dense and exact, as published. In a network without
+    attention everything is packed, the stem and the classifier too, as published. Layers of which nothing needs a
+    gradient keep nothing, whatever the method: what trains is not its business. Not to be compiled.
+    """
+
+    axis = "memory"
+
+    def __init__(self) -> None:
+        self._session: Session | None = None
+        self._restored: dict[str, Any] | None = None
+
+    def policy(self) -> Policy:
+        """How each kind of activation is kept."""
+        raise NotImplementedError  # abstract
+
+    def _apply(self, model: nn.Module) -> Applied:
+        refuse_second(model, self.name)
+        seen = view(model)
+        parts, skipped = _parts(seen)
+        plain = [layer.name for layer in seen.layers if layer.why_not == NOT_OF_IMAGES]
+        inside = {
+            f"{part}.{name}" if name else part: part
+            for part in parts
+            for name, module in model.get_submodule(part).named_modules()
+            if isinstance(module, nn.Linear | nn.Conv2d) or is_norm(module)
+        }
+        skipped.update({name: NOT_OF_IMAGES for name in plain if name in inside})
+        touched = tuple(name for name in inside if name not in plain)
+        if not touched:
+            return Applied(self.name, (), skipped)
+        self._session, policy = Session(), self.policy()
+        if self._restored is not None:
+            self.load_state_dict(self._restored)
+        for part in parts:
+            module = model.get_submodule(part)
+            module.forward = _PackedForward(module, part, policy, self._session)  # type: ignore[assignment]
+        for name in plain:
+            module = model.get_submodule(name)
+            if name in inside and name not in parts:
+                module.forward = _PlainForward(module)  # type: ignore[assignment]
+        return Applied(self.name, touched, skipped)
+
+    def _remove(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module.__dict__.get("forward"), _PackedForward | _PlainForward):
+                del module.forward
+
+    def step_end(self) -> None:
+        """Raises:
+        UserError: a packed value was too large for fp16.
+        """
+        if self._session is not None:
+            self._session.overflow.check()
+
+    def state_dict(self) -> dict[str, Any]:
+        ranges = {} if self._session is None else self._session.ranges.of
+        return {"ranges": {place: [t.tolist() for t in pair] for place, pair in ranges.items()}} if ranges else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored = state_dict  # applied later, if the model is not there yet
+        if self._session is not None:
+            for place, (low, high) in state_dict.get("ranges", {}).items():
+                self._session.ranges.of[place] = (torch.tensor(low), torch.tensor(high))
+
+
+def refuse_second(model: nn.Module, name: str) -> None:
+    """Raise UserError where a method of the memory axis has changed the model already."""
+    if any(isinstance(m.__dict__.get("forward"), OwnForward) for m in model.modules()):
+        raise UserError(
+            f"method {name}: another method decides already how this model keeps its activations; name one of them."
+        )
+
+
+def _parts(seen: ModelView) -> tuple[list[str], dict[str, str]]:
+    """Full names of the modules to be packed, none inside another, and those left dense, with the reason."""
+    inner = [*seen.blocks, *(name for extras in seen.stage_extras for name in extras)]
+    holders = {name.split(".")[0] for name in inner}
+    around = [name for name, _ in seen.model.named_children() if name not in holders]
+    if not any(layer.in_attention for layer in seen.layers):
+        return [*around, *inner] if inner else around, {}
+    parts, dense = list(inner), {}
+    for name in around:
+        convolutions = sum(isinstance(m, nn.Conv2d) for m in seen.model.get_submodule(name).modules())
+        if name in seen.tail or any(h == name or h.startswith(f"{name}.") for h in seen.head):
+            dense[name] = "the final normalisation or the head: dense, as published"
+        elif convolutions > 1:
+            parts.append(name)
+        elif convolutions:
+            dense[name] = "the patch embedding: dense, as published"
+    return parts, dense
