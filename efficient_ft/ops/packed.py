@@ -130,8 +130,10 @@ class PackedOperations(TorchFunctionMode):
         """
         order, memory, identity = _lying(x)
         storage, key = x.untyped_storage(), (*identity, dtype or x.dtype, packer)
-        found = self._kept.get(key) or self._kept.get((*identity, "derived"))
-        if found is not None and found[0]() is storage:
+        # An entry may be of a tensor that is gone, whose memory this one has.
+        alive = (found for k in (key, (*identity, "derived")) if (found := self._kept.get(k)) and found[0]() is storage)
+        found = next(alive, None)
+        if found is not None:
             packed = found[1]
         else:
             self._count += 1

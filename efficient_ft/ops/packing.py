@@ -51,6 +51,11 @@ def magnitude_bits(x: Tensor) -> Tensor:
     return x.contiguous().view(integer) & torch.iinfo(integer).max
 
 
+def is_estimated(kept: int, n: int) -> bool:
+    """Whether there is a threshold to estimate: rows are long, and something is dropped."""
+    return n > SUBSAMPLE and kept < n
+
+
 def estimate_rank(kept: int, n: int, m: int) -> int:
     """Which of m magnitudes in ascending order (from 0), a strided subsample of n, serves as the threshold."""
     dropped = 1 - kept / n
@@ -65,8 +70,8 @@ def sparse_pack(x: Tensor, kept: int, exact: bool) -> tuple[Tensor, Tensor]:
         x: (S, ...) of any floating type and strides; n ≥ 1 values to a row.
         kept: K, from 1 to n.
         exact: the threshold is the (n − K + 1)-th smallest magnitude, and of values equal to it the first are taken,
-            so that exactly K are kept. Else it is estimated from a strided subsample of each row (exact where n is no
-            larger than that), and from where K are kept on, the rest of a row is dropped.
+            so that exactly K are kept. Else it is estimated from a strided subsample of each row (if `is_estimated`),
+            and from where K are kept on, the rest of a row is dropped.
 
     Returns:
         values: (S, K) in x's type, zeros behind the last one kept.
@@ -83,7 +88,7 @@ def sparse_pack_reference(x: Tensor, kept: int, exact: bool) -> tuple[Tensor, Te
     """`sparse_pack` in plain torch."""
     x = x.flatten(1)
     (rows, n), bits = x.shape, magnitude_bits(x)
-    if exact or n <= SUBSAMPLE:
+    if exact or not is_estimated(kept, n):
         threshold = bits.kthvalue(n - kept + 1, dim=1, keepdim=True).values
         above, equal = bits > threshold, bits == threshold
         keep = above | (equal & (equal.cumsum(1) <= kept - above.sum(1, keepdim=True)))

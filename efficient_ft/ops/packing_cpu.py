@@ -30,11 +30,11 @@ def serves(x: Tensor) -> bool:
 
 def sparse_pack(x: Tensor, kept: int, exact: bool) -> tuple[Tensor, Tensor]:
     """As `packing.sparse_pack`."""
-    from efficient_ft.ops.packing import SUBSAMPLE, bitmap_bytes, estimate_rank
+    from efficient_ft.ops.packing import SUBSAMPLE, bitmap_bytes, estimate_rank, is_estimated
 
     rows, n = x.shape[0], x[0].numel()
     values, bitmap = x.new_empty(rows, kept), torch.empty(rows, bitmap_bytes(n), dtype=torch.uint8)
-    exact = exact or n <= SUBSAMPLE
+    exact = exact or not is_estimated(kept, n)
     rank = 0 if exact else estimate_rank(kept, n, SUBSAMPLE)
     x = _pieces(x)
     size = x.element_size()

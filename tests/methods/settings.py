@@ -100,6 +100,7 @@ def batch_of(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> tu
 # ------------------------------------------------------------------------------------------------ one step
 def gradients(model: nn.Module, name: str, seed: int = 0) -> dict[str, Tensor | None]:
     """Gradient of every parameter, by name, after the forward and backward pass of one training step."""
+    torch.manual_seed(seed)  # rounding at random
     model.train()
     for parameter in model.parameters():
         parameter.grad = None
@@ -156,7 +157,12 @@ class Row:
     settings: dict[str, Any] = field(default_factory=dict)
     off: dict[str, Any] | None = None
     why_no_off: str = ""
-    instead: Literal["", "gradients of what trains are the plain ones", "output unchanged at first"] = ""
+    instead: Literal[
+        "",
+        "gradients of what trains are the plain ones",
+        "output unchanged at first",
+        "gradients are near the plain ones",
+    ] = ""
     shortcuts: tuple[tuple[type, str, Callable[..., Any]], ...] = ()
     models: tuple[str, ...] = tuple(MODELS)
     refused: dict[str, str] = field(default_factory=dict)
@@ -200,6 +206,12 @@ def _low_rank(name: str, off: dict[str, Any], *models: str, **settings: Any) -> 
     return Row(METHODS[name], settings, off, shortcuts=((base, "_costs_more", _never_cheaper),), models=models)
 
 
+def _near(name: str, why: str, *models: str, **settings: Any) -> Row:
+    return Row(METHODS[name], settings, why_no_off=why, instead="gradients are near the plain ones", models=models)
+
+
+_KEEP_ALL = {"sparsity": 0.0, "values": "input"}
+
 ROWS = {
     "full": Row(METHODS["full"], off={}, models=("vit",), what_trains=True),
     "head": _selection("head", "vit", "efficientformer"),
@@ -213,5 +225,12 @@ ROWS = {
     "lbp_wht_zero": _low_rank("lbp_wht", {"order": 8}, "vit", "efficientformer", bases="linf", order=2, padding="zero"),
     "lbp_wht_lhe": _low_rank("lbp_wht", {"order": 15}, "vit", "swinv2", bases="lhe", order=2, profile_steps=1),
     "lbp_dct": _low_rank("lbp_dct", {"order": 15}, "vit", "efficientformer", order=3),
+    "back_razor": Row(METHODS["back_razor"], off=_KEEP_ALL),
+    "back_razor_published": Row(METHODS["back_razor"], {"norm": "input", "derive": False}, off=_KEEP_ALL),
+    "back_razor_sampled": Row(METHODS["back_razor"], {"threshold": "sampled"}, off=_KEEP_ALL, models=("vit", "resnet")),
+    "back_razor_fused": _near("back_razor", "q, k, v are in 8 bits", "vit", **_KEEP_ALL, attention="fused"),
+    "back_razor_mesa": _near("back_razor", "8 bits are not exact", "vit", "resnet", sparsity=0.0, values="int8"),
+    "mesa": _near("mesa", "8 bits are not exact", *MODELS),
+    "mesa_published": _near("mesa", "8 bits are not exact", "vit", "swinv2", derive=False),
 }
 CASES = [(row, model) for row, r in ROWS.items() for model in r.models]

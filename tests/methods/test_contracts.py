@@ -210,6 +210,18 @@ def test_output_is_unchanged_at_first_and_changed_after_training(row: str, name:
     assert (evaluate(model, name) - evaluate(plain, name)).abs().max() > 1e-4
 
 
+@pytest.mark.parametrize(("row", "name"), [(r, n) for r, n in CASES if ROWS[r].instead.startswith("gradients are")])
+def test_gradients_are_near_the_plain_ones(row: str, name: str) -> None:
+    plain = gradients(model_of(name), name)
+    model, _ = applied_to(row, name)
+    near = gradients(model, name)
+    assert near.keys() == plain.keys()
+    a, b = (torch.cat([g.flatten() for g in found.values() if g is not None]) for found in (plain, near))
+    assert F.cosine_similarity(a, b, dim=0) > 0.99
+    assert abs(b.norm() / a.norm() - 1) < 0.02
+    assert largest_difference(plain, near) > 1e-6
+
+
 # ------------------------------------------------------------------------------------------------ 4, 5: evaluation
 @pytest.mark.parametrize(("row", "name"), CASES)
 def test_what_is_exported_is_the_pretrained_model_s_own(row: str, name: str) -> None:
