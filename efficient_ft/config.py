@@ -250,9 +250,10 @@ def build_methods(config: Config) -> list[Method]:
             raise SettingError("method", name, sorted(METHODS))
     if config.model.select != "keep":
         _selection_named("model.select", config.model.select, METHODS)
-    projectors = [name for name in config.method if METHODS[name].axis == "backprop"]
-    if len(projectors) > 1:
-        raise UserError(f"method: {' and '.join(projectors)} both replace the backward pass; name one of them.")
+    for axis, does in (("backprop", "replace the backward pass"), ("memory", "decide how activations are kept")):
+        rivals = [name for name in config.method if METHODS[name].axis == axis]
+        if len(rivals) > 1:
+            raise UserError(f"method: {' and '.join(rivals)} both {does}; name one of them.")
     named = [name for name in config.method if METHODS[name].axis == "selection"]
     recipes = [name for name in config.method if name not in named]
     if len(named) > 1:

@@ -5,11 +5,13 @@ from efficient_ft.methods.backprop.lbp_dct import LBPDCT
 from efficient_ft.methods.backprop.lbp_wht import LBPWHT
 from efficient_ft.methods.base import Applied, Method, apply_methods, in_order, plain_state_dict
 from efficient_ft.methods.memory.back_razor import BackRazor
+from efficient_ft.methods.memory.checkpointing import Checkpointing
 from efficient_ft.methods.memory.mesa import Mesa
 from efficient_ft.methods.selection.static import BitFit, Blocks, Full, HeadOnly, LastStage, NormLast
 
 METHODS: dict[str, type[Method]] = {
-    m.name: m for m in (Full, HeadOnly, LastStage, Blocks, BitFit, NormLast, LoRA, LBPWHT, LBPDCT, BackRazor, Mesa)
+    m.name: m
+    for m in (Full, HeadOnly, LastStage, Blocks, BitFit, NormLast, LoRA, LBPWHT, LBPDCT, BackRazor, Mesa, Checkpointing)
 }
 
 __all__ = [
@@ -20,6 +22,7 @@ __all__ = [
     "BackRazor",
     "BitFit",
     "Blocks",
+    "Checkpointing",
     "Full",
     "HeadOnly",
     "LastStage",

@@ -11,6 +11,8 @@ With A the analysis and S the synthesis matrix of a projection (R × L, see `ops
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from efficient_ft.ops.packed import load, running, save
+from efficient_ft.ops.packing import Packed
 from efficient_ft.ops.projection import Constants, Projection
 
 
@@ -85,16 +89,32 @@ class _LowRankConv1x1(torch.autograd.Function):
 
 
 def _save(ctx: Any, x_BNC: Tensor, weight: Tensor, projection: Projection) -> None:
-    """Keep x̂ where the weight needs a gradient, the weight where x does, and the constants; never x."""
+    """Keep x̂ (packed, inside a packed part of a model) where the weight needs a gradient, the weight where x does, and
+    the constants; never x."""
     ctx.projection = projection
     constants = projection.constants(x_BNC.device, x_BNC.dtype)
-    x_hat = projection.project(x_BNC, constants) if ctx.needs_input_grad[1] else None
-    ctx.save_for_backward(x_hat, weight if ctx.needs_input_grad[0] else None, *constants.matrices)
+    x_hat: Tensor | Packed | None = None
+    packing = running()  # no mode sees what an autograd function saves
+    if ctx.needs_input_grad[1]:
+        kept = None if packing is None else packing.derived(x_BNC)
+        if kept is not None:
+            x_hat = Packed(kept.tensors, partial(_projected, kept.unpack, projection))
+        else:
+            x_hat = projection.project(x_BNC, constants)
+            if packing is not None:
+                x_hat = packing.keep(x_hat, packing.policy.product, heads=-1)
+    save(ctx, x_hat, weight if ctx.needs_input_grad[0] else None, *constants.matrices)
+
+
+def _projected(unpack: Callable[..., Tensor], projection: Projection, *tensors: Tensor) -> Tensor:
+    """x̂ of an x that is computed from what is kept before it."""
+    x_BNC = unpack(*tensors)
+    return projection.project(x_BNC, projection.constants(x_BNC.device, x_BNC.dtype))
 
 
 def _backward(ctx: Any, g_BNC: Tensor) -> tuple[Constants, Tensor | None, Tensor | None, Tensor | None]:
     """The constants, g_w (C_out, C_in), g_b (C_out,) and ĝw (B, R, C_in); None where none is needed."""
-    x_hat, weight, *_ = ctx.saved_tensors
+    x_hat, weight, *_ = load(ctx)
     constants = ctx.projection.constants(g_BNC.device, g_BNC.dtype)
     g_hat = ctx.projection.project(g_BNC, constants)
     g_w = None if x_hat is None else _weight_gradient(g_hat.flatten(0, 1), x_hat.flatten(0, 1))

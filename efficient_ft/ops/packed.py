@@ -64,6 +64,13 @@ class Session:
     ranges: Ranges = field(default_factory=Ranges)
     overflow: Overflow = field(default_factory=Overflow)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The running ranges, as plain containers."""
+        return {place: [low.tolist(), high.tolist()] for place, (low, high) in self.ranges.of.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.ranges.of = {place: (torch.tensor(low), torch.tensor(high)) for place, (low, high) in state_dict.items()}
+
 
 _running = threading.local()
 
@@ -130,12 +137,8 @@ class PackedOperations(TorchFunctionMode):
         """
         order, memory, identity = _lying(x)
         storage, key = x.untyped_storage(), (*identity, dtype or x.dtype, packer)
-        # An entry may be of a tensor that is gone, whose memory this one has.
-        alive = (found for k in (key, (*identity, "derived")) if (found := self._kept.get(k)) and found[0]() is storage)
-        found = next(alive, None)
-        if found is not None:
-            packed = found[1]
-        else:
+        packed = self._alive(key, storage) or self._alive((*identity, "derived"), storage)
+        if packed is None:
             self._count += 1
             groups = None
             if heads is not None and self.heads is not None and x.shape[heads] % self.heads == 0:
@@ -147,6 +150,17 @@ class PackedOperations(TorchFunctionMode):
                 packed = packer.pack(memory if dtype is None else memory.to(dtype), place)
             self._kept[key] = (weakref.ref(storage), packed)
         return Packed(packed.tensors, partial(_in_order, packed.unpack, order, dtype or x.dtype))
+
+    def _alive(self, key: tuple[Any, ...], storage: torch.UntypedStorage) -> Packed | None:
+        """What is kept under `key`, unless it is of a tensor that is gone, whose memory another one has now."""
+        found = self._kept.get(key)
+        return found[1] if found is not None and found[0]() is storage else None
+
+    def derived(self, x: Tensor) -> Packed | None:
+        """What x can be computed from, where that is kept already."""
+        order, _, identity = _lying(x)
+        packed = self._alive((*identity, "derived"), x.untyped_storage())
+        return packed and Packed(packed.tensors, partial(_in_order, packed.unpack, order, x.dtype))
 
     def derive(self, y: Tensor, packed: Packed) -> None:
         """Whoever asks for y shall get what `packed` unpacks to."""

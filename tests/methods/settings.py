@@ -230,6 +230,14 @@ ROWS = {
     "back_razor_sampled": Row(METHODS["back_razor"], {"threshold": "sampled"}, off=_KEEP_ALL, models=("vit", "resnet")),
     "back_razor_fused": _near("back_razor", "q, k, v are in 8 bits", "vit", **_KEEP_ALL, attention="fused"),
     "back_razor_mesa": _near("back_razor", "8 bits are not exact", "vit", "resnet", sparsity=0.0, values="int8"),
+    "checkpointing": Row(METHODS["checkpointing"], {"inputs": "int8"}, off={"inputs": "input"}),
+    "checkpointing_bf16": _near("checkpointing", "the inputs are rounded", "vit", "swinv2", inputs="bf16"),
+    "checkpointing_some": Row(
+        METHODS["checkpointing"],
+        {"inputs": "int8", "blocks": [0, -1]},
+        off={"inputs": "input"},
+        models=("vit", "resnet"),
+    ),
     "mesa": _near("mesa", "8 bits are not exact", *MODELS),
     "mesa_published": _near("mesa", "8 bits are not exact", "vit", "swinv2", derive=False),
 }

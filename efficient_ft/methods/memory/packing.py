@@ -37,15 +37,11 @@ class _PackedForward(OwnForward):
         counts = (getattr(m, "num_heads", None) for m in module.modules())
         self.heads: int | None = next((count for count in counts if type(count) is int), None)
 
+    @torch.compiler.disable  # the operations are taken as they run; around a packed part all may be compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = type(self.module).forward
         if not self.module.training or not torch.is_grad_enabled():
             return forward(self.module, *args, **kwargs)
-        if torch.compiler.is_compiling():
-            raise UserError(
-                "a model whose activations are packed cannot be compiled: packing works on the operations as they"
-                " run. Leave out torch.compile, or the method."
-            )
         x = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
         if x is None or not x.numel():
             return forward(self.module, *args, **kwargs)
@@ -70,7 +66,8 @@ class ActivationPacking(Method):
     In a model with attention, blocks and what lies between stages are packed, and a stem of several convolutions; the
     patch embedding, the final normalisation and the head stay dense and exact, as published. In a network without
     attention everything is packed, the stem and the classifier too, as published. Layers of which nothing needs a
-    gradient keep nothing, whatever the method: what trains is not its business. Not to be compiled.
+    gradient keep nothing, whatever the method: what trains is not its business. torch.compile leaves packed parts as
+    they are.
     """
 
     axis = "memory"
@@ -123,14 +120,12 @@ class ActivationPacking(Method):
             self._session.overflow.check()
 
     def state_dict(self) -> dict[str, Any]:
-        ranges = {} if self._session is None else self._session.ranges.of
-        return {"ranges": {place: [t.tolist() for t in pair] for place, pair in ranges.items()}} if ranges else {}
+        return {} if self._session is None else self._session.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = state_dict  # applied later, if the model is not there yet
         if self._session is not None:
-            for place, (low, high) in state_dict.get("ranges", {}).items():
-                self._session.ranges.of[place] = (torch.tensor(low), torch.tensor(high))
+            self._session.load_state_dict(state_dict)
 
 
 def refuse_second(model: nn.Module, name: str) -> None:

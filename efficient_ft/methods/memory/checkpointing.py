@@ -1,0 +1,117 @@
+"""Block checkpointing: keep a block's input, run the block again in the backward pass.
+
+Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016. Keeping the inputs in fewer
+bits is ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from efficient_ft.errors import SettingError, UserError
+from efficient_ft.methods.base import Applied, Method
+from efficient_ft.methods.memory.packing import OwnForward, refuse_second
+from efficient_ft.models.view import view
+from efficient_ft.ops.packed import Session
+from efficient_ft.ops.packing import Dense, EightBits, Half, Packer, Place
+from efficient_ft.ops.recompute import recompute
+
+
+class _RecomputedForward(OwnForward):
+    """Keeps in training only the input of the module."""
+
+    def __init__(self, module: nn.Module, name: str, packer: Packer, session: Session) -> None:
+        super().__init__(module)
+        self.name, self.packer, self.session = name, packer, session
+
+    @torch.compiler.disable  # it runs again from inside the backward pass
+    def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Any:
+        module = self.module
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        records = torch.is_grad_enabled() and (x.requires_grad or parameters)
+        if not module.training or not records or not x.numel():
+            return type(module).forward(module, x, *others, **keywords)
+        place = Place(self.name, x.shape[0], self.session.ranges, self.session.overflow)
+        return recompute(self._run, x, others, keywords, parameters, self.packer, place)
+
+    def _run(self, *args: Any, **keywords: Any) -> Any:
+        module = self.module
+        if not torch.is_grad_enabled():  # the first time
+            return type(module).forward(module, *args, **keywords)
+        # The second time must not move running statistics again, nor write to them: autograd has them in its keeping.
+        moving = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
+        before = [m.momentum for m in moving]
+        for m in moving:
+            m.momentum = 0.0
+        try:
+            return type(module).forward(module, *args, **keywords)
+        finally:
+            for m, momentum in zip(moving, before, strict=True):
+                m.momentum = momentum
+                if m.num_batches_tracked is not None:
+                    m.num_batches_tracked -= 1
+
+
+class Checkpointing(Method):
+    """Keep only the input of each block and compute the block again in the backward pass.
+
+    Gradients are exact with ``inputs=input``; it costs the blocks' forward pass once more. Never sparse: a block
+    recomputed from a pruned input has another gradient altogether.
+
+    Args:
+        blocks: indices of the blocks, negative ones from the end; None: all of them.
+        inputs: how a block's input is kept: ``input`` (as it is), ``bf16``, or ``int8``.
+    """
+
+    name = "checkpointing"
+    axis = "memory"
+
+    def __init__(self, blocks: list[int] | None = None, inputs: Literal["input", "bf16", "int8"] = "input"):
+        if blocks is not None and (not blocks or not all(type(b) is int for b in blocks)):
+            raise SettingError("blocks", blocks, "null (all) or a list of whole numbers, e.g. [0,1,2]")
+        if inputs not in ("input", "bf16", "int8"):
+            raise SettingError("inputs", inputs, ("input", "bf16", "int8"))
+        self.blocks, self.inputs = None if blocks is None else list(blocks), inputs
+        self._session: Session | None = None
+        self._restored: dict[str, Any] | None = None
+
+    def _apply(self, model: nn.Module) -> Applied:
+        refuse_second(model, self.name)
+        seen = view(model)
+        count = len(seen.blocks)
+        if not count:
+            raise UserError(f"method {self.name}: no blocks were recognised in {seen.name}.")
+        chosen = range(count) if self.blocks is None else self.blocks
+        for index in chosen:
+            if not -count <= index < count:
+                raise SettingError(
+                    f"method.{self.name}.blocks",
+                    self.blocks,
+                    f"indices from {-count} to {count - 1}: {seen.name} has {count} blocks",
+                )
+        names = [seen.blocks[i] for i in sorted({i % count for i in chosen})]
+        packers: dict[str, Packer] = {"input": Dense(), "bf16": Half(torch.bfloat16), "int8": EightBits()}
+        packer = packers[self.inputs]
+        self._session = Session()
+        if self._restored is not None:
+            self.load_state_dict(self._restored)
+        for name in names:
+            module = model.get_submodule(name)
+            module.forward = _RecomputedForward(module, name, packer, self._session)  # type: ignore[assignment]
+        return Applied(self.name, tuple(names), {b: "not chosen" for b in seen.blocks if b not in names})
+
+    def _remove(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module.__dict__.get("forward"), _RecomputedForward):
+                del module.forward
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._session is None else self._session.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored = state_dict  # applied later, if the model is not there yet
+        if self._session is not None:
+            self._session.load_state_dict(state_dict)

@@ -1,0 +1,252 @@
+"""The memory axis on real models: bytes as counted by hand, stacking, what must not be packed, and mistakes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from timm.layers import set_fused_attn
+from torch import Tensor, nn
+
+from efficient_ft.cost import executed
+from efficient_ft.errors import SettingError, UserError
+from efficient_ft.methods import LBPDCT, LBPWHT, BackRazor, Checkpointing, LastStage, LoRA, Mesa, Method, apply_methods
+from tests.methods.settings import MODELS, batch_of, gradients, model_of
+from tests.methods.test_contracts import largest_difference
+
+DROP_NOTHING: dict[str, Any] = {"sparsity": 0.0, "values": "input"}
+PUBLISHED: dict[str, Any] = {"norm": "input", "derive": False}
+
+
+# ------------------------------------------------------------------------------------------------ bytes
+def closed_form(model: nn.Module, sparsity: float) -> float:
+    """Bytes per image of Back Razor with shared packing, everything counted: the reference page's formula, c = 2."""
+    n, channels, heads = 197, model.embed_dim, model.blocks[0].attn.num_heads
+    d, a, k = n * channels, heads * n * n, 1 - sparsity
+    block = (10 * d + a) * (2 * k + 1 / 8) + 2 * d * (2 * k + 1 / 8) + 8 * d + 16 * n
+    return 12 * block + 4 * 3 * 224**2 + 4 * d
+
+
+@pytest.mark.parametrize("name", ["deit_small_patch16_224", "vit_base_patch16_224"])
+def test_saved_bytes_are_those_of_the_closed_form(name: str) -> None:
+    with torch.device("meta"):
+        model = timm.create_model(name)
+        set_fused_attn(False)
+        unfused = timm.create_model(name)
+        set_fused_attn(True)
+    plain, in_parts = (executed(m, 16, (224, 224)).saved_bytes for m in (model, unfused))
+    for sparsity in (0.8, 0.9, 0.95):
+        kept = executed(model, 16, (224, 224), methods=[BackRazor(sparsity, **PUBLISHED)]).saved_bytes
+        assert kept == pytest.approx(closed_form(model, sparsity), rel=0.03)
+        improved = executed(model, 16, (224, 224), methods=[BackRazor(sparsity)]).saved_bytes
+        assert improved < 0.93 * kept
+        if sparsity == 0.8:
+            assert in_parts > 4.3 * kept
+            assert plain > 3.6 * kept
+            assert plain > 4.6 * improved
+
+
+def test_what_each_form_keeps_of_a_block() -> None:
+    """A block alone: 8 bits are a byte for each value, and what is derived is not kept."""
+    model = timm.create_model("deit_tiny_patch16_224", depth=1)
+    n, d = 197, 197 * 192
+    a = 3 * n * n
+    # Patch embedding; final norm with its statistics; its output, of which the head's input is a view.
+    around = 4 * 3 * 224**2 + 4 * d + 8 * n + 4 * d
+
+    def kept(method: Method) -> float:
+        return executed(model, 8, (224, 224), methods=[method]).saved_bytes - around
+
+    # inputs of both norms, q, k, v, softmax, and those of qkv, proj, fc1, GELU, fc2
+    assert kept(Mesa(derive=False)) == pytest.approx(16 * d + a + 16 * n, rel=0.015)
+    # both x̂, q, k, v, softmax, proj's input, GELU's
+    assert kept(Mesa()) == pytest.approx(10 * d + a + 8 * n, rel=0.015)
+    assert kept(Mesa(attention="fused")) == pytest.approx(10 * d + 8 * n, rel=0.015)
+    assert kept(Checkpointing()) == pytest.approx(4 * d, rel=0.015)
+    assert kept(Checkpointing(inputs="bf16")) == pytest.approx(2 * d, rel=0.015)
+    assert kept(Checkpointing(inputs="int8")) == pytest.approx(d, rel=0.015)
+
+
+# ------------------------------------------------------------------------------------------------ stacking
+@pytest.mark.parametrize("name", ["vit", "swinv2", "efficientformer"])
+@pytest.mark.parametrize("derive", [True, False])
+def test_low_rank_backward_packs_its_projected_input(name: str, derive: bool) -> None:
+    alone, stacked, packed = model_of(name), model_of(name), model_of(name)
+    LBPWHT(order=3).apply(alone)
+    apply_methods(stacked, [LBPWHT(order=3), BackRazor(**DROP_NOTHING, derive=derive)])
+    apply_methods(packed, [LBPWHT(order=3), BackRazor(0.8, derive=derive)])
+    expected = gradients(alone, name)
+    assert largest_difference(expected, gradients(stacked, name)) < 1e-8
+    assert largest_difference(expected, gradients(packed, name)) > 1e-2
+
+
+def test_every_stack_keeps_less_than_its_parts() -> None:
+    model = timm.create_model("deit_tiny_patch16_224", depth=4)
+
+    def kept(*methods: Method) -> float:
+        return executed(model, 8, (224, 224), methods=methods).saved_bytes
+
+    razor, wht = kept(BackRazor()), kept(LBPWHT())
+    assert kept(LBPWHT(), BackRazor()) < min(razor, wht)
+    assert kept(LBPDCT(), Mesa()) < min(kept(Mesa()), kept(LBPDCT()))
+    assert kept(LoRA(), BackRazor()) < min(razor, kept(LoRA()))
+    assert kept(LastStage(), BackRazor()) < 0.4 * razor
+    assert kept(LBPWHT(), Checkpointing()) < wht
+
+
+@pytest.mark.parametrize("method", [BackRazor(values="int8"), Mesa()])
+def test_nothing_is_packed_below_the_lowest_trained_layer(method: Method) -> None:
+    model = model_of("vit")
+    method = type(method)(**method.settings())
+    apply_methods(model, [LastStage(), method])
+    gradients(model, "vit")
+    places = method.state_dict()
+    assert places
+    assert all(place.startswith("blocks.3/") for place in places)
+
+
+def test_tables_of_relative_positions_are_no_activations() -> None:
+    """A batch of one image would let them pass for one."""
+    model = model_of("swinv2")
+    method = BackRazor(0.9)
+    skipped = method.apply(model).skipped
+    tables = [n for n, _ in model.named_modules() if n.endswith(("cpb_mlp.0", "cpb_mlp.2"))]
+    assert len(tables) == 6
+    assert set(tables) <= set(skipped)
+    # The last layer of the table, whose gradient does not depend on what lies between it and the loss being pruned.
+    table = model.get_submodule(tables[1])
+    assert isinstance(table, nn.Linear)
+    inputs: list[Tensor] = []
+    outputs: list[Tensor] = []
+    table.register_forward_pre_hook(lambda _m, args: inputs.append(args[0].detach().clone()))
+    table.register_forward_hook(lambda _m, _a, y: y.register_hook(outputs.append) and None)
+    model(batch_of("swinv2")[0][:1]).sum().backward()
+    assert table.weight.grad is not None
+    exact = outputs[0].flatten(0, -2).T @ inputs[0].flatten(0, -2)
+    torch.testing.assert_close(table.weight.grad, exact)
+
+
+# ------------------------------------------------------------------------------------------------ recomputation
+def test_recomputation_repeats_dropout_and_moves_statistics_once() -> None:
+    def trained(*methods: Method) -> dict[str, Tensor | None]:
+        torch.manual_seed(0)
+        model = MODELS["vit"].create(drop_rate=0.2, drop_path_rate=0.3).double()
+        for method in methods:
+            method.apply(model)
+        torch.manual_seed(1)
+        F.cross_entropy(model.train()(torch.randn(2, 3, 32, 32).double()), torch.tensor([0, 1])).backward()
+        return {n: p.grad for n, p in model.named_parameters()}
+
+    assert largest_difference(trained(), trained(Checkpointing())) < 1e-10
+
+    network, checkpointed = model_of("resnet"), model_of("resnet")
+    Checkpointing().apply(checkpointed)
+    gradients(network, "resnet")
+    gradients(checkpointed, "resnet")
+    for (name, one), other in zip(network.named_buffers(), checkpointed.buffers(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_recomputation_lowers_the_peak() -> None:
+    model = timm.create_model("deit_tiny_patch16_224")
+    plain, checkpointed = (executed(model, 16, (224, 224), methods=m) for m in ([], [Checkpointing()]))
+    activations = plain.peak_bytes - plain.model_bytes, checkpointed.peak_bytes - checkpointed.model_bytes
+    assert activations[0] > 5 * activations[1]
+    assert checkpointed.backward_flops == pytest.approx(plain.backward_flops + plain.forward_flops, rel=0.02)
+
+
+# ------------------------------------------------------------------------------------------------ bad input
+def test_a_value_too_large_for_fp16_is_reported() -> None:
+    for values in ("fp16", "bf16"):
+        model, method = model_of("vit").float(), BackRazor(values=values)
+        method.apply(model)
+        gradients(model, "vit")
+        method.step_end()
+        with torch.no_grad():
+            model.blocks[1].mlp.fc1.weight *= 1e6
+        gradients(model, "vit")
+        if values == "bf16":
+            method.step_end()
+            continue
+        with pytest.raises(UserError, match=r"fp16.*values=bf16"):
+            method.step_end()
+        method.step_end()  # told once
+
+
+@pytest.mark.parametrize("method", [BackRazor(), Mesa(), Checkpointing(inputs="int8")])
+def test_empty_batches_and_samples_of_zeros(method: Method) -> None:
+    model = model_of("vit")
+    method = type(method)(**method.settings())
+    method.apply(model)
+    model(torch.empty(0, 3, 32, 32).double()).sum().backward()
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+    images = batch_of("vit")[0]
+    images[0] = 0
+    F.cross_entropy(model(images), torch.tensor([0, 1])).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert any(p.grad is not None and p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("method", [BackRazor(), Checkpointing()])
+def test_compilation_around_packed_parts_changes_nothing(method: Method) -> None:
+    model = model_of("vit").float()
+    type(method)(**method.settings()).apply(model)
+    expected = gradients(model, "vit")
+    compiled = torch.compile(model, backend="eager")
+    model.zero_grad()
+    images, labels = batch_of("vit", torch.float32)
+    F.cross_entropy(compiled(images), labels).backward()
+    assert largest_difference(expected, {n: p.grad for n, p in model.named_parameters()}) < 1e-5
+
+
+def test_one_way_of_keeping_activations_at_a_time() -> None:
+    model = model_of("vit")
+    first = BackRazor()
+    first.apply(model)
+    for second in (Mesa(), Checkpointing(), BackRazor(0.5)):
+        with pytest.raises(UserError, match=f"method {second.name}: another method decides already"):
+            second.apply(model)
+        assert second.applied is None
+    first.remove(model)
+    assert Mesa().apply(model).touched
+
+
+def test_a_model_with_nothing_to_pack_is_refused() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean((2, 3)) * self.scale
+
+    model = Scale()
+    for method in (BackRazor(), Mesa(), Checkpointing()):
+        with pytest.raises(UserError, match=f"method {method.name}: n"):
+            method.apply(model)
+        assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_settings_out_of_range_name_themselves() -> None:
+    for method, setting, value in (
+        (BackRazor, "sparsity", 1.0),
+        (BackRazor, "sparsity", -0.1),
+        (BackRazor, "sparsity", float("nan")),
+        (BackRazor, "sparsity", True),
+        (BackRazor, "values", "fp8"),
+        (BackRazor, "norm", "output"),
+        (BackRazor, "attention", "flash"),
+        (BackRazor, "threshold", "none"),
+        (Mesa, "attention", "flash"),
+        (Checkpointing, "blocks", []),
+        (Checkpointing, "blocks", [1.5]),
+        (Checkpointing, "inputs", "sparse"),
+    ):
+        with pytest.raises(SettingError) as error:
+            method(**{setting: value})
+        assert error.value.setting == setting
+    with pytest.raises(SettingError, match=r"method\.checkpointing\.blocks=\[4\].*from -4 to 3"):
+        Checkpointing(blocks=[4]).apply(MODELS["vit"].create())
