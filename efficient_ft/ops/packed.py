@@ -4,8 +4,9 @@ A `PackedOperations` mode around a part of a model's forward pass takes the oper
 (linear layers, convolutions, normalisations, attention's products and softmax, activation functions, products with a
 learned scale) and computes the same result, but saves what a `Policy` says. The backward pass uses the formulas of the
 operation on the unpacked tensors (Back Razor: Jiang et al., NeurIPS 2022, equation 3): gradients that do not depend
-on a packed tensor stay exact. So any model is served whose forward pass is made of torch's functions, however they are
-called, and parameters that need no gradient save nothing for it.
+on a packed tensor stay exact. So any model is served whose forward pass is made of torch's functions, and parameters
+that need no gradient save nothing for it. What is not in the table at the end runs as it is, and so does all that it
+calls (nn.MultiheadAttention is one function to a mode).
 
 A tensor that several operations save (the input of separate q, k and v layers, softmax's output) is packed once.
 """
@@ -128,12 +129,20 @@ class PackedOperations(TorchFunctionMode):
         finally:
             self._suspended = before
 
-    def keep(self, x: Tensor, packer: Packer, dtype: torch.dtype | None = None, heads: int | None = None) -> Packed:
+    def keep(
+        self,
+        x: Tensor,
+        packer: Packer,
+        dtype: torch.dtype | None = None,
+        heads: int | None = None,
+        result: bool = False,
+    ) -> Packed:
         """x packed, once for all that ask for it.
 
         Args:
             dtype: in which it takes part in the operation (autocast), and comes back.
             heads: the dimension of x that the heads lie along.
+            result: x is what the operation returns. A view of it, saved, would hold x, which holds what is saved.
         """
         order, memory, identity = _lying(x)
         storage, key = x.untyped_storage(), (*identity, dtype or x.dtype, packer)
@@ -141,12 +150,13 @@ class PackedOperations(TorchFunctionMode):
         if packed is None:
             self._count += 1
             groups = None
-            if heads is not None and self.heads is not None and x.shape[heads] % self.heads == 0:
+            if heads is not None and self.heads and heads < x.dim() and x.shape[heads] % self.heads == 0:
                 groups = (order.index(heads % x.dim()), self.heads)
             place = Place(
                 f"{self.region}/{self._count}", self.samples, self.session.ranges, self.session.overflow, groups
             )
             with torch.no_grad():
+                memory = memory.data if result else memory
                 packed = packer.pack(memory if dtype is None else memory.to(dtype), place)
             self._kept[key] = (weakref.ref(storage), packed)
         return Packed(packed.tensors, partial(_in_order, packed.unpack, order, dtype or x.dtype))
@@ -334,6 +344,10 @@ class _Matmul(torch.autograd.Function):
         return None, g_a, g_b
 
 
+def _bmm(mode: PackedOperations, input: Tensor, mat2: Tensor) -> Any:
+    return _matmul(mode, input, mat2)
+
+
 def _matmul(mode: PackedOperations, input: Tensor, other: Tensor) -> Any:
     alike = input.dim() == other.dim() >= 3 and input.shape[:-2] == other.shape[:-2]
     if not alike or not mode.serves(input, other):
@@ -346,7 +360,7 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, dim: int) -> Tensor:
         p = torch.softmax(x, dim)
-        save(ctx, mode.keep(p, mode.policy.attention, None, 1))
+        save(ctx, mode.keep(p, mode.policy.attention, None, 1, result=True))
         ctx.dim, ctx.type = dim, x.dtype
         return p
 
@@ -357,16 +371,20 @@ class _Softmax(torch.autograd.Function):
         return None, aten._softmax_backward_data(g, p, ctx.dim, p.dtype).to(ctx.type), None
 
 
-def _softmax(
+def _softmax(mode: PackedOperations, input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Any:
+    if dim is None or not mode.serves(input):
+        return NotImplemented
+    return _Softmax.apply(mode, _single_precision(input) if dtype is None else input.to(dtype), dim)
+
+
+def _functional_softmax(
     mode: PackedOperations,
     input: Tensor,
     dim: int | None = None,
     _stacklevel: int = 3,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    if dim is None or not mode.serves(input):
-        return NotImplemented
-    return _Softmax.apply(mode, input if dtype is None else input.to(dtype), dim)
+    return _softmax(mode, input, dim, dtype)
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -410,11 +428,15 @@ def _attention(
     scores = _matmul(mode, query * (query.shape[-1] ** -0.5 if scale is None else scale), key.mT)
     if scores is NotImplemented:
         return NotImplemented
+    nowhere = None  # queries that may look at nothing: torch gives them zeros
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(attn_mask.logical_not(), -torch.inf)
+        nowhere = attn_mask.any(-1, keepdim=True).logical_not()
+        scores = scores.masked_fill((attn_mask | nowhere).logical_not(), -torch.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
     p = _Softmax.apply(mode, _single_precision(scores), -1).to(value.dtype)
+    if nowhere is not None:
+        p = p.masked_fill(nowhere, 0)
     return _Matmul.apply(mode, F.dropout(p, dropout_p), value)
 
 
@@ -425,7 +447,7 @@ class _Normalize(torch.autograd.Function):
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, dim: int, eps: float) -> Tensor:
         norm = torch.linalg.vector_norm(x, dim=dim, keepdim=True).clamp_min(eps)
         y = x / norm
-        save(ctx, mode.keep(y, mode.policy.attention, None, 1), norm)
+        save(ctx, mode.keep(y, mode.policy.attention, None, 1, result=True), norm)
         ctx.dim = dim
         return y
 
@@ -617,7 +639,7 @@ def _mul(mode: PackedOperations, input: Any, other: Any) -> Any:
         return NotImplemented
     x, s = (input, other) if input.numel() >= other.numel() else (other, input)
     broadcast = torch.broadcast_shapes(x.shape, s.shape)
-    if not s.requires_grad or broadcast != x.shape or 4 * s.numel() > x.numel() or x.shape[0] % mode.samples:
+    if not s.requires_grad or broadcast != x.shape or 4 * s.numel() > x.numel() or not mode.serves(x, trained=(s,)):
         return NotImplemented
     return _Scale.apply(mode, x, s)
 
@@ -750,11 +772,11 @@ _OPERATIONS: dict[Any, Callable[..., Any]] = {
     F.conv2d: _conv2d,
     torch.conv2d: _conv2d,
     torch.matmul: _matmul,
-    torch.bmm: _matmul,
+    torch.bmm: _bmm,
     Tensor.matmul: _matmul,
-    Tensor.bmm: _matmul,
+    Tensor.bmm: _bmm,
     Tensor.__matmul__: _matmul,
-    F.softmax: _softmax,
+    F.softmax: _functional_softmax,
     torch.softmax: _softmax,
     Tensor.softmax: _softmax,
     F.scaled_dot_product_attention: _attention,
@@ -769,6 +791,8 @@ _OPERATIONS: dict[Any, Callable[..., Any]] = {
     F.silu: _smooth(F.silu, lambda g, x: aten.silu_backward(g, x)),
     F.hardswish: _smooth(F.hardswish, lambda g, x: aten.hardswish_backward(g, x)),
     F.relu: _clamp(0.0, torch.inf),
+    torch.relu: _clamp(0.0, torch.inf),
+    Tensor.relu: _clamp(0.0, torch.inf),
     F.relu6: _clamp(0.0, 6.0),
     F.hardtanh: _hardtanh,
     F.avg_pool2d: _avg_pool2d,

@@ -60,7 +60,7 @@ def quantise(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Tensor:
     """As `packing.quantise`."""
     q = torch.empty(x.shape, dtype=torch.uint8)
     x = x.contiguous().float()
-    steps = 255 / (high - low).clamp_min(torch.finfo(torch.float32).tiny)
+    steps = 255 / (high - low).clamp_min(1e-30)
     shape, ranges = _rows(x, low, steps)
     _run(_kernels().quantise, [*shape, int(seed), *(t.data_ptr() for t in (x, *ranges, q))])
     return q

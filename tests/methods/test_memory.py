@@ -54,20 +54,20 @@ def test_what_each_form_keeps_of_a_block() -> None:
     model = timm.create_model("deit_tiny_patch16_224", depth=1)
     n, d = 197, 197 * 192
     a = 3 * n * n
-    # Patch embedding; final norm with its statistics; its output, of which the head's input is a view.
-    around = 4 * 3 * 224**2 + 4 * d + 8 * n + 4 * d
+    # Patch embedding; final norm with its statistics; its output, of which the head's input is a view; the loss.
+    around = 4 * 3 * 224**2 + 4 * d + 8 * n + 4 * d + 4 * 1000 + 8
 
     def kept(method: Method) -> float:
         return executed(model, 8, (224, 224), methods=[method]).saved_bytes - around
 
     # inputs of both norms, q, k, v, softmax, and those of qkv, proj, fc1, GELU, fc2
-    assert kept(Mesa(derive=False)) == pytest.approx(16 * d + a + 16 * n, rel=0.015)
+    assert kept(Mesa(derive=False)) == pytest.approx(16 * d + a + 16 * n, rel=0.005)
     # both x̂, q, k, v, softmax, proj's input, GELU's
-    assert kept(Mesa()) == pytest.approx(10 * d + a + 8 * n, rel=0.015)
-    assert kept(Mesa(attention="fused")) == pytest.approx(10 * d + 8 * n, rel=0.015)
-    assert kept(Checkpointing()) == pytest.approx(4 * d, rel=0.015)
-    assert kept(Checkpointing(inputs="bf16")) == pytest.approx(2 * d, rel=0.015)
-    assert kept(Checkpointing(inputs="int8")) == pytest.approx(d, rel=0.015)
+    assert kept(Mesa()) == pytest.approx(10 * d + a + 8 * n, rel=0.005)
+    assert kept(Mesa(attention="fused")) == pytest.approx(10 * d + 8 * n, rel=0.005)
+    assert kept(Checkpointing()) == pytest.approx(4 * d, rel=0.005)
+    assert kept(Checkpointing(inputs="bf16")) == pytest.approx(2 * d, rel=0.005)
+    assert kept(Checkpointing(inputs="int8")) == pytest.approx(d, rel=0.005)
 
 
 # ------------------------------------------------------------------------------------------------ stacking
