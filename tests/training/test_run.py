@@ -205,6 +205,14 @@ def test_what_a_method_learnt_continues_too(tmp_path, configuration):
     assert_same_run(broken, straight)
 
 
+def test_running_ranges_and_rounding_at_random_continue_too(tmp_path, configuration):
+    config, broken, straight = configuration(method={"mesa": {}}), tmp_path / "broken", tmp_path / "straight"
+    run(config, straight)
+    interrupted_at(5, config, broken)
+    run(config, broken)
+    assert_same_run(broken, straight)
+
+
 def test_resume_never_moves_the_old_run_aside(tmp_path, configuration, finished, capsys):
     folder = tmp_path / "run"
     shutil.copytree(finished[0], folder)
