@@ -1,13 +1,15 @@
 """The loops of `packing_cpu`, compiled by numba; importing this needs numba.
 
 Each job is a C function of one pointer, to an array of 64-bit integers: sizes and the addresses of the data. Whoever
-calls it takes rows from the common counter ``job[0]`` until none is left, so any number of threads may call it at once.
+calls it takes rows from the common counter ``job[0]`` until none is left, so any number of threads may call it at
+once. A job is compiled when it is first asked for (seconds), and kept on disk.
 """
 # mypy: ignore-errors
 # (numba's types, not Python's)
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -17,6 +19,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 _jit: Any = njit(nogil=True, cache=True, boundscheck=False)
+_INTEGERS = {2: int16, 4: int32, 8: int64}
 _CHUNK = 2048  # elements whose flags stay in the first cache; a multiple of 8
 _GATHER = np.uint64(0x0102040810204080)  # eight bytes of 0 or 1, times this: their bits in the highest byte
 
@@ -268,7 +271,11 @@ def _extremes_long(bits, low, high):
 
 
 # ------------------------------------------------------------------------------------------------ jobs
-def _pack_job(integer: Any) -> Any:
+@functools.cache
+def pack(size: int) -> Any:
+    """For values of `size` bytes."""
+    integer = _INTEGERS[size]
+
     @cfunc(types.void(types.CPointer(int64)), cache=True)
     def job_of(pointer):
         job = carray(pointer, 16)
@@ -281,7 +288,11 @@ def _pack_job(integer: Any) -> Any:
     return job_of
 
 
-def _unpack_job(integer: Any) -> Any:
+@functools.cache
+def unpack(size: int) -> Any:
+    """For values of `size` bytes."""
+    integer = _INTEGERS[size]
+
     @cfunc(types.void(types.CPointer(int64)), cache=True)
     def job_of(pointer):
         job = carray(pointer, 16)
@@ -293,67 +304,79 @@ def _unpack_job(integer: Any) -> Any:
     return job_of
 
 
-pack = {2: _pack_job(int16), 4: _pack_job(int32), 8: _pack_job(int64)}
-unpack = {2: _unpack_job(int16), 4: _unpack_job(int32), 8: _unpack_job(int64)}
+@functools.cache
+def quantise() -> Any:
+    @cfunc(types.void(types.CPointer(int64)), cache=True)
+    def job_of(pointer):
+        job = carray(pointer, 16)
+        blocks, block, rows, groups, inner, ranges, short = job[1], job[2], job[3], job[4], job[5], job[6], job[7]
+        seed = job[8]
+        x = carray(_address(job[9]), (rows, groups, inner), float32)
+        low, step = carray(_address(job[10]), (ranges,), float32), carray(_address(job[11]), (ranges,), float32)
+        q = carray(_address(job[12]), (rows, groups, inner), uint8)
+        while True:
+            taken = _take(job)
+            if taken >= blocks:
+                return
+            for s in range(taken * block, min((taken + 1) * block, rows)):
+                for g in range(groups):
+                    base = uint32((s * groups + g) * inner + seed)
+                    if short:
+                        _quantise_short(x[s, g], low, step, base, q[s, g])
+                    else:
+                        _quantise_long(x[s, g], low[g], step[g], base, q[s, g])
+
+    return job_of
 
 
-@cfunc(types.void(types.CPointer(int64)), cache=True)
-def quantise(pointer):
-    job = carray(pointer, 16)
-    blocks, block, rows, groups, inner, ranges, short = job[1], job[2], job[3], job[4], job[5], job[6], job[7]
-    seed = job[8]
-    x = carray(_address(job[9]), (rows, groups, inner), float32)
-    low, step = carray(_address(job[10]), (ranges,), float32), carray(_address(job[11]), (ranges,), float32)
-    q = carray(_address(job[12]), (rows, groups, inner), uint8)
-    while True:
-        taken = _take(job)
-        if taken >= blocks:
-            return
-        for s in range(taken * block, min((taken + 1) * block, rows)):
-            for g in range(groups):
-                base = uint32((s * groups + g) * inner + seed)
-                if short:
-                    _quantise_short(x[s, g], low, step, base, q[s, g])
-                else:
-                    _quantise_long(x[s, g], low[g], step[g], base, q[s, g])
+@functools.cache
+def dequantise() -> Any:
+    @cfunc(types.void(types.CPointer(int64)), cache=True)
+    def job_of(pointer):
+        job = carray(pointer, 16)
+        blocks, block, rows, groups, inner, ranges, short = job[1], job[2], job[3], job[4], job[5], job[6], job[7]
+        q = carray(_address(job[8]), (rows, groups, inner), uint8)
+        low, step = carray(_address(job[9]), (ranges,), float32), carray(_address(job[10]), (ranges,), float32)
+        x = carray(_address(job[11]), (rows, groups, inner), float32)
+        while True:
+            taken = _take(job)
+            if taken >= blocks:
+                return
+            for s in range(taken * block, min((taken + 1) * block, rows)):
+                for g in range(groups):
+                    if short:
+                        _dequantise_short(q[s, g], low, step, x[s, g])
+                    else:
+                        _dequantise_long(q[s, g], low[g], step[g], x[s, g])
+
+    return job_of
 
 
-@cfunc(types.void(types.CPointer(int64)), cache=True)
-def dequantise(pointer):
-    job = carray(pointer, 16)
-    blocks, block, rows, groups, inner, ranges, short = job[1], job[2], job[3], job[4], job[5], job[6], job[7]
-    q = carray(_address(job[8]), (rows, groups, inner), uint8)
-    low, step = carray(_address(job[9]), (ranges,), float32), carray(_address(job[10]), (ranges,), float32)
-    x = carray(_address(job[11]), (rows, groups, inner), float32)
-    while True:
-        taken = _take(job)
-        if taken >= blocks:
-            return
-        for s in range(taken * block, min((taken + 1) * block, rows)):
-            for g in range(groups):
-                if short:
-                    _dequantise_short(q[s, g], low, step, x[s, g])
-                else:
-                    _dequantise_long(q[s, g], low[g], step[g], x[s, g])
-
-
-@cfunc(types.void(types.CPointer(int64)), cache=True)
-def extremes(pointer):
+@functools.cache
+def extremes() -> Any:
     """For each block of rows."""
-    job = carray(pointer, 16)
-    blocks, block, rows, groups, inner, ranges, short = job[1], job[2], job[3], job[4], job[5], job[6], job[7]
-    x = carray(_address(job[8]), (rows, groups, inner), int32)
-    low, high = carray(_address(job[9]), (blocks, ranges), int32), carray(_address(job[10]), (blocks, ranges), int32)
-    while True:
-        taken = _take(job)
-        if taken >= blocks:
-            return
-        low[taken], high[taken] = 0x7FFFFFFF, -0x80000000
-        for s in range(taken * block, min((taken + 1) * block, rows)):
-            for g in range(groups):
-                if short:
-                    _extremes_short(x[s, g], low[taken], high[taken])
-                else:
-                    low[taken, g], high[taken, g] = _extremes_long(x[s, g], low[taken, g], high[taken, g])
-        for i in range(ranges):
-            low[taken, i], high[taken, i] = _ordered(low[taken, i]), _ordered(high[taken, i])
+
+    @cfunc(types.void(types.CPointer(int64)), cache=True)
+    def job_of(pointer):
+        job = carray(pointer, 16)
+        blocks, block, rows, groups, inner, ranges, short = job[1], job[2], job[3], job[4], job[5], job[6], job[7]
+        x = carray(_address(job[8]), (rows, groups, inner), int32)
+        low, high = (
+            carray(_address(job[9]), (blocks, ranges), int32),
+            carray(_address(job[10]), (blocks, ranges), int32),
+        )
+        while True:
+            taken = _take(job)
+            if taken >= blocks:
+                return
+            low[taken], high[taken] = 0x7FFFFFFF, -0x80000000
+            for s in range(taken * block, min((taken + 1) * block, rows)):
+                for g in range(groups):
+                    if short:
+                        _extremes_short(x[s, g], low[taken], high[taken])
+                    else:
+                        low[taken, g], high[taken, g] = _extremes_long(x[s, g], low[taken, g], high[taken, g])
+            for i in range(ranges):
+                low[taken, i], high[taken, i] = _ordered(low[taken, i]), _ordered(high[taken, i])
+
+    return job_of

@@ -41,7 +41,7 @@ def sparse_pack(x: Tensor, kept: int, exact: bool) -> tuple[Tensor, Tensor]:
     largest = torch.iinfo(_INTEGERS[size]).max
     addresses = [t.data_ptr() for t in (x, values, bitmap)]
     _run(
-        _kernels().pack[size],
+        _kernels().pack(size),
         [*x.shape, kept, *addresses, exact, rank, SUBSAMPLE, largest, x.stride(0), x.stride(1)],
     )
     return values, bitmap
@@ -52,7 +52,7 @@ def sparse_unpack(values: Tensor, bitmap: Tensor, n: int) -> Tensor:
     values, bitmap = values.contiguous(), bitmap.contiguous()
     rows, kept = values.shape
     x = values.new_empty(rows, n)
-    _run(_kernels().unpack[x.element_size()], [rows, n, kept, *(t.data_ptr() for t in (x, values, bitmap))])
+    _run(_kernels().unpack(x.element_size()), [rows, n, kept, *(t.data_ptr() for t in (x, values, bitmap))])
     return x
 
 
@@ -62,7 +62,7 @@ def quantise(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Tensor:
     x = x.contiguous().float()
     steps = 255 / (high - low).clamp_min(1e-30)
     shape, ranges = _rows(x, low, steps)
-    _run(_kernels().quantise, [*shape, int(seed), *(t.data_ptr() for t in (x, *ranges, q))])
+    _run(_kernels().quantise(), [*shape, int(seed), *(t.data_ptr() for t in (x, *ranges, q))])
     return q
 
 
@@ -70,7 +70,7 @@ def dequantise(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """As `packing.dequantise`."""
     q, x = q.contiguous(), torch.empty(q.shape)
     shape, ranges = _rows(q, low, (high - low) / 255)
-    _run(_kernels().dequantise, [*shape, *(t.data_ptr() for t in (q, *ranges, x))])
+    _run(_kernels().dequantise(), [*shape, *(t.data_ptr() for t in (q, *ranges, x))])
     return x
 
 
@@ -79,7 +79,7 @@ def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
     x, groups = x.contiguous().float(), x.shape[1]
     shape, _ = _rows(x)
     low, high = torch.empty(2, shape[0], shape[5]).unbind()
-    _run(_kernels().extremes, [*shape, *(t.data_ptr() for t in (x, low, high))])
+    _run(_kernels().extremes(), [*shape, *(t.data_ptr() for t in (x, low, high))])
     return low.amin(0).view(groups, -1).amin(1), high.amax(0).view(groups, -1).amax(1)
 
 
