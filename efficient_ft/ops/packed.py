@@ -425,7 +425,10 @@ def _attention(
         return NotImplemented
     if mode.policy.fused is not None and attn_mask is None and not dropout_p:
         return _FusedAttention.apply(mode, mode.policy.fused, query, key, value, scale)
-    scores = _matmul(mode, query * (query.shape[-1] ** -0.5 if scale is None else scale), key.mT)
+    # Once in the order of the products, which would copy them each time.
+    query = (query * (query.shape[-1] ** -0.5 if scale is None else scale)).contiguous()
+    key, value = key.contiguous(), value.contiguous()
+    scores = _matmul(mode, query, key.mT)
     if scores is NotImplemented:
         return NotImplemented
     nowhere = None  # queries that may look at nothing: torch gives them zeros
