@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from efficient_ft.errors import SettingError, UserError
-from efficient_ft.methods.base import Applied, Method
-from efficient_ft.methods.memory.packing import OwnForward, refuse_second
+from efficient_ft.methods.base import Applied
+from efficient_ft.methods.memory.base import MemoryMethod, OwnForward
 from efficient_ft.models.view import view
 from efficient_ft.ops.packed import Session
 from efficient_ft.ops.packing import Dense, EightBits, Half, Packer, Place
@@ -55,7 +55,7 @@ class _RecomputedForward(OwnForward):
                     m.num_batches_tracked -= 1
 
 
-class Checkpointing(Method):
+class Checkpointing(MemoryMethod):
     """Keep only the input of each block and compute the block again in the backward pass.
 
     Gradients are exact with ``inputs=input``; it costs the blocks' forward pass once more. Never sparse: a block
@@ -67,19 +67,17 @@ class Checkpointing(Method):
     """
 
     name = "checkpointing"
-    axis = "memory"
 
     def __init__(self, blocks: list[int] | None = None, inputs: Literal["input", "bf16", "int8"] = "input"):
+        super().__init__()
         if blocks is not None and (not blocks or not all(type(b) is int for b in blocks)):
             raise SettingError("blocks", blocks, "null (all) or a list of whole numbers, e.g. [0,1,2]")
         if inputs not in ("input", "bf16", "int8"):
             raise SettingError("inputs", inputs, ("input", "bf16", "int8"))
         self.blocks, self.inputs = None if blocks is None else list(blocks), inputs
-        self._session: Session | None = None
-        self._restored: dict[str, Any] | None = None
 
     def _apply(self, model: nn.Module) -> Applied:
-        refuse_second(model, self.name)
+        self._refuse_second(model)
         seen = view(model)
         count = len(seen.blocks)
         if not count:
@@ -94,24 +92,8 @@ class Checkpointing(Method):
                 )
         names = [seen.blocks[i] for i in sorted({i % count for i in chosen})]
         packers: dict[str, Packer] = {"input": Dense(), "bf16": Half(torch.bfloat16), "int8": EightBits()}
-        packer = packers[self.inputs]
-        self._session = Session()
-        if self._restored is not None:
-            self.load_state_dict(self._restored)
+        packer, session = packers[self.inputs], self._begin()
         for name in names:
             module = model.get_submodule(name)
-            module.forward = _RecomputedForward(module, name, packer, self._session)  # type: ignore[assignment]
+            module.forward = _RecomputedForward(module, name, packer, session)  # type: ignore[assignment]
         return Applied(self.name, tuple(names), {b: "not chosen" for b in seen.blocks if b not in names})
-
-    def _remove(self, model: nn.Module) -> None:
-        for module in model.modules():
-            if isinstance(module.__dict__.get("forward"), _RecomputedForward):
-                del module.forward
-
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self._session is None else self._session.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = state_dict  # applied later, if the model is not there yet
-        if self._session is not None:
-            self._session.load_state_dict(state_dict)

@@ -1,7 +1,6 @@
 """What every method that packs activations shares: where in a model, and for how long.
 
-A part of the model (a block, a stem, a downsampling) is changed by one attribute of the module object, its `forward`,
-which runs the module's own forward inside a `PackedOperations` mode while training. Nothing else of the model changes.
+In training, parts of the model (blocks, stem, downsampling) run their forward pass inside a `PackedOperations` mode.
 """
 
 from __future__ import annotations
@@ -12,20 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from efficient_ft.errors import UserError
-from efficient_ft.methods.base import Applied, Method
+from efficient_ft.methods.base import Applied
+from efficient_ft.methods.memory.base import MemoryMethod, OwnForward
 from efficient_ft.models.view import NOT_OF_IMAGES, ModelView, is_norm, view
 from efficient_ft.ops.packed import PackedOperations, Policy, Session, running
-
-
-class OwnForward:
-    """A `forward` that a method of the memory axis has given to a module object; it holds the module it serves."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError  # abstract
 
 
 class _PackedForward(OwnForward):
@@ -60,7 +49,7 @@ class _PlainForward(OwnForward):
             return forward(self.module, *args, **kwargs)
 
 
-class ActivationPacking(Method):
+class ActivationPacking(MemoryMethod):
     """Base of the methods that pack what the backward pass needs, by a `Policy`.
 
     In a model with attention, blocks and what lies between stages are packed, and a stem of several convolutions; the
@@ -70,70 +59,34 @@ class ActivationPacking(Method):
     they are.
     """
 
-    axis = "memory"
-
-    def __init__(self) -> None:
-        self._session: Session | None = None
-        self._restored: dict[str, Any] | None = None
-
     def policy(self) -> Policy:
         """How each kind of activation is kept."""
         raise NotImplementedError  # abstract
 
     def _apply(self, model: nn.Module) -> Applied:
-        refuse_second(model, self.name)
+        self._refuse_second(model)
         seen = view(model)
         parts, skipped = _parts(seen)
         plain = [layer.name for layer in seen.layers if layer.why_not == NOT_OF_IMAGES]
-        inside = {
-            f"{part}.{name}" if name else part: part
+        inside = [
+            f"{part}.{name}" if name else part
             for part in parts
             for name, module in model.get_submodule(part).named_modules()
             if isinstance(module, nn.Linear | nn.Conv2d) or is_norm(module)
-        }
+        ]
         skipped.update({name: NOT_OF_IMAGES for name in plain if name in inside})
         touched = tuple(name for name in inside if name not in plain)
         if not touched:
             return Applied(self.name, (), skipped)
-        self._session, policy = Session(), self.policy()
-        if self._restored is not None:
-            self.load_state_dict(self._restored)
+        session, policy = self._begin(), self.policy()
         for part in parts:
             module = model.get_submodule(part)
-            module.forward = _PackedForward(module, part, policy, self._session)  # type: ignore[assignment]
+            module.forward = _PackedForward(module, part, policy, session)  # type: ignore[assignment]
         for name in plain:
             module = model.get_submodule(name)
             if name in inside and name not in parts:
                 module.forward = _PlainForward(module)  # type: ignore[assignment]
         return Applied(self.name, touched, skipped)
-
-    def _remove(self, model: nn.Module) -> None:
-        for module in model.modules():
-            if isinstance(module.__dict__.get("forward"), _PackedForward | _PlainForward):
-                del module.forward
-
-    def step_end(self) -> None:
-        """Raises:
-        UserError: a packed value was too large for fp16.
-        """
-        if self._session is not None:
-            self._session.overflow.check()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self._session is None else self._session.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = state_dict  # applied later, if the model is not there yet
-        if self._session is not None:
-            self._session.load_state_dict(state_dict)
-
-
-def refuse_second(model: nn.Module, name: str) -> None:
-    """Raise UserError where a method of the memory axis has changed the model already."""
-    if any(isinstance(m.__dict__.get("forward"), OwnForward) for m in model.modules()):
-        raise UserError(
-            f"method {name}: another method decides already how this model keeps its activations; name one of them."
-        )
 
 
 def _parts(seen: ModelView) -> tuple[list[str], dict[str, str]]:

@@ -1,0 +1,67 @@
+"""What the methods of the memory axis share: one of them at a time, modules with a `forward` of their own, and state.
+
+A part of a model is changed by one attribute of the module object, its `forward`, which runs the module's own. Nothing
+else of the model changes, so that it can be copied, pickled, saved and changed back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from efficient_ft.errors import UserError
+from efficient_ft.methods.base import Method
+from efficient_ft.ops.packed import Session
+
+
+class OwnForward:
+    """Base of the callables that a method of the memory axis gives to a module object as its `forward`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+
+class MemoryMethod(Method):
+    """Base of the methods that decide how a model keeps its activations."""
+
+    axis = "memory"
+
+    def __init__(self) -> None:
+        self._session: Session | None = None
+        self._restored: dict[str, Any] | None = None
+
+    def _refuse_second(self, model: nn.Module) -> None:
+        """Raise UserError where a method of the memory axis has changed the model already."""
+        if any(isinstance(m.__dict__.get("forward"), OwnForward) for m in model.modules()):
+            raise UserError(
+                f"method {self.name}: another method decides already how this model keeps its activations;"
+                " name one of them."
+            )
+
+    def _begin(self) -> Session:
+        """What is remembered from step to step, as it was in the checkpoint where there is one."""
+        self._session = Session()
+        if self._restored is not None:
+            self._session.load_state_dict(self._restored)
+        return self._session
+
+    def _remove(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module.__dict__.get("forward"), OwnForward):
+                del module.forward
+
+    def step_end(self) -> None:
+        """Raises:
+        UserError: a packed value was too large for fp16.
+        """
+        if self._session is not None:
+            self._session.overflow.check()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._session is None else self._session.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored = state_dict  # applied later, if the model is not there yet
+        if self._session is not None:
+            self._session.load_state_dict(state_dict)
