@@ -101,8 +101,7 @@ def sparse_pack_reference(x: Tensor, kept: int, exact: bool) -> tuple[Tensor, Te
     # Column K takes what is dropped.
     place = torch.where(keep, place - 1, kept)
     values = x.new_zeros(rows, kept + 1).scatter_(1, place, x)[:, :kept].contiguous()
-    padded = torch.nn.functional.pad(keep, (0, -n % 8)).unflatten(1, (-1, 8)).to(torch.uint8)
-    return values, (padded << torch.arange(8, dtype=torch.uint8, device=x.device)).sum(2, dtype=torch.uint8)
+    return values, _bits_of_rows(keep)
 
 
 def sparse_unpack(values: Tensor, bitmap: Tensor, n: int) -> Tensor:
@@ -116,10 +115,31 @@ def sparse_unpack(values: Tensor, bitmap: Tensor, n: int) -> Tensor:
 
 def sparse_unpack_reference(values: Tensor, bitmap: Tensor, n: int) -> Tensor:
     """`sparse_unpack` in plain torch."""
-    bits = bitmap.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=bitmap.device)
-    keep = (bits & 1).flatten(1)[:, :n].bool()
+    keep = _rows_of_bits(bitmap, n)
     place = (keep.cumsum(1) - 1).clamp_(0)
     return torch.where(keep, values.gather(1, place), 0)
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """A boolean tensor as a flat uint8 tensor, a bit each: element i is bit i mod 8 of byte i // 8."""
+    return _bits_of_rows(mask.reshape(1, -1))[0]
+
+
+def unpack_bits(bits: Tensor, shape: torch.Size) -> Tensor:
+    """The boolean tensor of `shape` that `pack_bits` made `bits` of."""
+    return _rows_of_bits(bits[None], shape.numel()).view(shape)
+
+
+def _bits_of_rows(mask: Tensor) -> Tensor:
+    """Boolean rows (S, n) as (S, ⌈n/8⌉) uint8."""
+    eight = torch.nn.functional.pad(mask, (0, -mask.shape[1] % 8)).unflatten(1, (-1, 8)).to(torch.uint8)
+    return (eight << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(2, dtype=torch.uint8)
+
+
+def _rows_of_bits(bits: Tensor, n: int) -> Tensor:
+    """Back to boolean rows (S, n)."""
+    eight = bits.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (eight & 1).flatten(1)[:, :n].bool()
 
 
 # ------------------------------------------------------------------------------------------------ 8 bits
@@ -356,15 +376,3 @@ def _sparse_eight_bits_back(values_of: Callable[..., Tensor], back: Callable[...
 
 def _reshaped_back(unpack: Callable[..., Tensor], shape: torch.Size, *tensors: Tensor) -> Tensor:
     return unpack(*tensors).view(shape)
-
-
-def pack_bits(mask: Tensor) -> Tensor:
-    """A boolean tensor as a flat uint8 tensor, a bit each."""
-    flat = torch.nn.functional.pad(mask.reshape(-1), (0, -mask.numel() % 8)).view(-1, 8).to(torch.uint8)
-    return (flat << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(1, dtype=torch.uint8)
-
-
-def unpack_bits(bits: Tensor, shape: torch.Size) -> Tensor:
-    """The boolean tensor of `shape` that `pack_bits` made `bits` of."""
-    flat = (bits[:, None] >> torch.arange(8, dtype=torch.uint8, device=bits.device)) & 1
-    return flat.view(-1)[: shape.numel()].view(shape).bool()

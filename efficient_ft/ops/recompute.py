@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from efficient_ft.errors import UserError
 from efficient_ft.ops.packed import load, save
@@ -36,17 +37,18 @@ def recompute(
     Args:
         function: a module's forward; it returns one tensor.
         x: (B, ...) activations.
-        others, keywords: its other arguments. Tensors among them are kept as they are and get no gradient.
+        others, keywords: its other arguments. Tensors among them are kept as they are.
         parameters: those inside that need a gradient.
 
     Raises:
         UserError: the function returns something else than one tensor, or another argument needs a gradient.
     """
-    if any(isinstance(t, Tensor) and t.requires_grad for t in (*others, *keywords.values())):
+    leaves, form = tree_flatten((others, keywords))
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
         raise UserError(
-            "a block whose second argument needs a gradient cannot be recomputed; leave it out by `blocks`."
+            "a block of which another argument needs a gradient cannot be recomputed; leave it out by `blocks`."
         )
-    return _Recompute.apply(function, others, keywords, packer, place, x, *parameters)
+    return _Recompute.apply(function, leaves, form, packer, place, x, *parameters)
 
 
 class _Recompute(torch.autograd.Function):
@@ -54,8 +56,8 @@ class _Recompute(torch.autograd.Function):
     def forward(
         ctx: Any,
         function: Callable[..., Any],
-        others: Sequence[Any],
-        keywords: dict[str, Any],
+        leaves: list[Any],
+        form: TreeSpec,
         packer: Packer,
         place: Place,
         x: Tensor,
@@ -63,29 +65,29 @@ class _Recompute(torch.autograd.Function):
     ) -> Tensor:
         ctx.state = _RandomState(x.device)
         ctx.autocast = _autocast_of(x.device.type)
+        others, keywords = tree_unflatten(leaves, form)
         y = function(x, *others, **keywords)
         if not isinstance(y, Tensor):
             raise UserError(
                 f"a block that returns {type(y).__name__} instead of a tensor cannot be recomputed; leave it out by"
                 " `blocks`."
             )
-        packed = packer.pack(x, place)
-        tensors = [t for t in others if isinstance(t, Tensor)]
-        save(ctx, packed, *tensors, *parameters)
-        # In the order of the call, with a gap for each tensor that autograd keeps.
-        ctx.others = [None if isinstance(t, Tensor) else t for t in others]
-        ctx.gaps = [i for i, t in enumerate(others) if isinstance(t, Tensor)]
-        ctx.function, ctx.keywords, ctx.type = function, keywords, x.dtype
+        # Tensors go where autograd, and who counts what it keeps, can see them; the rest stays in its place.
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        save(ctx, packer.pack(x, place), *tensors, *parameters)
+        ctx.leaves, ctx.form = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves], form
+        ctx.gaps = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        ctx.function, ctx.type = function, x.dtype
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, *tensors = load(ctx)
-        others = list(ctx.others)
-        for i, t in zip(ctx.gaps, tensors, strict=False):
-            others[i] = t
-        parameters = tensors[len(ctx.gaps) :]
+        leaves, parameters = list(ctx.leaves), tensors[len(ctx.gaps) :]
+        for i, tensor in zip(ctx.gaps, tensors, strict=False):
+            leaves[i] = tensor
+        others, keywords = tree_unflatten(leaves, ctx.form)
         x = x.detach().to(ctx.type).requires_grad_(ctx.needs_input_grad[5])
         wanted = [*([x] if ctx.needs_input_grad[5] else []), *parameters]
         with ExitStack() as stack:
@@ -93,7 +95,7 @@ class _Recompute(torch.autograd.Function):
             for autocast in ctx.autocast:
                 stack.enter_context(autocast())
             stack.enter_context(torch.enable_grad())
-            y = ctx.function(x, *others, **ctx.keywords)
+            y = ctx.function(x, *others, **keywords)
         found = list(torch.autograd.grad(y, wanted, g, allow_unused=True))
         g_x = found.pop(0) if ctx.needs_input_grad[5] else None
         return None, None, None, None, None, g_x, *found

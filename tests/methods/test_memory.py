@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from efficient_ft.cost import executed
 from efficient_ft.errors import SettingError, UserError
 from efficient_ft.methods import LBPDCT, LBPWHT, BackRazor, Checkpointing, LastStage, LoRA, Mesa, Method, apply_methods
+from efficient_ft.ops.packing import Dense, Overflow, Place, Ranges
+from efficient_ft.ops.recompute import recompute
 from tests.methods.settings import MODELS, batch_of, gradients, model_of
 from tests.methods.test_contracts import largest_difference
 
@@ -148,6 +150,25 @@ def test_recomputation_repeats_dropout_and_moves_statistics_once() -> None:
     gradients(checkpointed, "resnet")
     for (name, one), other in zip(network.named_buffers(), checkpointed.buffers(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_recomputation_hides_no_other_argument_of_a_block() -> None:
+    """Masks by position and by keyword, inside a list too, are saved where autograd's hook sees them."""
+    x, masks = torch.randn(2, 4, requires_grad=True), [torch.rand(2, 4) for _ in range(3)]
+    place = Place("block", 2, Ranges(), Overflow())
+
+    def block(x: Tensor, first: Tensor, factor: float, *, rest: list[Tensor]) -> Tensor:
+        return (x * first * factor).exp() * rest[0] * rest[1]
+
+    seen: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        y = recompute(block, x, (masks[0], 3.0), {"rest": masks[1:]}, [], Dense(), place)
+    for mask in masks:
+        assert any(t.data_ptr() == mask.data_ptr() for t in seen)
+    exact = torch.autograd.grad(block(x, masks[0], 3.0, rest=masks[1:]).sum(), x)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x), exact)
+    with pytest.raises(UserError, match="another argument needs a gradient"):
+        recompute(block, x, (masks[0], 3.0), {"rest": [x, x]}, [], Dense(), place)
 
 
 def test_recomputation_lowers_the_peak() -> None:
