@@ -4,13 +4,14 @@
     python scripts/bench.py layer
     python scripts/bench.py loop
 
-``step``: training steps of a model with each recipe, by their parts; all but the baseline in channels-last memory, as
-runs on a CPU are. ``layer``: the backward pass of one linear layer,
+``step``: training steps of a model with each recipe, by their parts; on a CPU all but the baseline in channels-last
+memory, as runs there are. ``layer``: the backward pass of one linear layer,
 exact and low-rank. ``loop``: what the framework adds to a bare PyTorch loop, per step.
 
 A recipe is ``METHOD[:KEY=VALUE,...][+METHOD...]`` with the names and settings of the command line, and may be given
 another name: ``NAME=RECIPE``. The first one is the baseline. Times are medians with quartiles; a ratio is the median
-over the rounds of baseline / recipe, both from the same round. FLOPs and bytes are executed ones (counted).
+over the rounds of baseline / recipe, both from the same round. FLOPs and bytes are executed ones (counted); on
+CUDA, peaks are measured (what the allocator gave out).
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     step.add_argument("--batch", type=_count, default=32)
     step.add_argument("--size", type=_count, help="pixels (default: the model's)")
     step.add_argument("--classes", type=_count, default=100)
+    step.add_argument("--unfused", action="store_true", help="attention in its parts (timm's default: fused)")
 
     layer = kind("layer", _layer, 30, "the backward pass of one linear layer, exact and low-rank")
     layer.add_argument(
@@ -354,6 +356,7 @@ def _waiter(device: str) -> Callable[[], None]:
 
 
 def _step(options: argparse.Namespace) -> dict[str, Any]:
+    import timm
     import torch
 
     from efficient_ft import cost
@@ -367,15 +370,18 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
     if len(set(names)) < len(names):
         raise UserError(f"Two recipes of the same name ({', '.join(names)}); name one: NAME=RECIPE.")
     size = [] if options.size is None else [f"model.image_size={options.size}"]
-    calls: dict[str, Callable[[], dict[str, float]]] = {}
+    calls: dict[str, Parts] = {}
     counts: dict[str, dict[str, Any]] = {}
+    on_cpu = torch.device(options.device).type == "cpu"
+    if options.unfused:
+        timm.layers.set_fused_attn(False)
     for recipe in recipes:
         config = _config(options.model, [*size, *recipe.overrides])
         model = factory.random_model(config.model, options.classes)
         methods = build_methods(config)
         apply_methods(model, methods)
         shape: dict[str, Any] = {"input_size": factory.input_of(config.model).size, "precision": options.dtype}
-        if recipe is not recipes[0]:  # as runs on a CPU do; the baseline stays as it comes from timm
+        if on_cpu and recipe is not recipes[0]:  # as runs on a CPU do; the baseline stays as it comes from timm
             model.to(memory_format=torch.channels_last)
         counted = cost.executed(model, options.batch, methods=methods, **shape)
         step = cost.TrainingStep(
@@ -395,6 +401,8 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
         }
     result = summary(alternate(calls, options.rounds, options.warmup), names[0])
     base = counts[names[0]]["executed"]
+    for name, call in calls.items():
+        counts[name]["peak_bytes"] = counts[name]["executed"]["peak_bytes"] if on_cpu else call.step.cuda_peak()
     rows = []
     for name in names:
         parts, count = result[name], counts[name]["executed"]
@@ -409,12 +417,16 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
                 f"{count['backward_flops'] / 1e6:.0f}",
                 f"{base['backward_flops'] / max(count['backward_flops'], 1):.2f}×",
                 f"{count['saved_bytes'] * options.batch / 2**20:.1f}",
-                f"{count['peak_bytes'] / 2**20:.0f}",
+                f"{counts[name]['peak_bytes'] / 2**20:.0f}",
             ]
         )
-    print(f"\n{options.model}, batch {options.batch}, {options.dtype}, {options.rounds} rounds; baseline: {names[0]}")
-    print("The baseline is timm's model as it comes; the others hold convolutional maps in channels-last memory.")
-    print("milliseconds: median [quartiles]; ×: baseline / recipe; MFLOPs per image and MiB are executed ones\n")
+    attention = ", unfused attention" if options.unfused else ""
+    print(f"\n{options.model}, batch {options.batch}, {options.dtype}{attention}, {options.rounds} rounds;", end=" ")
+    print(f"baseline: {names[0]}")
+    if on_cpu:
+        print("The baseline is timm's model as it comes; the others hold convolutional maps in channels-last memory.")
+    print("milliseconds: median [quartiles]; ×: baseline / recipe; MFLOPs per image and MiB are executed ones", end="")
+    print("\n" if on_cpu else ", the peak is the device's\n")
     head = ["recipe", "backward", "×", "whole step", "×", "forward", "frozen prefix", "its bare inference"]
     print(table([*head, "backward MFLOPs", "×", "saved MiB", "peak MiB"], rows))
     return {
@@ -422,6 +434,7 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
         "model": options.model,
         "batch": options.batch,
         "dtype": options.dtype,
+        "attention": "unfused" if options.unfused else "timm's default",
         "baseline": names[0],
         "recipes": {name: {**counts[name], "measured": result[name]} for name in names},
     }

@@ -6,9 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # GPU kernels run as Python; to be set before Triton is imported
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

@@ -58,12 +58,45 @@ class Policy:
     fused: Packer | None = None
 
 
+class _Last:
+    """The tensor that was unpacked last, until all its users have had it or another one is unpacked.
+
+    In the backward pass the users of a tensor often come one right after another: the layer that took a norm's output
+    and the norm itself, attention's second product and its softmax.
+    """
+
+    owner: _Unpack | None = None
+    dense: Tensor | None = None
+    users: int = 0
+
+
+class _Unpack:
+    """The way back to a dense tensor, shared by `users`."""
+
+    def __init__(self, unpack: Callable[..., Tensor], last: _Last) -> None:
+        self.unpack, self.last, self.users = unpack, last, 0
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        last = self.last
+        if last.owner is not self:
+            last.owner = last.dense = None
+            last.dense, last.users = self.unpack(*tensors), self.users
+            last.owner = self
+        dense = last.dense
+        assert dense is not None
+        last.users -= 1
+        if last.users <= 0:
+            last.owner = last.dense = None
+        return dense
+
+
 @dataclass
 class Session:
     """What packing remembers from step to step: running ranges, and whether a value overflowed."""
 
     ranges: Ranges = field(default_factory=Ranges)
     overflow: Overflow = field(default_factory=Overflow)
+    last: _Last = field(default_factory=_Last)
 
     def state_dict(self) -> dict[str, Any]:
         """The running ranges, as plain containers."""
@@ -158,8 +191,10 @@ class PackedOperations(TorchFunctionMode):
             with torch.no_grad():
                 memory = memory.data if result else memory
                 packed = packer.pack(memory if dtype is None else memory.to(dtype), place)
+            shared = _Unpack(packed.unpack, self.session.last)
+            packed = Packed(packed.tensors, shared, shared)
             self._kept[key] = (weakref.ref(storage), packed)
-        return Packed(packed.tensors, partial(_in_order, packed.unpack, order, dtype or x.dtype))
+        return _for_user(packed, order, dtype or x.dtype)
 
     def _alive(self, key: tuple[Any, ...], storage: torch.UntypedStorage) -> Packed | None:
         """What is kept under `key`, unless it is of a tensor that is gone, whose memory another one has now."""
@@ -170,12 +205,12 @@ class PackedOperations(TorchFunctionMode):
         """What x can be computed from, where that is kept already."""
         order, _, identity = _lying(x)
         packed = self._alive((*identity, "derived"), x.untyped_storage())
-        return packed and Packed(packed.tensors, partial(_in_order, packed.unpack, order, x.dtype))
+        return packed and _for_user(packed, order, x.dtype)
 
     def derive(self, y: Tensor, packed: Packed) -> None:
         """Whoever asks for y shall get what `packed` unpacks to."""
         order, _, identity = _lying(y)
-        from_kept = Packed(packed.tensors, partial(_permuted, packed.unpack, order))
+        from_kept = Packed(packed.tensors, partial(_permuted, packed.unpack, order), packed.shared)
         self._kept[*identity, "derived"] = (weakref.ref(y.untyped_storage()), from_kept)
 
     def serves(self, *tensors: Tensor, trained: Sequence[Tensor | None] = ()) -> bool:
@@ -192,6 +227,12 @@ def _lying(x: Tensor) -> tuple[tuple[int, ...], Tensor, tuple[Any, ...]]:
     memory = x.permute(order)
     identity = (x.untyped_storage()._cdata, x.storage_offset(), memory.shape, memory.stride(), x._version)
     return order, memory, identity
+
+
+def _for_user(packed: Packed, order: tuple[int, ...], dtype: torch.dtype) -> Packed:
+    """`packed` for one more operation that saves it."""
+    packed.shared.users += 1
+    return Packed(packed.tensors, partial(_in_order, packed.unpack, order, dtype), packed.shared)
 
 
 def _permuted(unpack: Callable[..., Tensor], order: tuple[int, ...], *tensors: Tensor) -> Tensor:
@@ -214,12 +255,15 @@ def save(ctx: Any, *parts: Tensor | Packed | None) -> None:
     ctx.save_for_backward(*flat)
 
 
-def load(ctx: Any) -> list[Any]:
-    """What `save` was given: dense tensors."""
+def load(ctx: Any, one_by_one: bool = False) -> list[Any]:
+    """What `save` was given: dense tensors; `one_by_one`, calls that give them, so that not all are there at once."""
     saved, at, parts = ctx.saved_tensors, 0, []
     for count, unpack in ctx.parts:
         tensors = saved[at : at + count]
-        parts.append(tensors[0] if unpack is None else unpack(*tensors))
+        if unpack is None:
+            parts.append(tensors[0])
+        else:
+            parts.append(partial(unpack, *tensors) if one_by_one else unpack(*tensors))
         at += count
     return parts
 
@@ -327,18 +371,16 @@ class _Matmul(torch.autograd.Function):
     def forward(ctx: Any, mode: PackedOperations, a: Tensor, b: Tensor) -> Tensor:
         y = a @ b
         packer = mode.policy.attention
-        save(
-            ctx,
-            mode.keep(a, packer, y.dtype, 1) if ctx.needs_input_grad[2] else None,
-            mode.keep(b, packer, y.dtype, 1) if ctx.needs_input_grad[1] else None,
-        )
+        kept_a = mode.keep(a, packer, y.dtype, 1) if ctx.needs_input_grad[2] else None
+        kept_b = mode.keep(b, packer, y.dtype, 1) if ctx.needs_input_grad[1] else None
+        save(ctx, kept_b, kept_a)  # unpacked last: softmax's output, which softmax wants next
         ctx.types = a.dtype, b.dtype
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        a, b = load(ctx)
+        b, a = load(ctx)
         g_a = None if b is None else (g @ b.mT).to(ctx.types[0])
         g_b = None if a is None else (a.mT @ g).to(ctx.types[1])
         return None, g_a, g_b
@@ -410,6 +452,51 @@ class _FusedAttention(torch.autograd.Function):
         return None, None, *(g.to(t) for g, t in zip(found, ctx.types, strict=True)), None
 
 
+class _Attention(torch.autograd.Function):
+    """softmax(q kᵀ · scale) v in its parts, of (..., N, D) each; softmax's output is kept once, for both its users."""
+
+    @staticmethod
+    def forward(ctx: Any, mode: PackedOperations, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        # Contiguous once: each product would copy them again.
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        scores = _scaled_product(q, k.mT, scale)
+        p = torch.softmax(_single_precision(scores), -1).to(scores.dtype)
+        del scores
+        y = p @ v
+        of_q, of_k = ctx.needs_input_grad[1:3]
+        packer = mode.policy.attention
+        kept_q = mode.keep(q, packer, y.dtype, 1) if of_k else None
+        kept_k = mode.keep(k, packer, y.dtype, 1) if of_q else None
+        kept_p = mode.keep(p, packer, y.dtype, 1)
+        kept_v = mode.keep(v, packer, y.dtype, 1) if of_q or of_k else None
+        save(ctx, kept_v, kept_p, kept_k, kept_q)
+        ctx.scale, ctx.types = scale, (q.dtype, k.dtype, v.dtype)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        g = g.contiguous()
+        v, p, k, q = load(ctx, one_by_one=True)
+        dense = p()
+        g_v = dense.mT @ g if ctx.needs_input_grad[3] else None
+        g_q = g_k = None
+        if v is not None:
+            g_scores = aten._softmax_backward_data(g @ v().mT, dense, -1, dense.dtype)
+            del dense
+            g_q = None if k is None else _scaled_product(g_scores, k(), ctx.scale)
+            g_k = None if q is None else _scaled_product(g_scores.mT, q(), ctx.scale)
+        found = (g_q, g_k, g_v)
+        return None, *(None if t is None else t.to(d) for t, d in zip(found, ctx.types, strict=True)), None
+
+
+def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """scale · a b, of (..., n, k) and (..., k, m), without a pass of its own for the scale."""
+    batch = a.shape[:-2]
+    product = torch.baddbmm(a.new_empty(1, 1, 1), a.flatten(0, -3), b.flatten(0, -3), beta=0, alpha=scale)
+    return product.view(*batch, *product.shape[1:])
+
+
 def _attention(
     mode: PackedOperations,
     query: Tensor,
@@ -425,6 +512,8 @@ def _attention(
         return NotImplemented
     if mode.policy.fused is not None and attn_mask is None and not dropout_p:
         return _FusedAttention.apply(mode, mode.policy.fused, query, key, value, scale)
+    if attn_mask is None and not dropout_p:
+        return _Attention.apply(mode, query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)
     # Once in the order of the products, which would copy them each time.
     query = (query * (query.shape[-1] ** -0.5 if scale is None else scale)).contiguous()
     key, value = key.contiguous(), value.contiguous()
@@ -484,13 +573,13 @@ class _LayerNorm(torch.autograd.Function):
         y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
         ctx.shape, ctx.normalised = shape, mode.policy.normalised
         if mode.policy.normalised:
-            x_hat = ((x - mean) * rstd).to(x.dtype)
+            x_hat = torch.native_layer_norm(x, shape, None, None, eps)[0]
             kept = mode.keep(x_hat, mode.policy.norm, None, -1)
             save(ctx, kept, weight, bias, rstd)
             if mode.policy.derived:
                 affine = [p for p in (weight, bias) if p is not None]
                 way = partial(_affine, kept.unpack, weight is not None, bias is not None)
-                mode.derive(y, Packed((*kept.tensors, *affine), way))
+                mode.derive(y, Packed((*kept.tensors, *affine), way, kept.shared))
         else:
             save(ctx, mode.keep(x, mode.policy.norm, None, -1), weight, bias, rstd, mean)
         return y
@@ -503,7 +592,7 @@ class _LayerNorm(torch.autograd.Function):
         if ctx.normalised:
             zero, one = torch.zeros_like(rstd), torch.ones_like(rstd)
             found = aten.native_layer_norm_backward(g, x, ctx.shape, zero, one, weight, bias, wanted)
-            g_x = found[0] * rstd if wanted[0] else None
+            g_x = found[0].mul_(rstd) if wanted[0] else None
         else:
             found = aten.native_layer_norm_backward(g, x, ctx.shape, mean[0], rstd, weight, bias, wanted)
             g_x = found[0]
@@ -664,7 +753,7 @@ class _Smooth(torch.autograd.Function):
         save(ctx, kept)
         ctx.of_input = of_input
         if mode.policy.derived:
-            mode.derive(y, Packed(kept.tensors, partial(_through, kept.unpack, function)))
+            mode.derive(y, Packed(kept.tensors, partial(_through, kept.unpack, function), kept.shared))
         return y
 
     @staticmethod

@@ -9,8 +9,8 @@ Two forms:
   that the mean is the value.
 
 Here is the plain torch form of each, the reference, which works everywhere (fake tensors get shapes alone);
-`packing_cpu` holds kernels with the same results. A `Packer` puts them to use: what it packs is a `Packed`, tensors to
-be saved for the backward pass and the way back to a dense tensor of the old shape and type.
+`packing_cpu` and `packing_gpu` hold kernels with the same results. A `Packer` puts them to use: what it packs is a
+`Packed`, tensors to be saved for the backward pass and the way back to a dense tensor of the old shape and type.
 """
 
 from __future__ import annotations
@@ -19,19 +19,25 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from efficient_ft.errors import UserError
-from efficient_ft.ops import packing_cpu
+from efficient_ft.ops import packing_cpu, packing_gpu
 
 #: Values looked at to estimate a sample's threshold.
 SUBSAMPLE = 4096
 #: An estimated threshold aims this many standard deviations above, so that few samples exceed their budget.
 _CAUTION = 1.0
+_LARGEST_HALF = 65504
+
+
+def _kernels(x: Tensor) -> Any:
+    """The module with kernels for this tensor; None: plain torch serves."""
+    return next((module for module in (packing_cpu, packing_gpu) if module.serves(x)), None)
 
 
 # ------------------------------------------------------------------------------------------------ sparse
@@ -79,9 +85,30 @@ def sparse_pack(x: Tensor, kept: int, exact: bool) -> tuple[Tensor, Tensor]:
     """
     if isinstance(x, FakeTensor):
         return x.new_empty(len(x), kept), x.new_empty(len(x), bitmap_bytes(x[0].numel()), dtype=torch.uint8)
-    if packing_cpu.serves(x):
-        return packing_cpu.sparse_pack(x, kept, exact)
+    if kernels := _kernels(x):
+        n = x[0].numel()
+        rank = None if exact or not is_estimated(kept, n) else estimate_rank(kept, n, SUBSAMPLE)
+        return kernels.sparse_pack(_pieces(x), kept, rank, SUBSAMPLE)
     return sparse_pack_reference(x, kept, exact)
+
+
+def _pieces(x: Tensor) -> Tensor:
+    """x (S, ...) as (S, M, L), without a copy where rows are M equally distant pieces (q inside a fused qkv)."""
+    shape, strides = [1], [0]
+    for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True):
+        if size == 1:
+            continue
+        if strides[-1] == size * stride or shape[-1] == 1:
+            shape[-1], strides[-1] = shape[-1] * size, stride
+        else:
+            shape.append(size)
+            strides.append(stride)
+    if len(shape) == 1:
+        shape, strides = [1, *shape], [0, *strides]
+    # Bytes of the bitmap must not lie across pieces.
+    if len(shape) != 2 or strides[1] != 1 or shape[1] % 8 or not x.stride(0):
+        return x.contiguous().view(x.shape[0], 1, -1)
+    return x.as_strided((x.shape[0], *shape), (x.stride(0), *strides))
 
 
 def sparse_pack_reference(x: Tensor, kept: int, exact: bool) -> tuple[Tensor, Tensor]:
@@ -104,13 +131,18 @@ def sparse_pack_reference(x: Tensor, kept: int, exact: bool) -> tuple[Tensor, Te
     return values, _bits_of_rows(keep)
 
 
-def sparse_unpack(values: Tensor, bitmap: Tensor, n: int) -> Tensor:
-    """The rows (S, n) that `sparse_pack` made `values` (S, K) and `bitmap` (S, ⌈n/8⌉) of, zeros where dropped."""
+def sparse_unpack(values: Tensor, bitmap: Tensor, n: int, dtype: torch.dtype | None = None) -> Tensor:
+    """The rows (S, n) that `sparse_pack` made `values` (S, K) and `bitmap` (S, ⌈n/8⌉) of, zeros where dropped.
+
+    Args:
+        dtype: of the rows; None: the values'.
+    """
+    dtype = dtype or values.dtype
     if isinstance(values, FakeTensor):
-        return values.new_empty(len(values), n)
-    if packing_cpu.serves(values):
-        return packing_cpu.sparse_unpack(values, bitmap, n)
-    return sparse_unpack_reference(values, bitmap, n)
+        return values.new_empty(len(values), n, dtype=dtype)
+    if kernels := _kernels(values):
+        return kernels.sparse_unpack(values, bitmap, n, dtype)
+    return sparse_unpack_reference(values.to(dtype), bitmap, n)
 
 
 def sparse_unpack_reference(values: Tensor, bitmap: Tensor, n: int) -> Tensor:
@@ -156,8 +188,8 @@ def quantise(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Tensor:
     """
     if isinstance(x, FakeTensor):
         return x.new_empty(x.shape, dtype=torch.uint8)
-    if packing_cpu.serves(x):
-        return packing_cpu.quantise(x, low, high, seed)
+    if kernels := _kernels(x):
+        return kernels.quantise(x, low, high, seed)
     return quantise_reference(x, low, high, seed)
 
 
@@ -181,8 +213,8 @@ def dequantise(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """The values (outer, G, inner), float32, that `quantise` took for the steps `q`."""
     if isinstance(q, FakeTensor):
         return low.new_empty(q.shape)
-    if q.numel() and packing_cpu.serves(low):
-        return packing_cpu.dequantise(q, low, high)
+    if q.numel() and (kernels := _kernels(low)):
+        return kernels.dequantise(q, low, high)
     return dequantise_reference(q, low, high)
 
 
@@ -195,7 +227,9 @@ def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
     """Smallest and largest value of each group of x (outer, G, inner), (G,) float32 each."""
     if isinstance(x, FakeTensor):
         return x.new_empty(x.shape[1], dtype=torch.float32), x.new_empty(x.shape[1], dtype=torch.float32)
-    return packing_cpu.extremes(x) if packing_cpu.serves(x) else extremes_reference(x)
+    if kernels := _kernels(x):
+        return kernels.extremes(x)
+    return extremes_reference(x)
 
 
 def extremes_reference(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,11 +244,13 @@ class Packed:
 
     Attributes:
         tensors: to be saved for the backward pass.
-        unpack: from these tensors (as autograd gives them back) to a dense one. It holds no tensor itself.
+        unpack: from these tensors (as autograd gives them back) to a dense one. It keeps no tensor itself.
+        shared: with whom it is shared, where several operations save it (`packed`).
     """
 
     tensors: tuple[Tensor, ...]
     unpack: Callable[..., Tensor]
+    shared: Any = None
 
 
 @dataclass
@@ -239,13 +275,18 @@ class Overflow:
 
     flag: Tensor | None = None
 
-    def watch(self, values: Tensor) -> None:
-        """Look at `values` that are about to become fp16."""
-        if isinstance(values, FakeTensor) or not values.numel():
-            return
-        low, high = values.aminmax()
-        seen = ((low < -65504) | (high > 65504)) & low.isfinite() & high.isfinite()
-        self.flag = seen if self.flag is None else self.flag | seen.to(self.flag.device)
+    def halve(self, x: Tensor) -> Tensor:
+        """x in fp16, looked at."""
+        if isinstance(x, FakeTensor) or not x.numel():
+            return x.to(torch.float16)
+        if self.flag is None:
+            self.flag = torch.zeros((), dtype=torch.bool, device=x.device)
+        if packing_gpu.serves(x) and self.flag.device == x.device:
+            return packing_gpu.halve(x, self.flag)
+        low, high = x.aminmax()
+        seen = ((low < -_LARGEST_HALF) | (high > _LARGEST_HALF)) & low.isfinite() & high.isfinite()
+        self.flag |= seen.to(self.flag.device)
+        return x.to(torch.float16)
 
     def check(self) -> None:
         """Raises:
@@ -351,9 +392,7 @@ def _converted(dtype: torch.dtype, x: Tensor) -> Tensor:
 def _to_half(x: Tensor, dtype: torch.dtype, place: Place) -> Tensor:
     if x.element_size() <= 2:
         return x
-    if dtype is torch.float16:
-        place.overflow.watch(x)
-    return x.to(dtype)
+    return place.overflow.halve(x) if dtype is torch.float16 else x.to(dtype)
 
 
 def _quantised(x_OGI: Tensor, place: Place, dtype: torch.dtype) -> Packed:
@@ -367,7 +406,7 @@ def _dequantised(dtype: torch.dtype, q: Tensor, low: Tensor, high: Tensor) -> Te
 
 
 def _sparse_back(shape: torch.Size, dtype: torch.dtype, n: int, values: Tensor, bitmap: Tensor) -> Tensor:
-    return sparse_unpack(values.to(dtype), bitmap, n).view(shape)
+    return sparse_unpack(values, bitmap, n, dtype).view(shape)
 
 
 def _sparse_eight_bits_back(values_of: Callable[..., Tensor], back: Callable[..., Tensor], *tensors: Tensor) -> Tensor:

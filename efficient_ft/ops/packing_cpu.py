@@ -28,28 +28,28 @@ def serves(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.element_size() in _INTEGERS and x.numel() > 0 and _kernels() is not None
 
 
-def sparse_pack(x: Tensor, kept: int, exact: bool) -> tuple[Tensor, Tensor]:
-    """As `packing.sparse_pack`."""
-    from efficient_ft.ops.packing import SUBSAMPLE, bitmap_bytes, estimate_rank, is_estimated
+def sparse_pack(x: Tensor, kept: int, rank: int | None, subsample: int) -> tuple[Tensor, Tensor]:
+    """As `packing.sparse_pack`.
 
+    Args:
+        x: (S, M, L), a row in M pieces, the last dimension contiguous.
+        rank: of the threshold in ascending order (from 0) in a strided subsample of `subsample` values; None: exact.
+    """
     rows, n = x.shape[0], x[0].numel()
-    values, bitmap = x.new_empty(rows, kept), torch.empty(rows, bitmap_bytes(n), dtype=torch.uint8)
-    exact = exact or not is_estimated(kept, n)
-    rank = 0 if exact else estimate_rank(kept, n, SUBSAMPLE)
-    x = _pieces(x)
+    values, bitmap = x.new_empty(rows, kept), torch.empty(rows, -(-n // 8), dtype=torch.uint8)
     size = x.element_size()
     largest = torch.iinfo(_INTEGERS[size]).max
     addresses = [t.data_ptr() for t in (x, values, bitmap)]
     _run(
         _kernels().pack(size),
-        [*x.shape, kept, *addresses, exact, rank, SUBSAMPLE, largest, x.stride(0), x.stride(1)],
+        [*x.shape, kept, *addresses, rank is None, rank or 0, subsample, largest, x.stride(0), x.stride(1)],
     )
     return values, bitmap
 
 
-def sparse_unpack(values: Tensor, bitmap: Tensor, n: int) -> Tensor:
+def sparse_unpack(values: Tensor, bitmap: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     """As `packing.sparse_unpack`."""
-    values, bitmap = values.contiguous(), bitmap.contiguous()
+    values, bitmap = values.to(dtype).contiguous(), bitmap.contiguous()
     rows, kept = values.shape
     x = values.new_empty(rows, n)
     _run(_kernels().unpack(x.element_size()), [rows, n, kept, *(t.data_ptr() for t in (x, values, bitmap))])
@@ -93,25 +93,6 @@ def _rows(x: Tensor, *of_groups: Tensor) -> tuple[list[int], list[Tensor]]:
         expanded = [t.repeat_interleave(inner) for t in of_groups]
         return [blocks, block, rows, 1, groups * inner, groups * inner, True], expanded
     return [blocks, block, rows, groups, inner, groups, False], [t.contiguous() for t in of_groups]
-
-
-def _pieces(x: Tensor) -> Tensor:
-    """x (S, ...) as (S, M, L), without a copy where rows are M equally distant pieces (q inside a fused qkv)."""
-    shape, strides = [1], [0]
-    for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True):
-        if size == 1:
-            continue
-        if strides[-1] == size * stride or shape[-1] == 1:
-            shape[-1], strides[-1] = shape[-1] * size, stride
-        else:
-            shape.append(size)
-            strides.append(stride)
-    if len(shape) == 1:
-        shape, strides = [1, *shape], [0, *strides]
-    # Bytes of the bitmap must not lie across pieces.
-    if len(shape) != 2 or strides[1] != 1 or shape[1] % 8 or not x.stride(0):
-        return x.contiguous().view(x.shape[0], 1, -1)
-    return x.as_strided((x.shape[0], *shape), (x.stride(0), *strides))
 
 
 # ------------------------------------------------------------------------------------------------ threads

@@ -1,0 +1,254 @@
+"""The kernels of `packing_gpu`, in Triton; importing this needs it.
+
+Every kernel works on 32-bit magnitudes, `bits`: a float without its sign, as an integer. A row's elements lie in
+pieces of `length`, `step` apart. Its length `n` and the rows' distance `stride` come in units of `UNIT` elements, which
+tells the compiler how they are aligned. What rows share is laid out (row, ...).
+"""
+# mypy: ignore-errors
+# (Triton's types, not Python's)
+
+import triton
+import triton.language as tl
+
+BINS = 2048  # of a histogram of magnitudes: eleven bits at a time
+
+
+@triton.jit
+def _load(row, at, n, step, length, PIECES: tl.constexpr):
+    """A row's elements `at`, zeros behind its end."""
+    memory = (at // length).to(tl.int64) * step + at % length if PIECES else at
+    return tl.load(row + memory, mask=at < n, other=0)
+
+
+@triton.jit
+def _load_bits(row, at, n, step, length, PIECES: tl.constexpr, LARGEST: tl.constexpr):
+    """Magnitudes of a row's elements `at`; −1, below all, behind its end."""
+    return tl.where(at < n, _load(row, at, n, step, length, PIECES).to(tl.int32) & LARGEST, -1)
+
+
+@triton.jit
+def _bisect(low, high, sample, rank):
+    """The half of a range that holds the value of `rank` (from 0) of a sample."""
+    middle = low + (high - low) // 2
+    above = (tl.sum((sample <= middle).to(tl.int32)) <= rank) & (low < high)
+    return tl.where(above, middle + 1, low), tl.where(above, high, middle)
+
+
+@triton.jit
+def bracket(
+    x, state, n, stride, step, length, first, last, ALIKE: tl.constexpr,
+    M: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, PIECES: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """state (row, 2): the values of the ranks `first` and `last` (`ALIKE`: the same) in a strided subsample of M; a
+    rank outside of it stands for the end of the range of `BITS` bits."""
+    n, stride = n * UNIT, stride * UNIT
+    row = tl.program_id(0).to(tl.int64)
+    sample = _load_bits(x + row * stride, tl.arange(0, M) * (n // M), n, step, length, PIECES, LARGEST)
+    low, high = tl.full((), 0, tl.int32), tl.full((), LARGEST, tl.int32)
+    low_2, high_2 = low, high
+    for _ in range(BITS):
+        low, high = _bisect(low, high, sample, first)
+        if not ALIKE:
+            low_2, high_2 = _bisect(low_2, high_2, sample, last)
+    tl.store(state + 2 * row, low)
+    tl.store(state + 2 * row + 1, high if ALIKE else high_2)
+
+
+@triton.jit
+def _shift(width, BINS: tl.constexpr):
+    """How many of the lower bits of numbers up to `width` do not tell bins apart."""
+    return tl.sum(((width >> tl.arange(0, 32)) >= BINS).to(tl.int32))
+
+
+@triton.jit
+def _narrow(state, counts, row, rank, LARGEST: tl.constexpr, BINS: tl.constexpr):
+    """From a range and how many values lie below it and in each of its bins: the range of the bin that holds the value
+    of `rank`. Its upper end is −1 once it is that value alone."""
+    low, high = tl.load(state + 2 * row), tl.load(state + 2 * row + 1)
+    below = tl.load(counts + row * (BINS + 1) + BINS)
+    count = tl.load(counts + row * (BINS + 1) + tl.arange(0, BINS))
+    rest = rank - below
+    missed = rest < 0
+    beyond = rest >= tl.sum(count)
+    shift = _shift(tl.maximum(high, low) - low, BINS)
+    start = low + (tl.sum((tl.cumsum(count, 0) <= rest).to(tl.int32)) << shift)
+    end = start + tl.minimum(high - start, (1 << shift) - 1)
+    end = tl.where(shift == 0, -1, end)
+    # A subsample's range may miss.
+    start = tl.where(missed, 0, tl.where(beyond, high + 1, start))
+    end = tl.where(missed, low - 1, tl.where(beyond, LARGEST, end))
+    return tl.where(high < 0, low, start), tl.where(high < 0, high, end)
+
+
+@triton.jit
+def histogram(
+    x, state, counts, rows, n, stride, step, length, rank, number, tiles,
+    TILE: tl.constexpr, UNIT: tl.constexpr, PIECES: tl.constexpr, LARGEST: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """counts[number] (row, BINS + 1): how many magnitudes lie in each bin of the row's range, and below it.
+
+    The range, state[number] (row, 2), follows from the counts before it.
+    """
+    n, stride = n * UNIT, stride * UNIT
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    low, high = tl.load(state + 2 * row), tl.load(state + 2 * row + 1)
+    if number > 0:
+        before = number - 1
+        low, high = _narrow(state + before * 2 * rows, counts + before * rows * (BINS + 1), row, rank, LARGEST, BINS)
+        if part == 0:
+            tl.store(state + 2 * (number * rows + row), low)
+            tl.store(state + 2 * (number * rows + row) + 1, high)
+    if high >= 0:
+        own = counts + (number * rows + row) * (BINS + 1)
+        shift = _shift(high - low, BINS)
+        below = tl.zeros((TILE,), tl.int32)
+        for tile in range(part * tiles, tl.minimum((part + 1) * tiles, tl.cdiv(n, TILE))):
+            bits = _load_bits(x + row * stride, tile * TILE + tl.arange(0, TILE), n, step, length, PIECES, LARGEST)
+            tl.atomic_add(own + ((bits - low) >> shift), 1, mask=(bits >= low) & (bits <= high), sem="relaxed")
+            below += ((bits >= 0) & (bits < low)).to(tl.int32)
+        tl.atomic_add(own + BINS, tl.sum(below), sem="relaxed")
+
+
+@triton.jit
+def count(
+    x, state, counts, threshold, found, rows, n, stride, step, length, rank, numbers,
+    TILE: tl.constexpr, UNIT: tl.constexpr, PIECES: tl.constexpr, LARGEST: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """found (row, tile, 2): how many magnitudes are above the threshold (row,), and how many are equal to it."""
+    n, stride = n * UNIT, stride * UNIT
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.load(state + 2 * row) - 1  # what is equal to an estimated threshold is kept
+    if numbers > 0:
+        last = numbers - 1
+        at, _ = _narrow(state + last * 2 * rows, counts + last * rows * (BINS + 1), row, rank, LARGEST, BINS)
+    if tile == 0:
+        tl.store(threshold + row, at)
+    bits = _load_bits(x + row * stride, tile * TILE + tl.arange(0, TILE), n, step, length, PIECES, LARGEST)
+    own = found + (row * tl.num_programs(1) + tile) * 2
+    tl.store(own, tl.sum((bits > at).to(tl.int32)))
+    tl.store(own + 1, tl.sum((bits == at).to(tl.int32)))
+
+
+@triton.jit
+def write(
+    x, threshold, found, values, bitmap, n, stride, step, length, kept,
+    TILE: tl.constexpr, TILES: tl.constexpr, UNIT: tl.constexpr,
+    PIECES: tl.constexpr, LARGEST: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Keep what is above the threshold and, if it is exact, as much of what equals it as there is room for.
+
+    Where more is above an estimated threshold, the row's rest is dropped once it is full.
+    """
+    n, stride = n * UNIT, stride * UNIT
+    row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    t = tl.arange(0, TILES)
+    own = found + row * tiles * 2
+    above_of = tl.load(own + 2 * t, mask=t < tiles, other=0)
+    equal_of = tl.load(own + 2 * t + 1, mask=t < tile, other=0)
+    room = tl.maximum(kept - tl.sum(above_of), 0) if EXACT else 0
+    above_before = tl.sum(tl.where(t < tile, above_of, 0))
+    equal_before = tl.sum(equal_of)
+
+    at = tile * TILE + tl.arange(0, TILE)
+    inside = at < n
+    value = _load(x + row * stride, at, n, step, length, PIECES)
+    bits = value.to(tl.int32) & LARGEST
+    bound = tl.load(threshold + row)
+    above, equal = inside & (bits > bound), inside & (bits == bound)
+    # Both counts in one sum: a tile holds fewer than 2¹⁶.
+    so_far = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
+    equal_so_far = equal_before + (so_far >> 16)
+    last = above_before + (so_far & 0xFFFF) + tl.minimum(equal_so_far, room)
+    keep = (above | (equal & (equal_so_far <= room))) & (last <= kept)
+    tl.store(values + row * kept + last - 1, value, mask=keep)
+    eight = tl.reshape(keep.to(tl.int32), (TILE // 8, 8)) << tl.arange(0, 8)[None, :]
+    byte = tile * (TILE // 8) + tl.arange(0, TILE // 8)
+    tl.store(bitmap + row * tl.cdiv(n, 8) + byte, tl.sum(eight, 1).to(tl.uint8), mask=byte < tl.cdiv(n, 8))
+
+
+@triton.jit
+def _load_flags(bitmap, row, tile, n, TILE: tl.constexpr):
+    """The bits of a tile, (TILE / 8, 8)."""
+    byte = tile * (TILE // 8) + tl.arange(0, TILE // 8)
+    bytes_ = tl.load(bitmap + row * tl.cdiv(n, 8) + byte, mask=byte < tl.cdiv(n, 8), other=0).to(tl.int32)
+    return (bytes_[:, None] >> tl.arange(0, 8)[None, :]) & 1
+
+
+@triton.jit
+def count_flags(bitmap, found, n, TILE: tl.constexpr, UNIT: tl.constexpr):
+    """found (row, tile): bits set."""
+    n = n * UNIT
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    flags = _load_flags(bitmap, row, tile, n, TILE)
+    tl.store(found + row * tl.num_programs(1) + tile, tl.sum(tl.sum(flags, 1)))
+
+
+@triton.jit
+def spread(values, bitmap, found, x, n, kept, TILE: tl.constexpr, TILES: tl.constexpr, UNIT: tl.constexpr):
+    """x (row, n): the values where the bitmap says, zeros elsewhere."""
+    n = n * UNIT
+    row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    t = tl.arange(0, TILES)
+    before = tl.sum(tl.load(found + row * tiles + t, mask=t < tile, other=0))
+    flags = tl.reshape(_load_flags(bitmap, row, tile, n, TILE), (TILE,))
+    place = before + tl.cumsum(flags, 0) - 1
+    value = tl.load(values + row * kept + place, mask=flags > 0, other=0)
+    at = tile * TILE + tl.arange(0, TILE)
+    tl.store(x + row * n + at, value.to(x.dtype.element_ty), mask=at < n)
+
+
+@triton.jit
+def halve(x, half, overflow, count, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+    """half: x in its type; `overflow` is set where a finite value is beyond `LARGEST`."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    value = tl.load(x + at, mask=inside, other=0)
+    tl.store(half + at, value.to(half.dtype.element_ty), mask=inside)
+    magnitude = tl.abs(value)
+    beyond = (magnitude > LARGEST) & (magnitude < float("inf"))
+    if tl.max(beyond.to(tl.int32)) > 0:
+        tl.store(overflow, 1)
+
+
+@triton.jit
+def quantise(x, low, step, seed, q, count, groups, inner, BLOCK: tl.constexpr):
+    """q: x in steps above `low` of its group, rounded by a hash of the position and the seed."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    group = (at // inner) % groups
+    h = (at + tl.load(seed)).to(tl.uint32)
+    h = (h ^ (h >> 16)) * 0x7FEB352D
+    h = (h ^ (h >> 15)) * 0x846CA68B
+    h = h ^ (h >> 16)
+    noise = (h >> 8).to(tl.float32) * (1.0 / 16777216.0)
+    scaled = (tl.load(x + at, mask=inside, other=0).to(tl.float32) - tl.load(low + group)) * tl.load(step + group)
+    scaled = tl.minimum(tl.maximum(tl.floor(scaled + noise), 0.0), 255.0)
+    tl.store(q + at, scaled.to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def dequantise(q, low, step, x, count, groups, inner, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    group = (at // inner) % groups
+    steps = tl.load(q + at, mask=inside, other=0).to(tl.float32)
+    tl.store(x + at, tl.load(low + group) + steps * tl.load(step + group), mask=inside)
+
+
+@triton.jit
+def extremes(x, low, high, rows, groups, inner, share, width, R: tl.constexpr, C: tl.constexpr):
+    """low, high (part, cut, group): of `share` rows and `width` columns of a group each."""
+    part, group, cut = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    least, most = tl.full((R, C), float("inf"), tl.float32), tl.full((R, C), float("-inf"), tl.float32)
+    stop, end = tl.minimum((part + 1) * share, rows), tl.minimum((cut + 1) * width, inner)
+    for first in range(part * share, stop, R):
+        r = first + tl.arange(0, R)[:, None]
+        for start in range(cut * width, end, C):
+            c = start + tl.arange(0, C)[None, :]
+            inside = (r < stop) & (c < end)
+            value = tl.load(x + (r.to(tl.int64) * groups + group) * inner + c, mask=inside, other=0).to(tl.float32)
+            least = tl.minimum(least, tl.where(inside, value, float("inf")))
+            most = tl.maximum(most, tl.where(inside, value, float("-inf")))
+    own = (part * tl.num_programs(2) + cut) * groups + group
+    tl.store(low + own, tl.min(tl.min(least, 1), 0))
+    tl.store(high + own, tl.max(tl.max(most, 1), 0))
