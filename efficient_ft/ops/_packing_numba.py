@@ -103,12 +103,14 @@ def _pack_row(x, where, largest, threshold, extra, values, byte_of, out, flags):
 
 
 @_jit
-def _subsample(x, where, largest, sample):
+def _subsample(x, where, hop, largest, sample):
     start, step, pieces, length = where
-    stride = pieces * length // len(sample)
+    n, at = pieces * length, 0
     for i in range(len(sample)):
-        at = i * stride
         sample[i] = x[start + at // length * step + at % length] & largest
+        at += hop
+        if at >= n:
+            at -= n
 
 
 @_jit
@@ -128,7 +130,7 @@ def _in_rank(sample, rank, largest):
 
 
 @_jit
-def _exact_threshold(x, where, largest, kept, sample, out):
+def _exact_threshold(x, where, hop, largest, kept, sample, out):
     """The threshold and how many are at least it: a subsample brackets it, and the few values between the brackets
     hold it (Floyd and Rivest's way)."""
     start, step, pieces, length = where
@@ -136,7 +138,7 @@ def _exact_threshold(x, where, largest, kept, sample, out):
     k = n - kept  # its place in ascending order, from 0
     low, high = largest - largest, largest
     if n > m:
-        _subsample(x, where, largest, sample)
+        _subsample(x, where, hop, largest, sample)
         share = k / n
         wide = int(3 * math.sqrt(m * share * (1 - share))) + 2
         middle = int(share * m)
@@ -170,7 +172,7 @@ def _exact_threshold(x, where, largest, kept, sample, out):
 @_jit
 def _pack(x, job, values, bitmap):
     rows, pieces, length, kept = job[1], job[2], job[3], values.shape[1]
-    exact, rank, m = job[8], job[9], job[10]
+    exact, rank, m, hop = job[8], job[9], job[10], job[14]
     n = pieces * length
     largest = x.dtype.type(job[11])
     out = np.empty(n + 1, x.dtype)
@@ -182,10 +184,10 @@ def _pack(x, job, values, bitmap):
             return
         where = (s * job[12], job[13], pieces, length)
         if exact:
-            threshold, at_least = _exact_threshold(x, where, largest, kept, sample, out)
+            threshold, at_least = _exact_threshold(x, where, hop, largest, kept, sample, out)
             extra = at_least - kept
         else:
-            _subsample(x, where, largest, sample)
+            _subsample(x, where, hop, largest, sample)
             threshold, extra = _in_rank(sample, rank, largest), 0
         _pack_row(x, where, largest, threshold, extra, values[s], bitmap[s], out, flags)
 

@@ -10,8 +10,6 @@ tells the compiler how they are aligned. What rows share is laid out (row, ...).
 import triton
 import triton.language as tl
 
-BINS = 2048  # of a histogram of magnitudes: eleven bits at a time
-
 
 @triton.jit
 def _load(row, at, n, step, length, PIECES: tl.constexpr):
@@ -36,14 +34,18 @@ def _bisect(low, high, sample, rank):
 
 @triton.jit
 def bracket(
-    x, state, n, stride, step, length, first, last, ALIKE: tl.constexpr,
+    x, state, n, stride, step, length, hop, first, last, ALIKE: tl.constexpr,
     M: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, PIECES: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """state (row, 2): the values of the ranks `first` and `last` (`ALIKE`: the same) in a strided subsample of M; a
-    rank outside of it stands for the end of the range of `BITS` bits."""
+    """state (row, 2): the values of the ranks `first` and `last` (`ALIKE`: the same) in a subsample of M, every
+    `hop`th around the row, and of a shorter row −1s and all of it; a rank outside stands for the range's end. Found to
+    `BITS` bits, the first rounded down and the last up."""
     n, stride = n * UNIT, stride * UNIT
     row = tl.program_id(0).to(tl.int64)
-    sample = _load_bits(x + row * stride, tl.arange(0, M) * (n // M), n, step, length, PIECES, LARGEST)
+    at = tl.arange(0, M)
+    if n > M:
+        at = ((at.to(tl.int64) * hop) % n).to(tl.int32)
+    sample = _load_bits(x + row * stride, at, n, step, length, PIECES, LARGEST)
     low, high = tl.full((), 0, tl.int32), tl.full((), LARGEST, tl.int32)
     low_2, high_2 = low, high
     for _ in range(BITS):
@@ -55,78 +57,89 @@ def bracket(
 
 
 @triton.jit
-def _shift(width, BINS: tl.constexpr):
-    """How many of the lower bits of numbers up to `width` do not tell bins apart."""
-    return tl.sum(((width >> tl.arange(0, 32)) >= BINS).to(tl.int32))
-
-
-@triton.jit
-def _narrow(state, counts, row, rank, LARGEST: tl.constexpr, BINS: tl.constexpr):
-    """From a range and how many values lie below it and in each of its bins: the range of the bin that holds the value
-    of `rank`. Its upper end is −1 once it is that value alone."""
-    low, high = tl.load(state + 2 * row), tl.load(state + 2 * row + 1)
-    below = tl.load(counts + row * (BINS + 1) + BINS)
-    count = tl.load(counts + row * (BINS + 1) + tl.arange(0, BINS))
-    rest = rank - below
-    missed = rest < 0
-    beyond = rest >= tl.sum(count)
-    shift = _shift(tl.maximum(high, low) - low, BINS)
-    start = low + (tl.sum((tl.cumsum(count, 0) <= rest).to(tl.int32)) << shift)
-    end = start + tl.minimum(high - start, (1 << shift) - 1)
-    end = tl.where(shift == 0, -1, end)
-    # A subsample's range may miss.
-    start = tl.where(missed, 0, tl.where(beyond, high + 1, start))
-    end = tl.where(missed, low - 1, tl.where(beyond, LARGEST, end))
-    return tl.where(high < 0, low, start), tl.where(high < 0, high, end)
-
-
-@triton.jit
-def histogram(
-    x, state, counts, rows, n, stride, step, length, rank, number, tiles,
-    TILE: tl.constexpr, UNIT: tl.constexpr, PIECES: tl.constexpr, LARGEST: tl.constexpr, BINS: tl.constexpr,
+def gather(
+    x, state, number, found, place, candidates, n, stride, step, length, room,
+    TILE: tl.constexpr, UNIT: tl.constexpr, PIECES: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """counts[number] (row, BINS + 1): how many magnitudes lie in each bin of the row's range, and below it.
+    """The magnitudes in the range of `state`, as far as there is room: candidates (row, room).
 
-    The range, state[number] (row, 2), follows from the counts before it.
+    number (row,), of zeros: how many there are. For each tile, found (row, tile, 2): how many are above, and how many
+    are candidates; place (row, tile): where its candidates begin.
     """
     n, stride = n * UNIT, stride * UNIT
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     low, high = tl.load(state + 2 * row), tl.load(state + 2 * row + 1)
-    if number > 0:
-        before = number - 1
-        low, high = _narrow(state + before * 2 * rows, counts + before * rows * (BINS + 1), row, rank, LARGEST, BINS)
-        if part == 0:
-            tl.store(state + 2 * (number * rows + row), low)
-            tl.store(state + 2 * (number * rows + row) + 1, high)
-    if high >= 0:
-        own = counts + (number * rows + row) * (BINS + 1)
-        shift = _shift(high - low, BINS)
-        below = tl.zeros((TILE,), tl.int32)
-        for tile in range(part * tiles, tl.minimum((part + 1) * tiles, tl.cdiv(n, TILE))):
-            bits = _load_bits(x + row * stride, tile * TILE + tl.arange(0, TILE), n, step, length, PIECES, LARGEST)
-            tl.atomic_add(own + ((bits - low) >> shift), 1, mask=(bits >= low) & (bits <= high), sem="relaxed")
-            below += ((bits >= 0) & (bits < low)).to(tl.int32)
-        tl.atomic_add(own + BINS, tl.sum(below), sem="relaxed")
+    bits = _load_bits(x + row * stride, tile * TILE + tl.arange(0, TILE), n, step, length, PIECES, LARGEST)
+    inside = (bits >= low) & (bits <= high)
+    so_far = tl.cumsum(inside.to(tl.int32), 0)
+    count = tl.max(so_far)
+    start = tl.atomic_add(number + row, count, sem="relaxed")
+    at = start + so_far - 1
+    tl.store(candidates + row * room + at, bits, mask=inside & (at < room))
+    own = row * tl.num_programs(1) + tile
+    tl.store(found + 2 * own, tl.sum((bits > high).to(tl.int32)))
+    tl.store(found + 2 * own + 1, count)
+    tl.store(place + own, start)
+
+
+@triton.jit
+def select(
+    x, state, number, found, candidates, threshold, n, stride, step, length, rank, tiles, room, SHORT: tl.constexpr,
+    TILES: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr, PIECES: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """threshold (row,): the magnitude of `rank`; from the candidates, or where they do not hold it, or are too many,
+    from all of the row."""
+    n, stride = n * UNIT, stride * UNIT
+    row = tl.program_id(0).to(tl.int64)
+    low, high = tl.load(state + 2 * row), tl.load(state + 2 * row + 1)
+    t = tl.arange(0, TILES)
+    above = tl.sum(tl.load(found + 2 * (row * tiles + t), mask=t < tiles, other=0))
+    count = tl.load(number + row)
+    below = n - above - count
+    among = (below <= rank) & (rank < below + count)
+    at = tl.arange(0, SHORT)
+    if among & (count <= SHORT) & (count <= room):
+        values = tl.load(candidates + row * room + at, mask=at < count, other=LARGEST)
+        while low < high:
+            low, high = _bisect(low, high, values, rank - below)
+    else:
+        low, high = tl.where(among, low, 0), tl.where(among, high, LARGEST)
+        while low < high:
+            middle = low + (high - low) // 2
+            counts = tl.zeros((TILE,), tl.int32)
+            for tile in range(tl.cdiv(n, TILE)):
+                bits = _load_bits(x + row * stride, tile * TILE + tl.arange(0, TILE), n, step, length, PIECES, LARGEST)
+                counts += ((bits >= 0) & (bits <= middle)).to(tl.int32)
+            up = tl.sum(counts) <= rank
+            low, high = tl.where(up, middle + 1, low), tl.where(up, high, middle)
+    tl.store(threshold + row, low)
 
 
 @triton.jit
 def count(
-    x, state, counts, threshold, found, rows, n, stride, step, length, rank, numbers,
-    TILE: tl.constexpr, UNIT: tl.constexpr, PIECES: tl.constexpr, LARGEST: tl.constexpr, BINS: tl.constexpr,
+    x, state, threshold, number, found, place, candidates, n, stride, step, length, room,
+    GATHERED: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr, PIECES: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """found (row, tile, 2): how many magnitudes are above the threshold (row,), and how many are equal to it."""
     n, stride = n * UNIT, stride * UNIT
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = tl.load(state + 2 * row) - 1  # what is equal to an estimated threshold is kept
-    if numbers > 0:
-        last = numbers - 1
-        at, _ = _narrow(state + last * 2 * rows, counts + last * rows * (BINS + 1), row, rank, LARGEST, BINS)
-    if tile == 0:
-        tl.store(threshold + row, at)
-    bits = _load_bits(x + row * stride, tile * TILE + tl.arange(0, TILE), n, step, length, PIECES, LARGEST)
-    own = found + (row * tl.num_programs(1) + tile) * 2
-    tl.store(own, tl.sum((bits > at).to(tl.int32)))
-    tl.store(own + 1, tl.sum((bits == at).to(tl.int32)))
+    bound = tl.load(threshold + row)
+    own = row * tl.num_programs(1) + tile
+    at = tl.arange(0, TILE)
+    if GATHERED:
+        inside = (bound >= tl.load(state + 2 * row)) & (bound <= tl.load(state + 2 * row + 1))
+        if inside & (tl.load(number + row) <= room):
+            above, size = tl.load(found + 2 * own), tl.load(found + 2 * own + 1)
+            start = row * room + tl.load(place + own)
+            bits = tl.load(candidates + start + at, mask=at < size, other=-2)
+        else:
+            above = tl.full((), 0, tl.int32)
+            bits = _load_bits(x + row * stride, tile * TILE + at, n, step, length, PIECES, LARGEST)
+    else:
+        above = tl.full((), 0, tl.int32)
+        bits = _load_bits(x + row * stride, tile * TILE + at, n, step, length, PIECES, LARGEST)
+    tl.store(found + 2 * own, above + tl.sum((bits > bound).to(tl.int32)))
+    tl.store(found + 2 * own + 1, tl.sum((bits == bound).to(tl.int32)))
 
 
 @triton.jit
@@ -198,16 +211,17 @@ def spread(values, bitmap, found, x, n, kept, TILE: tl.constexpr, TILES: tl.cons
 
 
 @triton.jit
-def halve(x, half, overflow, count, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
-    """half: x in its type; `overflow` is set where a finite value is beyond `LARGEST`."""
+def convert(x, y, overflow, count, WATCHED: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+    """y: x in its type; `overflow` is set where a finite value is beyond `LARGEST`, if that is `WATCHED`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     value = tl.load(x + at, mask=inside, other=0)
-    tl.store(half + at, value.to(half.dtype.element_ty), mask=inside)
-    magnitude = tl.abs(value)
-    beyond = (magnitude > LARGEST) & (magnitude < float("inf"))
-    if tl.max(beyond.to(tl.int32)) > 0:
-        tl.store(overflow, 1)
+    tl.store(y + at, value.to(y.dtype.element_ty), mask=inside)
+    if WATCHED:
+        magnitude = tl.abs(value)
+        beyond = (magnitude > LARGEST) & (magnitude < float("inf"))
+        if tl.max(beyond.to(tl.int32)) > 0:
+            tl.store(overflow, 1)
 
 
 @triton.jit

@@ -62,6 +62,15 @@ def is_estimated(kept: int, n: int) -> bool:
     return n > SUBSAMPLE and kept < n
 
 
+def hop(n: int) -> int:
+    """How far apart in a row of n, counted around its end, the values of a subsample lie: near the golden section,
+    which spreads them evenly, and without a common divisor with n, so that they lie in all channels alike."""
+    step = max(round(n * (math.sqrt(5) - 1) / 2), 1)
+    while math.gcd(step, n) > 1:
+        step -= 1
+    return step
+
+
 def estimate_rank(kept: int, n: int, m: int) -> int:
     """Which of m magnitudes in ascending order (from 0), a strided subsample of n, serves as the threshold."""
     dropped = 1 - kept / n
@@ -88,7 +97,7 @@ def sparse_pack(x: Tensor, kept: int, exact: bool) -> tuple[Tensor, Tensor]:
     if kernels := _kernels(x):
         n = x[0].numel()
         rank = None if exact or not is_estimated(kept, n) else estimate_rank(kept, n, SUBSAMPLE)
-        return kernels.sparse_pack(_pieces(x), kept, rank, SUBSAMPLE)
+        return kernels.sparse_pack(_pieces(x), kept, rank, SUBSAMPLE, hop(n))
     return sparse_pack_reference(x, kept, exact)
 
 
@@ -120,7 +129,7 @@ def sparse_pack_reference(x: Tensor, kept: int, exact: bool) -> tuple[Tensor, Te
         above, equal = bits > threshold, bits == threshold
         keep = above | (equal & (equal.cumsum(1) <= kept - above.sum(1, keepdim=True)))
     else:
-        sample = bits[:, :: n // SUBSAMPLE][:, :SUBSAMPLE]
+        sample = bits[:, (torch.arange(SUBSAMPLE) * hop(n) % n).to(x.device)]
         rank = estimate_rank(kept, n, SUBSAMPLE)
         keep = bits >= sample.kthvalue(rank + 1, dim=1, keepdim=True).values
     place = keep.cumsum(1)
@@ -282,7 +291,7 @@ class Overflow:
         if self.flag is None:
             self.flag = torch.zeros((), dtype=torch.bool, device=x.device)
         if packing_gpu.serves(x) and self.flag.device == x.device:
-            return packing_gpu.halve(x, self.flag)
+            return packing_gpu.convert(x, torch.float16, self.flag)
         low, high = x.aminmax()
         seen = ((low < -_LARGEST_HALF) | (high > _LARGEST_HALF)) & low.isfinite() & high.isfinite()
         self.flag |= seen.to(self.flag.device)
@@ -386,6 +395,8 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _converted(dtype: torch.dtype, x: Tensor) -> Tensor:
+    if x.dtype != dtype and not isinstance(x, FakeTensor) and packing_gpu.serves(x):
+        return packing_gpu.convert(x, dtype)
     return x.to(dtype)
 
 

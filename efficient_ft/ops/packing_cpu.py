@@ -28,12 +28,14 @@ def serves(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.element_size() in _INTEGERS and x.numel() > 0 and _kernels() is not None
 
 
-def sparse_pack(x: Tensor, kept: int, rank: int | None, subsample: int) -> tuple[Tensor, Tensor]:
+def sparse_pack(x: Tensor, kept: int, rank: int | None, subsample: int, hop: int) -> tuple[Tensor, Tensor]:
     """As `packing.sparse_pack`.
 
     Args:
         x: (S, M, L), a row in M pieces, the last dimension contiguous.
-        rank: of the threshold in ascending order (from 0) in a strided subsample of `subsample` values; None: exact.
+        rank: of the threshold in ascending order (from 0) in a subsample; None: exact.
+        subsample: values of a row in it.
+        hop: from each of them to the next, around the row.
     """
     rows, n = x.shape[0], x[0].numel()
     values, bitmap = x.new_empty(rows, kept), torch.empty(rows, -(-n // 8), dtype=torch.uint8)
@@ -42,7 +44,7 @@ def sparse_pack(x: Tensor, kept: int, rank: int | None, subsample: int) -> tuple
     addresses = [t.data_ptr() for t in (x, values, bitmap)]
     _run(
         _kernels().pack(size),
-        [*x.shape, kept, *addresses, rank is None, rank or 0, subsample, largest, x.stride(0), x.stride(1)],
+        [*x.shape, kept, *addresses, rank is None, rank or 0, subsample, largest, x.stride(0), x.stride(1), hop],
     )
     return values, bitmap
 

@@ -1,7 +1,7 @@
 """GPU kernels of `packing`, in Triton where it is installed; without it the plain torch forms serve.
 
-A row's exact threshold is found by histograms of its magnitudes, each of which divides a range into 2048 parts: a
-subsample gives the first range, and two or three of them the value. Nothing here waits for the device.
+A row's exact threshold is found among the few of its values that lie in a range which a subsample gives (Floyd and
+Rivest's way). Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_TILE = 4096
+_TILE = 2048
 _BLOCK = 1024
+_LONGEST = 65536  # candidates that one program holds at once
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 _PROGRAMS = 1024  # enough to fill a GPU
 
@@ -24,48 +25,60 @@ def serves(x: Tensor) -> bool:
     return x.device.type == "cuda" and x.element_size() in _INTEGERS and x.numel() > 0 and _kernels() is not None
 
 
-def sparse_pack(x: Tensor, kept: int, rank: int | None, subsample: int) -> tuple[Tensor, Tensor]:
+def sparse_pack(x: Tensor, kept: int, rank: int | None, subsample: int, hop: int) -> tuple[Tensor, Tensor]:
     """As `packing.sparse_pack`, with the arguments of `packing_cpu.sparse_pack`."""
     kernels = _kernels()
-    (rows, pieces, length), size = x.shape, x.element_size()
-    n = pieces * length
-    integer = _INTEGERS[size]
+    (rows, pieces, length), size, device = x.shape, x.element_size(), x.device
+    n, integer = pieces * length, _INTEGERS[size]
     unit = math.gcd(n, x.stride(0), 16)
     where = (n // unit, x.stride(0) // unit, x.stride(1), length)
-    constants = {"UNIT": unit, "PIECES": pieces > 1, "LARGEST": torch.iinfo(integer).max}
+    layout = {"UNIT": unit, "PIECES": pieces > 1, "LARGEST": torch.iinfo(integer).max}
     tiles = -(-n // _TILE)
+    grid = (rows, tiles)
     values = (x.new_empty if rank is None else x.new_zeros)(rows, kept)
-    bitmap = torch.empty(rows, -(-n // 8), dtype=torch.uint8, device=x.device)
+    bitmap = torch.empty(rows, -(-n // 8), dtype=torch.uint8, device=device)
     bits, order = x.view(integer), n - kept
 
-    sampled = n > subsample
-    passes = 0 if rank is not None else math.ceil((8 * size - 1) / math.log2(kernels.BINS)) + sampled
-    state = torch.empty(max(passes, 1), rows, 2, dtype=torch.int32, device=x.device)
-    if rank is not None:
-        kernels.bracket[(rows,)](bits, state, *where, rank, rank, True, M=subsample, BITS=8 * size - 1, **constants)
-    elif sampled:
-        middle, wide = order / n * subsample, 3 * math.sqrt(subsample * order / n * (1 - order / n)) + 2
+    def integers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    state, found = integers(rows, 2), integers(rows, tiles, 2)
+    gathered = rank is None and n > subsample
+    if gathered:
+        share = order / n
+        # Wide enough never to miss in practice: it costs a hundred times what the candidates save.
+        middle, wide = share * subsample, 4.5 * math.sqrt(subsample * share * (1 - share)) + 2
         ends = max(int(middle - wide), -1), min(int(middle + wide), subsample)
-        kernels.bracket[(rows,)](bits, state, *where, *ends, False, M=subsample, BITS=8 * size - 1, **constants)
     else:
-        state[0, :, 0].zero_()
-        state[0, :, 1].fill_(constants["LARGEST"])
-    counts = torch.zeros(max(passes, 1), rows, kernels.BINS + 1, dtype=torch.int32, device=x.device)
-    parts = min(tiles, max(1, _PROGRAMS // rows))
-    share = -(-tiles // parts)
-    for number in range(passes):
-        kernels.histogram[(rows, -(-tiles // share))](
-            bits, state, counts, rows, *where, order, number, share, TILE=_TILE, BINS=kernels.BINS, **constants
-        )
-    threshold = torch.empty(rows, dtype=torch.int32, device=x.device)
-    found = torch.empty(rows, tiles, 2, dtype=torch.int32, device=x.device)
-    grid = (rows, tiles)
-    kernels.count[grid](
-        bits, state, counts, threshold, found, rows, *where, order, passes, TILE=_TILE, BINS=kernels.BINS, **constants
+        # A short row is its own subsample.
+        first = order + subsample - n if rank is None else rank
+        ends = first, first
+    bits_wanted = min(8 * size - 1, 20) if gathered else 8 * size - 1
+    kernels.bracket[(rows,)](
+        bits, state, *where, hop, *ends, ALIKE=not gathered, M=subsample, BITS=bits_wanted, num_warps=8, **layout
     )
+    room = n // 8 if gathered else 0
+    threshold, number, place, candidates = state[:, 0], None, None, None
+    if gathered:
+        number = torch.zeros(rows, dtype=torch.int32, device=device)
+        threshold, place, candidates = integers(rows), integers(rows, tiles), integers(rows, room)
+        kernels.gather[grid](bits, state, number, found, place, candidates, *where, room, TILE=_TILE, **layout)
+        short = min(_power(math.ceil(2.5 * wide * n / subsample)), _LONGEST)
+        kernels.select[(rows,)](
+            bits, state, number, found, candidates, threshold, *where, order, tiles, room,
+            SHORT=short, TILES=_power(tiles), TILE=_TILE, num_warps=min(max(short // 1024, 4), 32), **layout,
+        )  # fmt: skip
+    elif rank is None:
+        threshold = threshold.contiguous()
+    else:  # what equals an estimated threshold is kept
+        threshold = threshold - 1
+    kernels.count[grid](
+        bits, state, threshold, number, found, place, candidates, *where, room,
+        GATHERED=gathered, TILE=_TILE, **layout,
+    )  # fmt: skip
     kernels.write[grid](
         bits, threshold, found, values.view(integer), bitmap, *where, kept,
-        TILE=_TILE, TILES=_power(tiles), EXACT=rank is None, **constants,
+        TILE=_TILE, TILES=_power(tiles), EXACT=rank is None, **layout,
     )  # fmt: skip
     return values, bitmap
 
@@ -86,12 +99,16 @@ def sparse_unpack(values: Tensor, bitmap: Tensor, n: int, dtype: torch.dtype) ->
     return x
 
 
-def halve(x: Tensor, overflow: Tensor) -> Tensor:
-    """x in fp16; `overflow` (), boolean, becomes true where a finite value became infinite."""
-    x, half = x.contiguous(), torch.empty(x.shape, dtype=torch.float16, device=x.device)
+def convert(x: Tensor, dtype: torch.dtype, overflow: Tensor | None = None) -> Tensor:
+    """x in `dtype`; `overflow` (), boolean, becomes true where a finite value is beyond it."""
+    x, y = x.contiguous(), torch.empty(x.shape, dtype=dtype, device=x.device)
     grid = (-(-x.numel() // _BLOCK),)
-    _kernels().halve[grid](x, half, overflow.view(torch.uint8), x.numel(), LARGEST=65504.0, BLOCK=_BLOCK)
-    return half
+    watched = overflow is not None
+    _kernels().convert[grid](
+        x, y, None if overflow is None else overflow.view(torch.uint8), x.numel(),
+        WATCHED=watched, LARGEST=torch.finfo(dtype).max, BLOCK=_BLOCK,
+    )  # fmt: skip
+    return y
 
 
 def quantise(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Tensor:

@@ -226,8 +226,10 @@ ROWS = {
     "lbp_wht_lhe": _low_rank("lbp_wht", {"order": 15}, "vit", "swinv2", bases="lhe", order=2, profile_steps=1),
     "lbp_dct": _low_rank("lbp_dct", {"order": 15}, "vit", "efficientformer", order=3),
     "back_razor": Row(METHODS["back_razor"], off=_KEEP_ALL),
-    "back_razor_published": Row(METHODS["back_razor"], {"norm": "input", "derive": False}, off=_KEEP_ALL),
-    "back_razor_sampled": Row(METHODS["back_razor"], {"threshold": "sampled"}, off=_KEEP_ALL, models=("vit", "resnet")),
+    "back_razor_published": Row(
+        METHODS["back_razor"], {"norm": "input", "derive": False, "threshold": "exact"}, off=_KEEP_ALL
+    ),
+    "back_razor_exact": Row(METHODS["back_razor"], {"threshold": "exact"}, off=_KEEP_ALL, models=("vit", "resnet")),
     "back_razor_fused": _near("back_razor", "q, k, v are in 8 bits", "vit", **_KEEP_ALL, attention="fused"),
     "back_razor_mesa": _near("back_razor", "8 bits are not exact", "vit", "resnet", sparsity=0.0, values="int8"),
     "checkpointing": Row(METHODS["checkpointing"], {"inputs": "int8"}, off={"inputs": "input"}),

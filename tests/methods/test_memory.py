@@ -271,3 +271,38 @@ def test_settings_out_of_range_name_themselves() -> None:
         assert error.value.setting == setting
     with pytest.raises(SettingError, match=r"method\.checkpointing\.blocks=\[4\].*from -4 to 3"):
         Checkpointing(blocks=[4]).apply(MODELS["vit"].create())
+
+
+# ------------------------------------------------------------------------------------------------ on a GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("method", "cosine"),
+    [
+        (lambda: BackRazor(**PUBLISHED, threshold="exact"), 0.9999),
+        (lambda: BackRazor(), 0.9999),
+        (lambda: BackRazor(attention="fused"), 0.99),
+        (lambda: BackRazor(values="int8"), 0.99),
+        (lambda: Mesa(), 0.99),
+        (lambda: Checkpointing(inputs="bf16"), 0.999),
+    ],
+    ids=["published", "improved", "fused", "back_razor_mesa", "mesa", "checkpointing"],
+)
+def test_a_gpu_gives_the_gradients_of_the_cpu(method: Any, cosine: float, precision: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    images, labels = torch.randn(4, 3, 224, 224), torch.arange(4)
+
+    def gradient(device: str) -> Tensor:
+        torch.manual_seed(0)
+        model = timm.create_model("deit_tiny_patch16_224", depth=3, num_classes=10)
+        apply_methods(model, [method()])
+        model.to(device).train()
+        with torch.autocast(device, torch.bfloat16, enabled=precision == "bf16" and device == "cuda"):
+            loss = F.cross_entropy(model(images.to(device)), labels.to(device))
+        loss.backward()
+        return torch.cat([p.grad.flatten().cpu() for p in model.parameters()])
+
+    on_cpu, on_gpu = gradient("cpu"), gradient("cuda")
+    assert F.cosine_similarity(on_cpu, on_gpu, dim=0) > (cosine if precision == "fp32" else 0.98)
+    assert on_gpu.norm() == pytest.approx(on_cpu.norm(), rel=0.01 if precision == "fp32" else 0.05)

@@ -67,10 +67,15 @@ def data(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -
         x[:: 2 if len(x) > 1 else 1] = 0
     elif kind == "sorted":
         x = x.flatten(1).sort(1).values.view(shape)
-    elif kind == "misleading":  # a strided subsample sees large values only
+    elif kind == "misleading":  # the subsample sees large values only
         rows = x.view(len(x), -1)
-        rows[:, :: max(rows.shape[1] // packing.SUBSAMPLE, 2)] += 100
+        rows[:, looked_at(rows.shape[1])] += 100
     return x.to(dtype)
+
+
+def looked_at(n: int) -> Tensor:
+    """Which values of a row are looked at first."""
+    return torch.arange(min(packing.SUBSAMPLE, n // 2)) * packing.hop(n) % n
 
 
 def assert_same_bits(a: Tensor, b: Tensor) -> None:
@@ -159,6 +164,21 @@ def test_a_sample_of_zeros_never_exceeds_its_budget():
 
 
 # ------------------------------------------------------------------------------------------------ sparse, estimated
+@given(n=st.integers(1, 700_000))
+def test_a_subsample_lies_in_all_parts_and_all_channels_of_a_row(n):
+    places = looked_at(n)
+    assert len(places.unique()) == len(places)
+    count = len(places)
+    if count >= 64:
+        for parts in (8, 16):
+            in_part = torch.bincount(places * parts // n, minlength=parts)
+            assert in_part.max() <= 1.2 * count / parts + 2, "parts of a row"
+    for channels in (64, 192, 384, 768):
+        if n % channels == 0 and count >= 8 * channels:
+            in_channel = torch.bincount(places % channels, minlength=channels)
+            assert in_channel.min() >= 0.5 * count / channels, "channels, which lie next to each other"
+
+
 @kernels
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
