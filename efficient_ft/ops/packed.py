@@ -47,6 +47,8 @@ class Policy:
             (if `normalised`) from x̂, with γ and β exact.
         fused: fused attention stays fused; q, k and v are kept like this, and the backward pass recomputes attention
             from them, so that all it uses is consistent. None: attention in its parts.
+        forward: the forward pass, too, computes with what comes back of the inputs of products and normalisations, q,
+            k, v and softmax's output. A negative control; the formulas of the backward pass stay the same.
     """
 
     product: Packer
@@ -56,6 +58,7 @@ class Policy:
     normalised: bool = False
     derived: bool = False
     fused: Packer | None = None
+    forward: bool = False
 
 
 class _Last:
@@ -68,6 +71,9 @@ class _Last:
     owner: _Unpack | None = None
     dense: Tensor | None = None
     users: int = 0
+
+    def forget(self) -> None:
+        self.owner = self.dense = None
 
 
 class _Unpack:
@@ -275,6 +281,44 @@ def _single_precision(x: Tensor) -> Tensor:
     return x
 
 
+# ------------------------------------------------------------------------------------------------ in the forward pass
+class _AsKept(torch.autograd.Function):
+    """What comes back of x once it is packed; its gradient is x's (straight through)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mode: PackedOperations, x: Tensor, packer: Packer, dtype: torch.dtype | None, heads: int | None
+    ) -> Tensor:
+        kept = mode.keep(x, packer, dtype, heads)
+        y = kept.unpack(*kept.tensors)
+        kept.shared.users -= 1  # nothing is kept here
+        mode.session.last.forget()
+        mode.derive(y, kept)  # whoever keeps y keeps nothing more
+        ctx.type = x.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return None, g.to(ctx.type), None, None, None
+
+
+def _as_kept(
+    mode: PackedOperations,
+    x: Tensor,
+    packer: Packer,
+    needed: bool = True,
+    heads: int | None = None,
+    autocast: bool = True,
+) -> Tensor:
+    """x, or with `Policy.forward` what is kept of it where it is `needed`, in the type in which a product takes it."""
+    if not mode.policy.forward or not needed:
+        return x
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if autocast and torch.is_autocast_enabled(device) else None
+    return _AsKept.apply(mode, x, packer, dtype, heads)
+
+
 # ------------------------------------------------------------------------------------------------ products
 class _Linear(torch.autograd.Function):
     @staticmethod
@@ -300,6 +344,7 @@ class _Linear(torch.autograd.Function):
 def _linear(mode: PackedOperations, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if not mode.serves(input, trained=(weight, bias)):
         return NotImplemented
+    input = _as_kept(mode, input, mode.policy.product, weight.requires_grad, -1)
     return _Linear.apply(mode, input, weight, bias)
 
 
@@ -357,6 +402,7 @@ def _conv2d(
         if any(total % 2 for total in around):
             return NotImplemented
         padding = [total // 2 for total in around]
+    input = _as_kept(mode, input, mode.policy.product, weight.requires_grad)
     return _Conv2d.apply(mode, input, weight, bias, (stride, _pair(padding), dilation, groups))
 
 
@@ -394,7 +440,12 @@ def _matmul(mode: PackedOperations, input: Tensor, other: Tensor) -> Any:
     alike = input.dim() == other.dim() >= 3 and input.shape[:-2] == other.shape[:-2]
     if not alike or not mode.serves(input, other):
         return NotImplemented
-    return _Matmul.apply(mode, input, other)
+    return _product(mode, input, other)
+
+
+def _product(mode: PackedOperations, a: Tensor, b: Tensor) -> Tensor:
+    packer, of_a, of_b = mode.policy.attention, b.requires_grad, a.requires_grad
+    return _Matmul.apply(mode, _as_kept(mode, a, packer, of_a, 1), _as_kept(mode, b, packer, of_b, 1))
 
 
 # ------------------------------------------------------------------------------------------------ attention
@@ -416,7 +467,8 @@ class _Softmax(torch.autograd.Function):
 def _softmax(mode: PackedOperations, input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Any:
     if dim is None or not mode.serves(input):
         return NotImplemented
-    return _Softmax.apply(mode, _single_precision(input) if dtype is None else input.to(dtype), dim)
+    p = _Softmax.apply(mode, _single_precision(input) if dtype is None else input.to(dtype), dim)
+    return _as_kept(mode, p, mode.policy.attention, heads=1, autocast=False)
 
 
 def _functional_softmax(
@@ -512,7 +564,7 @@ def _attention(
         return NotImplemented
     if mode.policy.fused is not None and attn_mask is None and not dropout_p:
         return _FusedAttention.apply(mode, mode.policy.fused, query, key, value, scale)
-    if attn_mask is None and not dropout_p:
+    if attn_mask is None and not dropout_p and not mode.policy.forward:
         return _Attention.apply(mode, query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)
     # Once in the order of the products, which would copy them each time.
     query = (query * (query.shape[-1] ** -0.5 if scale is None else scale)).contiguous()
@@ -526,10 +578,11 @@ def _attention(
         scores = scores.masked_fill((attn_mask | nowhere).logical_not(), -torch.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    p = _Softmax.apply(mode, _single_precision(scores), -1).to(value.dtype)
+    p = _Softmax.apply(mode, _single_precision(scores), -1)
+    p = _as_kept(mode, p, mode.policy.attention, heads=1, autocast=False).to(value.dtype)
     if nowhere is not None:
         p = p.masked_fill(nowhere, 0)
-    return _Matmul.apply(mode, F.dropout(p, dropout_p), value)
+    return _product(mode, F.dropout(p, dropout_p), value)
 
 
 class _Normalize(torch.autograd.Function):
@@ -555,7 +608,8 @@ def _normalize(
 ) -> Any:
     if p != 2 or not isinstance(dim, int) or out is not None or not mode.serves(input):
         return NotImplemented
-    return _Normalize.apply(mode, _single_precision(input), dim, eps)
+    y = _Normalize.apply(mode, _single_precision(input), dim, eps)
+    return _as_kept(mode, y, mode.policy.attention, heads=1, autocast=False)
 
 
 # ------------------------------------------------------------------------------------------------ normalisations
@@ -576,9 +630,12 @@ class _LayerNorm(torch.autograd.Function):
             x_hat = torch.native_layer_norm(x, shape, None, None, eps)[0]
             kept = mode.keep(x_hat, mode.policy.norm, None, -1)
             save(ctx, kept, weight, bias, rstd)
+            affine = [p for p in (weight, bias) if p is not None]
+            way = partial(_affine, kept.unpack, weight is not None, bias is not None)
+            if mode.policy.forward:
+                y = way(*kept.tensors, *affine).to(y.dtype)
+                mode.session.last.forget()
             if mode.policy.derived:
-                affine = [p for p in (weight, bias) if p is not None]
-                way = partial(_affine, kept.unpack, weight is not None, bias is not None)
                 mode.derive(y, Packed((*kept.tensors, *affine), way, kept.shared))
         else:
             save(ctx, mode.keep(x, mode.policy.norm, None, -1), weight, bias, rstd, mean)
@@ -618,7 +675,9 @@ def _layer_norm(
 ) -> Any:
     if not mode.serves(input, trained=(weight, bias)):
         return NotImplemented
-    return _LayerNorm.apply(mode, _single_precision(input), list(normalized_shape), weight, bias, eps)
+    input = _single_precision(input)
+    input = _as_kept(mode, input, mode.policy.norm, not mode.policy.normalised, -1, autocast=False)
+    return _LayerNorm.apply(mode, input, list(normalized_shape), weight, bias, eps)
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -701,6 +760,8 @@ def _batch_norm(
 ) -> Any:
     if not mode.serves(input, trained=(weight, bias)):
         return NotImplemented
+    trains = weight is not None and weight.requires_grad
+    input = _as_kept(mode, input, mode.policy.norm, training or trains, autocast=False)
     if training:
         return _TrainingBatchNorm.apply(mode, input, running_mean, running_var, weight, bias, momentum, eps)
     return _BatchNorm.apply(mode, input, running_mean, running_var, weight, bias, eps)
@@ -733,7 +794,7 @@ def _mul(mode: PackedOperations, input: Any, other: Any) -> Any:
     broadcast = torch.broadcast_shapes(x.shape, s.shape)
     if not s.requires_grad or broadcast != x.shape or 4 * s.numel() > x.numel() or not mode.serves(x, trained=(s,)):
         return NotImplemented
-    return _Scale.apply(mode, x, s)
+    return _Scale.apply(mode, _as_kept(mode, x, mode.policy.norm, autocast=False), s)
 
 
 # ------------------------------------------------------------------------------------------------ activation functions

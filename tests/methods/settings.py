@@ -230,6 +230,13 @@ ROWS = {
         METHODS["back_razor"], {"norm": "input", "derive": False, "threshold": "exact"}, off=_KEEP_ALL
     ),
     "back_razor_exact": Row(METHODS["back_razor"], {"threshold": "exact"}, off=_KEEP_ALL, models=("vit", "resnet")),
+    "back_razor_both": Row(METHODS["back_razor"], {"prune": "both", "sparsity": 0.5}, off=_KEEP_ALL),
+    "back_razor_both_published": Row(
+        METHODS["back_razor"],
+        {"prune": "both", "sparsity": 0.5, "norm": "input", "derive": False},
+        off=_KEEP_ALL,
+        models=("vit", "resnet"),
+    ),
     "back_razor_fused": _near("back_razor", "q, k, v are in 8 bits", "vit", **_KEEP_ALL, attention="fused"),
     "back_razor_mesa": _near("back_razor", "8 bits are not exact", "vit", "resnet", sparsity=0.0, values="int8"),
     "checkpointing": Row(METHODS["checkpointing"], {"inputs": "int8"}, off={"inputs": "input"}),

@@ -131,6 +131,30 @@ def test_tables_of_relative_positions_are_no_activations() -> None:
     torch.testing.assert_close(table.weight.grad, exact)
 
 
+def test_pruning_forward_too_is_refused_with_low_rank_backward() -> None:
+    model = model_of("vit")
+    LBPWHT(order=3).apply(model)
+    with pytest.raises(UserError, match=r"method back_razor: prune=both cannot be stacked with low-rank"):
+        BackRazor(prune="both").apply(model)
+    assert not any("forward" in m.__dict__ for m in model.modules())
+    assert BackRazor().apply(model).touched
+
+
+# ------------------------------------------------------------------------------------------------ the negative control
+@pytest.mark.parametrize("name", ["vit", "resnet"])
+def test_pruning_forward_too_changes_training_s_output_and_no_bytes(name: str) -> None:
+    images, _ = batch_of(name)
+    outputs, kept = [], []
+    for prune in ("backward", "both"):
+        model, method = model_of(name), BackRazor(0.7, prune=prune)
+        method.apply(model)
+        outputs.append(model(images).detach())
+        kept.append(executed(model.float(), 2, (MODELS[name].size,) * 2, methods=[method]).saved_bytes)
+    torch.testing.assert_close(outputs[0], model_of(name)(images).detach())
+    assert (outputs[1] - outputs[0]).norm() > 0.05 * outputs[0].norm()
+    assert kept[0] == kept[1]
+
+
 # ------------------------------------------------------------------------------------------------ recomputation
 def test_recomputation_repeats_dropout_and_moves_statistics_once() -> None:
     def trained(*methods: Method) -> dict[str, Tensor | None]:
@@ -261,6 +285,7 @@ def test_settings_out_of_range_name_themselves() -> None:
         (BackRazor, "norm", "output"),
         (BackRazor, "attention", "flash"),
         (BackRazor, "threshold", "none"),
+        (BackRazor, "prune", "forward"),
         (Mesa, "attention", "flash"),
         (Checkpointing, "blocks", []),
         (Checkpointing, "blocks", [1.5]),
@@ -269,6 +294,9 @@ def test_settings_out_of_range_name_themselves() -> None:
         with pytest.raises(SettingError) as error:
             method(**{setting: value})
         assert error.value.setting == setting
+    for rounded in ({"attention": "fused"}, {"values": "int8"}):
+        with pytest.raises(SettingError, match=r"^prune=both: allowed is backward with (attention=fused|values=int8)"):
+            BackRazor(prune="both", **rounded)
     with pytest.raises(SettingError, match=r"method\.checkpointing\.blocks=\[4\].*from -4 to 3"):
         Checkpointing(blocks=[4]).apply(MODELS["vit"].create())
 

@@ -354,6 +354,77 @@ def test_gradients_are_the_papers_formulas_on_pruned_tensors(name, sparsity):
         assert torch.allclose(a, c, **EXACT) == (i in exact or sparsity == 0)
 
 
+# What a control that prunes in the forward pass too returns, from pruned tensors; `by_hand` has its gradients.
+FORWARD: dict[str, Callable[..., Tensor]] = {
+    "linear": lambda p, x, w, b: p(x) @ w.T + b,
+    "conv": lambda p, x, w, b: conv(p(x), w, b, stride=2, padding=1),
+    "layer_norm": lambda p, x, w, b: F.layer_norm(p(x), (5,), w, b),
+    "layer_norm normalised": lambda p, x, w, b: p(F.layer_norm(x, (5,))) * w + b,
+    "matmul": lambda p, a, b: p(a) @ p(b),
+    "softmax": lambda p, x: p(softmax(x)),
+    "attention": lambda p, q, k, v, mask: p(softmax(p(q) @ p(k).mT / 2 + mask)) @ p(v),
+    "batch_norm training": lambda p, x, w, b: batch_norm(True)(p(x), w, b),
+    "batch_norm eval": lambda p, x, w, b: batch_norm(False)(p(x), w, b),
+    "gelu": lambda p, x: F.gelu(x),
+    "relu": lambda p, x: F.relu(x),
+    "normalize": lambda p, x: p(x / (x**2).sum(-1, keepdim=True).sqrt()),
+    "scale": lambda p, x, s: p(x) * s,
+}
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.8])
+@pytest.mark.parametrize("name", FORWARD)
+def test_pruned_in_the_forward_pass_too(name, sparsity):
+    """The result is that of the pruned tensors, the gradients are the same formulas on them, straight through."""
+    normalised = name.endswith(" normalised")
+    function, _, shapes, _ = PRUNED[name.removesuffix(" normalised")]
+    inputs, p = tensors(*shapes, seed=1), partial(prune, sparsity=sparsity)
+    y = packed(function, inputs, everywhere(Sparse(sparsity), normalised=normalised, forward=True))
+    torch.testing.assert_close(y, FORWARD[name](p, *inputs), **EXACT)
+    pruned_somewhere = sparsity and name not in ("gelu", "relu")
+    assert torch.allclose(y, function(*inputs)) != bool(pruned_somewhere)
+
+    def straight_through(x: Tensor) -> Tensor:
+        return x + (p(x) - x).detach()
+
+    plain = Policy(Sparse(sparsity), Sparse(sparsity), Sparse(sparsity), Dense(), normalised=normalised, forward=True)
+    found = gradients(packed(function, inputs, plain), inputs)
+    if name in ("softmax", "attention", "normalize", "layer_norm normalised"):
+        # Formulas in the operation's result, or in x̂: Back Razor puts what is pruned there, autograd what is not.
+        by_hand = BY_HAND_FORWARD[name]
+        with torch.no_grad():
+            expected = by_hand(p, upstream(y), *inputs)
+    else:
+        expected = gradients(FORWARD[name](straight_through, *inputs), inputs)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, **EXACT)
+
+
+def by_hand_attention_forward(p, g, q, k, v, mask):
+    return by_hand_attention(p, g, p(q), p(k), v, mask)
+
+
+BY_HAND_FORWARD: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+    "softmax": by_hand_softmax,
+    "attention": by_hand_attention_forward,
+    "normalize": by_hand_normalize,
+    "layer_norm normalised": partial(by_hand_layer_norm, normalised=True),
+}
+
+
+@pytest.mark.parametrize("derived", [True, False])
+def test_pruned_in_the_forward_pass_too_costs_no_more_bytes(derived):
+    settings = {"normalised": True, "derived": derived}
+    kept = []
+    for forward in (False, True):
+        inputs = inputs_of_everything()
+        policy = everywhere(Sparse(0.7), **settings, forward=forward)
+        y, saved = saved_while(lambda i=inputs, p=policy: packed(network_of_everything, i, p))
+        kept.append(bytes_of(others(saved, inputs)))
+        assert all(g.isfinite().all() and g.norm() > 0 for g in gradients(y, inputs))
+    assert kept[0] == kept[1]
+
+
 def test_a_samples_budget_is_over_all_of_its_windows():
     x, w = tensors((8, 3, 6), (5, 6))
     y = packed(F.linear, (x, w), everywhere(Sparse(0.5)))

@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from torch import nn
 
-from efficient_ft.errors import SettingError
+from efficient_ft.errors import SettingError, UserError
+from efficient_ft.methods.base import Applied
 from efficient_ft.methods.memory.packing import ActivationPacking
 from efficient_ft.ops.packed import Policy
 from efficient_ft.ops.packing import Dense, EightBits, Half, Packer, Sparse
@@ -36,6 +38,10 @@ class BackRazor(ActivationPacking):
             own: its input is computed from what is kept before it.
         threshold: ``exact`` (as published), or ``sampled``: estimated from 4096 values of each sample, never over
             budget and a little below it.
+        prune: ``backward``, or ``both``: the paper's negative control (its Figure 3), in which the forward pass of
+            training, too, computes with the pruned tensors; the formulas of the backward pass are the same, pruning
+            passes gradients straight through. Evaluation stays dense, so that the two differ in nothing but the forward
+            pass of training, and what is evaluated is the exported model.
     """
 
     name = "back_razor"
@@ -48,6 +54,7 @@ class BackRazor(ActivationPacking):
         attention: Literal["unfused", "fused"] = "unfused",
         derive: bool = True,
         threshold: Literal["exact", "sampled"] = "sampled",
+        prune: Literal["backward", "both"] = "backward",
     ):
         super().__init__()
         if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0 <= sparsity < 1:
@@ -57,11 +64,23 @@ class BackRazor(ActivationPacking):
             ("norm", norm, ("input", "normalised")),
             ("attention", attention, ("unfused", "fused")),
             ("threshold", threshold, ("exact", "sampled")),
+            ("prune", prune, ("backward", "both")),
         ):
             if value not in allowed:
                 raise SettingError(setting, value, allowed)
+        if prune == "both" and (attention == "fused" or values == "int8"):
+            other = "attention=fused" if attention == "fused" else "values=int8"
+            raise SettingError("prune", prune, f"backward with {other}", "The control prunes, it does not round.")
         self.sparsity, self.values, self.norm = sparsity, values, norm
-        self.attention, self.derive, self.threshold = attention, derive, threshold
+        self.attention, self.derive, self.threshold, self.prune = attention, derive, threshold, prune
+
+    def _apply(self, model: nn.Module) -> Applied:
+        if self.prune == "both" and any(hasattr(module, "low_rank") for module in model.modules()):
+            raise UserError(
+                f"method {self.name}: prune=both cannot be stacked with low-rank backward, whose layers compute their"
+                " forward pass from a dense input and keep its projection; use prune=backward."
+            )
+        return super()._apply(model)
 
     def policy(self) -> Policy:
         half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.values)
@@ -76,4 +95,5 @@ class BackRazor(ActivationPacking):
             normalised=self.norm == "normalised",
             derived=self.derive,
             fused=EightBits() if self.attention == "fused" else None,
+            forward=self.prune == "both",
         )
