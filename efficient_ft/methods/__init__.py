@@ -7,17 +7,33 @@ from efficient_ft.methods.base import Applied, Method, apply_methods, in_order, 
 from efficient_ft.methods.memory.back_razor import BackRazor
 from efficient_ft.methods.memory.checkpointing import Checkpointing
 from efficient_ft.methods.memory.mesa import Mesa
+from efficient_ft.methods.memory.swat import SWAT
 from efficient_ft.methods.selection.static import BitFit, Blocks, Full, HeadOnly, LastStage, NormLast
 
 METHODS: dict[str, type[Method]] = {
     m.name: m
-    for m in (Full, HeadOnly, LastStage, Blocks, BitFit, NormLast, LoRA, LBPWHT, LBPDCT, BackRazor, Mesa, Checkpointing)
+    for m in (
+        Full,
+        HeadOnly,
+        LastStage,
+        Blocks,
+        BitFit,
+        NormLast,
+        LoRA,
+        LBPWHT,
+        LBPDCT,
+        BackRazor,
+        SWAT,
+        Mesa,
+        Checkpointing,
+    )
 }
 
 __all__ = [
     "LBPDCT",
     "LBPWHT",
     "METHODS",
+    "SWAT",
     "Applied",
     "BackRazor",
     "BitFit",

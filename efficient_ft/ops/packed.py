@@ -202,6 +202,10 @@ class PackedOperations(TorchFunctionMode):
             self._kept[key] = (weakref.ref(storage), packed)
         return _for_user(packed, order, dtype or x.dtype)
 
+    def weight(self, weight: Tensor) -> tuple[Tensor, Tensor | Packed]:
+        """What a linear layer or convolution multiplies by, and what is kept of that."""
+        return weight, weight
+
     def _alive(self, key: tuple[Any, ...], storage: torch.UntypedStorage) -> Packed | None:
         """What is kept under `key`, unless it is of a tensor that is gone, whose memory another one has now."""
         found = self._kept.get(key)
@@ -323,9 +327,10 @@ def _as_kept(
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y = F.linear(x, weight, bias)
+        used, kept_weight = mode.weight(weight)
+        y = F.linear(x, used, bias)
         kept = mode.keep(x, mode.policy.product, y.dtype, -1) if ctx.needs_input_grad[2] else None
-        save(ctx, kept, weight if ctx.needs_input_grad[1] else None)
+        save(ctx, kept, kept_weight if ctx.needs_input_grad[1] else None)
         ctx.types = x.dtype, weight.dtype, None if bias is None else bias.dtype
         return y
 
@@ -353,9 +358,10 @@ class _Conv2d(torch.autograd.Function):
     def forward(
         ctx: Any, mode: PackedOperations, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[Any, ...]
     ) -> Tensor:
-        y = F.conv2d(x, weight, bias, *geometry)
+        used, kept_weight = mode.weight(weight)
+        y = F.conv2d(x, used, bias, *geometry)
         kept = mode.keep(x, mode.policy.product, y.dtype) if ctx.needs_input_grad[2] else None
-        save(ctx, kept, weight)
+        save(ctx, kept, kept_weight)
         ctx.geometry, ctx.shape = geometry, x.shape
         ctx.types = x.dtype, weight.dtype, None if bias is None else bias.dtype
         return y

@@ -150,6 +150,7 @@ class Row:
         models: those it is tried on.
         refused: models that it must refuse, with a part of the message.
         what_trains: it sets `requires_grad`.
+        own_evaluation: why evaluation is not the pretrained model's own.
         adds_parameters: evaluation includes what it adds to the model.
     """
 
@@ -167,6 +168,7 @@ class Row:
     models: tuple[str, ...] = tuple(MODELS)
     refused: dict[str, str] = field(default_factory=dict)
     what_trains: bool = False
+    own_evaluation: str = ""
     adds_parameters: bool = False
 
     def create(self, **changes: Any) -> Method:
@@ -246,6 +248,9 @@ ROWS = {
         {"inputs": "int8", "blocks": [0, -1]},
         off={"inputs": "input"},
         models=("vit", "resnet"),
+    ),
+    "swat": Row(
+        METHODS["swat"], off={"sparsity": 0.0}, own_evaluation="what is trained is a network of sparse weights"
     ),
     "mesa": _near("mesa", "8 bits are not exact", *MODELS),
     "mesa_published": _near("mesa", "8 bits are not exact", "vit", "swinv2", derive=False),

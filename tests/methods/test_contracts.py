@@ -228,7 +228,7 @@ def test_what_is_exported_is_the_pretrained_model_s_own(row: str, name: str) -> 
     """After training the weights load into plain timm, by its names, and give there what the method's model gives."""
     model, method = applied_to(row, name)
     before = evaluate(model_of(name), name)
-    torch.testing.assert_close(evaluate(model, name), before, rtol=1e-10, atol=1e-12)
+    assert torch.allclose(evaluate(model, name), before, rtol=1e-10, atol=1e-12) != bool(ROWS[row].own_evaluation)
     train_a_little(model, method, name)
     keys = list(model.state_dict())
     exported = plain_state_dict(model, [method])

@@ -13,7 +13,19 @@ from torch import Tensor, nn
 
 from efficient_ft.cost import executed
 from efficient_ft.errors import SettingError, UserError
-from efficient_ft.methods import LBPDCT, LBPWHT, BackRazor, Checkpointing, LastStage, LoRA, Mesa, Method, apply_methods
+from efficient_ft.methods import (
+    LBPDCT,
+    LBPWHT,
+    SWAT,
+    BackRazor,
+    Checkpointing,
+    LastStage,
+    LoRA,
+    Mesa,
+    Method,
+    apply_methods,
+    plain_state_dict,
+)
 from efficient_ft.ops.packing import Dense, Overflow, Place, Ranges
 from efficient_ft.ops.recompute import recompute
 from tests.methods.settings import MODELS, batch_of, gradients, model_of
@@ -131,11 +143,12 @@ def test_tables_of_relative_positions_are_no_activations() -> None:
     torch.testing.assert_close(table.weight.grad, exact)
 
 
-def test_pruning_forward_too_is_refused_with_low_rank_backward() -> None:
+def test_what_changes_the_forward_pass_is_refused_with_low_rank_backward() -> None:
     model = model_of("vit")
     LBPWHT(order=3).apply(model)
-    with pytest.raises(UserError, match=r"method back_razor: prune=both cannot be stacked with low-rank"):
-        BackRazor(prune="both").apply(model)
+    for method, who in ((BackRazor(prune="both"), "back_razor: prune=both"), (SWAT(), "swat")):
+        with pytest.raises(UserError, match=f"method {who} cannot be stacked with low-rank"):
+            method.apply(model)
     assert not any("forward" in m.__dict__ for m in model.modules())
     assert BackRazor().apply(model).touched
 
@@ -153,6 +166,80 @@ def test_pruning_forward_too_changes_training_s_output_and_no_bytes(name: str) -
     torch.testing.assert_close(outputs[0], model_of(name)(images).detach())
     assert (outputs[1] - outputs[0]).norm() > 0.05 * outputs[0].norm()
     assert kept[0] == kept[1]
+
+
+# ------------------------------------------------------------------------------------------------ SWAT
+FIRST = {"vit": None, "resnet": "conv1", "efficientformer": "stem.conv1", "swinv2": None}
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_swat_leaves_the_first_layer_and_reaches_all_others(name: str) -> None:
+    model, method = model_of(name), SWAT(0.7)
+    report = method.apply(model)
+    first = FIRST[name]
+    assert first is None or report.skipped[first] == "the first layer: dense, as published"
+    gradients(model, name)
+    state = method.state_dict()["of"]
+    assert {f"{layer}.weight" for layer in report.touched} == {place for place in state if place.endswith(".weight")}
+    covered = {n for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)} - set(report.skipped)
+    assert {n for n in covered if not n.startswith(("patch_embed", "head"))} <= set(report.touched)
+    # A layer alone: with sparse weights in training and in evaluation, the first one with its own.
+    for layer, dense in ((report.touched[0], False), (first, True)):
+        if layer is None:
+            continue
+        module = model.get_submodule(layer)
+        seen: list[tuple[Tensor, Tensor]] = []
+        module.register_forward_hook(lambda m, args, y, seen=seen: seen.append((args[0].detach(), y.detach())))
+        for training in (True, False):
+            model.train(training)
+            model(batch_of(name)[0])
+        for x, y in seen:
+            used = module.weight
+            if not dense:
+                threshold = used.abs().flatten().sort().values[int(used.numel() * 0.7)]
+                used = used * (used.abs() >= threshold)
+            like = (
+                F.linear(x, used, module.bias)
+                if isinstance(module, nn.Linear)
+                else module._conv_forward(x, used, module.bias)
+            )
+            torch.testing.assert_close(y, like)
+
+
+def test_swat_stopped_and_resumed_equals_a_straight_run() -> None:
+    def trained(model: nn.Module, method: Method, steps: range) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in steps:
+            method.step_begin(step)
+            gradients(model, "resnet", seed=step)
+            optimizer.step()
+            method.step_end()
+
+    straight, broken, resumed = model_of("resnet"), model_of("resnet"), model_of("resnet")
+    methods = [SWAT(refresh=4) for _ in range(3)]
+    for model, method in zip((straight, broken, resumed), methods, strict=True):
+        method.apply(model)
+    trained(straight, methods[0], range(10))
+    trained(broken, methods[1], range(6))
+    resumed.load_state_dict(broken.state_dict())
+    methods[2].load_state_dict(methods[1].state_dict())
+    trained(resumed, methods[2], range(6, 10))
+    assert methods[0].state_dict() == methods[2].state_dict()
+    for (name, one), other in zip(straight.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_swat_s_dropped_weights_train_and_are_exported_as_zeros() -> None:
+    model, method = model_of("resnet"), SWAT(0.75)
+    method.apply(model)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    gradients(model, "resnet")
+    assert model.layer1[0].conv2.weight.grad.ne(0).all()
+    exported = plain_state_dict(model, [method])
+    weight = exported["layer1.0.conv2.weight"]
+    assert (weight == 0).sum() == int(weight.numel() * 0.75)
+    assert torch.equal(exported["conv1.weight"], before["conv1.weight"])
+    assert torch.equal(model.layer1[0].conv2.weight, before["layer1.0.conv2.weight"])
 
 
 # ------------------------------------------------------------------------------------------------ recomputation
@@ -221,7 +308,7 @@ def test_a_value_too_large_for_fp16_is_reported() -> None:
         method.step_end()  # told once
 
 
-@pytest.mark.parametrize("method", [BackRazor(), Mesa(), Checkpointing(inputs="int8")])
+@pytest.mark.parametrize("method", [BackRazor(), SWAT(), Mesa(), Checkpointing(inputs="int8")])
 def test_empty_batches_and_samples_of_zeros(method: Method) -> None:
     model = model_of("vit")
     method = type(method)(**method.settings())
@@ -235,7 +322,7 @@ def test_empty_batches_and_samples_of_zeros(method: Method) -> None:
     assert any(p.grad is not None and p.grad.any() for p in model.parameters())
 
 
-@pytest.mark.parametrize("method", [BackRazor(), Checkpointing()])
+@pytest.mark.parametrize("method", [BackRazor(), SWAT(), Checkpointing()])
 def test_compilation_around_packed_parts_changes_nothing(method: Method) -> None:
     model = model_of("vit").float()
     type(method)(**method.settings()).apply(model)
@@ -251,7 +338,7 @@ def test_one_way_of_keeping_activations_at_a_time() -> None:
     model = model_of("vit")
     first = BackRazor()
     first.apply(model)
-    for second in (Mesa(), Checkpointing(), BackRazor(0.5)):
+    for second in (Mesa(), Checkpointing(), BackRazor(0.5), SWAT()):
         with pytest.raises(UserError, match=f"method {second.name}: another method decides already"):
             second.apply(model)
         assert second.applied is None
@@ -286,6 +373,11 @@ def test_settings_out_of_range_name_themselves() -> None:
         (BackRazor, "attention", "flash"),
         (BackRazor, "threshold", "none"),
         (BackRazor, "prune", "forward"),
+        (SWAT, "sparsity", 1),
+        (SWAT, "sparsity", -0.1),
+        (SWAT, "sparsity", "0.8"),
+        (SWAT, "refresh", 0),
+        (SWAT, "refresh", 2.0),
         (Mesa, "attention", "flash"),
         (Checkpointing, "blocks", []),
         (Checkpointing, "blocks", [1.5]),

@@ -205,8 +205,9 @@ def test_what_a_method_learnt_continues_too(tmp_path, configuration):
     assert_same_run(broken, straight)
 
 
-def test_running_ranges_and_rounding_at_random_continue_too(tmp_path, configuration):
-    config, broken, straight = configuration(method={"mesa": {}}), tmp_path / "broken", tmp_path / "straight"
+@pytest.mark.parametrize("method", [{"mesa": {}}, {"swat": {"refresh": 4}}], ids=["mesa", "swat"])
+def test_what_packing_remembers_and_rounding_at_random_continue_too(method, tmp_path, configuration):
+    config, broken, straight = configuration(method=method), tmp_path / "broken", tmp_path / "straight"
     run(config, straight)
     interrupted_at(5, config, broken)
     run(config, broken)

@@ -11,9 +11,9 @@ from typing import Literal
 import torch
 from torch import nn
 
-from efficient_ft.errors import SettingError, UserError
+from efficient_ft.errors import SettingError
 from efficient_ft.methods.base import Applied
-from efficient_ft.methods.memory.packing import ActivationPacking
+from efficient_ft.methods.memory.packing import ActivationPacking, refuse_low_rank
 from efficient_ft.ops.packed import Policy
 from efficient_ft.ops.packing import Dense, EightBits, Half, Packer, Sparse
 
@@ -75,11 +75,8 @@ class BackRazor(ActivationPacking):
         self.attention, self.derive, self.threshold, self.prune = attention, derive, threshold, prune
 
     def _apply(self, model: nn.Module) -> Applied:
-        if self.prune == "both" and any(hasattr(module, "low_rank") for module in model.modules()):
-            raise UserError(
-                f"method {self.name}: prune=both cannot be stacked with low-rank backward, whose layers compute their"
-                " forward pass from a dense input and keep its projection; use prune=backward."
-            )
+        if self.prune == "both":
+            refuse_low_rank(model, f"method {self.name}: prune=both")
         return super()._apply(model)
 
     def policy(self) -> Policy:

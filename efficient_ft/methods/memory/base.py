@@ -41,10 +41,13 @@ class MemoryMethod(Method):
 
     def _begin(self) -> Session:
         """What is remembered from step to step, as it was in the checkpoint where there is one."""
-        self._session = Session()
+        self._session = self._new_session()
         if self._restored is not None:
             self._session.load_state_dict(self._restored)
         return self._session
+
+    def _new_session(self) -> Session:
+        return Session()
 
     def _remove(self, model: nn.Module) -> None:
         for module in model.modules():

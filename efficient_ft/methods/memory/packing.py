@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from efficient_ft.errors import UserError
 from efficient_ft.methods.base import Applied
 from efficient_ft.methods.memory.base import MemoryMethod, OwnForward
 from efficient_ft.models.view import NOT_OF_IMAGES, ModelView, is_norm, view
@@ -63,30 +64,57 @@ class ActivationPacking(MemoryMethod):
         """How each kind of activation is kept."""
         raise NotImplementedError  # abstract
 
+    def _left_plain(self, seen: ModelView) -> dict[str, str]:
+        """Layers that this method leaves as they are, wherever they lie, with the reason."""
+        return {}
+
+    def _packs(self, module: nn.Module) -> bool:
+        """Whether this kind of module is what the method is about: what the report names."""
+        return isinstance(module, nn.Linear | nn.Conv2d) or is_norm(module)
+
+    def _forward_of(self, module: nn.Module, name: str, session: Session, layers: dict[str, nn.Module]) -> OwnForward:
+        """The forward of a part; `layers` are those of the part that are touched, by their full names."""
+        return _PackedForward(module, name, self.policy(), session)
+
     def _apply(self, model: nn.Module) -> Applied:
         self._refuse_second(model)
         seen = view(model)
         parts, skipped = _parts(seen)
-        plain = [layer.name for layer in seen.layers if layer.why_not == NOT_OF_IMAGES]
-        inside = [
-            f"{part}.{name}" if name else part
+        plain = {layer.name: NOT_OF_IMAGES for layer in seen.layers if layer.why_not == NOT_OF_IMAGES}
+        plain.update(self._left_plain(seen))
+        inside = {
+            part: [
+                f"{part}.{name}" if name else part
+                for name, module in model.get_submodule(part).named_modules()
+                if self._packs(module)
+            ]
             for part in parts
-            for name, module in model.get_submodule(part).named_modules()
-            if isinstance(module, nn.Linear | nn.Conv2d) or is_norm(module)
-        ]
-        skipped.update({name: NOT_OF_IMAGES for name in plain if name in inside})
-        touched = tuple(name for name in inside if name not in plain)
+        }
+        names = [name for part in parts for name in inside[part]]
+        skipped.update({name: why for name, why in plain.items() if name in names})
+        touched = tuple(name for name in names if name not in plain)
         if not touched:
             return Applied(self.name, (), skipped)
-        session, policy = self._begin(), self.policy()
+        session = self._begin()
         for part in parts:
             module = model.get_submodule(part)
-            module.forward = _PackedForward(module, part, policy, session)  # type: ignore[assignment]
+            if part not in plain:
+                layers = {name: model.get_submodule(name) for name in inside[part] if name not in plain}
+                module.forward = self._forward_of(module, part, session, layers)  # type: ignore[assignment]
         for name in plain:
             module = model.get_submodule(name)
-            if name in inside and name not in parts:
+            if name in names and name not in parts:
                 module.forward = _PlainForward(module)  # type: ignore[assignment]
         return Applied(self.name, touched, skipped)
+
+
+def refuse_low_rank(model: nn.Module, who: str) -> None:
+    """Raise UserError for a model with low-rank backward, whose layers compute and keep what no mode changes."""
+    if any(hasattr(module, "low_rank") for module in model.modules()):
+        raise UserError(
+            f"{who} cannot be stacked with low-rank backward, whose layers have a dense forward pass of their own and"
+            " keep their projected input."
+        )
 
 
 def _parts(seen: ModelView) -> tuple[list[str], dict[str, str]]:

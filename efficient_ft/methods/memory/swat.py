@@ -1,0 +1,109 @@
+"""SWAT: sparse weights in the forward and the backward pass, sparse activations in the backward pass.
+
+Source: Raihan, Aamodt, "Sparse Weight Activation Training", NeurIPS 2020; as the baseline of Back Razor's Table 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from efficient_ft.errors import SettingError
+from efficient_ft.methods.base import Applied
+from efficient_ft.methods.memory.base import OwnForward
+from efficient_ft.methods.memory.packing import ActivationPacking, refuse_low_rank
+from efficient_ft.models.view import ModelView
+from efficient_ft.ops.packed import Session
+from efficient_ft.ops.swat import SparseProducts, Thresholds, largest
+
+
+class _SparseForward(OwnForward):
+    """Runs the module with sparse weights, in evaluation too."""
+
+    def __init__(self, module: nn.Module, name: str, thresholds: Thresholds, layers: dict[str, nn.Module]) -> None:
+        super().__init__(module)
+        self.name, self.thresholds, self.layers = name, thresholds, layers
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """By name, those that two layers share once."""
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        for name, layer in self.layers.items():
+            assert isinstance(layer.weight, nn.Parameter)
+            found.setdefault(id(layer.weight), (f"{name}.weight", layer.weight))
+        return dict(found.values())
+
+    @torch.compiler.disable  # the operations are taken as they run; around a packed part all may be compiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = type(self.module).forward
+        x = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
+        if x is None or not x.numel():
+            return forward(self.module, *args, **kwargs)
+        names = {id(weight): name for name, weight in self.weights().items()}
+        with SparseProducts(self.thresholds, self.name, x.shape[0], names, self.module.training):
+            return forward(self.module, *args, **kwargs)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Set the dropped weights to zero, for good."""
+        for name, weight in self.weights().items():
+            weight.copy_(largest(self.thresholds.at_rest(name, weight), weight))
+
+
+class SWAT(ActivationPacking):
+    """Compute with the largest weights of each layer, and keep the largest activations for the backward pass.
+
+    Linear layers and convolutions drop the smallest weights in the forward pass and in the gradient to their input,
+    and the smallest activations in the gradient to their weight, which is dense: a dropped weight trains and may come
+    back. Thresholds are of a whole weight and of a whole batch. The network's first layer, the patch embedding and the
+    head of a model with attention, and everything but these two kinds of layers are exact; ReLU keeps a bit per
+    element.
+
+    The result is a network of sparse weights: evaluation uses them, exported weights have zeros for what is dropped,
+    and `remove` leaves those zeros.
+
+    Args:
+        sparsity: share of the weights and of the activations dropped, from 0 to below 1.
+        refresh: optimizer steps for which the thresholds hold.
+    """
+
+    name = "swat"
+
+    def __init__(self, sparsity: float = 0.8, refresh: int = 10):
+        super().__init__()
+        if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0 <= sparsity < 1:
+            raise SettingError("sparsity", sparsity, "a number of at least 0 and below 1")
+        if type(refresh) is not int or refresh < 1:
+            raise SettingError("refresh", refresh, "a whole number of at least 1")
+        self.sparsity, self.refresh = sparsity, refresh
+
+    def _apply(self, model: nn.Module) -> Applied:
+        refuse_low_rank(model, f"method {self.name}")
+        return super()._apply(model)
+
+    def _new_session(self) -> Session:
+        return Thresholds(sparsity=self.sparsity, refresh=self.refresh)
+
+    def _left_plain(self, seen: ModelView) -> dict[str, str]:
+        first = next((layer.name for layer in seen.layers if isinstance(layer.module, nn.Conv2d)), seen.layers[0].name)
+        return {first: "the first layer: dense, as published"}
+
+    def _packs(self, module: nn.Module) -> bool:
+        return isinstance(module, nn.Linear | nn.Conv2d)
+
+    def _forward_of(self, module: nn.Module, name: str, session: Session, layers: dict[str, nn.Module]) -> OwnForward:
+        assert isinstance(session, Thresholds)
+        return _SparseForward(module, name, session, layers)
+
+    def _remove(self, model: nn.Module) -> None:
+        for module in model.modules():
+            forward = module.__dict__.get("forward")
+            if isinstance(forward, _SparseForward):
+                forward.settle()
+        super()._remove(model)
+
+    def step_begin(self, step: int) -> None:
+        if isinstance(self._session, Thresholds):
+            self._session.step = step
