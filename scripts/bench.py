@@ -3,20 +3,24 @@
     python scripts/bench.py step --model efficientformer_l1 --batch 32 last_stage lbp_wht lbp_wht:order=2
     python scripts/bench.py layer
     python scripts/bench.py loop
+    python scripts/bench.py gradient --model vit_micro --weights FILE --images DIR back_razor mesa
 
 ``step``: training steps of a model with each recipe, by their parts; on a CPU all but the baseline in channels-last
 memory, as runs there are. ``layer``: the backward pass of one linear layer,
-exact and low-rank. ``loop``: what the framework adds to a bare PyTorch loop, per step.
+exact and low-rank. ``loop``: what the framework adds to a bare PyTorch loop, per step. ``gradient``: how near the
+gradients of each recipe come to the exact ones of the same network and batch, and the bytes it keeps.
 
 A recipe is ``METHOD[:KEY=VALUE,...][+METHOD...]`` with the names and settings of the command line, and may be given
-another name: ``NAME=RECIPE``. The first one is the baseline. Times are medians with quartiles; a ratio is the median
-over the rounds of baseline / recipe, both from the same round. FLOPs and bytes are executed ones (counted); on
-CUDA, peaks are measured (what the allocator gave out).
+another name: ``NAME=RECIPE``. A key with a dot is the full name of any setting (``full:trainer.precision=bf16``). The
+first recipe is the baseline. Times are medians with quartiles; a ratio is the median over the rounds of
+baseline / recipe, both from the same round. FLOPs and bytes are executed ones (counted); on CUDA, peaks are measured
+(what the allocator gave out).
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import datetime
 import json
 import os
@@ -50,8 +54,9 @@ Rounds = dict[str, dict[str, list[float]]]
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser().parse_args(arguments)
-    if str(ROOT) not in sys.path:
-        sys.path.insert(0, str(ROOT))
+    for folder in (ROOT, ROOT / "scripts"):
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
     from efficient_ft.allocator import keep_freed_memory
     from efficient_ft.errors import UserError, replace_unprintable
 
@@ -80,13 +85,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bench.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    kinds = parser.add_subparsers(required=True, metavar="step|layer|loop")
+    kinds = parser.add_subparsers(required=True, metavar="step|layer|loop|gradient")
 
-    def kind(name: str, run: Callable[..., dict[str, Any]], rounds: int, text: str) -> argparse.ArgumentParser:
+    def kind(name: str, run: Callable[..., dict[str, Any]], rounds: int | None, text: str) -> argparse.ArgumentParser:
         sub = kinds.add_parser(name, help=text, description=text)
         sub.set_defaults(run=run, kind=name)
-        sub.add_argument("--rounds", type=_count, default=rounds, help=f"timed rounds (default {rounds})")
-        sub.add_argument("--warmup", type=_count, default=2, help="rounds before that, not timed (default 2)")
+        if rounds is not None:
+            sub.add_argument("--rounds", type=_count, default=rounds, help=f"timed rounds (default {rounds})")
+            sub.add_argument("--warmup", type=_count, default=2, help="rounds before that, not timed (default 2)")
         sub.add_argument("--threads", type=_count, help="CPU threads (default: torch's)")
         sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1")
         sub.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="fp32, or autocast in it")
@@ -121,6 +127,17 @@ def _parser() -> argparse.ArgumentParser:
         " default and deit_small)",
     )
     loop.add_argument("--batch", type=_count, help="default: the job's own; 8 for a model")
+
+    gradient = kind("gradient", _gradient, None, "gradients of recipes beside the exact ones, on one network")
+    gradient.add_argument("recipes", nargs="+", metavar="RECIPE")
+    gradient.add_argument("--model", default="deit_tiny", help="a model of conf/model or of timm")
+    gradient.add_argument("--weights", metavar="FILE", help="its weights, in timm's names (default: random ones)")
+    gradient.add_argument("--images", type=Path, metavar="DIR", help="DIR/CLASS/* (default: noise)")
+    gradient.add_argument("--size", type=_count, help="pixels (default: the model's)")
+    gradient.add_argument("--classes", type=_count, default=100, help="without --images (default 100)")
+    gradient.add_argument("--batch", type=_count, default=16)
+    gradient.add_argument("--batches", type=_count, default=8, help="disjoint batches measured (default 8)")
+    gradient.add_argument("--seed", type=int, default=0, help="of the images, random weights and rounding")
     return parser
 
 
@@ -241,10 +258,26 @@ def parse_recipe(text: str) -> Recipe:
             raise UserError(f"{text}: a recipe has the form [NAME=]METHOD[:KEY=VALUE,...][+METHOD...].")
         options.append(option)
         for setting in re.split(r",(?![^\[]*\])", settings) if settings else ():
-            if not re.fullmatch(r"\w+=.+", setting):
+            if not re.fullmatch(r"[\w.]+=.+", setting):
                 raise UserError(f"{text}: settings have the form KEY=VALUE, not {setting}.")
-            overrides.append(f"method.{_package(option)}.{setting}")
+            full = "." in setting.partition("=")[0]
+            overrides.append(setting if full else f"method.{_package(option)}.{setting}")
     return Recipe(name, (f"method=[{','.join(options)}]", *overrides))
+
+
+def parse_recipes(texts: Sequence[str]) -> list[Recipe]:
+    """Recipes of different names.
+
+    Raises:
+        UserError: one that is not of the form, or two of the same name.
+    """
+    from efficient_ft.errors import UserError
+
+    recipes = [parse_recipe(text) for text in texts]
+    names = [recipe.name for recipe in recipes]
+    if len(set(names)) < len(names):
+        raise UserError(f"Two recipes of the same name ({', '.join(names)}); name one: NAME=RECIPE.")
+    return recipes
 
 
 def _package(option: str) -> str:
@@ -361,14 +394,11 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
 
     from efficient_ft import cost
     from efficient_ft.config import build_methods
-    from efficient_ft.errors import UserError
     from efficient_ft.methods.base import apply_methods
     from efficient_ft.models import factory
 
-    recipes = [parse_recipe(text) for text in options.recipes or ("last_stage", "lbp_wht")]
+    recipes = parse_recipes(options.recipes or ("last_stage", "lbp_wht"))
     names = [recipe.name for recipe in recipes]
-    if len(set(names)) < len(names):
-        raise UserError(f"Two recipes of the same name ({', '.join(names)}); name one: NAME=RECIPE.")
     size = [] if options.size is None else [f"model.image_size={options.size}"]
     calls: dict[str, Parts] = {}
     counts: dict[str, dict[str, Any]] = {}
@@ -376,11 +406,14 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
     if options.unfused:
         timm.layers.set_fused_attn(False)
     for recipe in recipes:
-        config = _config(options.model, [*size, *recipe.overrides])
+        config = _config(options.model, [*size, f"trainer.precision={options.dtype}", *recipe.overrides])
         model = factory.random_model(config.model, options.classes)
         methods = build_methods(config)
         apply_methods(model, methods)
-        shape: dict[str, Any] = {"input_size": factory.input_of(config.model).size, "precision": options.dtype}
+        shape: dict[str, Any] = {
+            "input_size": factory.input_of(config.model).size,
+            "precision": config.trainer.precision,
+        }
         if on_cpu and recipe is not recipes[0]:  # as runs on a CPU do; the baseline stays as it comes from timm
             model.to(memory_format=torch.channels_last)
         counted = cost.executed(model, options.batch, methods=methods, **shape)
@@ -646,6 +679,159 @@ def _one_loop(job: str, options: argparse.Namespace) -> dict[str, Any]:
     print(table(["", "step"], rows))
     print(f"the framework adds {over['median']:.2f} % [{over['q1']:.2f}–{over['q3']:.2f}] per step")
     return result
+
+
+# ---------------------------------------------------------------------------------------------- gradient
+def _gradient(options: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    # the other study of gradients, beside this file
+    from gradient_error import compare, drawn, image_folder
+
+    from efficient_ft import cost
+    from efficient_ft.config import build_methods
+    from efficient_ft.errors import UserError
+    from efficient_ft.methods.base import apply_methods
+    from efficient_ft.models import factory
+    from efficient_ft.models.view import view
+
+    recipes = parse_recipes(options.recipes)
+    network = [] if options.size is None else [f"model.image_size={options.size}"]
+    if options.weights is not None:
+        network += [f"model.weights='{options.weights}'"]
+    configs = {
+        recipe.name: _config(options.model, [*network, f"trainer.precision={options.dtype}", *recipe.overrides])
+        for recipe in recipes
+    }
+    config = next(iter(configs.values()))
+    size, needed = factory.input_of(config.model).size, options.batches
+    generator = torch.Generator().manual_seed(options.seed)
+    if options.images is not None:
+        images = image_folder(options.images, config.model)
+        classes = len(images.classes)
+        batches = list(drawn(images, options.batch, needed, 0, options.seed))
+        if len(batches) < needed:
+            raise UserError(f"--images: {options.images} has too few images for {needed} batches of {options.batch}.")
+    else:
+        classes = options.classes
+        batches = [
+            (
+                torch.randn(options.batch, 3, *size, generator=generator),
+                torch.randint(classes, (options.batch,), generator=generator),
+            )
+            for _ in range(needed)
+        ]
+    torch.manual_seed(options.seed)
+    plain = (factory.random_model if options.weights is None else factory.create_model)(config.model, classes)
+    plain.to(options.device)
+    seen = view(plain)
+    for name in seen.head if options.weights is None else ():  # often zero in a new network: no gradient would pass it
+        weight = getattr(plain.get_submodule(name), "weight", None)
+        if weight is not None:
+            torch.nn.init.trunc_normal_(weight, std=0.02)
+    inside = tuple(f"{name}." for name in (*seen.blocks, *(n for extras in seen.stage_extras for n in extras)))
+
+    candidates: dict[str, tuple[Any, list[Any], str]] = {}
+    result: dict[str, dict[str, Any]] = {}
+    done: dict[str, int] = {}
+    for name, config in configs.items():
+        model, methods, precision = copy.deepcopy(plain), build_methods(config), str(config.trainer.precision)
+        apply_methods(model, methods)
+        candidates[name] = model, methods, precision
+        settings = config.model_dump(mode="json", include={"model", "method", "trainer"})
+        if options.weights is not None:
+            settings["model"]["weights"] = Path(options.weights).name
+        counted = cost.executed(model, options.batch, size, methods=methods, precision=precision)
+        result[name] = {
+            "configuration": settings,
+            "methods": [repr(m) for m in methods],
+            "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+            "executed": counted.as_dict(),
+        }
+        done[name] = max((m.warmup_steps for m in methods), default=0)
+        for step in range(done[name]):
+            _step_gradients(model, methods, precision, batches[step % needed], step, options)
+
+    scores: dict[str, dict[str, list[tuple[float, float]]]] = {name: {} for name in candidates}
+    for step, batch in enumerate(batches):
+        exact = _step_gradients(plain, [], "fp32", batch, step, options)
+        for name, (model, methods, precision) in candidates.items():
+            found = _step_gradients(model, methods, precision, batch, done[name] + step, options)
+            keys = [key for key in found if key.startswith(inside) and key in exact]
+            kinds: dict[str, list[str]] = {"blocks": keys}
+            for key in keys:
+                kinds.setdefault(key.split(".")[-2], []).append(key)
+            for kind, members in kinds.items():
+                if any(exact[key].any() for key in members):
+                    scores[name].setdefault(kind, []).append(compare(exact, found, members))
+    for name, by_kind in scores.items():
+        if "blocks" not in by_kind:
+            raise UserError(f"{name}: no parameter of the blocks has a gradient; nothing can be compared.")
+        for column, title in enumerate(("error", "cosine")):
+            result[name][title] = {
+                kind: {"mean": round(statistics.fmean(v), 6), "min": min(v), "max": max(v)}
+                | ({"batches": v} if kind == "blocks" else {})
+                for kind, pairs in by_kind.items()
+                for v in ([round(pair[column], 6) for pair in pairs],)
+            }
+    print(
+        f"\n{options.model}, {size[0]}×{size[1]}, {needed} batches of {options.batch}: gradients of the blocks'",
+        end=" ",
+    )
+    print("trained parameters beside the exact ones\n")
+    rows = [
+        [
+            name,
+            *(f"{record['cosine']['blocks'][k]:.4f}" for k in ("mean", "min", "max")),
+            f"{record['error']['blocks']['mean']:.4f}",
+            f"{record['executed']['saved_bytes'] / 2**20:.3f}",
+        ]
+        for name, record in result.items()
+    ]
+    print(table(["recipe", "cosine", "min", "max", "relative error", "saved MiB / image"], rows))
+    return {
+        "kind": "gradient",
+        "model": options.model,
+        "weights": "random" if options.weights is None else Path(options.weights).name,
+        "images": "noise" if options.images is None else "/".join(options.images.resolve().parts[-2:]),
+        "size": list(size),
+        "batch": options.batch,
+        "batches": needed,
+        "seed": options.seed,
+        "recipes": result,
+    }
+
+
+def _step_gradients(
+    model: Any, methods: Sequence[Any], precision: str, batch: tuple[Any, Any], step: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Gradient of every trained parameter, by the plain model's names, after one step of which no parameter moves."""
+    import torch
+    import torch.nn.functional as F
+
+    from efficient_ft.cost.executed import AUTOCAST
+    from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
+
+    model.train()
+    freeze_batch_norm(model)
+    model.zero_grad(set_to_none=True)
+    images, labels = (t.to(options.device) for t in batch)
+    torch.manual_seed(options.seed + step)  # rounding at random
+    for method in methods:
+        method.step_begin(step)
+    dtype = AUTOCAST[precision]
+    with torch.autocast(images.device.type, dtype=dtype, enabled=dtype is not None):
+        loss = F.cross_entropy(model(images), labels)
+    loss.backward()
+    for method in methods:
+        method.step_end()
+    found = {
+        name.replace(".base_layer", ""): p.grad.detach().clone()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+    model.zero_grad(set_to_none=True)
+    return found
 
 
 if __name__ == "__main__":

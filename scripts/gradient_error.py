@@ -365,7 +365,7 @@ def study(args: argparse.Namespace, size: int) -> list[dict[str, Any]]:
     torch.manual_seed(args.seed)  # the new head
     model = create_model(config, len(training.classes))
     for name in view(model).head:  # often zero in a new network: no gradient would pass it at the start
-        nn.init.trunc_normal_(model.get_submodule(name).weight, std=0.02)
+        nn.init.trunc_normal_(model.get_parameter(f"{name}.weight"), std=0.02)
     optimizer = create_optimizer_v2(model, "adamw", lr=args.finetune_lr, weight_decay=1e-5)
     steps, half = args.finetune_steps, args.finetune_steps // 2
     profiling = list(drawn(training, args.batch, args.profile_batches, 0, args.seed))

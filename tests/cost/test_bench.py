@@ -41,6 +41,11 @@ def bench() -> ModuleType:
             "blocks:blocks=[3,7]+lbp_dct:order=6",
             ["method=[blocks,lbp_dct]", "method.blocks.blocks=[3,7]", "method.lbp_dct.order=6"],
         ),
+        (
+            "half=full:trainer.precision=bf16+mesa:derive=false",
+            "half",
+            ["method=[full,mesa]", "trainer.precision=bf16", "method.mesa.derive=false"],
+        ),
     ],
 )
 def test_a_recipe_is_what_the_command_line_would_be_given(
@@ -121,6 +126,37 @@ def test_one_layer(bench: ModuleType, tmp_path: Path, layout: str):
     assert shape["order 2"]["backward_flops"] == pytest.approx(4 * 24 * 40 * 3 + projections, rel=0.02)
 
 
+def test_gradients_beside_the_exact_ones(bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "gradient.json"
+    arguments = "gradient --model vit_digits --batch 2 --batches 2 --classes 10 full half=full:trainer.precision=bf16"
+    others = ["off=back_razor:sparsity=0,values=input", "last=last_stage+mesa", "razor=back_razor:sparsity=0.9", "swat"]
+    assert run(bench, *arguments.split(), *others, "--json", str(file)) == 0
+    report = json.loads(file.read_text(encoding="utf-8"))
+    assert (report["kind"], report["weights"], report["images"], report["size"]) == (
+        "gradient",
+        "random",
+        "noise",
+        [32, 32],
+    )
+    recipes = report["recipes"]
+    cosines = {name: recipe["cosine"]["blocks"]["mean"] for name, recipe in recipes.items()}
+    assert cosines["full"] == cosines["off"] == 1
+    assert recipes["full"]["error"]["blocks"]["max"] == 0
+    assert recipes["off"]["error"]["blocks"]["max"] < 1e-5
+    assert cosines["swat"] < cosines["razor"] < 0.95 < 0.99 < cosines["last"] < 1
+    assert cosines["razor"] < cosines["half"] < 1
+    assert recipes["half"]["configuration"]["trainer"]["precision"] == "bf16"
+    assert recipes["razor"]["configuration"]["method"]["back_razor"]["sparsity"] == 0.9
+    assert recipes["razor"]["executed"]["saved_bytes"] < recipes["full"]["executed"]["saved_bytes"] / 2
+    assert recipes["last"]["trainable_parameters"] < recipes["full"]["trainable_parameters"] / 2
+    for recipe in recipes.values():
+        assert {"blocks", "qkv", "proj", "fc1", "fc2", "norm1"} <= set(recipe["cosine"])
+        cosine = recipe["cosine"]["blocks"]
+        assert (cosine["min"], cosine["max"]) == (min(cosine["batches"]), max(cosine["batches"]))
+        assert len(cosine["batches"]) == 2
+    assert "relative error" in capsys.readouterr().out
+
+
 def test_the_framework_against_a_bare_loop(bench: ModuleType, tmp_path: Path):
     file = tmp_path / "loop.json"
     arguments = "loop --job default --batch 4 --rounds 3 --warmup 1 --json"
@@ -142,6 +178,9 @@ def test_the_framework_against_a_bare_loop(bench: ModuleType, tmp_path: Path):
         ("step --model vit_digits lbp_wht:order", "KEY=VALUE"),
         ("step --model vit_digits full full", "same name"),
         ("step --model no_such_model", "no_such_model"),
+        ("gradient --model vit_digits --images no_such_folder full", "no_such_folder"),
+        ("gradient --model vit_digits --weights no_such_file.pth full", "no_such_file"),
+        ("gradient --model vit_digits --classes 10 head", "no parameter of the blocks"),
         ("layer --shape 3,4", "--shape=3,4"),
         ("layer --orders 2,16", "--orders=16"),
         ("layer --device warp", "--device=warp"),
