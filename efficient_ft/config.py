@@ -50,6 +50,8 @@ class ModelConfig(_Part):
     drop: Fraction = 0.0
     #: BatchNorm keeps its running statistics while training.
     frozen_bn: bool = True
+    #: A classifier made anew (for other classes, or without weights) starts at zero.
+    zero_head: bool = False
     #: The default selection of recipes that bring none of their own.
     select: Name = "last_stage"
     #: Normalisation per channel; null: what the weights were trained with.
@@ -60,10 +62,12 @@ class ModelConfig(_Part):
 
 
 class AugmentConfig(_Part):
-    """The transform of training images. ``resize_crop``: resize to the input size, crop a part of `scale` of the
-    area and bring it back to the input size, flip. ``none``: what evaluation does."""
+    """The transform of training images. ``resize_crop``: resize, crop a part of `scale` of the area and bring it to
+    the input size, flip. ``none``: what evaluation does."""
 
     name: Literal["resize_crop", "none"] = "resize_crop"
+    #: To what before the crop: the ``input`` size, so many pixels square, or ``none``: the crop is of the whole image.
+    resize: Count | Literal["input", "none"] = "input"
     scale: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] = (0.08, 1.0)
     flip: bool = True
 
@@ -116,6 +120,8 @@ class OptimConfig(_Part):
     label_smoothing: Fraction = 0.0
     #: Largest norm of the whole gradient; null: no clipping.
     clip: Positive | None = None
+    #: The classifier's learning rate is `lr` times this.
+    head_lr: Positive = 1.0
     #: Learning rate times this per layer from the head down; null: one rate for all.
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
 
@@ -217,6 +223,10 @@ def _check_together(config: Config) -> None:
         )
     if data.augment.scale[0] > data.augment.scale[1]:
         raise SettingError("data.augment.scale", list(data.augment.scale), "[smallest, largest], in that order")
+    if data.augment.name == "none" and data.augment.resize != "input":
+        raise SettingError(
+            "data.augment.resize", data.augment.resize, "input with data.augment.name=none", "Nothing is cropped there."
+        )
     for setting, owners in (("momentum", ("sgd",)), ("betas", ("adamw", "adam"))):
         # The default itself is harmless, and stands in every configuration that was written out.
         if getattr(optim, setting) != OptimConfig.model_fields[setting].default and optim.name not in owners:

@@ -43,7 +43,7 @@ def test_every_option_of_every_group_composes(group: str) -> None:
         named = ["model.name=resnet18"] if option == "timm" else []
         (config,) = composed(f"{group}={option}", *named)
         if group in ("data", "optim", "logger"):
-            assert getattr(config, group).name == option
+            assert option in (name := getattr(config, group).name, f"{name}_back_razor")
 
 
 def test_every_model_is_known_to_timm_with_its_weights() -> None:
@@ -78,6 +78,66 @@ def test_a_data_set_of_the_paper_brings_its_recipe(
     assert (config.trainer.epochs, config.data.batch_size, config.seed) == (50, 64, 233)
     assert (config.data.select_best_on, config.method["lbp_wht"]["select"]) == ("test", "last_stage")
     assert config.data.augment.name == "resize_crop"
+
+
+BACK_RAZOR = ("pets", "aircraft", "cifar10", "cifar100", "flowers102", "cars", "cub200", "food101")
+
+
+@pytest.mark.parametrize(
+    ("data", "lr", "steps"),
+    list(
+        zip(
+            BACK_RAZOR,
+            (1e-3, 3e-2, 1e-2, 1e-2, 3e-2, 1e-1, 1e-2, 1e-2),
+            (20_000, 6_000, 20_000, 20_000, 2_000, 16_000, 6_000, 30_000),
+            strict=True,
+        )
+    ),
+)
+def test_back_razor_s_recipe_of_a_vit(data: str, lr: float, steps: int) -> None:
+    (config,) = composed("model=vit_base", f"data={data}", "method=back_razor", "optim=sgd_back_razor")
+    optim, augment = config.optim, config.data.augment
+    assert (optim.name, optim.lr, optim.momentum, optim.weight_decay) == ("sgd", lr, 0.9, 0.0)
+    assert (optim.schedule, optim.warmup_steps, optim.warmup_ratio, optim.min_lr_ratio) == ("cosine", 500, 0, 0)
+    assert (optim.clip, optim.label_smoothing, optim.head_lr) == (1.0, 0.0, 10.0 if data == "aircraft" else 1.0)
+    assert (config.trainer.max_steps, config.data.batch_size) == (steps, 128)
+    images = {"food101": 75_750, "cifar10": 50_000, "cifar100": 50_000}.get(data, 8_144)
+    assert config.trainer.epochs * (images // 128) > steps, "the steps end the run, not the epochs"
+    assert config.model.name == "vit_base_patch16_224.orig_in21k"
+    assert config.model.zero_head
+    first = data in ("pets", "aircraft")
+    assert (augment.name, augment.scale, augment.resize) == ("resize_crop", (0.05, 1.0), 256 if first else "none")
+    assert augment.flip == first
+    assert config.method["back_razor"]["select"] == "keep"
+
+
+def test_the_vit_of_back_razor_takes_its_images() -> None:
+    from efficient_ft.models.factory import input_of
+
+    (config,) = composed("model=vit_base", "data=cifar100", "optim=sgd_back_razor")
+    spec = input_of(config.model)
+    assert (spec.size, spec.mean, spec.std) == ((224, 224), (0.5,) * 3, (0.5,) * 3)
+
+
+@pytest.mark.parametrize(
+    ("data", "lr", "label_smoothing"),
+    list(
+        zip(
+            BACK_RAZOR,
+            (3e-5, 3e-4, 3e-5, 3e-5, 1e-4, 3e-4, 1e-4, 3e-5),
+            (0.3, 0.3, 0.1, 0.1, 0.7, 0.7, 0.7, 0.1),
+            strict=True,
+        )
+    ),
+)
+def test_back_razor_s_recipe_of_a_mobile_network(data: str, lr: float, label_smoothing: float) -> None:
+    chosen = ("model=timm", "model.name=mobilenetv2_100", "method=back_razor", "method.back_razor.sparsity=0.9")
+    (config,) = composed(*chosen, f"data={data}", "optim=adam_back_razor")
+    optim = config.optim
+    assert (optim.name, optim.lr, optim.label_smoothing, optim.weight_decay) == ("adam", lr, label_smoothing, 0.0)
+    assert (optim.schedule, optim.min_lr_ratio, optim.clip) == ("cosine", 0.0, None)
+    assert (config.trainer.epochs, config.trainer.max_steps, config.data.batch_size) == (50, -1, 8)
+    assert (config.model.drop, config.data.augment.resize) == (0.2, "input")
 
 
 def test_only_a_network_without_pretrained_weights_is_trained_from_scratch() -> None:
@@ -129,9 +189,9 @@ def test_a_sweep_is_the_product_of_its_values() -> None:
         (["model=efficientformer_l11"], r"Did you mean 'efficientformer_l1'\?"),
         (["data=cifar1000"], r"Did you mean 'cifar100'\?"),
         (["recipe=adamw_cifar1000"], r"Did you mean 'adamw_cifar100'\?"),
-        (["optim=5"], r"^optim=5: allowed are adam, adamw, sgd\.$"),
-        (["optim=null"], r"^optim=null: allowed are adam, adamw, sgd\.$"),
-        (["~optim"], r"^~optim: a run needs one; .*adam, adamw, sgd"),
+        (["optim=5"], r"^optim=5: allowed are adam, adam_back_razor, adamw, sgd, sgd_back_razor\.$"),
+        (["optim=null"], r"^optim=null: allowed are adam, adam_back_razor, adamw, sgd, sgd_back_razor\.$"),
+        (["~optim"], r"^~optim: a run needs one; .*adam, adam_back_razor, adamw"),
         (["~optim.lr"], r"^optim\.lr=\?\?\?: .* It has no default"),
         (["model=timm"], r"^model\.name=\?\?\?: .* give model\.name=VALUE"),
         (["optim.lr=abc"], r"^optim\.lr=abc: allowed is a number above 0\.$"),

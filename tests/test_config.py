@@ -68,7 +68,7 @@ def with_settings(**changes: Any) -> dict[str, Any]:
         (
             "data__augment__scael",
             1,
-            "data.augment.scael=1: there is no such setting; data.augment has flip, name, scale.",
+            "data.augment.scael=1: there is no such setting; data.augment has flip, name, resize, scale.",
         ),
         ("a__typo", 1, 'a={"typo": 1}: there is no such setting'),
         ("seed", -1, "seed=-1: allowed is a whole number of at least 0"),
@@ -86,6 +86,7 @@ def test_settings_that_exclude_each_other_are_refused() -> None:
         ({"model__name": "vit_digits", "model__pretrained": True}, "model.pretrained"),
         ({"trainer__precision": "fp16", "trainer__accelerator": "cpu"}, "trainer.precision"),
         ({"model__mean": [0.5, 0.5, 0.5], "model__std": [0.5]}, "model.std"),
+        ({"data__augment__name": "none", "data__augment__resize": 256}, "data.augment.resize"),
         ({"optim__name": "sgd", "optim__betas": [0.5, 0.9]}, "optim.betas"),
     ]
     for changes, said in cases:

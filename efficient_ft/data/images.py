@@ -47,7 +47,7 @@ class InputSpec:
 class Transform:
     """The way from a PIL image to a normalised tensor, as the recipe of LBP-WHT trains and tests.
 
-    Evaluation is Resize(size) → normalise; training with `resize_crop` is Resize(size) →
+    Evaluation is Resize(size) → normalise; training with `resize_crop` is Resize(size), or as `resize` says →
     RandomResizedCrop(size) → horizontal flip → normalise. Random draws come from torch's CPU generator:
     the caller seeds it.
 
@@ -56,6 +56,11 @@ class Transform:
         augment: `resize_crop` or `none`.
         scale: smallest and largest area of the crop, as fractions of the image.
         flip: whether half of the images are mirrored left to right.
+        resize: to what an image is brought before the crop: `input` (the network's size), so many pixels square, or
+            `none` (as it is); only with `resize_crop`.
+
+    Attributes:
+        resized: height and width before the crop; None: the image's own.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class Transform:
         augment: str = "none",
         scale: Sequence[float] = (0.08, 1.0),
         flip: bool = True,
+        resize: int | str = "input",
     ) -> None:
         if augment not in AUGMENT:
             raise SettingError("data.augment.name", augment, AUGMENT)
@@ -82,7 +88,8 @@ class Transform:
         size = list(input.size)
         self.input = input
         self._grey = channels == 1
-        self._resize = v2.Resize(size, interpolation=mode)
+        self.resized = input.size if resize == "input" else None if resize == "none" else (int(resize), int(resize))
+        self._resize = None if self.resized is None else v2.Resize(list(self.resized), interpolation=mode)
         steps: list[torch.nn.Module] = []
         if augment == "resize_crop":
             steps.append(v2.RandomResizedCrop(size, scale=(low, high), interpolation=mode))
@@ -94,7 +101,8 @@ class Transform:
 
     def resize(self, image: Image.Image) -> Image.Image:
         """The part without chance, which may be done once and kept."""
-        return self._resize(image.convert("L") if self._grey else image)
+        image = image.convert("L") if self._grey else image
+        return image if self._resize is None else self._resize(image)
 
     def augment(self, image: Image.Image) -> Image.Image:
         """The part with chance, on a resized image."""
@@ -111,7 +119,7 @@ class Transform:
     def __call__(self, image: Image.Image | str | os.PathLike[str]) -> Tensor:
         """One RGB image, or the path of one → float32 (C, H, W), normalised."""
         if not isinstance(image, Image.Image):
-            image = read_image(image, least=self.input.size)
+            image = read_image(image, least=self.resized)
         return self.normalise([self.augment(self.resize(image))])[0]
 
 

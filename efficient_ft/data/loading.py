@@ -110,7 +110,7 @@ class ImageData:
     def __init__(self, listing: Listing, config: DataConfig, input: InputSpec, seed: int) -> None:
         augment = config.augment
         self._config, self._seed = config, seed
-        self._train_transform = Transform(input, augment.name, augment.scale, augment.flip)
+        self._train_transform = Transform(input, augment.name, augment.scale, augment.flip, augment.resize)
         self.transform_eval = Transform(input)
         self.class_names = list(listing.class_names)
         self._notes = list(listing.notes)
@@ -317,8 +317,8 @@ class CountedImages(Dataset[tuple[Tensor, int]]):
         if isinstance(samples.images, list):
             self._paths = samples.images
         else:
-            height, width = transform.input.size
             pixels = samples.images
+            height, width = transform.resized or pixels.shape[1:3]
             if len(pixels) * height * width * 3 <= _KEEP_BYTES:
                 pixels = np.stack([np.asarray(transform.resize(Image.fromarray(p))) for p in pixels])
                 self._resized = True
@@ -333,7 +333,7 @@ class CountedImages(Dataset[tuple[Tensor, int]]):
             image = Image.fromarray(self._pixels[index].numpy())
             return image if self._resized else self._transform.resize(image)
         assert self._paths is not None
-        return self._transform.resize(read_image(self._paths[index], least=self._transform.input.size))
+        return self._transform.resize(read_image(self._paths[index], least=self._transform.resized))
 
     def _augmented(self, keys: list[tuple[int, int]]) -> list[Image.Image]:
         # torchvision's transforms draw from torch's CPU generator; it is put back as it was. Not by fork_rng

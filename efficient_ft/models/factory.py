@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import efficient_ft.models.small  # noqa: F401  registers vit_digits and vit_micro
 from efficient_ft.errors import SettingError, UserError, did_you_mean
+from efficient_ft.models.view import view
 
 if TYPE_CHECKING:
     from efficient_ft.config import ModelConfig
@@ -54,14 +55,24 @@ def create_model(config: ModelConfig, num_classes: int) -> nn.Module:
             "%s starts from RANDOM weights (model.pretrained=false, no model.weights): it is trained from scratch.",
             config.name,
         )
-        return fresh
+        return _zero_head(fresh) if config.zero_head else fresh
     path = _fetch(config, cfg) if config.weights is None else Path(config.weights).expanduser()
     model, made_anew = _load(config, _arguments(config, cfg, num_classes), fresh, cfg, path)
     _of_size(config, model)
     if made_anew:
+        if config.zero_head:
+            _zero_head(model)
         log.warning("%s: made anew for %d classes: %s; all else from %s.", config.name, num_classes, made_anew, path)
     else:
         log.debug("%s: all weights from %s.", config.name, path)
+    return model
+
+
+def _zero_head(model: nn.Module) -> nn.Module:
+    """`model` with a classifier that gives 0 for every class."""
+    for name in view(model).head:
+        for parameter in model.get_submodule(name).parameters():
+            nn.init.zeros_(parameter)
     return model
 
 

@@ -20,6 +20,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from efficient_ft.errors import UserError
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
+from efficient_ft.models.view import view
 
 if TYPE_CHECKING:
     from efficient_ft.config import Config, OptimConfig
@@ -75,7 +76,7 @@ def seed_step(seed: int, device: torch.device) -> None:
 def build_optimizer(network: nn.Module, optim: OptimConfig, precision: str = "fp32") -> torch.optim.Optimizer:
     """The optimizer over the parameters that may train; weight decay spares norms and biases, as timm does.
 
-    Layer decay gives deeper layers a larger rate (timm's grouping of the model).
+    Layer decay gives deeper layers a larger rate (timm's grouping of the model), and `head_lr` the classifier its own.
 
     Raises:
         UserError: nothing trains.
@@ -91,6 +92,17 @@ def build_optimizer(network: nn.Module, optim: OptimConfig, precision: str = "fp
         groups = param_groups_layer_decay(
             network, optim.weight_decay, no_weight_decay_list=spared, layer_decay=optim.layer_decay
         )
+    if optim.head_lr != 1:
+        head = {id(p) for name in view(network).head for p in network.get_submodule(name).parameters()}
+        scaled = [
+            {
+                **g,
+                "params": [p for p in g["params"] if id(p) in head],
+                "lr_scale": g.get("lr_scale", 1.0) * optim.head_lr,
+            }
+            for g in groups
+        ]
+        groups = [{**g, "params": [p for p in g["params"] if id(p) not in head]} for g in groups] + scaled
     groups = [g for g in groups if g["params"]]
     for group in groups:
         group["lr"] = group["initial_lr"] = optim.lr * group.get("lr_scale", 1.0)

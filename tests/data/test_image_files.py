@@ -189,6 +189,30 @@ def test_training_is_resize_crop_flip_and_normalise() -> None:
     assert not all(torch.equal(results[0], r) for r in results)
 
 
+@pytest.mark.parametrize("resize", [20, "none"])
+def test_the_crop_is_of_the_whole_image_or_of_it_resized(resize: int | str, tmp_path: Path) -> None:
+    file = save(tmp_path / "x.jpg", 8, height=200, width=150)
+    image = read_image(file)
+    steps = [] if resize == "none" else [v2.Resize((20, 20), interpolation=InterpolationMode.BICUBIC)]
+    reference = v2.Compose(
+        [
+            *steps,
+            v2.RandomResizedCrop((16, 16), scale=(0.05, 1), interpolation=InterpolationMode.BICUBIC),
+            v2.ToImage(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(SPEC.mean, SPEC.std),
+        ]
+    )
+    transform = Transform(SPEC, "resize_crop", (0.05, 1), flip=False, resize=resize)
+    assert transform.resized == (None if resize == "none" else (20, 20))
+    for seed in range(4):
+        torch.manual_seed(seed)
+        expected = reference(image if resize == "none" else read_image(file, least=(20, 20)))
+        torch.manual_seed(seed)
+        result = transform(file)
+        torch.testing.assert_close(result, expected.as_subclass(torch.Tensor), rtol=0, atol=2e-6)
+
+
 def test_without_flip_nothing_is_mirrored_and_none_is_as_evaluation() -> None:
     ramp = Image.fromarray(np.tile(np.arange(0, 240, 10, dtype=np.uint8)[None, :, None], (24, 1, 3)))
     transform = Transform(SPEC, "resize_crop", (0.2, 1.0), flip=False)

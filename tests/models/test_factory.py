@@ -338,3 +338,16 @@ def test_a_model_without_published_weights_says_so():
     text = factory.missing_weights(pretrained("vit_digits"))
     assert "no pretrained weights for model.name=vit_digits" in str(text)
     assert "model.pretrained=false" in str(text)
+
+
+def test_a_head_made_anew_may_start_at_zero(tmp_path):
+    file = tmp_path / "weights.safetensors"
+    save_file(pretend_pretrained(10).state_dict(), file)
+    anew, own, random = (
+        factory.create_model(small(zero_head=True, **settings), classes)
+        for settings, classes in (({"weights": str(file)}, 3), ({"weights": str(file)}, 10), ({}, 3))
+    )
+    for model in (anew, random):
+        assert not any(p.any() for p in model.head.parameters())
+        assert model.blocks[0].attn.qkv.weight.any()
+    assert own.head.weight.any(), "a head of the file is kept"

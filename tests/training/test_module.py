@@ -69,6 +69,17 @@ def test_layer_decay_gives_deeper_layers_a_larger_rate():
     assert rates[id(model.cls_token)] == pytest.approx(per_block[0] / 2)
 
 
+def test_the_head_has_a_rate_of_its_own():
+    model = timm.create_model("vit_digits")
+    for settings, block in (({}, 1e-3), ({"layer_decay": 0.5}, 5e-4)):
+        groups = build_optimizer(model, optim(head_lr=10.0, weight_decay=0.1, **settings)).param_groups
+        rates = {id(p): (g["initial_lr"], g["weight_decay"]) for g in groups for p in g["params"]}
+        assert len(rates) == sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
+        assert rates[id(model.head.weight)] == (pytest.approx(1e-2), 0.1)
+        assert rates[id(model.head.bias)] == (pytest.approx(1e-2), 0.0)
+        assert rates[id(model.blocks[-1].attn.qkv.weight)] == (pytest.approx(block), 0.1)
+
+
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
 def test_every_optimizer_by_its_name(name):
     model = timm.create_model("vit_digits")
