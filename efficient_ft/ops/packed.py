@@ -925,6 +925,70 @@ def _avg_pool2d(
     )
 
 
+def _adaptive_avg_pool2d(mode: PackedOperations, input: Tensor, output_size: Any) -> Any:
+    if not mode.serves(input):
+        return NotImplemented
+    return _OfShape.apply(
+        input,
+        lambda x: F.adaptive_avg_pool2d(x, output_size),
+        lambda g, like: aten._adaptive_avg_pool2d_backward(g, like),
+    )
+
+
+class _MaxPool2d(torch.autograd.Function):
+    """Keeps, for each result, which place of its window it came from: a byte, where torch keeps its input and eight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil: bool
+    ) -> Tensor:
+        y, index = aten.max_pool2d_with_indices(x, kernel, stride, padding, dilation, ceil)
+        ctx.shape, ctx.window = x.shape, (kernel[1], stride, padding, dilation)
+        top, left = _corners(index, stride, padding)
+        row, column = (index // x.shape[3] - top) // dilation[0], (index % x.shape[3] - left) // dilation[1]
+        ctx.save_for_backward((row * kernel[1] + column).to(torch.uint8))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        (place,) = ctx.saved_tensors
+        width, stride, padding, dilation = ctx.window
+        top, left = _corners(place, stride, padding)
+        place = place.long()
+        index = (top + place // width * dilation[0]) * ctx.shape[3] + left + place % width * dilation[1]
+        g_x = g.new_zeros(*ctx.shape[:2], ctx.shape[2:].numel())
+        g_x = g_x.scatter_add_(2, index.flatten(2), g.flatten(2)).view(ctx.shape)
+        # as g lies, so that the layers below need no copy
+        g_x = g_x if g.is_contiguous() else g_x.contiguous(memory_format=torch.channels_last)
+        return g_x, None, None, None, None, None
+
+
+def _corners(of: Tensor, stride: list[int], padding: list[int]) -> tuple[Tensor, Tensor]:
+    """First row (H, 1) and first column (W,) of the windows of a result (B, C, H, W)."""
+    rows, columns = (
+        torch.arange(n, device=of.device) * s - p for n, s, p in zip(of.shape[2:], stride, padding, strict=True)
+    )
+    return rows[:, None], columns
+
+
+def _max_pool2d(
+    mode: PackedOperations,
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
+    kernel = _pair(kernel_size)
+    if return_indices or input.dim() != 4 or kernel[0] * kernel[1] > 256 or not mode.serves(input):
+        return NotImplemented
+    step = kernel if stride is None or stride == [] else _pair(stride)
+    return _MaxPool2d.apply(input, kernel, step, _pair(padding), _pair(dilation), ceil_mode)
+
+
 # ------------------------------------------------------------------------------------------------ the table
 _OPERATIONS: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
@@ -955,4 +1019,7 @@ _OPERATIONS: dict[Any, Callable[..., Any]] = {
     F.relu6: _clamp(0.0, 6.0),
     F.hardtanh: _hardtanh,
     F.avg_pool2d: _avg_pool2d,
+    F.adaptive_avg_pool2d: _adaptive_avg_pool2d,
+    F.max_pool2d: _max_pool2d,
+    torch.max_pool2d: _max_pool2d,
 }

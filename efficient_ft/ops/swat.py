@@ -25,8 +25,11 @@ from efficient_ft.ops.packed import _OPERATIONS, PackedOperations, Policy, Sessi
 from efficient_ft.ops.packing import Dense, Packed, Place, bitmap_bytes, magnitude_bits, pack_bits, unpack_bits
 
 _PRODUCTS = (F.linear, F.conv2d, torch.conv2d)
-#: Others than products keep nothing that could be made sparse, or are not SWAT's.
-_SERVED = (*_PRODUCTS, F.relu, torch.relu, Tensor.relu, F.relu6, F.hardtanh, F.avg_pool2d)
+#: What is not SWAT's to make sparse is served where it keeps less without a change of its result.
+_SERVED = (
+    *(*_PRODUCTS, F.relu, torch.relu, Tensor.relu, F.relu6, F.hardtanh),
+    *(F.batch_norm, F.avg_pool2d, F.adaptive_avg_pool2d, F.max_pool2d, torch.max_pool2d),
+)
 
 
 @dataclass

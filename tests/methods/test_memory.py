@@ -26,6 +26,7 @@ from efficient_ft.methods import (
     apply_methods,
     plain_state_dict,
 )
+from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 from efficient_ft.ops.packing import Dense, Overflow, Place, Ranges
 from efficient_ft.ops.recompute import recompute
 from tests.methods.settings import MODELS, batch_of, gradients, model_of
@@ -82,6 +83,30 @@ def test_what_each_form_keeps_of_a_block() -> None:
     assert kept(Checkpointing()) == pytest.approx(4 * d, rel=0.005)
     assert kept(Checkpointing(inputs="bf16")) == pytest.approx(2 * d, rel=0.005)
     assert kept(Checkpointing(inputs="int8")) == pytest.approx(d, rel=0.005)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenetv2_100"])
+def test_a_convolutional_network_keeps_nothing_dense(name: str) -> None:
+    """Values are in fp16: what is in fp32, and no parameter, is dense. BatchNorm is frozen, as published."""
+    model = timm.create_model(name).train()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.requires_grad_(False)
+    freeze_batch_norm(model)
+    plain = executed(model, 8, (64, 64)).saved_bytes
+    BackRazor(0.8).apply(model)
+    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    dense: list[tuple[int, ...]] = []
+
+    def watch(t: Tensor) -> Tensor:
+        if t.dtype == torch.float32 and t.untyped_storage().data_ptr() not in known:
+            dense.append(tuple(t.shape))
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(watch, lambda t: t):
+        F.cross_entropy(model(torch.randn(2, 3, 64, 64)), torch.tensor([0, 1]))
+    assert set(dense) <= {(2, 1000), ()}, "more than the loss keeps"
+    assert executed(model, 8, (64, 64)).saved_bytes < plain / 7
 
 
 # ------------------------------------------------------------------------------------------------ stacking

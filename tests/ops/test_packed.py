@@ -15,7 +15,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from efficient_ft.ops import packed as packed_module
@@ -170,6 +170,16 @@ OPERATIONS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "scale of samples": (lambda x, s: x * s, [(2, 4, 5), (2, 1, 1)]),
     "logit scale": (lambda x, s: x * s.exp(), [(2, 8), ()]),
     "avg_pool2d": (lambda x: F.avg_pool2d(x, 2), [(2, 3, 6, 8)]),
+    "adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, (2, 3)), [(2, 3, 6, 8)]),
+    "adaptive_avg_pool2d to one": (lambda x: F.adaptive_avg_pool2d(x, 1), [(2, 3, 6, 8)]),
+    "adaptive_avg_pool2d of rows": (nn.AdaptiveAvgPool2d((None, 1)), [(2, 3, 6, 8)]),
+    "max_pool2d": (lambda x: F.max_pool2d(x, 2), [(2, 3, 6, 8)]),
+    "max_pool2d of a ResNet": (nn.MaxPool2d(3, 2, 1), [(2, 3, 7, 8)]),
+    "max_pool2d dilated": (
+        lambda x: torch.max_pool2d(x, (3, 2), (2, 1), (1, 0), (1, 3), ceil_mode=True),
+        [(2, 3, 6, 8)],
+    ),
+    "max_pool2d channels last": (channels_last(partial(F.max_pool2d, kernel_size=3, stride=2)), [(2, 4, 7, 9)]),
     "avg_pool2d padded": (
         lambda x: F.avg_pool2d(x, (3, 2), (2, 1), 1, ceil_mode=True, count_include_pad=False),
         [(2, 3, 6, 8)],
@@ -210,6 +220,9 @@ def test_each_gradient_alone_is_that_of_plain_torch(name):
         ("layer_norm", True),
         ("batch_norm training", False),
         ("gelu", False),
+        ("adaptive_avg_pool2d", False),
+        ("max_pool2d of a ResNet", False),
+        ("max_pool2d dilated", False),
         ("attention float mask", False),
         ("normalize", False),
     ],
@@ -676,9 +689,15 @@ def test_relus_keep_a_bit_for_each_element():
         assert bytes_of(saved) == math.ceil(300 / 8)
 
 
-def test_average_pooling_keeps_nothing():
-    _, saved = saved_while(lambda: packed(lambda x: F.avg_pool2d(x, 2), tensors((2, 3, 6, 8)), everywhere(Dense())))
+@pytest.mark.parametrize("pool", [partial(F.avg_pool2d, kernel_size=2), partial(F.adaptive_avg_pool2d, output_size=2)])
+def test_average_pooling_keeps_nothing(pool):
+    _, saved = saved_while(lambda: packed(pool, tensors((2, 3, 6, 8)), everywhere(Dense())))
     assert saved == []
+
+
+def test_maximum_pooling_keeps_a_byte_for_each_result():
+    _, saved = saved_while(lambda: packed(lambda x: F.max_pool2d(x, 2), tensors((2, 3, 6, 8)), everywhere(Dense())))
+    assert bytes_of(saved) == 2 * 3 * 3 * 4
 
 
 def test_the_budget_holds_for_what_is_saved():
@@ -715,6 +734,7 @@ EMPTY: list = [
     ("normalize", 1),
     ("scale", 1),
     ("avg_pool2d", 1),
+    ("max_pool2d", 1),
 ]
 
 
@@ -807,6 +827,9 @@ PLAIN: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "attention, causal": (partial(attention, is_causal=True), [(2, 2, 3, 4)] * 3),
     "attention of fewer heads": (partial(attention, enable_gqa=True), [(2, 4, 3, 4), (2, 2, 3, 4), (2, 2, 3, 4)]),
     "conv same of an even kernel": (partial(conv, padding="same"), [(2, 4, 7, 6), (6, 4, 2, 2)]),
+    "max_pool2d of one image": (lambda x: F.max_pool2d(x, 2), [(4, 6, 8)]),
+    "max_pool2d with its places": (lambda x: F.max_pool2d(x, 2, return_indices=True)[0], [(2, 3, 6, 8)]),
+    "max_pool2d of large windows": (lambda x: F.max_pool2d(x, (17, 16)), [(2, 1, 17, 32)]),
     "conv of one image": (conv, [(4, 7, 6), (6, 4, 2, 2)]),
     "matmul with a matrix": (torch.matmul, [(2, 3, 4), (4, 5)]),
 }

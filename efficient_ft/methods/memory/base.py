@@ -21,6 +21,11 @@ class OwnForward:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
+    @property
+    def training(self) -> bool:
+        """Whether this may be a training step: a BatchNorm of frozen statistics is in evaluation mode in every one."""
+        return self.module.training or isinstance(self.module, nn.modules.batchnorm._BatchNorm)
+
 
 class MemoryMethod(Method):
     """Base of the methods that decide how a model keeps its activations."""

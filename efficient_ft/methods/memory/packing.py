@@ -30,7 +30,7 @@ class _PackedForward(OwnForward):
     @torch.compiler.disable  # the operations are taken as they run; around a packed part all may be compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = type(self.module).forward
-        if not self.module.training or not torch.is_grad_enabled():
+        if not self.training or not torch.is_grad_enabled():
             return forward(self.module, *args, **kwargs)
         x = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
         if x is None or not x.numel():

@@ -42,7 +42,7 @@ class _SparseForward(OwnForward):
         if x is None or not x.numel():
             return forward(self.module, *args, **kwargs)
         names = {id(weight): name for name, weight in self.weights().items()}
-        with SparseProducts(self.thresholds, self.name, x.shape[0], names, self.module.training):
+        with SparseProducts(self.thresholds, self.name, x.shape[0], names, self.training):
             return forward(self.module, *args, **kwargs)
 
     @torch.no_grad()
