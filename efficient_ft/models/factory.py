@@ -26,6 +26,7 @@ from torch import Tensor, nn
 import efficient_ft.models.small  # noqa: F401  registers vit_digits and vit_micro
 from efficient_ft.errors import SettingError, UserError, did_you_mean
 from efficient_ft.models.view import view
+from efficient_ft.models.proxyless import timm_names
 
 if TYPE_CHECKING:
     from efficient_ft.config import ModelConfig
@@ -131,7 +132,7 @@ def _pretrained_cfg(config: ModelConfig) -> PretrainedCfg:
         raise SettingError(
             "model.name",
             name,
-            "any classifier of timm (timm.list_models()), `vit_digits`, `vit_micro`",
+            "any classifier of timm (timm.list_models()), `vit_digits`, `vit_micro`, `proxyless_mobile`",
             did_you_mean(name, known).strip() or None,
         )
     try:
@@ -205,6 +206,11 @@ def _load(
     if path.suffix == ".npz":
         return _load_npz(config, kwargs, path)
     weights = {k: v.float() if v.is_floating_point() else v for k, v in read_state_dict(path).items()}
+    if cfg.architecture == "proxyless_mobile":
+        try:
+            weights = timm_names(weights)  # here, not only in timm: the head's name must be known below
+        except ValueError as error:
+            raise _does_not_fit(config, path, error) from error
     own = fresh.state_dict()
     new_heads = []
     classifiers = cfg.classifier or ()

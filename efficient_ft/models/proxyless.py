@@ -1,0 +1,115 @@
+"""ProxylessNAS-Mobile, registered with timm: `proxyless_mobile`.
+
+Source: Cai, Zhu, Han, "ProxylessNAS: Direct Neural Architecture Search on Target Task and Hardware", ICLR 2019. It is
+timm's EfficientNet with other block definitions, so that its weights load into plain timm without this package.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models._efficientnet_builder import decode_arch_def
+from timm.models.efficientnet import EfficientNet
+from torch import Tensor, nn
+
+__all__ = ["proxyless_mobile", "timm_names"]
+
+#: The blocks of each stage: kernel size, stride, expansion, output channels.
+STAGES = [
+    ["ds_r1_k3_s1_c16"],
+    ["ir_r1_k5_s2_e3_c32", "ir_r1_k3_s1_e3_c32"],
+    ["ir_r1_k7_s2_e3_c40", "ir_r1_k3_s1_e3_c40", "ir_r2_k5_s1_e3_c40"],
+    ["ir_r1_k7_s2_e6_c80", "ir_r3_k5_s1_e3_c80"],
+    ["ir_r1_k5_s1_e6_c96", "ir_r3_k5_s1_e3_c96"],
+    ["ir_r1_k7_s2_e6_c192", "ir_r1_k7_s1_e6_c192", "ir_r2_k7_s1_e3_c192"],
+    ["ir_r1_k7_s1_e6_c320"],
+]
+
+default_cfgs = generate_default_cfgs(
+    {
+        # What the entry point `proxyless_mobile` of torch.hub's mit-han-lab/ProxylessNAS downloads.
+        "proxyless_mobile.mit_in1k": {
+            "url": "https://raw.githubusercontent.com/han-cai/files/master/proxylessnas/proxyless_mobile.pth",
+            "num_classes": 1000,
+            "input_size": (3, 224, 224),
+            "pool_size": (7, 7),
+            "crop_pct": 0.875,
+            "interpolation": "bilinear",
+            "mean": IMAGENET_DEFAULT_MEAN,
+            "std": IMAGENET_DEFAULT_STD,
+            "first_conv": "conv_stem",
+            "classifier": "classifier",
+        }
+    }
+)
+
+# Where the release has its layers, and where timm has them, in a block with and without expansion.
+_AROUND = {
+    "first_conv.conv.": "conv_stem.",
+    "first_conv.bn.": "bn1.",
+    "feature_mix_layer.conv.": "conv_head.",
+    "feature_mix_layer.bn.": "bn2.",
+    "classifier.linear.": "classifier.",
+}
+_EXPANDING = {
+    "inverted_bottleneck.conv.": "conv_pw.",
+    "inverted_bottleneck.bn.": "bn1.",
+    "depth_conv.conv.": "conv_dw.",
+    "depth_conv.bn.": "bn2.",
+    "point_linear.conv.": "conv_pwl.",
+    "point_linear.bn.": "bn3.",
+}
+_SEPARABLE = {
+    "depth_conv.conv.": "conv_dw.",
+    "depth_conv.bn.": "bn1.",
+    "point_linear.conv.": "conv_pw.",
+    "point_linear.bn.": "bn2.",
+}
+_BLOCK = re.compile(r"blocks\.(\d+)\.mobile_inverted_conv\.(\w+\.\w+\.)(.+)")
+
+
+def timm_names(weights: dict[str, Tensor], *_: Any) -> dict[str, Tensor]:
+    """The state dict of the ProxylessNAS release under timm's names; one that has them already is left as it is.
+
+    The release numbers blocks that hold nothing, too: blocks are matched by their order. Names that it does not know
+    stay, and are refused when the weights are loaded.
+
+    Raises:
+        ValueError: another number of blocks: another network of the release.
+    """
+    if not any(name.startswith("first_conv.") for name in weights):
+        return weights
+    places = [(stage, k) for stage, blocks in enumerate(decode_arch_def(STAGES)) for k in range(len(blocks))]
+    numbers = sorted({int(found[1]) for name in weights if (found := _BLOCK.fullmatch(name))})
+    if len(numbers) != len(places):
+        raise ValueError(f"{len(numbers)} blocks hold weights, and ProxylessNAS-Mobile has {len(places)}")
+    place_of = dict(zip(numbers, places, strict=True))
+
+    def renamed(name: str) -> str:
+        found = _BLOCK.fullmatch(name)
+        if found is None:
+            start = next((old for old in _AROUND if name.startswith(old)), None)
+            return name if start is None else _AROUND[start] + name.removeprefix(start)
+        stage, k = place_of[int(found[1])]
+        layer = (_EXPANDING if stage else _SEPARABLE).get(found[2])
+        return name if layer is None else f"blocks.{stage}.{k}.{layer}{found[3]}"
+
+    return {renamed(name): value for name, value in weights.items()}
+
+
+@register_model
+def proxyless_mobile(pretrained: bool = False, **kwargs: Any) -> EfficientNet:
+    """4.1 M parameters with 1000 classes, 320 M multiply-adds at 224 px."""
+    own = {
+        "block_args": decode_arch_def(STAGES),
+        "stem_size": 32,
+        "norm_layer": partial(nn.BatchNorm2d, eps=1e-3),  # as the release has it
+        "act_layer": nn.ReLU6,
+    }
+    return build_model_with_cfg(
+        EfficientNet, "proxyless_mobile", pretrained, pretrained_filter_fn=timm_names, **{**own, **kwargs}
+    )
