@@ -309,7 +309,7 @@ class Probe:
 
     def copy(self, mode: FakeTensorMode | None) -> tuple[nn.Module, list[Method]]:
         """The model in training mode, and its methods: real ones on the CPU, or on fake tensors of `mode`."""
-        with contextlib.nullcontext() if mode is None else _FakeCopyOnCPU(mode):
+        with contextlib.nullcontext() if mode is None else FakeCopyOnCPU(mode):
             # Jointly: a method's references into the model must lead into the copy.
             model, methods = copy.deepcopy((self.model, self.methods))
         if mode is None:
@@ -334,7 +334,7 @@ class Probe:
             return logits, cross_entropy(logits, y, label_smoothing=self.label_smoothing)
 
 
-class _FakeCopyOnCPU(FakeCopyMode):
+class FakeCopyOnCPU(FakeCopyMode):
     """deepcopy to fake tensors that say they are on the CPU, wherever the originals are: one device, one autocast.
 
     A model on the meta device, without any memory, is counted like any other.

@@ -1,0 +1,282 @@
+"""Memory as the papers count it: the rule of TinyTL (Cai et al., NeurIPS 2020), which Back Razor's tables follow.
+
+    M = parameters + B · max over operations [ tmp(operation) + Σ saved by earlier operations + residual ]
+
+in bytes, values in fp32, operations in forward order:
+
+* parameters: 4 B for one that trains, 1 B for one that is frozen; no gradients, no optimizer state, no buffers;
+* tmp: 4·(in + out) of a linear layer, 4·in + 4·out / groups of a convolution, 4·in of all else;
+* saved: 4·in of a linear layer, convolution or normalisation whose weight trains; where a gradient passes, in / 8 of
+  ReLU and ReLU6, 4·in of other activations and of softmax, and the operands of a product of two activations (softmax's
+  output once);
+* residual: 4·the older operand of a later sum, a block's input, while the younger one is computed.
+
+q, k and v count as three layers, each with an input of its own, also where they are one matrix. Elementwise sums and
+products, pooling, resizing and dropout count nothing. It is not what a step executes (that is `executed`): it stands
+beside a paper's own column.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from efficient_ft.cost.executed import FakeCopyOnCPU, positive
+from efficient_ft.cost.meter import storage_id
+from efficient_ft.errors import SettingError
+from efficient_ft.models.view import view
+
+VALUE = 4
+"""Bytes of a value in fp32."""
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """Bytes per value kept for the backward pass, bitmaps and all, of what the rule saves in `VALUE` bytes.
+
+    Attributes:
+        product: inputs of linear layers and convolutions, operands of attention's products.
+        norm: inputs of normalisations.
+        activation: inputs of activation functions that are not piecewise linear.
+    """
+
+    product: float = VALUE
+    norm: float = VALUE
+    activation: float = VALUE
+
+
+DENSE = Keeping()
+MESA = Keeping(1, 1, 1)
+
+
+def back_razor(sparsity: float, value_bytes: int = 2, norm_bytes: int | None = None) -> Keeping:
+    """Back Razor: a bitmap and the share 1 − `sparsity` of the values; a smooth activation's input whole.
+
+    Args:
+        value_bytes: of a value kept: 2 in half precision (ViT), 4 in fp32 (Table 1), 1 together with Mesa.
+        norm_bytes: of one that a normalisation keeps; None: as many. (4 in Back Razor@90% and @95% of ViT-B.)
+    """
+    if not 0 <= sparsity < 1:
+        raise SettingError("sparsity", sparsity, "a number of at least 0 and below 1")
+    norm_bytes = value_bytes if norm_bytes is None else norm_bytes
+    for name, value in (("value_bytes", value_bytes), ("norm_bytes", norm_bytes)):
+        if value not in (1, 2, 4):
+            raise SettingError(name, value, ["1", "2", "4"])
+    share = 1 - sparsity
+    return Keeping(value_bytes * share + 1 / 8, norm_bytes * share + 1 / 8, value_bytes)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a forward pass as the rule sees it; sizes in bytes per image, in fp32.
+
+    Attributes:
+        name: full name of the module it ran in, or whose weight it used.
+        kind: ``product`` (of activations and weights), ``attention`` (two products and softmax), ``norm``,
+            ``activation`` or ``relu``.
+        tmp: its input and output while it runs.
+        saved: what it keeps where nothing is packed; a bit per element of ``relu``.
+        residual: block inputs kept beside it.
+        in_block: it belongs to a block, not to the stem, the final normalisation or the head.
+    """
+
+    name: str
+    kind: str
+    tmp: float
+    saved: float
+    residual: float = 0
+    in_block: bool = True
+
+
+@dataclass(frozen=True)
+class Published:
+    """Training memory by the papers' rule.
+
+    Attributes:
+        parameter_bytes: of the model.
+        activation_bytes: per image, at the operation where they are most.
+        peak_at: its name.
+        batch_size: images.
+    """
+
+    parameter_bytes: int
+    activation_bytes: float
+    peak_at: str
+    batch_size: int
+
+    @property
+    def bytes(self) -> float:
+        """Of the whole batch. The papers write MiB (2²⁰ B) for transformers and MB of 10⁶ B for CNNs."""
+        return self.parameter_bytes + self.batch_size * self.activation_bytes
+
+
+def published(
+    model: nn.Module, batch_size: int, input_size: Sequence[int], keeping: Keeping = DENSE, in_chans: int = 3
+) -> Published:
+    """The rule for one training step of `model`; what trains is what has `requires_grad`.
+
+    Args:
+        model: a classifier on images (B, in_chans, H, W), on any device; not changed. A method of the memory axis
+            applied to it changes nothing here: `keeping` says how activations are kept.
+        batch_size: images in the batch.
+        input_size: (H, W) of the images.
+        keeping: how activations are kept: in the blocks of a model with attention (as published, patch embedding,
+            final normalisation and head stay dense), everywhere in one without.
+
+    Raises:
+        SettingError: a batch or image size that cannot be.
+        UserError: `model` cannot be run on images of that size.
+    """
+    positive("batch_size", batch_size)
+    running = operations(model, input_size, in_chans)
+    everywhere = not any(op.kind == "attention" for op in running)
+    parameters = sum(p.numel() * (VALUE if p.requires_grad else 1) for p in model.parameters())
+    earlier, most, at = 0.0, 0.0, ""
+    for op in running:
+        now = op.tmp + earlier + op.residual
+        if now > most:
+            most, at = now, op.name
+        earlier += op.saved * _share(op, keeping if everywhere or op.in_block else DENSE)
+    return Published(parameters, most, at, batch_size)
+
+
+def _share(op: Operation, keeping: Keeping) -> float:
+    """Of what an operation saves where nothing is packed, how much remains."""
+    kinds = {"product": keeping.product, "attention": keeping.product, "norm": keeping.norm}
+    return {**kinds, "activation": keeping.activation, "relu": VALUE}[op.kind] / VALUE
+
+
+# ---------------------------------------------------------------------------------------------- the forward pass
+#: Where the weight stands among the arguments of a normalisation.
+_NORMS = {F.layer_norm: 2, F.group_norm: 2, F.rms_norm: 2, F.batch_norm: 3, F.instance_norm: 3}
+_CONVOLUTIONS = {F.conv1d, F.conv2d, F.conv3d}
+_RELUS: set[Any] = {F.relu, F.relu_, F.relu6, F.hardtanh, F.hardtanh_, F.leaky_relu, F.leaky_relu_}
+_RELUS |= {torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
+_ACTIVATIONS: set[Any] = {F.gelu, F.silu, F.mish, F.elu, F.hardswish, F.hardsigmoid, F.softplus, F.sigmoid, F.tanh}
+_ACTIVATIONS |= {torch.sigmoid, torch.tanh, Tensor.sigmoid, Tensor.sigmoid_, Tensor.tanh, Tensor.tanh_}
+_SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
+_MATMUL = {torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm}
+_ADD = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__, Tensor.__radd__}
+
+#: Layers that hold several projections in one matrix, and how many.
+_TOGETHER = {"qkv": 3, "kv": 2, "qk": 2}
+
+
+def operations(model: nn.Module, input_size: Sequence[int], in_chans: int = 3) -> list[Operation]:
+    """The operations of one forward pass over one image, in order, seen on fake tensors.
+
+    Arguments and errors as in `published`.
+    """
+    if len(input_size) != 2:
+        raise SettingError("input_size", tuple(input_size), "a pair (height, width)")
+    for side in (*input_size, in_chans):
+        positive("input_size", side)
+    blocks = view(model, (input_size[0], input_size[1])).blocks
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.inference_mode(False), torch.enable_grad():
+        with FakeCopyOnCPU(mode):
+            probe = copy.deepcopy(model)
+        probe.eval()  # dropout is nothing to the rule, and methods of the memory axis stand aside
+        image = torch.empty(1, in_chans, *input_size, dtype=next(probe.parameters()).dtype)
+        trace = _Trace(probe, blocks, image)
+        with trace:
+            probe(image)
+    return trace.operations
+
+
+class _Trace(TorchFunctionMode):
+    """Writes down the `operations` on what comes from the images."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[str], image: Tensor) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+        self._owner: dict[int, str] = {}
+        self._running: list[str] = []
+        self._blocks = frozenset(blocks)
+        # By storage: how many operations there were when it was written last. The tensors are held, so that no
+        # storage takes the place of another; on fake tensors that costs nothing.
+        self._made = {storage_id(image): 0}
+        self._held = [image]
+        self._probabilities: set[int] = set()
+        for name, module in model.named_modules():
+            for parameter in module.parameters(recurse=False):
+                self._owner.setdefault(id(parameter), name)
+            module.register_forward_pre_hook(self._enter(name))
+            module.register_forward_hook(self._leave)
+
+    def _enter(self, name: str) -> Callable[..., None]:
+        return lambda *_: self._running.append(name)
+
+    def _leave(self, *_: Any) -> None:
+        self._running.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        operands = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        listed = (t for a in args if isinstance(a, list | tuple) for t in a if isinstance(t, Tensor))
+        if not any(storage_id(t) in self._made for t in (*operands, *listed)):
+            return out
+        before = len(self.operations)
+        if operands and storage_id(operands[0]) in self._made:
+            self._see(func, operands, args, kwargs, out)
+        writes = before < len(self.operations) or func in _ADD
+        for t in out if isinstance(out, list | tuple) else (out,):
+            if isinstance(t, Tensor):
+                key = storage_id(t)
+                self._made[key] = len(self.operations) if writes else self._made.get(key, len(self.operations))
+                self._held.append(t)
+        return out
+
+    def _see(self, func: Any, operands: list[Tensor], args: Any, kwargs: Any, out: Any) -> None:
+        x = operands[0]
+        if func is F.linear or func in _CONVOLUTIONS:
+            weight = operands[1]
+            groups = 1 if func is F.linear else x.shape[1] // weight.shape[1]
+            name = self._owner.get(id(weight), self._running[-1])
+            parts = next((_TOGETHER[p] for p in name.split(".")[-2:] if p in _TOGETHER), 1)
+            for _ in range(parts):
+                tmp = VALUE * (x.numel() + out.numel() / parts / groups)
+                self._add("product", tmp, VALUE * x.numel() * weight.requires_grad, name)
+        elif func in _NORMS:
+            at = _NORMS[func]
+            weight = args[at] if len(args) > at else kwargs.get("weight")
+            trains = weight is not None and weight.requires_grad
+            self._add("norm", VALUE * x.numel(), VALUE * x.numel() * trains)
+        elif func in _RELUS:
+            self._add("relu", VALUE * x.numel(), x.numel() / 8 * x.requires_grad)
+        elif func in _ACTIVATIONS:
+            self._add("activation", VALUE * x.numel(), VALUE * x.numel() * x.requires_grad)
+        elif func in _SOFTMAX:
+            self._add("attention", VALUE * x.numel(), VALUE * x.numel() * x.requires_grad)
+            self._probabilities.add(storage_id(out))
+        elif func in _MATMUL and storage_id(operands[1]) in self._made:
+            self._product(x, operands[1], x.numel() * (storage_id(x) not in self._probabilities))
+        elif func is F.scaled_dot_product_attention:
+            q, k, v = operands[:3]
+            pairs = q.numel() // q.shape[-1] * k.shape[-2]
+            passes = q.requires_grad or k.requires_grad
+            self._product(q, k, q.numel())
+            self._add("attention", VALUE * pairs, VALUE * pairs * (passes or v.requires_grad))
+            self._add("attention", VALUE * (pairs + v.numel()), VALUE * v.numel() * passes)
+        elif func in _ADD and len(operands) == 2 and storage_id(operands[1]) in self._made:
+            older = min(operands, key=lambda t: self._made[storage_id(t)])
+            for at in range(self._made[storage_id(older)], len(self.operations)):
+                op = self.operations[at]
+                self.operations[at] = replace(op, residual=op.residual + VALUE * older.numel())
+
+    def _product(self, a: Tensor, b: Tensor, size_a: int) -> None:
+        """The product of two activations: each is kept for the other's gradient."""
+        saved = size_a * b.requires_grad + b.numel() * a.requires_grad
+        self._add("attention", VALUE * (a.numel() + b.numel()), VALUE * saved)
+
+    def _add(self, kind: str, tmp: float, saved: float, name: str | None = None) -> None:
+        in_block = any(running in self._blocks for running in self._running)
+        self.operations.append(Operation(name or self._running[-1], kind, tmp, saved, in_block=in_block))
