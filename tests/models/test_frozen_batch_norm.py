@@ -80,10 +80,34 @@ def test_a_model_keeps_its_names_copies_and_pickles():
     for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         other(torch.randn(2, 3, 32, 32)).sum().backward()
         assert torch.equal(other.bn1.running_mean, statistics)
-    mixed = timm.create_model("mobilenetv2_100")  # timm's normalisation with a fused activation
-    mixed.train()
-    assert freeze_batch_norm(mixed)
-    assert not any(m.training for m in mixed.modules() if isinstance(m, nn.BatchNorm2d) and "Act" in type(m).__name__)
+
+
+def test_timm_s_normalisation_with_a_fused_activation():
+    plain = timm.create_model("mobilenetv2_035").double()
+    for name, buffer in plain.named_buffers():
+        if "running" in name:
+            buffer.uniform_(0.5, 1.5)
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(not ("bn" in name and name.endswith("weight")))
+    frozen = copy.deepcopy(plain).train()
+    names = [n for n, m in plain.named_modules() if isinstance(m, nn.BatchNorm2d)]
+    assert freeze_batch_norm(frozen) == freeze_batch_norm(frozen) == names
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    y, expected = frozen.train()(x), plain.eval()(x)
+    torch.testing.assert_close(y, expected)
+    y.sum().backward()
+    expected.sum().backward()
+    for (name, p), q in zip(plain.named_parameters(), frozen.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None and q.grad is not None:
+            torch.testing.assert_close(q.grad, p.grad)
+    torch.testing.assert_close(frozen.bn1.running_mean, plain.bn1.running_mean)
+
+    kept = []
+    x = torch.randn(2, 16, 8, 8, dtype=torch.float64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        frozen.bn1(x)
+    assert kept.count(x.numel()) == 1  # ReLU6's; the normalisation keeps nothing of that size
 
 
 def test_bf16_autocast_gives_fp32_parameter_gradients():
