@@ -1,6 +1,7 @@
 """Every method, by the name it has on the command line."""
 
 from efficient_ft.methods.adapters.lora import LoRA
+from efficient_ft.methods.adapters.tinytl import TinyTL
 from efficient_ft.methods.backprop.lbp_dct import LBPDCT
 from efficient_ft.methods.backprop.lbp_wht import LBPWHT
 from efficient_ft.methods.base import Applied, Method, apply_methods, in_order, plain_state_dict
@@ -20,6 +21,7 @@ METHODS: dict[str, type[Method]] = {
         BitFit,
         NormLast,
         LoRA,
+        TinyTL,
         LBPWHT,
         LBPDCT,
         BackRazor,
@@ -46,6 +48,7 @@ __all__ = [
     "Mesa",
     "Method",
     "NormLast",
+    "TinyTL",
     "apply_methods",
     "in_order",
     "plain_state_dict",

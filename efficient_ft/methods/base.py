@@ -68,6 +68,8 @@ class Method(Callback):
     warmup_steps: int = 0
     #: Some trainable parameters get no gradient in some steps, which DistributedDataParallel must be told.
     find_unused_parameters: ClassVar[bool] = False
+    #: What it adds is merged into the model's own weights, or leaves no trace; if not, exported weights hold it too.
+    merges: ClassVar[bool] = True
 
     _applied: Applied | None = None
     _step: int | None = None
@@ -179,8 +181,12 @@ def apply_methods(model: nn.Module, methods: Iterable[Method]) -> list[Applied]:
 
 
 def plain_state_dict(model: nn.Module, methods: Sequence[Method]) -> dict[str, torch.Tensor]:
-    """The weights under the pretrained model's own names (adapters merged), on the CPU; `model` is not changed."""
+    """The weights under the pretrained model's own names (adapters merged), on the CPU; `model` is not changed.
+
+    What a method adds that cannot be merged (``merges = False``) stays, under names of its own.
+    """
     plain = copy.deepcopy(model)
     for method in reversed(in_order(methods)):
-        method._remove(plain)
+        if method.merges:
+            method._remove(plain)
     return {k: v.detach().cpu().contiguous() for k, v in plain.state_dict().items()}

@@ -32,6 +32,9 @@ NOT_OF_IMAGES = "its input does not come from the images"
 #: Attention modules by class; not the blocks that hold one beside an MLP (XCiT's ClassAttentionBlock).
 _ATTENTION = re.compile(r"^(?!.*Block$).*(Attention|Attn|MHSA|GPSA|XCA|LiteMLA)")
 
+#: What adapters put beside a layer or block: no layers of the model, and exact whatever is done to those.
+_ADDED = re.compile(r"\.lora_[AB]\.default$|\.lite_residual\.")
+
 #: Normalisation layers by class.
 _NORM = re.compile(r"norm|abn|^affine$", re.IGNORECASE)
 
@@ -149,7 +152,7 @@ def view(model: nn.Module, image_size: tuple[int, int] | None = None) -> ModelVi
     stages, extras, container = _stages(model)
     layers = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.Conv2d) and not name.endswith((".lora_A.default", ".lora_B.default")):
+        if isinstance(module, nn.Linear | nn.Conv2d) and not _ADDED.search(name):
             tokens, why_not = _layout(name, module, seen.get(name), prefix, head, stem)
             attention = any(_ATTENTION.search(type(m).__name__) for m in _above(model, name))
             layers.append(Layer(name, module, tokens, why_not, attention, reach.get(name)))

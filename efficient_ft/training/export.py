@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from efficient_ft.training.checkpoint import write_atomically
 if TYPE_CHECKING:
     from efficient_ft.config import ModelConfig
     from efficient_ft.data import InputSpec
+    from efficient_ft.methods.base import Method
 
 NAME = "model.safetensors"
 
@@ -48,8 +50,12 @@ def save(
     class_names: list[str],
     input: InputSpec,
     notes: dict[str, Any],
+    methods: Sequence[Method] = (),
 ) -> None:
-    """Write `weights` (timm's names) with all that `load` needs in the file's metadata."""
+    """Write `weights` (timm's names) with all that `load` needs in the file's metadata.
+
+    Of `methods`, those that cannot be merged are noted with their settings: `weights` hold what they added.
+    """
     about = {
         "architecture": model.name,
         "model_kwargs": model.kwargs,
@@ -59,6 +65,7 @@ def save(
         "std": list(input.std),
         "interpolation": input.interpolation,
         **notes,
+        "added": [{"method": m.name, "settings": m.settings()} for m in methods if not m.merges],
         "efficient_ft": __version__,
     }
     metadata = {"format": "pt", **{k: v if isinstance(v, str) else json.dumps(v) for k, v in about.items()}}
@@ -83,7 +90,8 @@ def load(run: Path) -> Trained:
     """
     from efficient_ft.config import ModelConfig
     from efficient_ft.data import InputSpec
-    from efficient_ft.models.factory import create_model
+    from efficient_ft.methods import METHODS
+    from efficient_ft.models.factory import create_model, random_model, read_state_dict
 
     file = run / NAME if run.is_dir() else run
     if not file.is_file():
@@ -106,14 +114,21 @@ def load(run: Path) -> Trained:
         image_size=size,
         kwargs=values["model_kwargs"],
     )
-    model = create_model(config, len(values["class_names"]))
+    added = json.loads(about.get("added", "[]"))
+    if added:
+        model = random_model(config, len(values["class_names"]))
+        for part in added:
+            METHODS[part["method"]](**part["settings"]).apply(model)
+        model.load_state_dict(read_state_dict(file))
+    else:
+        model = create_model(config, len(values["class_names"]))
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     return Trained(
         model=model.eval(),
         class_names=values["class_names"],
         input=InputSpec(size, tuple(values["mean"]), tuple(values["std"]), about["interpolation"]),
-        notes={k: v for k, v in about.items() if k not in (*known, "format", "architecture", "interpolation")},
+        notes={k: v for k, v in about.items() if k not in (*known, "format", "architecture", "interpolation", "added")},
     )
 
 

@@ -190,7 +190,7 @@ def _train(config: Config, folder: Path) -> dict[str, Any]:
         if module.global_rank == 0:
             notes = {"epoch": epoch, "accuracy": accuracy, "split": images.best_split}
             weights = plain_state_dict(network, methods)
-            export.save(folder / export.NAME, weights, config.model, names, spec, notes)
+            export.save(folder / export.NAME, weights, config.model, names, spec, notes, methods)
 
     run_id = _run_id(folder)
     recorder = Recorder(folder, images.best_split, keep_best, {"run_id": run_id, "version": __version__})

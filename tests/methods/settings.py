@@ -63,7 +63,12 @@ MODELS = {
     ),
     # A network without attention.
     "resnet": Model("resnet26", 64, {"layers": (1, 1, 1, 1), "channels": (16, 16, 32, 32)}),
+    # Inverted residual blocks; normalisation and activation in one layer.
+    "mobilenet": Model("mobilenetv2_035", 64),
 }
+
+#: Those that a row is tried on where it says nothing else.
+USUAL = ("vit", "efficientformer", "swinv2", "resnet")
 
 
 @functools.cache
@@ -152,6 +157,7 @@ class Row:
         what_trains: it sets `requires_grad`.
         own_evaluation: why evaluation is not the pretrained model's own.
         adds_parameters: evaluation includes what it adds to the model.
+        reference: what the model is at first, where that is not the pretrained one.
     """
 
     method: type[Method]
@@ -165,11 +171,12 @@ class Row:
         "gradients are near the plain ones",
     ] = ""
     shortcuts: tuple[tuple[type, str, Callable[..., Any]], ...] = ()
-    models: tuple[str, ...] = tuple(MODELS)
+    models: tuple[str, ...] = USUAL
     refused: dict[str, str] = field(default_factory=dict)
     what_trains: bool = False
     own_evaluation: str = ""
     adds_parameters: bool = False
+    reference: Callable[[nn.Module], nn.Module] = lambda model: model
 
     def create(self, **changes: Any) -> Method:
         return self.method(**{**self.settings, **changes})
@@ -192,10 +199,39 @@ def _adapter(**settings: Any) -> Row:
         settings,
         why_no_off="adapters of rank 0 do not exist",
         instead="output unchanged at first",
-        models=("vit", "efficientformer", "swinv2") if settings["targets"] == "attention" else tuple(MODELS),
+        models=("vit", "efficientformer", "swinv2") if settings["targets"] == "attention" else USUAL,
         refused={"resnet": "no attention layers"} if settings["targets"] == "attention" else {},
         what_trains=True,
         adds_parameters=True,
+    )
+
+
+def _with_group_norm(model: nn.Module) -> nn.Module:
+    """GroupNorm of 8 channels in place of every BatchNorm, every filter before one with mean 0 and deviation 1."""
+    for module in model.modules():
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Conv2d) and child.bias is None:
+                filters = child.weight.data.flatten(1)
+                filters -= filters.mean(1, keepdim=True)
+                filters /= (filters.square().mean(1, keepdim=True) + 1e-6).sqrt()
+            if isinstance(child, nn.BatchNorm2d):
+                norm = nn.GroupNorm(child.num_features // 8, child.num_features, child.eps).to(child.weight)
+                norm.weight, norm.bias = child.weight, child.bias
+                setattr(module, name, nn.Sequential(norm, getattr(child, "act", nn.Identity())))
+    return model
+
+
+def _tinytl(reference: Callable[[nn.Module], nn.Module] = lambda model: model, **settings: Any) -> Row:
+    return Row(
+        METHODS["tinytl"],
+        settings,
+        why_no_off="a module of no width does not exist",
+        instead="output unchanged at first",
+        models=("mobilenet",),
+        refused={name: "no inverted residual blocks" for name in MODELS if name != "mobilenet"},
+        what_trains=True,
+        adds_parameters=True,
+        reference=reference,
     )
 
 
@@ -217,17 +253,19 @@ _KEEP_ALL = {"sparsity": 0.0, "values": "input"}
 ROWS = {
     "full": Row(METHODS["full"], off={}, models=("vit",), what_trains=True),
     "head": _selection("head", "vit", "efficientformer"),
-    "last_stage": _selection("last_stage", *MODELS),
+    "last_stage": _selection("last_stage", *USUAL),
     "blocks": _selection("blocks", "vit", "swinv2", blocks=[0, -1]),
     "bitfit": _selection("bitfit", "vit", "swinv2"),
     "norm_last": _selection("norm_last", "vit", "resnet"),
     "lora": _adapter(rank=2, targets="attention"),
     "lora_all": _adapter(rank=2, targets="all"),
-    "lbp_wht": _low_rank("lbp_wht", {"order": 15}, *MODELS, order=3),
+    "tinytl": _tinytl(_with_group_norm),
+    "tinytl_batch_norm": _tinytl(norm="batch", kernel=3, groups=4),
+    "lbp_wht": _low_rank("lbp_wht", {"order": 15}, *USUAL, order=3),
     "lbp_wht_zero": _low_rank("lbp_wht", {"order": 8}, "vit", "efficientformer", bases="linf", order=2, padding="zero"),
     "lbp_wht_lhe": _low_rank("lbp_wht", {"order": 15}, "vit", "swinv2", bases="lhe", order=2, profile_steps=1),
     "lbp_dct": _low_rank("lbp_dct", {"order": 15}, "vit", "efficientformer", order=3),
-    "back_razor": Row(METHODS["back_razor"], off=_KEEP_ALL),
+    "back_razor": Row(METHODS["back_razor"], off=_KEEP_ALL, models=(*USUAL, "mobilenet")),
     "back_razor_published": Row(
         METHODS["back_razor"], {"norm": "input", "derive": False, "threshold": "exact"}, off=_KEEP_ALL
     ),
@@ -252,7 +290,7 @@ ROWS = {
     "swat": Row(
         METHODS["swat"], off={"sparsity": 0.0}, own_evaluation="what is trained is a network of sparse weights"
     ),
-    "mesa": _near("mesa", "8 bits are not exact", *MODELS),
+    "mesa": _near("mesa", "8 bits are not exact", *USUAL),
     "mesa_published": _near("mesa", "8 bits are not exact", "vit", "swinv2", derive=False),
 }
 CASES = [(row, model) for row, r in ROWS.items() for model in r.models]

@@ -27,7 +27,7 @@ from efficient_ft.methods import (
     plain_state_dict,
 )
 from efficient_ft.methods.adapters import lora as lora_module
-from tests.methods.settings import MODELS, batch_of, evaluate, gradients, lively, model_of, train_a_little
+from tests.methods.settings import MODELS, USUAL, batch_of, evaluate, gradients, lively, model_of, train_a_little
 
 Targets = Literal["attention", "all"]
 
@@ -205,7 +205,7 @@ def test_with_attention_adapters_and_head_train_and_nothing_else(name: str) -> N
 
 
 @pytest.mark.parametrize("selection", [LastStage, None])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", USUAL)
 def test_with_all_everything_trains_but_the_adapted_weights(name: str, selection: type[Method] | None) -> None:
     model = model_of(name)
     methods = [LoRA(rank=2, targets="all"), *([selection()] if selection else [])]
@@ -221,7 +221,7 @@ def test_with_all_everything_trains_but_the_adapted_weights(name: str, selection
 
 # ------------------------------------------------------------------------------------------------ names, checkpoints
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", USUAL)
 def test_merged_weights_give_the_adapted_output(name: str, dtype: torch.dtype, tolerance: float) -> None:
     model, lora = model_of(name).to(dtype), LoRA(rank=2, targets="all")
     before = evaluate(model, name)

@@ -97,7 +97,8 @@ def test_norm_last_trains_every_scale_and_shift(name: str) -> None:
     norms = (nn.LayerNorm, nn.GroupNorm, nn.BatchNorm2d)
     expected = {f"{n}.{p}" for n, m in model.named_modules() if isinstance(m, norms) for p, _ in m.named_parameters()}
     assert expected
-    assert trains(model) == expected | {n for n in model.state_dict() if "head" in n or n.startswith("fc.")}
+    heads = ("head.", "head_dist.", "fc.", "classifier.")
+    assert trains(model) == expected | {n for n in model.state_dict() if n.startswith(heads)}
 
 
 def test_frozen_parameters_lose_the_gradients_of_before() -> None:

@@ -1,5 +1,6 @@
 """What is added beside the model."""
 
 from efficient_ft.methods.adapters.lora import LoRA
+from efficient_ft.methods.adapters.tinytl import TinyTL
 
-__all__ = ["LoRA"]
+__all__ = ["LoRA", "TinyTL"]

@@ -1,0 +1,252 @@
+"""TinyTL: small residual modules that work on a pooled map, beside a frozen network whose biases train.
+
+Source: Cai, Gan, Zhu, Han, "TinyTL: Reduce Memory, Not Parameters for Efficient On-Device Learning", NeurIPS 2020;
+weight standardisation: Qiao, Wang, Liu, Shen, Yuille, 2019.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from timm.layers import BatchNormAct2d, StdConv2d
+from timm.models._efficientnet_blocks import InvertedResidual
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from efficient_ft.errors import SettingError, UserError
+from efficient_ft.methods.base import Applied, Method
+from efficient_ft.models.frozen_batch_norm import FROZEN
+from efficient_ft.models.view import ModelView, parameters_under, view
+
+#: Channels of a group of every GroupNorm.
+GROUP = 8
+
+#: Blocks whose input is this much smaller than the image get kernels of 3: their pooled map is 3×3 at 224 px. The paper
+#: leaves this open; so, and with modules as wide as their input, all four published memories that depend on it come out
+#: (TinyTL 37 and 65 MB, FT-Last 31, FT-Norm+Last 192). Kernels of 5 everywhere would give 42 MB instead of 37.
+COARSE = 32
+
+_EPS = 1e-6
+
+
+class LiteResidual(nn.Module):
+    """Pooled map → k×k convolution → GroupNorm → ReLU → 1×1 convolution → GroupNorm, from 0 at first; weights of both
+    convolutions are standardised.
+
+    Args:
+        inputs, outputs: channels; the module is as wide as its input.
+        stride: of the block it stands beside.
+    """
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, groups: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = StdConv2d(inputs, inputs, kernel, stride=stride, groups=groups, eps=_EPS)
+        self.norm1 = nn.GroupNorm(inputs // GROUP, inputs)
+        self.act = nn.ReLU(inplace=True)
+        self.conv2 = StdConv2d(inputs, outputs, 1, eps=_EPS)
+        self.norm2 = nn.GroupNorm(outputs // GROUP, outputs)
+        nn.init.zeros_(self.norm2.weight)
+
+    def forward(self, x: Tensor, size: torch.Size) -> Tensor:
+        """(B, inputs, H, W) → (B, outputs, *size)."""
+        if min(x.shape[-2:]) > 1:
+            x = F.avg_pool2d(x, 2)
+        x = self.norm2(self.conv2(self.act(self.norm1(self.conv1(x)))))
+        return F.interpolate(x, size=size, mode="bilinear", align_corners=False)
+
+
+class InvertedResidualWithLite(InvertedResidual):
+    """timm's block and a `lite_residual` beside it; its own parameters keep their names."""
+
+    lite_residual: LiteResidual
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + self.lite_residual(x, y.shape[-2:])
+
+
+class GroupNorm2d(nn.BatchNorm2d):
+    """The scale and shift of a BatchNorm, applied after normalising each image by groups of channels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.group_norm(x, self.num_features // GROUP, self.weight, self.bias, self.eps)
+
+
+class GroupNormAct2d(BatchNormAct2d):
+    """The same for timm's normalisation and activation in one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.group_norm(x, self.num_features // GROUP, self.weight, self.bias, self.eps)
+        return self.act(self.drop(x))
+
+
+_GROUPED: dict[type, type] = {nn.BatchNorm2d: GroupNorm2d, BatchNormAct2d: GroupNormAct2d}
+_GROUPED |= {FROZEN[norm]: grouped for norm, grouped in _GROUPED.items()}
+
+
+class TinyTL(Method):
+    """Lite residual modules beside the inverted residual blocks of a CNN; they, all biases and the head train.
+
+    It takes the part of the model that the selection applied before leaves trainable: blocks in which nothing trains
+    get no module. Blocks without expansion (MobileNetV2's first) get none. Modules start at an output of 0 and cannot
+    be merged: exported weights hold them under names of their own (``….lite_residual.…``).
+
+    Args:
+        kernel: side of the modules' convolutions, odd; 3 where the block's input is 32 times smaller than the image.
+        groups: of these convolutions.
+        norm: of the pretrained network: ``group``, as published (GroupNorm of 8 channels and standardised weights of
+            the convolutions before it, for weights that were trained so), or ``batch`` (BatchNorm as it is, which
+            leaves the pretrained network's output unchanged at first).
+
+    Raises:
+        SettingError: a value outside these.
+        UserError: when applied: no such block is in the part that trains, or channels that do not divide into groups.
+    """
+
+    name = "tinytl"
+    axis = "adapters"
+    merges = False
+
+    def __init__(self, kernel: int = 5, groups: int = 2, norm: Literal["group", "batch"] = "group") -> None:
+        if type(kernel) is not int or kernel < 1 or kernel % 2 == 0:
+            raise SettingError("kernel", kernel, "an odd whole number of at least 1")
+        if type(groups) is not int or groups not in (1, 2, 4, 8):
+            raise SettingError("groups", groups, ["1", "2", "4", "8"])
+        if norm not in ("group", "batch"):
+            raise SettingError("norm", norm, ["group", "batch"])
+        self.kernel, self.groups, self.norm = kernel, groups, norm
+        self._before: dict[str, bool] = {}
+        # What each normalisation was, and mean and deviation of each standardised filter.
+        self._norms: dict[str, type] = {}
+        self._filters: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def _apply(self, model: nn.Module) -> Applied:
+        seen = view(model)
+        if any(hasattr(m, "lora_A") for m in model.modules()):
+            raise UserError(f"method {self.name}: {seen.name} holds LoRA's adapters already; name one of the two.")
+        chosen, skipped = self._chosen(seen)
+        norms = self._to_group(seen) if self.norm == "group" else {}
+        self._before = {n: p.requires_grad for n, p in model.named_parameters()}
+        self._norms = {name: type(model.get_submodule(name)) for name in norms}
+        trains = {n for n, p in model.named_parameters() if p.requires_grad and p.dim() == 1 and n.endswith("bias")}
+        trains |= {n for n in parameters_under(model, seen.head) if self._before[n]}
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in trains)
+            if not parameter.requires_grad:
+                parameter.grad = None
+        for name in norms:
+            module = model.get_submodule(name)
+            module.__class__ = _GROUPED[type(module)]
+        if norms:
+            self._filters = {n: _standardise(m) for n, m in model.named_modules() if _is_normalised(m)}
+        for name, stride in chosen.items():
+            block: Any = model.get_submodule(name)
+            like = next(block.parameters())
+            lite = LiteResidual(
+                block.conv_pw.in_channels,
+                block.conv_pwl.out_channels,
+                min(self.kernel, 3) if stride >= COARSE else self.kernel,
+                self.groups,
+                _stride(block),
+            )
+            block.lite_residual = lite.to(like.device, like.dtype).train(block.training)
+            block.__class__ = InvertedResidualWithLite
+        notes = ("every BatchNorm gave way to GroupNorm: made for weights that were trained with it",) if norms else ()
+        return Applied(self.name, tuple(f"{name}.lite_residual" for name in chosen), skipped, notes)
+
+    def _chosen(self, seen: ModelView) -> tuple[dict[str, int], dict[str, str]]:
+        """Blocks that get a module, with how much smaller than the image their input is; others, with the reason."""
+        chosen: dict[str, int] = {}
+        skipped: dict[str, str] = {}
+        smaller = 1
+        for name, module in seen.model.named_modules():
+            if name in seen.blocks:
+                if isinstance(module, InvertedResidualWithLite):
+                    raise UserError(f"method {self.name}: {seen.name} holds lite residual modules already.")
+                if type(module) is not InvertedResidual or module.conv_s2d is not None:
+                    skipped[name] = "not an inverted residual block with expansion"
+                elif not any(p.requires_grad for p in module.parameters()):
+                    skipped[name] = "frozen by the selection"
+                else:
+                    chosen[name] = smaller
+                    for channels in (module.conv_pw.in_channels, module.conv_pwl.out_channels):
+                        self._divides(seen, name, channels)
+                smaller *= _stride(module)
+            elif isinstance(module, nn.Conv2d) and not name.startswith(tuple(f"{b}." for b in seen.blocks)):
+                smaller *= _stride(module)
+        if not chosen:
+            frozen = "frozen by the selection" in skipped.values()
+            raise UserError(
+                f"method {self.name}: "
+                + (
+                    f"the inverted residual blocks of {seen.name} are all frozen by the selection; choose full."
+                    if frozen
+                    else f"{seen.name} has no inverted residual blocks (as MobileNetV2, ProxylessNAS, EfficientNet"
+                    " have); use lora or bitfit."
+                )
+            )
+        return chosen, skipped
+
+    def _to_group(self, seen: ModelView) -> list[str]:
+        """Names of the BatchNorms; all of them can become GroupNorms."""
+        found = []
+        for name, module in seen.model.named_modules():
+            if isinstance(module, _BatchNorm):
+                if type(module) not in _GROUPED or not module.affine:
+                    raise UserError(
+                        f"method {self.name}: {name} of {seen.name} is a {type(module).__name__}, which cannot become"
+                        " a GroupNorm; use method.tinytl.norm=batch."
+                    )
+                self._divides(seen, name, module.num_features)
+                found.append(name)
+        return found
+
+    def _divides(self, seen: ModelView, name: str, channels: int) -> None:
+        if channels % GROUP:
+            raise UserError(
+                f"method {self.name}: {name} of {seen.name} has {channels} channels, which do not divide into groups"
+                f" of {GROUP}."
+            )
+
+    def _remove(self, model: nn.Module) -> None:
+        """The model's own layers, filters and names; what trained keeps its values, the modules are lost."""
+        block: Any
+        for block in model.modules():
+            if hasattr(block, "lite_residual"):
+                del block.lite_residual
+                block.__class__ = InvertedResidual
+        for name, was in self._norms.items():
+            model.get_submodule(name).__class__ = was
+        with torch.no_grad():
+            for name, (mean, deviation) in self._filters.items():
+                weight: Any = model.get_submodule(name).weight
+                weight.copy_(weight * deviation.to(weight) + mean.to(weight))
+        for name, parameter in model.named_parameters():
+            if name in self._before:
+                parameter.requires_grad_(self._before[name])
+
+    def remove(self, model: nn.Module) -> None:
+        super().remove(model)
+        self._before, self._norms, self._filters = {}, {}, {}
+
+
+def _stride(module: nn.Module) -> int:
+    """Of a convolution, or of a block, whose convolutions of several kernels stand side by side (MixNet)."""
+    return max((m.stride[0] for m in module.modules() if isinstance(m, nn.Conv2d)), default=1)
+
+
+def _is_normalised(module: nn.Module) -> bool:
+    """A convolution that a normalisation follows has no bias (those of squeeze-and-excitation have one)."""
+    return isinstance(module, nn.Conv2d) and module.bias is None
+
+
+@torch.no_grad()
+def _standardise(module: Any) -> tuple[Tensor, Tensor]:
+    """Each filter of a convolution to mean 0 and deviation 1, in place: it is frozen, so once is enough."""
+    weight = module.weight
+    variance, mean = torch.var_mean(weight, dim=(1, 2, 3), correction=0, keepdim=True)
+    deviation = (variance + _EPS).sqrt()
+    weight.copy_((weight - mean) / deviation)
+    return mean, deviation
