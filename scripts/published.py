@@ -8,17 +8,15 @@ run: it takes seconds and needs neither data nor weights. How a row's values are
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import timm
 import torch
-from torch import nn
 
 import efficient_ft.models.proxyless  # noqa: F401  registers proxyless_mobile
 from efficient_ft.cost import Keeping, published
 from efficient_ft.cost.published import DENSE, MESA, back_razor
-from efficient_ft.methods import BitFit, HeadOnly, NormLast
+from efficient_ft.methods import BitFit, HeadOnly, Method, NormLast, TinyTL
 from efficient_ft.models.view import is_norm
 
 CLASSES = 100
@@ -30,15 +28,17 @@ class Row:
 
     Attributes:
         published: in the table's unit.
-        prepare: says what trains, and adds what a method adds.
+        methods: applied one after the other.
         keeping: how activations are kept.
+        frozen_norms: scales and shifts do not train, as Back Razor has it in CNNs.
         size: of the square images, in pixels.
     """
 
     label: str
     published: float
-    prepare: Callable[[nn.Module], object] = lambda model: None
+    methods: tuple[type[Method], ...] = ()
     keeping: Keeping = DENSE
+    frozen_norms: bool = False
     size: int = 224
     note: str = ""
 
@@ -55,16 +55,16 @@ class Table:
         """Our number for `row`, in the table's unit."""
         with torch.device("meta"):
             model = timm.create_model(self.architecture, num_classes=CLASSES)
-            row.prepare(model)
+            for method in row.methods:
+                method().apply(model)
+            if row.frozen_norms:
+                for module in filter(is_norm, model.modules()):
+                    module.requires_grad_(False)
         return published(model, self.batch_size, (row.size, row.size), row.keeping).bytes / self.unit
 
 
-def freeze_norms(model: nn.Module) -> None:
-    """Scales and shifts of all BatchNorms, as Back Razor has them in CNNs."""
-    for module in model.modules():
-        if is_norm(module):
-            module.requires_grad_(False)
-
+#: The network that TinyTL compared on: its lite residual modules are there, frozen.
+BESIDE_TINYTL = "with TinyTL's modules, frozen"
 
 VIT = Table(
     "Back Razor, Table 3: ViT-B/16, batch 128, MiB",
@@ -72,9 +72,9 @@ VIT = Table(
     128,
     2**20,
     (
-        Row("FT-Last", 525, HeadOnly().apply),
+        Row("FT-Last", 525, (HeadOnly,)),
         Row("FT-Full", 19235),
-        Row("BitFit", 9460, BitFit().apply),
+        Row("BitFit", 9460, (BitFit,)),
         Row("Mesa", 5442, keeping=MESA),
         Row("Back Razor@80%", 4565, keeping=back_razor(0.8), note="LayerNorm: 2 B a value"),
         Row("Back Razor@90%", 3912, keeping=back_razor(0.9, norm_bytes=4), note="LayerNorm: 4 B a value"),
@@ -88,13 +88,17 @@ CNN = Table(
     8,
     10**6,
     (
+        Row("FT-Last", 31, (TinyTL, HeadOnly), note=BESIDE_TINYTL),
+        Row("FT-Last, the plain model", 31, (HeadOnly,)),
+        Row("FT-Norm+Last", 192, (TinyTL, NormLast), note=BESIDE_TINYTL),
+        Row("FT-Norm+Last, the plain model", 192, (NormLast,)),
         Row("FT-Full", 366),
+        Row("TinyTL", 37, (TinyTL,)),
+        Row("TinyTL@320", 65, (TinyTL,), size=320),
         *(
-            Row(f"Back Razor@{share}%", memory, freeze_norms, back_razor(share / 100, 4), note="4 B a value")
+            Row(f"Back Razor@{share}%", memory, (), back_razor(share / 100, 4), True, note="4 B a value")
             for share, memory in ((90, 42), (95, 41), (97, 40), (99, 39))
         ),
-        Row("FT-Last, the plain model", 31, HeadOnly().apply),
-        Row("FT-Norm+Last, the plain model", 192, NormLast().apply),
     ),
 )
 

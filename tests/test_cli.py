@@ -49,6 +49,8 @@ def test_every_option_of_every_group_composes(group: str) -> None:
 def test_every_model_is_known_to_timm_with_its_weights() -> None:
     import timm
 
+    import efficient_ft.models.factory  # noqa: F401  registers ours
+
     for option in set(options("model")) - {"timm", "vit_digits"}:
         (config,) = composed(f"model={option}", "data=cifar10")
         name = config.model.name

@@ -60,8 +60,12 @@ CNN = {
     "Back Razor@95%": 40.6,
     "Back Razor@97%": 40.0,
     "Back Razor@99%": 39.4,
+    "FT-Last": 30.8,
+    "FT-Norm+Last": 192.4,
     "FT-Last, the plain model": 29.0,
     "FT-Norm+Last, the plain model": 183.0,
+    "TinyTL": 37.1,
+    "TinyTL@320": 64.7,
 }
 
 

@@ -139,7 +139,7 @@ def test_the_download_is_looked_for_in_torch_hub_s_cache(tmp_path, monkeypatch, 
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     (tmp_path / "checkpoints").mkdir()
     torch.save({"state_dict": release.state_dict()}, tmp_path / "checkpoints" / "proxyless_mobile.pth")
-    model = factory.create_model(ModelConfig(name="proxyless_mobile"), 1000)
+    model = factory.create_model(ModelConfig(name="proxyless_mobile.mit_in1k"), 1000)
     torch.testing.assert_close(model.classifier.weight, release.classifier.linear.weight)
 
 
