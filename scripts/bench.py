@@ -251,6 +251,8 @@ def parse_recipe(text: str) -> Recipe:
     name, equals, rest = text.partition("=")
     if not equals or ":" in name:
         name, rest = text, text
+    elif "." in name:
+        raise UserError(f"{text}: settings are named in the recipe they are of: METHOD:KEY=VALUE.")
     options, overrides = [], []
     for part in re.split(r"\+(?![^\[]*\])", rest):
         option, colon, settings = part.partition(":")

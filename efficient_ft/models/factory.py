@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 import efficient_ft.models.small  # noqa: F401  registers vit_digits and vit_micro
 from efficient_ft.errors import SettingError, UserError, did_you_mean
-from efficient_ft.models.view import view
 from efficient_ft.models.proxyless import timm_names
+from efficient_ft.models.view import view
 
 if TYPE_CHECKING:
     from efficient_ft.config import ModelConfig

@@ -68,31 +68,33 @@ class _Last:
     and the norm itself, attention's second product and its softmax.
     """
 
-    owner: _Unpack | None = None
-    dense: Tensor | None = None
-    users: int = 0
-
-    def forget(self) -> None:
-        self.owner = self.dense = None
+    def __init__(self) -> None:
+        # One value, set and read whole: with several devices the backward pass has several threads.
+        self.held: tuple[_Unpack, Tensor] | None = None
 
 
 class _Unpack:
-    """The way back to a dense tensor, shared by `users`."""
+    """The way back to a dense tensor, shared by `users`, of which so many have been `served`."""
 
     def __init__(self, unpack: Callable[..., Tensor], last: _Last) -> None:
-        self.unpack, self.last, self.users = unpack, last, 0
+        self.unpack, self.last, self.users, self.served = unpack, last, 0, 0
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        last = self.last
-        if last.owner is not self:
-            last.owner = last.dense = None
-            last.dense, last.users = self.unpack(*tensors), self.users
-            last.owner = self
-        dense = last.dense
-        assert dense is not None
-        last.users -= 1
-        if last.users <= 0:
-            last.owner = last.dense = None
+        held, self.last.held = self.last.held, None
+        dense = held[1] if held is not None and held[0] is self else None
+        del held  # whatever it is gone before something else is unpacked
+        if dense is None:
+            dense = self.unpack(*tensors)
+        self.served += 1
+        if self.served % self.users:
+            self.last.held = self, dense
+        return dense
+
+    def once(self, unpack: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """What `unpack`, which goes through here, gives, in the forward pass: that is no user's turn."""
+        dense = unpack(*tensors)
+        self.served -= 1
+        self.last.held = None
         return dense
 
 
@@ -141,6 +143,7 @@ class PackedOperations(TorchFunctionMode):
     def __enter__(self) -> PackedOperations:
         self._outer = running()
         _running.mode = self
+        self.session.last.held = None  # of a backward pass that was not finished
         super().__enter__()
         return self
 
@@ -294,9 +297,8 @@ class _AsKept(torch.autograd.Function):
         ctx: Any, mode: PackedOperations, x: Tensor, packer: Packer, dtype: torch.dtype | None, heads: int | None
     ) -> Tensor:
         kept = mode.keep(x, packer, dtype, heads)
-        y = kept.unpack(*kept.tensors)
+        y = kept.shared.once(kept.unpack, *kept.tensors)
         kept.shared.users -= 1  # nothing is kept here
-        mode.session.last.forget()
         mode.derive(y, kept)  # whoever keeps y keeps nothing more
         ctx.type = x.dtype
         return y
@@ -639,8 +641,7 @@ class _LayerNorm(torch.autograd.Function):
             affine = [p for p in (weight, bias) if p is not None]
             way = partial(_affine, kept.unpack, weight is not None, bias is not None)
             if mode.policy.forward:
-                y = way(*kept.tensors, *affine).to(y.dtype)
-                mode.session.last.forget()
+                y = kept.shared.once(way, *kept.tensors, *affine).to(y.dtype)
             if mode.policy.derived:
                 mode.derive(y, Packed((*kept.tensors, *affine), way, kept.shared))
         else:

@@ -65,10 +65,8 @@ def is_estimated(kept: int, n: int) -> bool:
 def hop(n: int) -> int:
     """How far apart in a row of n, counted around its end, the values of a subsample lie: near the golden section,
     which spreads them evenly, and without a common divisor with n, so that they lie in all channels alike."""
-    step = max(round(n * (math.sqrt(5) - 1) / 2), 1)
-    while math.gcd(step, n) > 1:
-        step -= 1
-    return step
+    golden = max(round(n * (math.sqrt(5) - 1) / 2), 1)
+    return next(step for d in range(n) for step in (golden + d, golden - d) if math.gcd(step, n) == 1)
 
 
 def estimate_rank(kept: int, n: int, m: int) -> int:
@@ -293,7 +291,9 @@ class Overflow:
         if packing_gpu.serves(x) and self.flag.device == x.device:
             return packing_gpu.convert(x, torch.float16, self.flag)
         low, high = x.aminmax()
-        seen = ((low < -_LARGEST_HALF) | (high > _LARGEST_HALF)) & low.isfinite() & high.isfinite()
+        seen = (low < -_LARGEST_HALF) | (high > _LARGEST_HALF)
+        if x.device.type != "cpu" or not (low.isfinite() & high.isfinite()):  # not only finite values perhaps
+            seen = ((x.abs() > _LARGEST_HALF) & x.isfinite()).any()
         self.flag |= seen.to(self.flag.device)
         return x.to(torch.float16)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,11 +21,23 @@ _INTEGERS = {2: torch.int16, 4: torch.int32}
 _PROGRAMS = 1024  # enough to fill a GPU
 
 
+def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton launches on the current device, whatever device the tensors are on."""
+
+    @functools.wraps(function)
+    def there(x: Tensor, *arguments: Any) -> Any:
+        with torch.cuda.device_of(x):
+            return function(x, *arguments)
+
+    return there
+
+
 def serves(x: Tensor) -> bool:
     """Whether the kernels take this tensor."""
     return x.device.type == "cuda" and x.element_size() in _INTEGERS and x.numel() > 0 and _kernels() is not None
 
 
+@_on_its_device
 def sparse_pack(x: Tensor, kept: int, rank: int | None, subsample: int, hop: int) -> tuple[Tensor, Tensor]:
     """As `packing.sparse_pack`, with the arguments of `packing_cpu.sparse_pack`."""
     kernels = _kernels()
@@ -83,6 +96,7 @@ def sparse_pack(x: Tensor, kept: int, rank: int | None, subsample: int, hop: int
     return values, bitmap
 
 
+@_on_its_device
 def sparse_unpack(values: Tensor, bitmap: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     """As `packing.sparse_unpack`."""
     kernels = _kernels()
@@ -99,6 +113,7 @@ def sparse_unpack(values: Tensor, bitmap: Tensor, n: int, dtype: torch.dtype) ->
     return x
 
 
+@_on_its_device
 def convert(x: Tensor, dtype: torch.dtype, overflow: Tensor | None = None) -> Tensor:
     """x in `dtype`; `overflow` (), boolean, becomes true where a finite value is beyond it."""
     x, y = x.contiguous(), torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -111,6 +126,7 @@ def convert(x: Tensor, dtype: torch.dtype, overflow: Tensor | None = None) -> Te
     return y
 
 
+@_on_its_device
 def quantise(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Tensor:
     """As `packing.quantise`."""
     x, q = x.contiguous(), torch.empty(x.shape, dtype=torch.uint8, device=x.device)
@@ -123,6 +139,7 @@ def quantise(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Tensor:
     return q
 
 
+@_on_its_device
 def dequantise(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """As `packing.dequantise`."""
     q, x = q.contiguous(), low.new_empty(q.shape)
@@ -133,6 +150,7 @@ def dequantise(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return x
 
 
+@_on_its_device
 def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
     """As `packing.extremes`."""
     x = x.contiguous()

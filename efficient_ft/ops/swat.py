@@ -58,8 +58,9 @@ class Thresholds(Session):
 
     def at_rest(self, name: str, x: Tensor) -> float:
         """That of the last step, or, before training, x's own."""
-        found = self.of.get(name)
-        return found if found is not None or isinstance(x, FakeTensor) else self._taken(x)  # type: ignore[return-value]
+        if isinstance(x, FakeTensor):
+            return 0.0
+        return self.of[name] if name in self.of else self._taken(x)
 
     def _taken(self, x: Tensor) -> float:
         dropped = self.dropped(x.numel())

@@ -12,21 +12,25 @@ from timm.layers import set_fused_attn
 from torch import Tensor, nn
 
 from efficient_ft.cost import executed
+from efficient_ft.cost.published import published
 from efficient_ft.errors import SettingError, UserError
 from efficient_ft.methods import (
     LBPDCT,
     LBPWHT,
     SWAT,
     BackRazor,
+    BitFit,
     Checkpointing,
     LastStage,
     LoRA,
     Mesa,
     Method,
+    NormLast,
     apply_methods,
     plain_state_dict,
 )
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
+from efficient_ft.models.view import view
 from efficient_ft.ops.packing import Dense, Overflow, Place, Ranges
 from efficient_ft.ops.recompute import recompute
 from tests.methods.settings import MODELS, batch_of, gradients, model_of
@@ -416,6 +420,34 @@ def test_settings_out_of_range_name_themselves() -> None:
             BackRazor(prune="both", **rounded)
     with pytest.raises(SettingError, match=r"method\.checkpointing\.blocks=\[4\].*from -4 to 3"):
         Checkpointing(blocks=[4]).apply(MODELS["vit"].create())
+
+
+@pytest.mark.parametrize("selection", [None, BitFit, NormLast])
+@pytest.mark.parametrize("name", ["vit", "swinv2", "efficientformer", "resnet"])
+@pytest.mark.parametrize("method", [lambda: BackRazor(), lambda: BackRazor(**PUBLISHED), lambda: Mesa()])
+def test_after_the_backward_pass_no_dense_tensor_is_held(method: Any, name: str, selection: Any) -> None:
+    model, packing = model_of(name), method()
+    apply_methods(model, [packing] if selection is None else [selection(), packing])
+    images, labels = batch_of(name)
+    for _ in range(2):
+        F.cross_entropy(model(images), labels).backward(retain_graph=True)
+        assert packing._session is not None
+        assert packing._session.last.held is None
+    # A backward pass of a part holds nothing longer than to the next step.
+    trained = [p for p in model.parameters() if p.requires_grad]
+    torch.autograd.grad(F.cross_entropy(model(images), labels), trained[-1:])
+    packing.step_end()
+    assert packing._session.last.held is None
+
+
+def test_a_network_of_sparse_weights_is_seen_and_counted_like_another() -> None:
+    model = model_of("vit")
+    before = view(model)
+    apply_methods(model, [SWAT()])
+    assert view(model).blocks == before.blocks
+    assert view(model).head == before.head
+    size = (MODELS["vit"].size,) * 2
+    assert published(model, 2, size).bytes == published(model_of("vit"), 2, size).bytes
 
 
 # ------------------------------------------------------------------------------------------------ on a GPU

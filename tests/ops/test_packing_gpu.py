@@ -121,6 +121,9 @@ def test_half_precision_tells_what_is_too_large_for_it(largest, seen):
     assert half.dtype == torch.float16
     assert torch.equal(half.cpu().nan_to_num(1), x.half().nan_to_num(1))
     assert bool(overflow.flag) == seen
+    beside = packing.Overflow()
+    beside.halve(torch.tensor([largest, math.inf, math.nan, 1.0], device=DEVICE))
+    assert bool(beside.flag) == seen, "what is not finite hides nothing"
     packing.Overflow(overflow.flag).halve(torch.ones(2, device=DEVICE))
     assert bool(overflow.flag) == seen, "what was seen stays seen"
 

@@ -29,7 +29,8 @@ class BackRazor(ActivationPacking):
 
     Args:
         sparsity: share of the values dropped, from 0 to below 1.
-        values: type of what is kept: ``fp16`` (as the authors; the run stops where it overflows), ``bf16``, ``input``
+        values: type of what is kept: ``fp16`` (as the authors; where it overflows, `step_end` says so, and a
+            run stops), ``bf16``, ``input``
             (as it is), or ``int8`` (Back Razor with Mesa: 8 bits, a running range per tensor; GELU's input too).
         norm: what normalisations keep: their ``input`` (as published), or x̂, ``normalised``.
         attention: ``unfused`` keeps q, k, v and softmax's output (as published); ``fused`` keeps q, k and v in 8 bits

@@ -64,6 +64,7 @@ class MemoryMethod(Method):
         UserError: a packed value was too large for fp16.
         """
         if self._session is not None:
+            self._session.last.held = None
             self._session.overflow.check()
 
     def state_dict(self) -> dict[str, Any]:

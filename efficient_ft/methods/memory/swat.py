@@ -62,7 +62,8 @@ class SWAT(ActivationPacking):
     element.
 
     The result is a network of sparse weights: evaluation uses them, exported weights have zeros for what is dropped,
-    and `remove` leaves those zeros.
+    and `remove` leaves those zeros. The share dropped is `sparsity` in the steps that take the thresholds anew; in
+    between, and at the end, it follows the weights.
 
     Args:
         sparsity: share of the weights and of the activations dropped, from 0 to below 1.
