@@ -1,8 +1,4 @@
-"""What the methods of the memory axis share: one of them at a time, modules with a `forward` of their own, and state.
-
-A part of a model is changed by one attribute of the module object, its `forward`, which runs the module's own. Nothing
-else of the model changes, so that it can be copied, pickled, saved and changed back.
-"""
+"""What the methods of the memory axis share: one of them at a time, and state."""
 
 from __future__ import annotations
 
@@ -12,14 +8,12 @@ from torch import nn
 
 from efficient_ft.errors import UserError
 from efficient_ft.methods.base import Method
+from efficient_ft.methods.forwards import OwnForward, forwards_of, take_away
 from efficient_ft.ops.packed import Session
 
 
-class OwnForward:
-    """Base of the callables that a method of the memory axis gives to a module object as its `forward`."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+class MemoryForward(OwnForward):
+    """The forward pass of a part of a model whose activations are kept in another way."""
 
     @property
     def training(self) -> bool:
@@ -38,7 +32,7 @@ class MemoryMethod(Method):
 
     def _refuse_second(self, model: nn.Module) -> None:
         """Raise UserError where a method of the memory axis has changed the model already."""
-        if any(isinstance(m.__dict__.get("forward"), OwnForward) for m in model.modules()):
+        if any(isinstance(f, MemoryForward) for m in model.modules() for f in forwards_of(m)):
             raise UserError(
                 f"method {self.name}: another method decides already how this model keeps its activations;"
                 " name one of them."
@@ -56,8 +50,7 @@ class MemoryMethod(Method):
 
     def _remove(self, model: nn.Module) -> None:
         for module in model.modules():
-            if isinstance(module.__dict__.get("forward"), OwnForward):
-                del module.forward
+            take_away(module, MemoryForward)
 
     def step_end(self) -> None:
         """Raises:

@@ -13,14 +13,15 @@ from torch import Tensor, nn
 
 from efficient_ft.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied
-from efficient_ft.methods.memory.base import MemoryMethod, OwnForward
+from efficient_ft.methods.forwards import put_around
+from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod
 from efficient_ft.models.view import view
 from efficient_ft.ops.packed import Session
 from efficient_ft.ops.packing import Dense, EightBits, Half, Packer, Place
 from efficient_ft.ops.recompute import recompute
 
 
-class _RecomputedForward(OwnForward):
+class _RecomputedForward(MemoryForward):
     """Keeps in training only the input of the module."""
 
     def __init__(self, module: nn.Module, name: str, packer: Packer, session: Session) -> None:
@@ -33,21 +34,21 @@ class _RecomputedForward(OwnForward):
         parameters = [p for p in module.parameters() if p.requires_grad]
         records = torch.is_grad_enabled() and (x.requires_grad or parameters)
         if not module.training or not records or not x.numel():
-            return type(module).forward(module, x, *others, **keywords)
+            return self.within(x, *others, **keywords)
         place = Place(self.name, x.shape[0], self.session.ranges, self.session.overflow)
         return recompute(self._run, x, others, keywords, parameters, self.packer, place)
 
     def _run(self, *args: Any, **keywords: Any) -> Any:
         module = self.module
         if not torch.is_grad_enabled():  # the first time
-            return type(module).forward(module, *args, **keywords)
+            return self.within(*args, **keywords)
         # The second time must not move running statistics again, nor write to them: autograd has them in its keeping.
         moving = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
         before = [m.momentum for m in moving]
         for m in moving:
             m.momentum = 0.0
         try:
-            return type(module).forward(module, *args, **keywords)
+            return self.within(*args, **keywords)
         finally:
             for m, momentum in zip(moving, before, strict=True):
                 m.momentum = momentum
@@ -95,5 +96,5 @@ class Checkpointing(MemoryMethod):
         packer, session = packers[self.inputs], self._begin()
         for name in names:
             module = model.get_submodule(name)
-            module.forward = _RecomputedForward(module, name, packer, session)  # type: ignore[assignment]
+            put_around(module, _RecomputedForward(module, name, packer, session))
         return Applied(self.name, tuple(names), {b: "not chosen" for b in seen.blocks if b not in names})

@@ -13,12 +13,13 @@ from torch.utils._pytree import tree_leaves
 
 from efficient_ft.errors import UserError
 from efficient_ft.methods.base import Applied
-from efficient_ft.methods.memory.base import MemoryMethod, OwnForward
+from efficient_ft.methods.forwards import put_around
+from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod
 from efficient_ft.models.view import NOT_OF_IMAGES, ModelView, is_norm, view
 from efficient_ft.ops.packed import PackedOperations, Policy, Session, running
 
 
-class _PackedForward(OwnForward):
+class _PackedForward(MemoryForward):
     """Packs in training what the module saves."""
 
     def __init__(self, module: nn.Module, name: str, policy: Policy, session: Session) -> None:
@@ -29,25 +30,24 @@ class _PackedForward(OwnForward):
 
     @torch.compiler.disable  # the operations are taken as they run; around a packed part all may be compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = type(self.module).forward
         if not self.training or not torch.is_grad_enabled():
-            return forward(self.module, *args, **kwargs)
+            return self.within(*args, **kwargs)
         x = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
         if x is None or not x.numel():
-            return forward(self.module, *args, **kwargs)
+            return self.within(*args, **kwargs)
         with PackedOperations(self.policy, self.session, self.name, x.shape[0], self.heads):
-            return forward(self.module, *args, **kwargs)
+            return self.within(*args, **kwargs)
 
 
-class _PlainForward(OwnForward):
+class _PlainForward(MemoryForward):
     """Of a module inside a packed part that does not work on the images."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward, mode = type(self.module).forward, running()
+        mode = running()
         if mode is None:
-            return forward(self.module, *args, **kwargs)
+            return self.within(*args, **kwargs)
         with mode.suspended():
-            return forward(self.module, *args, **kwargs)
+            return self.within(*args, **kwargs)
 
 
 class ActivationPacking(MemoryMethod):
@@ -72,7 +72,9 @@ class ActivationPacking(MemoryMethod):
         """Whether this kind of module is what the method is about: what the report names."""
         return isinstance(module, nn.Linear | nn.Conv2d) or is_norm(module)
 
-    def _forward_of(self, module: nn.Module, name: str, session: Session, layers: dict[str, nn.Module]) -> OwnForward:
+    def _forward_of(
+        self, module: nn.Module, name: str, session: Session, layers: dict[str, nn.Module]
+    ) -> MemoryForward:
         """The forward of a part; `layers` are those of the part that are touched, by their full names."""
         return _PackedForward(module, name, self.policy(), session)
 
@@ -100,11 +102,11 @@ class ActivationPacking(MemoryMethod):
             module = model.get_submodule(part)
             if part not in plain:
                 layers = {name: model.get_submodule(name) for name in inside[part] if name not in plain}
-                module.forward = self._forward_of(module, part, session, layers)  # type: ignore[assignment]
+                put_around(module, self._forward_of(module, part, session, layers))
         for name in plain:
             module = model.get_submodule(name)
             if name in names and name not in parts:
-                module.forward = _PlainForward(module)  # type: ignore[assignment]
+                put_around(module, _PlainForward(module))
         return Applied(self.name, touched, skipped)
 
 

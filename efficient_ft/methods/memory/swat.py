@@ -13,14 +13,15 @@ from torch.utils._pytree import tree_leaves
 
 from efficient_ft.errors import SettingError
 from efficient_ft.methods.base import Applied
-from efficient_ft.methods.memory.base import OwnForward
+from efficient_ft.methods.forwards import forwards_of
+from efficient_ft.methods.memory.base import MemoryForward
 from efficient_ft.methods.memory.packing import ActivationPacking, refuse_low_rank
 from efficient_ft.models.view import ModelView
 from efficient_ft.ops.packed import Session
 from efficient_ft.ops.swat import SparseProducts, Thresholds, largest
 
 
-class _SparseForward(OwnForward):
+class _SparseForward(MemoryForward):
     """Runs the module with sparse weights, in evaluation too."""
 
     def __init__(self, module: nn.Module, name: str, thresholds: Thresholds, layers: dict[str, nn.Module]) -> None:
@@ -37,13 +38,12 @@ class _SparseForward(OwnForward):
 
     @torch.compiler.disable  # the operations are taken as they run; around a packed part all may be compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = type(self.module).forward
         x = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
         if x is None or not x.numel():
-            return forward(self.module, *args, **kwargs)
+            return self.within(*args, **kwargs)
         names = {id(weight): name for name, weight in self.weights().items()}
         with SparseProducts(self.thresholds, self.name, x.shape[0], names, self.training):
-            return forward(self.module, *args, **kwargs)
+            return self.within(*args, **kwargs)
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -94,15 +94,17 @@ class SWAT(ActivationPacking):
     def _packs(self, module: nn.Module) -> bool:
         return isinstance(module, nn.Linear | nn.Conv2d)
 
-    def _forward_of(self, module: nn.Module, name: str, session: Session, layers: dict[str, nn.Module]) -> OwnForward:
+    def _forward_of(
+        self, module: nn.Module, name: str, session: Session, layers: dict[str, nn.Module]
+    ) -> MemoryForward:
         assert isinstance(session, Thresholds)
         return _SparseForward(module, name, session, layers)
 
     def _remove(self, model: nn.Module) -> None:
         for module in model.modules():
-            forward = module.__dict__.get("forward")
-            if isinstance(forward, _SparseForward):
-                forward.settle()
+            for forward in forwards_of(module):
+                if isinstance(forward, _SparseForward):
+                    forward.settle()
         super()._remove(model)
 
     def step_begin(self, step: int) -> None:
