@@ -260,7 +260,11 @@ def build_methods(config: Config) -> list[Method]:
             raise SettingError("method", name, sorted(METHODS))
     if config.model.select != "keep":
         _selection_named("model.select", config.model.select, METHODS)
-    for axis, does in (("backprop", "replace the backward pass"), ("memory", "decide how activations are kept")):
+    for axis, does in (
+        ("backprop", "replace the backward pass"),
+        ("memory", "decide how activations are kept"),
+        ("tokens", "decide which tokens flow on"),
+    ):
         rivals = [name for name in config.method if METHODS[name].axis == axis]
         if len(rivals) > 1:
             raise UserError(f"method: {' and '.join(rivals)} both {does}; name one of them.")

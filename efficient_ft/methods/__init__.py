@@ -9,7 +9,9 @@ from efficient_ft.methods.memory.back_razor import BackRazor
 from efficient_ft.methods.memory.checkpointing import Checkpointing
 from efficient_ft.methods.memory.mesa import Mesa
 from efficient_ft.methods.memory.swat import SWAT
+from efficient_ft.methods.selection.bsr import BSR
 from efficient_ft.methods.selection.static import BitFit, Blocks, Full, HeadOnly, LastStage, NormLast
+from efficient_ft.methods.tokens.evit import EViT
 
 METHODS: dict[str, type[Method]] = {
     m.name: m
@@ -28,10 +30,13 @@ METHODS: dict[str, type[Method]] = {
         SWAT,
         Mesa,
         Checkpointing,
+        EViT,
+        BSR,
     )
 }
 
 __all__ = [
+    "BSR",
     "LBPDCT",
     "LBPWHT",
     "METHODS",
@@ -41,6 +46,7 @@ __all__ = [
     "BitFit",
     "Blocks",
     "Checkpointing",
+    "EViT",
     "Full",
     "HeadOnly",
     "LastStage",

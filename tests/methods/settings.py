@@ -290,6 +290,23 @@ ROWS = {
     "swat": Row(
         METHODS["swat"], off={"sparsity": 0.0}, own_evaluation="what is trained is a network of sparse weights"
     ),
+    "bsr": Row(
+        METHODS["bsr"],
+        {"blocks": [1, -1], "drop_at": [1, 2], "keep": 1.0},
+        why_no_off="what trains is the choice itself",
+        instead="gradients of what trains are the plain ones",
+        models=("vit",),
+        refused=dict.fromkeys(("efficientformer", "swinv2", "resnet", "mobilenet"), "no class token"),
+        what_trains=True,
+    ),
+    "evit": Row(
+        METHODS["evit"],
+        {"drop_at": [1, 2]},
+        off={"keep": 1.0},
+        models=("vit",),
+        refused=dict.fromkeys(("efficientformer", "swinv2", "resnet", "mobilenet"), "no class token"),
+        own_evaluation="tokens are dropped there too",
+    ),
     "mesa": _near("mesa", "8 bits are not exact", *USUAL),
     "mesa_published": _near("mesa", "8 bits are not exact", "vit", "swinv2", derive=False),
 }

@@ -15,8 +15,6 @@ from efficient_ft.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method
 from efficient_ft.models.view import ModelView, is_norm, parameters_under, view
 
-#: Classes that hold the scale and shift of a normalisation (timm's own and torch's; ResMLP's is called Affine).
-
 
 class Selection(Method):
     """Base of the static selections: a subclass says which parameters train; all others are frozen."""
@@ -114,13 +112,13 @@ class Blocks(Selection):
         count = len(seen.blocks)
         if not count:
             raise UserError(
-                f"method blocks: no blocks were recognised in {seen.name};"
+                f"method {self.name}: no blocks were recognised in {seen.name};"
                 " choose what trains by another selection (head, full, bitfit, norm_last)."
             )
         for index in self.blocks:
             if not -count <= index < count:
                 raise SettingError(
-                    "method.blocks.blocks",
+                    f"method.{self.name}.blocks",
                     self.blocks,
                     f"indices from {-count} to {count - 1}: {seen.name} has {count} blocks",
                 )

@@ -1,0 +1,54 @@
+"""BSR: a few blocks train, and tokens that matter little are dropped on the way.
+
+Source: "Block Selective Reprogramming for On-device Training of Vision Transformers", CVPR Workshops 2024.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from efficient_ft.methods.base import Applied
+from efficient_ft.methods.selection.static import Blocks
+from efficient_ft.methods.tokens.evit import check_dropping, drop_none, drop_tokens
+
+
+class BSR(Blocks):
+    """Train the blocks listed, the final norm and the head, and drop tokens as `EViT` does, in evaluation too.
+
+    The selection of `Blocks` and the dropping of `EViT` in one; each can be had alone, and stacked.
+
+    Args:
+        blocks: those that train, counted from 0, negative ones from the end.
+        drop_at: blocks in which tokens are dropped; not the last.
+        keep: share of the patch tokens kept in each of them, above 0 and at most 1.
+        fuse: what is dropped becomes one more token.
+    """
+
+    name = "bsr"
+    merges = False
+
+    def __init__(
+        self,
+        blocks: list[int] = [3, 7, 11],  # noqa: B006
+        drop_at: list[int] = [3, 6, 9],  # noqa: B006
+        keep: float = 0.5,
+        fuse: bool = True,
+    ):
+        super().__init__(blocks)
+        check_dropping(drop_at, keep, fuse)
+        self.drop_at, self.keep, self.fuse = list(drop_at), keep, fuse
+
+    def _apply(self, model: nn.Module) -> Applied:
+        self._chosen(model)  # what is wrong with the blocks is said before anything is changed
+        dropping = drop_tokens(model, self.name, self.drop_at, self.keep, self.fuse)
+        selected = super()._apply(model)
+        return Applied(
+            self.name,
+            selected.touched,
+            selected.skipped,
+            notes=(f"{self.keep:g} of the patch tokens stay in {', '.join(dropping)}",),
+        )
+
+    def _remove(self, model: nn.Module) -> None:
+        drop_none(model)
+        super()._remove(model)

@@ -1,0 +1,252 @@
+"""Dropping tokens in real models: what flows on, what it costs, against plain blocks written out, and with others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from timm.layers import set_fused_attn
+from torch import Tensor, nn
+
+from efficient_ft.cost import executed
+from efficient_ft.errors import SettingError, UserError
+from efficient_ft.methods import (
+    BSR,
+    BackRazor,
+    Blocks,
+    Checkpointing,
+    EViT,
+    LastStage,
+    LoRA,
+    Mesa,
+    Method,
+    apply_methods,
+)
+from efficient_ft.methods.forwards import forwards_of
+from tests.methods.settings import batch_of, gradients, model_of
+from tests.methods.test_contracts import largest_difference
+
+FORMS: dict[str, dict[str, Any]] = {
+    "vit_tiny_patch16_224": {},
+    "deit_tiny_distilled_patch16_224": {},
+    "vit_small_patch14_reg4_dinov2": {},  # registers, LayerScale
+    "vit_tiny_patch16_224 q and k norm": {"qk_norm": True},
+    "vit_tiny_patch16_224 drop path": {"drop_path_rate": 0.3},
+    "vit_tiny_patch16_224 average": {"global_pool": "avg"},
+}
+
+
+def small(form: str) -> nn.Module:
+    torch.manual_seed(0)
+    size = {"img_size": 32, "patch_size": 4, "depth": 4, "embed_dim": 48, "num_heads": 3, "num_classes": 5}
+    model = timm.create_model(form.split()[0], **{**size, **FORMS[form]})
+    for name, p in model.named_parameters():
+        if p.dim() == 1 or "token" in name:  # scales of 1e-5 and classes of 0 hide mistakes
+            nn.init.normal_(p, 1.0 if name.endswith("weight") or "gamma" in name else 0.0, 0.2)
+    return model.double()
+
+
+def by_hand(model: Any, images: Tensor, drop_at: list[int], keep: float, fuse: bool) -> Tensor:
+    """The forward pass written out with attention in its parts, a sample at a time."""
+    x = model.patch_embed(images)
+    x = model.norm_pre(model.patch_drop(model._pos_embed(x)))
+    prefix = model.num_prefix_tokens
+    for number, block in enumerate(model.blocks):
+        attn = block.attn
+        h = block.norm1(x)
+        qkv = attn.qkv(h).unflatten(-1, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k = attn.q_norm(qkv[0]), attn.k_norm(qkv[1])
+        p = (q @ k.mT * attn.scale).softmax(-1)
+        x = x + block.ls1(attn.proj((p @ qkv[2]).transpose(1, 2).flatten(2)))
+        if number in drop_at:
+            outputs = []
+            for tokens, scores in zip(x, p.mean(1)[:, 0, prefix:], strict=True):
+                ranked = sorted(range(len(scores)), key=lambda i: -scores[i].item())
+                kept = -int(-keep * len(scores) // 1)
+                parts = [*tokens[:prefix], *(tokens[prefix + i] for i in ranked[:kept])]
+                if fuse:
+                    parts.append(sum((scores[i] * tokens[prefix + i] for i in ranked[kept:]), torch.zeros(())))
+                outputs.append(torch.stack(parts))
+            x = torch.stack(outputs)
+        x = x + block.ls2(block.mlp(block.norm2(x)))
+    return model.forward_head(model.norm(x))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("form", [form for form in FORMS if "drop path" not in form])
+def test_the_output_and_all_gradients_are_those_of_the_blocks_written_out(form: str, fuse: bool, fused: bool) -> None:
+    set_fused_attn(fused)
+    try:
+        model, plain = small(form), small(form)
+    finally:
+        set_fused_attn(True)
+    EViT([1, 2], 0.5, fuse).apply(model)
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = by_hand(plain, images, [1, 2], 0.5, fuse)
+    for mode in (True, False):
+        found = model.train(mode)(images)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+    labels = torch.arange(2)
+    F.cross_entropy(model.train()(images), labels).backward()
+    F.cross_entropy(expected, labels).backward()
+    for (name, p), (_, q) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert p.grad is not None, name
+        assert q.grad is not None, name
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-8, atol=1e-12)
+
+
+def test_drop_path_is_part_of_the_block() -> None:
+    model = small("vit_tiny_patch16_224 drop path")
+    EViT([1, 2]).apply(model)
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    torch.manual_seed(3)
+    first, other = model(images), model(images)
+    torch.manual_seed(3)
+    assert torch.equal(first, model(images))
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "plain_gmacs", "gmacs"),
+    [("deit_small_patch16_224", 588.6, 295.5), ("vit_base_patch16_224", 2248.1, 1128.8)],
+)
+def test_tokens_and_forward_cost_are_those_published(name: str, plain_gmacs: float, gmacs: float) -> None:
+    """BSR's Table 5 counts multiply-adds of the forward pass of 128 images, without the head."""
+    with torch.device("meta"):
+        model: Any = timm.create_model(name, num_classes=0)
+    costs = executed(model, 1, (224, 224)), executed(model, 1, (224, 224), methods=[EViT([3, 6, 9])])
+    for found, published in zip(costs, (plain_gmacs, gmacs), strict=True):
+        assert found.forward_flops / 2 * 128 / 1e9 == pytest.approx(published, rel=0.002)
+
+    counts: list[int] = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _m, _i, out: counts.append(out.shape[1]))
+    EViT([3, 6, 9]).apply(model)
+    counts.clear()
+    model(torch.empty(1, 3, 224, 224, device="meta"))
+    assert counts == [197] * 3 + [100] * 3 + [52] * 3 + [28] * 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: Checkpointing(),
+        lambda: BackRazor(sparsity=0.0, values="input"),
+        lambda: BackRazor(sparsity=0.0, values="input", norm="input", derive=False),
+    ],
+    ids=["checkpointing", "back_razor", "published"],
+)
+def test_how_activations_are_kept_changes_nothing_where_all_is_kept(other: Any) -> None:
+    alone, both = model_of("vit"), model_of("vit")
+    EViT([1, 2]).apply(alone)
+    methods: list[Method] = [EViT([1, 2]), other()]
+    apply_methods(both, methods)
+    assert largest_difference(gradients(alone, "vit"), gradients(both, "vit")) < 1e-10
+    # In the other order, and taken away in either.
+    again = model_of("vit")
+    for method in methods:
+        fresh = type(method)(**method.settings())
+        fresh.apply(again)
+    assert largest_difference(gradients(alone, "vit"), gradients(again, "vit")) < 1e-10
+    methods[0].remove(both)
+    assert largest_difference(gradients(model_of("vit"), "vit"), gradients(both, "vit")) < 1e-10
+    methods[1].remove(both)
+    assert not any(forwards_of(m) for m in both.modules())
+
+
+@pytest.mark.parametrize("other", [lambda: BackRazor(), lambda: Mesa(), lambda: LoRA(rank=2), lambda: LastStage()])
+def test_fewer_tokens_keep_fewer_bytes_whatever_else_is_applied(other: Any) -> None:
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=10)
+    without = executed(model, 2, (224, 224), methods=[other()])
+    both = executed(model, 2, (224, 224), methods=[other(), EViT([3, 6, 9])])
+    assert both.saved_bytes < 0.7 * without.saved_bytes
+    assert both.backward_flops < 0.7 * without.backward_flops
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"drop_at": []}, "at least one block"),
+        ({"drop_at": "3"}, "list of whole numbers"),
+        ({"drop_at": [1.5]}, "list of whole numbers"),
+        ({"keep": 0.0}, "above 0 and at most 1"),
+        ({"keep": 1.5}, "above 0 and at most 1"),
+        ({"keep": True}, "above 0 and at most 1"),
+        ({"fuse": 1}, "fuse=1"),
+        ({"drop_at": [3]}, "indices from 0 to 2"),  # the last of four
+        ({"drop_at": [-1]}, "does nothing"),
+        ({"drop_at": [12]}, "4 blocks"),
+        ({"drop_at": [1, 1]}, "each block once"),
+        ({"drop_at": [1, -3]}, "each block once"),
+    ],
+)
+def test_settings_out_of_range_are_named(settings: dict[str, Any], message: str) -> None:
+    model = model_of("vit")
+    with pytest.raises(SettingError, match=message):
+        EViT(**{"drop_at": [1], **settings}).apply(model)
+    assert not any(forwards_of(m) for m in model.modules())
+
+
+def test_two_methods_that_drop_tokens_and_low_rank_backward_are_refused() -> None:
+    from efficient_ft.methods import LBPWHT
+
+    model = model_of("vit")
+    EViT([1]).apply(model)
+    with pytest.raises(UserError, match="already"):
+        EViT([2]).apply(model)
+    with pytest.raises(UserError, match="low-rank backward"):
+        apply_methods(model_of("vit"), [LBPWHT(), EViT([1])])
+
+
+@pytest.mark.parametrize("name", ["beit_base_patch16_224", "eva02_tiny_patch14_224", "cait_xxs24_224", "mvitv2_tiny"])
+def test_blocks_of_another_form_are_refused(name: str) -> None:
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    with pytest.raises(UserError, match=r"class token|not of the form"):
+        EViT([1]).apply(model)
+
+
+# ------------------------------------------------------------------------------------------------ BSR
+@pytest.mark.parametrize(
+    ("name", "flops", "full"), [("deit_small_patch16_224", 7.8e9, 27.5e9), ("vit_base_patch16_224", 29.8e9, 105.1e9)]
+)
+def test_bsr_trains_in_a_part_of_the_operations(name: str, flops: float, full: float) -> None:
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    plain, bsr = executed(model, 1, (224, 224)), executed(model, 1, (224, 224), methods=[BSR()])
+    assert plain.forward_flops + plain.backward_flops == pytest.approx(full, rel=0.01)
+    assert bsr.forward_flops + bsr.backward_flops <= flops
+
+
+def test_bsr_is_its_selection_and_its_dropping_in_one() -> None:
+    one, two = model_of("vit"), model_of("vit")
+    BSR([1, 3], [1, 2], 0.5, True).apply(one)
+    apply_methods(two, [EViT([1, 2], 0.5, True), Blocks([1, 3])])
+    assert largest_difference(gradients(one, "vit"), gradients(two, "vit")) == 0
+    frozen = [n for n, p in one.named_parameters() if not p.requires_grad]
+    assert "pos_embed" in frozen
+    assert "blocks.0.norm1.weight" in frozen
+    plain = gradients(one, "vit")
+    assert all(plain[n] is None for n in frozen)
+
+
+def test_bsr_leaves_a_model_it_refuses_as_it_was() -> None:
+    for settings, message in (({"blocks": [12]}, "method.bsr.blocks"), ({"drop_at": [3]}, "method.bsr.drop_at")):
+        model = model_of("vit")
+        with pytest.raises(SettingError, match=message):
+            BSR(**{"blocks": [1], "drop_at": [1], **settings}).apply(model)
+        assert all(p.requires_grad for p in model.parameters())
+        assert not any(forwards_of(m) for m in model.modules())
+
+
+def test_the_batch_is_not_mixed() -> None:
+    """Each image's tokens are its own choice."""
+    model = model_of("vit").eval()
+    EViT([1, 2]).apply(model)
+    images, _ = batch_of("vit")
+    together = model(images)
+    torch.testing.assert_close(together, torch.cat([model(image[None]) for image in images]))
