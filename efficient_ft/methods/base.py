@@ -68,7 +68,8 @@ class Method(Callback):
     warmup_steps: int = 0
     #: Some trainable parameters get no gradient in some steps, which DistributedDataParallel must be told.
     find_unused_parameters: ClassVar[bool] = False
-    #: What it adds is merged into the model's own weights, or leaves no trace; if not, exported weights hold it too.
+    #: What it does is merged into the model's own weights, or leaves no trace; if not, exported weights hold what it
+    #: adds, and whoever loads them applies it first.
     merges: ClassVar[bool] = True
 
     _applied: Applied | None = None

@@ -466,8 +466,6 @@ def test_a_network_of_sparse_weights_is_seen_and_counted_like_another() -> None:
     ids=["published", "improved", "fused", "back_razor_mesa", "mesa", "checkpointing"],
 )
 def test_a_gpu_gives_the_gradients_of_the_cpu(method: Any, cosine: float, precision: str) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     images, labels = torch.randn(4, 3, 224, 224), torch.arange(4)
 
     def gradient(device: str) -> Tensor:

@@ -158,6 +158,14 @@ def test_how_activations_are_kept_changes_nothing_where_all_is_kept(other: Any) 
     assert not any(forwards_of(m) for m in both.modules())
 
 
+def test_timm_s_own_checkpointing_replays_the_same_choice() -> None:
+    plain, replayed = small("vit_tiny_patch16_224"), small("vit_tiny_patch16_224")
+    for model in (plain, replayed):
+        EViT([1, 2]).apply(model)
+    replayed.set_grad_checkpointing(True)  # type: ignore[operator]
+    assert largest_difference(gradients(plain, "vit"), gradients(replayed, "vit")) < 1e-12
+
+
 @pytest.mark.parametrize("other", [lambda: BackRazor(), lambda: Mesa(), lambda: LoRA(rank=2), lambda: LastStage()])
 def test_fewer_tokens_keep_fewer_bytes_whatever_else_is_applied(other: Any) -> None:
     model = timm.create_model("vit_tiny_patch16_224", num_classes=10)
