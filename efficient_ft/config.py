@@ -277,6 +277,9 @@ def build_methods(config: Config) -> list[Method]:
         )
 
     settings = {name: dict(config.method[name]) for name in config.method}
+    for name, given in settings.items():
+        if "seed" in _arguments(METHODS[name]) and given.get("seed") is None:
+            given["seed"] = config.seed
     # What a method wants trained, where its constructor leaves the word free for that.
     selects = {
         name: settings[name].pop("select")

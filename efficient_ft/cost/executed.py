@@ -11,6 +11,7 @@ so it takes seconds for any batch, and is the same on every machine. What is cou
   done, each once and whole. Parameters and buffers, and views of them, are left out: they live anyway. What was made
   of them counts (autocast's low-precision weight copies, constants in a cache), and so does the input batch where it
   is saved. Attention is as the model has it.
+* Where steps differ (layers sampled per step), the mean over as many as the methods say (``cost_steps``).
 * **Peak** of live tensor bytes for the whole batch: everything that lives during forward and backward, parameters,
   buffers and the batch included, gradients and what recomputation holds included. This is what
   torch.cuda.max_memory_allocated reports, but for the allocator's rounding and the kernels' own workspaces. The
@@ -149,11 +150,11 @@ def layer_flops(
     with undisturbed():
         probe.warm_up()
         try:
-            return probe.steps(batch_size, True, (True,), layers=True)[0].layers
+            return probe.steps(batch_size, True, [(0, True)], layers=True)[0].layers
         except UserError:
             raise
         except Exception:  # as in `Probe.executed`
-            return probe.steps(min(batch_size, FEW), False, (True,), layers=True)[0].layers
+            return probe.steps(min(batch_size, FEW), False, [(0, True)], layers=True)[0].layers
 
 
 def kept_after_forward(
@@ -177,7 +178,7 @@ def kept_after_forward(
     with undisturbed():
         probe.warm_up()
         # The second step: what the first one put into caches was there before it.
-        seen = probe.steps(batch_size, fake, (False, False))[1]
+        seen = probe.steps(batch_size, fake, [(0, False), (1, False)])[1]
     return Kept(
         saved_bytes=sum(nbytes for key, nbytes in seen.saved.items() if key in seen.created),
         live_bytes=sum(made.nbytes for made in seen.created.values()),
@@ -240,9 +241,9 @@ class Probe:
             for method in self.methods:
                 method.step_begin(step)
             self._forward(self.model, *batch)[1].backward()
-            self.model.zero_grad(set_to_none=True)
             for method in self.methods:
                 method.step_end()
+            self.model.zero_grad(set_to_none=True)
 
     def executed(self, images: int) -> Executed:
         """Counted on fake tensors, or, where those cannot follow the model, by real runs of few images."""
@@ -258,30 +259,34 @@ class Probe:
         return _line(self.count(FEW // 2, fake=False), self.count(FEW, fake=False), images, reason)
 
     def count(self, images: int, fake: bool) -> Executed:
-        unfused, seen = self.steps(images, fake, unfused=(True, False))
+        """One step, or the mean over as many as the methods ask for; the peak is that of the costliest."""
+        count = max((m.cost_steps for m in self.methods), default=1)
+        pairs = [(step, without) for step in range(count) for without in (True, False)]
+        seen = self.steps(images, fake, pairs)
+        unfused, fused = seen[::2], seen[1::2]
         return Executed(
-            forward_flops=unfused.flops["forward"] / images,
-            backward_flops=unfused.flops["backward"] / images,
-            saved_bytes=sum(seen.saved.values()) / images,
-            peak_bytes=seen.peak,
-            model_bytes=seen.model_bytes,
+            forward_flops=sum(s.flops["forward"] for s in unfused) / count / images,
+            backward_flops=sum(s.flops["backward"] for s in unfused) / count / images,
+            saved_bytes=sum(sum(s.saved.values()) for s in fused) / count / images,
+            peak_bytes=max(s.peak for s in fused),
+            model_bytes=fused[0].model_bytes,
             batch_size=images,
         )
 
-    def steps(self, images: int, fake: bool, unfused: Sequence[bool], layers: bool = False) -> list[_Seen]:
-        """One step for each of `unfused` (attention without its fused kernel), one after the other on one copy."""
+    def steps(self, images: int, fake: bool, which: Sequence[tuple[int, bool]], layers: bool = False) -> list[_Seen]:
+        """For each of `which`, on one copy: (number of the step, attention without its fused kernel)."""
         with FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext() as mode:
             model, methods = self.copy(mode)
             batch = self._batch(images)
             seen = []
-            for step, without in enumerate(unfused, start=self.steps_before):
+            for step, without in which:
                 for method in methods:
-                    method.step_begin(step)
+                    method.step_begin(self.steps_before + step)
                 with sdpa_kernel(SDPBackend.MATH) if without else contextlib.nullcontext():
                     seen.append(self._watch(model, batch, layers))
-                model.zero_grad(set_to_none=True)
                 for method in methods:
                     method.step_end()
+                model.zero_grad(set_to_none=True)
             return seen
 
     def _watch(self, model: nn.Module, batch: tuple[Tensor, Tensor], layers: bool) -> _Seen:

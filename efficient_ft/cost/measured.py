@@ -136,6 +136,10 @@ class TrainingStep:
         self._optimizer: torch.optim.Optimizer | None = None
 
     def forward(self) -> None:
+        if self._optimizer is None:  # before a method that selects per step freezes what does not train in the first
+            trainable = [p for p in self.model.parameters() if p.requires_grad]
+            build = self._build_optimizer
+            self._optimizer = torch.optim.AdamW(trainable, lr=1e-5) if build is None else build(self.model)
         for method in self.methods:
             method.step_begin(self.steps)
         with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None):
@@ -148,16 +152,13 @@ class TrainingStep:
         self.loss = None
 
     def update(self) -> None:
-        if self._optimizer is None:  # late: a selection per step, and state only once there are gradients
-            trainable = [p for p in self.model.parameters() if p.requires_grad]
-            build = self._build_optimizer
-            self._optimizer = torch.optim.AdamW(trainable, lr=1e-5) if build is None else build(self.model)
+        assert self._optimizer is not None
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
         for method in self.methods:
             method.step_end()
+        self._optimizer.zero_grad(set_to_none=True)
         self.steps += 1
 
     def __call__(self) -> None:

@@ -9,7 +9,9 @@ from efficient_ft.methods.memory.back_razor import BackRazor
 from efficient_ft.methods.memory.checkpointing import Checkpointing
 from efficient_ft.methods.memory.mesa import Mesa
 from efficient_ft.methods.memory.swat import SWAT
+from efficient_ft.methods.selection.alast import ALaST
 from efficient_ft.methods.selection.bsr import BSR
+from efficient_ft.methods.selection.per_step import LISA, TopLayers, UniformLayers
 from efficient_ft.methods.selection.static import BitFit, Blocks, Full, HeadOnly, LastStage, NormLast
 from efficient_ft.methods.tokens.evit import EViT
 
@@ -32,6 +34,10 @@ METHODS: dict[str, type[Method]] = {
         Checkpointing,
         EViT,
         BSR,
+        ALaST,
+        LISA,
+        UniformLayers,
+        TopLayers,
     )
 }
 
@@ -39,8 +45,10 @@ __all__ = [
     "BSR",
     "LBPDCT",
     "LBPWHT",
+    "LISA",
     "METHODS",
     "SWAT",
+    "ALaST",
     "Applied",
     "BackRazor",
     "BitFit",
@@ -55,6 +63,8 @@ __all__ = [
     "Method",
     "NormLast",
     "TinyTL",
+    "TopLayers",
+    "UniformLayers",
     "apply_methods",
     "in_order",
     "plain_state_dict",

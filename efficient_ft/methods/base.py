@@ -5,7 +5,8 @@ In anyone's own loop a method is two lines::
     method = LBPWHT(bases="l1", order=4)
     print(method.apply(model))
 
-and, for those that act per step, ``step_begin(step)`` before and ``step_end()`` after each optimizer step.
+and, for those that act per step, ``step_begin(step)`` before and ``step_end()`` after each optimizer step (before
+gradients are set to zero). The optimizer is built between the two lines and the first step, over all that trains then.
 With Lightning it is passed in ``Trainer(callbacks=[...])``: surgery happens in ``setup``, once, after the
 weights are loaded and before the optimizer is built.
 """
@@ -66,6 +67,8 @@ class Method(Callback):
     axis: ClassVar[Axis]
     #: Optimizer steps still to come before the cost of a step no longer changes (LHE profiles first).
     warmup_steps: int = 0
+    #: Steps over which the mean of its cost is taken, where steps differ.
+    cost_steps: ClassVar[int] = 1
     #: Some trainable parameters get no gradient in some steps, which DistributedDataParallel must be told.
     find_unused_parameters: ClassVar[bool] = False
     #: What it does is merged into the model's own weights, or leaves no trace; if not, exported weights hold what it
@@ -86,7 +89,11 @@ class Method(Callback):
         """Per-step work before the forward pass of optimizer step `step` (the same on all micro-batches and ranks)."""
 
     def step_end(self) -> None:
-        """Per-step work after the optimizer step."""
+        """Per-step work after the optimizer step, before gradients are set to zero."""
+
+    def insight(self) -> dict[str, Any]:
+        """What it decided for the present step, in plain containers, to be recorded (budgets, chosen layers)."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -22,17 +22,17 @@ from torch.autograd.function import once_differentiable
 
 from efficient_ft.ops.packed import load, running, save
 from efficient_ft.ops.packing import Packed
-from efficient_ft.ops.projection import Constants, Projection
+from efficient_ft.ops.projection import Constants, OfKept, Projection
 
 
-def low_rank_linear(x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection) -> Tensor:
+def low_rank_linear(x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection | OfKept) -> Tensor:
     """`F.linear` with a low-rank backward pass.
 
     Args:
         x: (B, N, C_in) tokens, or (B, H, W, C_in).
         weight: (C_out, C_in).
         bias: (C_out,) or None.
-        projection: over the N tokens (prefix tokens and grid) or H·W positions.
+        projection: over the N tokens (prefix tokens and grid) or H·W positions, or of the tokens left of each image.
     """
     return _LowRankLinear.apply(*_cast(x, weight, bias), projection)
 
@@ -53,7 +53,7 @@ def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tenso
 
 class _LowRankLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection | OfKept) -> Tensor:
         _save(ctx, x if x.dim() == 3 else x.flatten(1, 2), weight, projection)
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x, weight, bias)
@@ -88,7 +88,7 @@ class _LowRankConv1x1(torch.autograd.Function):
         return g_x, None if g_w is None else g_w[:, :, None, None], g_b, None
 
 
-def _save(ctx: Any, x_BNC: Tensor, weight: Tensor, projection: Projection) -> None:
+def _save(ctx: Any, x_BNC: Tensor, weight: Tensor, projection: Projection | OfKept) -> None:
     """Keep x̂ (packed, inside a packed part of a model) where the weight needs a gradient, the weight where x does, and
     the constants; never x."""
     ctx.projection = projection
@@ -106,7 +106,7 @@ def _save(ctx: Any, x_BNC: Tensor, weight: Tensor, projection: Projection) -> No
     save(ctx, x_hat, weight if ctx.needs_input_grad[0] else None, *constants.matrices)
 
 
-def _projected(unpack: Callable[..., Tensor], projection: Projection, *tensors: Tensor) -> Tensor:
+def _projected(unpack: Callable[..., Tensor], projection: Projection | OfKept, *tensors: Tensor) -> Tensor:
     """x̂ of an x that is computed from what is kept before it."""
     x_BNC = unpack(*tensors)
     return projection.project(x_BNC, projection.constants(x_BNC.device, x_BNC.dtype))

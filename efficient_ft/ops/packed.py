@@ -205,6 +205,10 @@ class PackedOperations(TorchFunctionMode):
             self._kept[key] = (weakref.ref(storage), packed)
         return _for_user(packed, order, dtype or x.dtype)
 
+    def keep_for_attention(self, x: Tensor) -> Packed:
+        """x, a contiguous q, k or v (B, H, N, D), as attention keeps it."""
+        return self.keep(x, self.policy.fused or self.policy.attention, x.dtype, 1)
+
     def weight(self, weight: Tensor) -> tuple[Tensor, Tensor | Packed]:
         """What a linear layer or convolution multiplies by, and what is kept of that."""
         return weight, weight

@@ -7,6 +7,7 @@ matrices are constants: they live in a cache by device and type beside the proje
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,7 +67,7 @@ class Projection:
     rank: int
     groups: tuple[Group, ...]
     ones: np.ndarray | None
-    _cache: dict[tuple[torch.device, torch.dtype], Constants] = field(default_factory=dict, repr=False)
+    _cache: dict[tuple[Any, ...], Constants] = field(default_factory=dict, repr=False)
 
     @property
     def flops(self) -> int:
@@ -117,6 +118,21 @@ class Projection:
             scatter = torch.from_numpy(np.argsort(order)).to(device)
         return Constants(tuple(matrices), gather, scatter, None if self.ones is None else tensor(self.ones))
 
+    def matrices(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Analysis and synthesis over all tokens, dense (R, N); one tensor twice where they are equal."""
+        key = (device, dtype, "dense")
+        if key not in self._cache:
+            tiles = [
+                Tile(np.arange(self.tokens) if g.positions is None else g.positions[k], g.analysis, g.synthesis)
+                for g in self.groups
+                for k in range(g.tiles)
+            ]
+            whole = dense(tiles, self.tokens)
+            one = Projection(self.tokens, self.rank, (Group(None, whole.analysis, whole.synthesis),), None)
+            self._cache[key] = one.constants(device, dtype)
+        analysis, synthesis = self._cache[key].matrices
+        return analysis, synthesis
+
     def project(self, x_BNC: Tensor, constants: Constants) -> Tensor:
         """(B, N, C) → (B, R, C) coefficients, contiguous."""
         if constants.gather is None:
@@ -144,6 +160,52 @@ class Projection:
             start += g.tiles * rank
         x_BNC = (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).index_select(1, constants.scatter)
         return x_BNC.transpose(1, 2).contiguous() if channels_first else x_BNC
+
+
+@dataclass(frozen=True, eq=False)
+class OfKept:
+    """A projection of the tokens that are left of each image: their columns of its matrices.
+
+    Exact wherever the whole projection is. Tokens that lie nowhere on the grid (fused ones) take the exact path, like
+    prefix tokens: each has a row and a column of its own, with the matrix 1.
+
+    Attributes:
+        tokens: N, those left.
+        rank: R of the whole, and one for each fused token.
+        analysis_BNR, synthesis_BNR: transposed; one tensor twice where they are equal.
+    """
+
+    tokens: int
+    rank: int
+    analysis_BNR: Tensor
+    synthesis_BNR: Tensor
+
+    @classmethod
+    def of(cls, whole: Projection, columns_BN: Tensor, fused: int, dtype: torch.dtype) -> OfKept:
+        """Of the tokens in the columns given; the `fused` columns after those of `whole` lie nowhere on its grid."""
+        taken: list[Tensor] = []
+        analysis, synthesis = whole.matrices(columns_BN.device, dtype)
+        for matrix in (analysis,) if analysis is synthesis else (analysis, synthesis):
+            taken.append(torch.block_diag(matrix, torch.eye(fused, device=matrix.device, dtype=dtype)).T[columns_BN])
+        return cls(columns_BN.shape[1], whole.rank + fused, taken[0], taken[-1])
+
+    @property
+    def flops(self) -> int:
+        """As of `Projection`."""
+        return 2 * self.rank * self.tokens
+
+    def constants(self, device: torch.device, dtype: torch.dtype) -> Constants:
+        """What is computed with; it is of one device and type already."""
+        return Constants((self.analysis_BNR, self.synthesis_BNR), None, None, None)
+
+    def project(self, x_BNC: Tensor, constants: Constants) -> Tensor:
+        """(B, N, C) → (B, R, C) coefficients."""
+        return torch.matmul(constants.matrices[0].mT, x_BNC)
+
+    def back(self, x_BRC: Tensor, constants: Constants, channels_first: bool = False) -> Tensor:
+        """(B, R, C) coefficients → (B, N, C)."""
+        assert not channels_first
+        return torch.matmul(constants.matrices[1], x_BRC)
 
 
 def _group(tiles: list[Tile]) -> list[Group]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, Protocol
 
-from efficient_ft.ops.projection import DENSE_LIMIT, Projection
+from efficient_ft.ops.projection import DENSE_LIMIT, OfKept, Projection
 from efficient_ft.ops.transforms import Grid, Pairs, Tile, dct_tiles, low_pass_l1, wht_tiles
 
 Padding = Literal["ortho", "zero", "reflect"]
@@ -24,7 +24,7 @@ class Projector(Protocol):
         ...
 
 
-def backward_flops(projection: Projection, channels: tuple[int, int]) -> tuple[int, int]:
+def backward_flops(projection: Projection | OfKept, channels: tuple[int, int]) -> tuple[int, int]:
     """Executed FLOPs per image of (exact, low-rank) g_w and g_x of a linear layer, all projections included."""
     c_in, c_out = channels
     exact = 4 * c_in * c_out * projection.tokens

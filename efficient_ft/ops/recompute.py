@@ -51,6 +51,11 @@ def recompute(
     return _Recompute.apply(function, leaves, form, packer, place, x, *parameters)
 
 
+def runs_again() -> bool:
+    """Whether this forward pass is one of the backward pass: a part that is recomputed, here or by torch."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(

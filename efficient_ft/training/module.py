@@ -21,6 +21,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from efficient_ft.errors import UserError
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 from efficient_ft.models.view import view
+from efficient_ft.seeding import seed_of, seed_step
 
 if TYPE_CHECKING:
     from efficient_ft.config import Config, OptimConfig
@@ -47,30 +48,6 @@ def lr_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
         return 1.0
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def seed_of(*counters: int) -> int:
-    """A 64-bit seed from counters (seed, rank, batch …): splitmix64, so that neighbours share nothing."""
-    state = 0
-    for counter in counters:
-        state = (state ^ counter) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
-        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-        state = (state ^ state >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
-        state ^= state >> 31
-    return state
-
-
-def seed_step(seed: int, device: torch.device) -> None:
-    """Seed the generators a step draws from: the CPU's and that of `device`.
-
-    Not `torch.manual_seed`, which queues a seed for every kind of accelerator, with a stack trace, at each call: half a
-    millisecond.
-    """
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
-    elif device.type == "mps":
-        torch.mps.manual_seed(seed)
 
 
 def build_optimizer(network: nn.Module, optim: OptimConfig, precision: str = "fp32") -> torch.optim.Optimizer:

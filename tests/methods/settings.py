@@ -115,11 +115,13 @@ def gradients(model: nn.Module, name: str, seed: int = 0) -> dict[str, Tensor | 
 
 
 def warm_up(model: nn.Module, method: Method, name: str) -> None:
-    """The steps after which `method` does what it does for good; no parameter moves."""
-    for step in range(method.warmup_steps):
+    """The steps after which `method` does what it does for good, and the begin of the next; no parameter moves."""
+    steps = method.warmup_steps
+    for step in range(steps):
         method.step_begin(step)
         gradients(model, name, seed=step)
         method.step_end()
+    method.step_begin(steps)
 
 
 def train_a_little(model: nn.Module, method: Method, name: str, steps: int = 2, lr: float = 0.05) -> None:
@@ -306,6 +308,31 @@ ROWS = {
         models=("vit",),
         refused=dict.fromkeys(("efficientformer", "swinv2", "resnet", "mobilenet"), "no class token"),
         own_evaluation="tokens are dropped there too",
+    ),
+    "alast": Row(
+        METHODS["alast"],
+        {"layers": 2, "start": 0.7},
+        off={"layers": 4, "start": 1.0},
+        models=("vit",),
+        refused=dict.fromkeys(("efficientformer", "swinv2", "resnet", "mobilenet"), "no class token"),
+        what_trains=True,
+    ),
+    "uniform_layers": Row(
+        METHODS["uniform_layers"], {"layers": 2}, off={"layers": 4}, models=("vit", "resnet"), what_trains=True
+    ),
+    "lisa": Row(
+        METHODS["lisa"],
+        {"layers": 1, "embeddings": False},
+        off={"layers": 4, "embeddings": True},
+        models=("vit",),
+        what_trains=True,
+    ),
+    "top_layers": Row(
+        METHODS["top_layers"],
+        {"layers": 2, "profile_steps": 1},
+        off={"layers": 4, "embeddings": True},
+        models=("vit",),
+        what_trains=True,
     ),
     "mesa": _near("mesa", "8 bits are not exact", *USUAL),
     "mesa_published": _near("mesa", "8 bits are not exact", "vit", "swinv2", derive=False),

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from timm.layers import set_fused_attn
 from torch import Tensor, nn
 
-from efficient_ft.cost import executed
+from efficient_ft.cost import executed, layer_flops
 from efficient_ft.errors import SettingError, UserError
 from efficient_ft.methods import (
     BSR,
+    LBPWHT,
     BackRazor,
     Blocks,
     Checkpointing,
@@ -158,6 +159,57 @@ def test_how_activations_are_kept_changes_nothing_where_all_is_kept(other: Any) 
     assert not any(forwards_of(m) for m in both.modules())
 
 
+def low_rank(monkeypatch: pytest.MonkeyPatch, order: int, always: bool) -> LBPWHT:
+    if always:  # at full rank, or for a few tokens, an exact layer is cheaper
+        monkeypatch.setattr(LBPWHT, "_costs_more", lambda *_: None)
+        monkeypatch.setattr("efficient_ft.methods.backprop.low_rank.backward_flops", lambda *_: (1, 0))
+    return LBPWHT(order=order)
+
+
+def test_full_rank_behind_a_drop_is_exact_and_low_rank_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, full, low = (model_of("vit") for _ in range(3))
+    EViT([0, 2]).apply(alone)
+    apply_methods(full, [EViT([0, 2]), low_rank(monkeypatch, 15, True)])
+    apply_methods(low, [EViT([0, 2]), low_rank(monkeypatch, 3, True)])
+    expected = gradients(alone, "vit")
+    assert largest_difference(expected, gradients(full, "vit")) < 1e-10
+    assert largest_difference(expected, gradients(low, "vit")) > 1e-2
+
+
+@pytest.mark.parametrize("other", [lambda: Checkpointing(), lambda: BackRazor(sparsity=0.0, values="input")])
+@pytest.mark.parametrize("replay", [False, True])
+def test_kept_tokens_are_projected_alike_however_they_are_kept(
+    other: Any, replay: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, both = model_of("vit"), model_of("vit")
+    for model, others in ((alone, []), (both, [] if replay else [other()])):
+        apply_methods(model, [*others, EViT([0, 2]), low_rank(monkeypatch, 3, True)])
+    if replay:
+        both.set_grad_checkpointing(True)  # type: ignore[operator]
+    assert largest_difference(gradients(alone, "vit"), gradients(both, "vit")) < 1e-10
+
+
+def test_low_rank_energies_are_those_of_the_grid() -> None:
+    """LHE profiles the gradients of the tokens left, where they lie."""
+    model = model_of("vit")
+    method = LBPWHT(bases="lhe", order=2, profile_steps=1)
+    apply_methods(model, [method, EViT([0, 2])])
+    method.step_begin(0)
+    gradients(model, "vit")
+    method.step_end()
+    assert all(chosen.projector is not None for chosen in method._layers.values())
+    assert all(g is not None for g in gradients(model, "vit").values())
+
+
+def test_a_step_on_few_tokens_is_exact_where_that_costs_less() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=10)
+    exact, low = (layer_flops(model, 2, (224, 224), methods=m) for m in ([EViT([3, 6])], [EViT([3, 6]), LBPWHT()]))
+    for block, saves in (("2", True), ("3", True), ("5", True), ("8", True)):
+        name = f"blocks.{block}.mlp.fc1"
+        assert (low[name].backward < exact[name].backward) == saves, name
+    assert sum(f.backward for f in low.values()) < 0.75 * sum(f.backward for f in exact.values())
+
+
 def test_timm_s_own_checkpointing_replays_the_same_choice() -> None:
     plain, replayed = small("vit_tiny_patch16_224"), small("vit_tiny_patch16_224")
     for model in (plain, replayed):
@@ -199,15 +251,11 @@ def test_settings_out_of_range_are_named(settings: dict[str, Any], message: str)
     assert not any(forwards_of(m) for m in model.modules())
 
 
-def test_two_methods_that_drop_tokens_and_low_rank_backward_are_refused() -> None:
-    from efficient_ft.methods import LBPWHT
-
+def test_two_methods_that_drop_tokens_are_refused() -> None:
     model = model_of("vit")
     EViT([1]).apply(model)
     with pytest.raises(UserError, match="already"):
         EViT([2]).apply(model)
-    with pytest.raises(UserError, match="low-rank backward"):
-        apply_methods(model_of("vit"), [LBPWHT(), EViT([1])])
 
 
 @pytest.mark.parametrize("name", ["beit_base_patch16_224", "eva02_tiny_patch14_224", "cait_xxs24_224", "mvitv2_tiny"])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from efficient_ft.ops.low_rank import low_rank_conv1x1, low_rank_linear
-from efficient_ft.ops.projection import Projection
+from efficient_ft.ops.projection import OfKept, Projection
 from efficient_ft.ops.projectors import CosineProjector, WalshProjector
 from efficient_ft.ops.transforms import low_pass_l1, low_pass_linf
 from tests.ops import reference
@@ -54,6 +54,55 @@ def test_full_rank_cosine_equals_exact(grid):
     arguments = case(grid, 1)
     for low, exact in zip(gradients(low_rank(projection), *arguments), gradients(F.linear, *arguments), strict=True):
         torch.testing.assert_close(low, exact, **TOLERANCE)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    grid=st.sampled_from([(7, 7), (5, 9), (20, 20)]),
+    prefix=st.integers(0, 2),
+    kept=st.integers(1, 30),
+    fused=st.integers(0, 2),
+    order=st.sampled_from([2, 4, 15]),
+    padding=st.sampled_from(["ortho", "zero", "reflect"]),
+    seed=st.integers(0, 99),
+)
+def test_kept_tokens_are_projected_where_they_lie(grid, prefix, kept, fused, order, padding, seed):
+    """As the whole map is, zeros where tokens were dropped; fused and prefix tokens exactly. Exact at full rank."""
+    if padding == "reflect" and min(grid) < 7:
+        return
+    whole = WalshProjector(low_pass_l1(order), padding).projection(grid, prefix, (3, 4))
+    positions = grid[0] * grid[1]
+    generator = torch.Generator().manual_seed(seed)
+    # Some lie on the grid, the fused ones at places after it, in any order; not every image has every fused token.
+    places = torch.stack([torch.randperm(positions + fused, generator=generator)[:kept] for _ in range(2)])
+    columns = torch.cat([torch.arange(prefix).expand(2, -1), places + prefix], 1)
+    at = columns.numpy()
+    tokens = columns.shape[1]
+    x, g = (torch.randn(2, tokens, c, generator=generator, dtype=torch.float64) for c in (3, 4))
+    weight, bias = torch.randn(4, 3, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+    arguments = x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), g
+    projection = OfKept.of(whole, columns, fused, torch.float64)
+    found = gradients(low_rank(projection), *arguments)
+
+    analysis, synthesis = (np.zeros((whole.rank + fused, whole.tokens + fused)) for _ in range(2))
+    eye = torch.eye(whole.tokens, dtype=torch.float64)
+    constants = whole.constants(torch.device("cpu"), torch.float64)
+    analysis[: whole.rank, : whole.tokens] = whole.project(eye[None], constants)[0]
+    eye = torch.eye(whole.rank, dtype=torch.float64)
+    synthesis[: whole.rank, : whole.tokens] = whole.back(eye[None], constants)[0].T
+    for matrix in (analysis, synthesis):
+        matrix[whole.rank :, whole.tokens :] = np.eye(fused)
+    g_w = np.zeros((4, 3))
+    for b in range(2):
+        a, s = analysis[:, at[b]], synthesis[:, at[b]]
+        g_hat = a @ g[b].numpy()
+        g_w += g_hat.T @ (a @ x[b].detach().numpy())
+        np.testing.assert_allclose(found[0][b], s.T @ g_hat @ weight.detach().numpy(), **TOLERANCE)
+    np.testing.assert_allclose(found[1], g_w, **TOLERANCE)
+    np.testing.assert_allclose(found[2], g.sum((0, 1)), **TOLERANCE)
+    if order == 15 and padding == "ortho":
+        for low, exact in zip(found, gradients(F.linear, *arguments), strict=True):
+            torch.testing.assert_close(low, exact, **TOLERANCE)
 
 
 def test_reflect_is_not_exact_at_any_rank():

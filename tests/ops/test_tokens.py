@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from efficient_ft.ops.tokens import class_attention, drop, match, merge, share_kept
+from efficient_ft.ops.tokens import all_there, class_attention, drop, match, merge, share_kept
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -36,6 +36,39 @@ def test_class_attention_is_the_class_token_s_row_of_the_whole_map(prefix, scale
     torch.testing.assert_close(found, whole.mean(1)[:, 0, prefix:], rtol=1e-12, atol=1e-14)
     half = class_attention(q.bfloat16(), k.bfloat16(), prefix, scale)
     assert half.dtype == torch.float32
+
+
+def test_gradients_of_class_attention_are_those_of_the_whole_map():
+    q, k, g = random(2, 3, 9, 8), random(2, 3, 9, 8, seed=1), random(2, 8, seed=2)
+    for tensors in ((q, k), (q[:, :, 2:], k), (q.float(), k.float())):
+        q_, k_ = (t.detach().requires_grad_() for t in tensors)
+        whole = (q_ @ k_.mT * 8**-0.5).softmax(-1).mean(1)[:, 0, 1:]
+        expected = torch.autograd.grad((whole * g).sum(), (q_, k_))
+        found = torch.autograd.grad((class_attention(q_, k_, 1) * g).sum(), (q_, k_))
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5 if a.dtype == torch.float32 else 1e-11, atol=1e-7)
+
+
+def test_places_follow_the_tokens_through_drops_and_fusions():
+    """On the grid is each token that came from there, whatever it was dropped or fused before."""
+    prefix, positions = 2, 12
+    x = torch.cat([random(3, prefix, 4), random(3, positions, 4, seed=1)], 1)
+    grid = x[:, prefix:].clone()
+    tokens = all_there(x, prefix)
+    for seed, (keep, fuse) in enumerate([(9, True), (7, True), (5, False), (3, True)]):
+        scores = random(3, x.shape[1] - prefix, seed=10 + seed)
+        x, index = drop(x, scores, prefix, keep, fuse)
+        tokens = tokens.dropped(index, positions, fuse)
+        assert tokens.places_BL is not None
+        assert tokens.places_BL.shape == (3, x.shape[1] - prefix)
+        for sample in range(3):
+            for token, place in zip(x[sample, prefix:], tokens.places_BL[sample].tolist(), strict=True):
+                assert place >= positions or torch.equal(token, grid[sample, place])
+        lying = tokens.on_grid(x, prefix, positions)
+        assert torch.equal(lying[lying.any(-1)], grid[lying.any(-1)])
+        assert (tokens.columns_BN(prefix)[:, :prefix] == torch.arange(prefix)).all()
+    assert tokens.fused == 3
+    assert len(set(tokens.places_BL[0].tolist())) == x.shape[1] - prefix
 
 
 def dropped_by_hand(x: np.ndarray, scores: np.ndarray, prefix: int, kept: int, fuse: bool) -> np.ndarray:

@@ -11,8 +11,9 @@ import torch
 
 from efficient_ft.config import OptimConfig
 from efficient_ft.errors import UserError
+from efficient_ft.seeding import seed_of
 from efficient_ft.training import checkpoint
-from efficient_ft.training.module import FineTuner, build_optimizer, lr_factor, seed_of
+from efficient_ft.training.module import FineTuner, build_optimizer, lr_factor
 from efficient_ft.training.report import bytes_, number, seconds, table
 from efficient_ft.training.run import run
 

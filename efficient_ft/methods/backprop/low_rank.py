@@ -7,6 +7,7 @@ forward in evaluation. So a changed model can be copied, pickled, saved and chan
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,10 @@ from efficient_ft.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method
 from efficient_ft.models.view import Layer, TokenLayout, view
 from efficient_ft.ops.low_rank import low_rank_conv1x1, low_rank_linear
+from efficient_ft.ops.projection import OfKept, Projection
 from efficient_ft.ops.projectors import Projector, backward_flops
 from efficient_ft.ops.spectrum import block_energy
+from efficient_ft.ops.tokens import Tokens, tokens_here
 
 
 @dataclass
@@ -43,16 +46,22 @@ class LowRankLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if not _records(self, x):
             return super().forward(x)
-        how = self.low_rank
+        how, tokens = self.low_rank, tokens_here()
         grid = how.tokens.grid if how.tokens.form == "tokens" else (x.shape[1], x.shape[2])
         if how.projector is None:
-            return _profiled(super().forward(x), how, grid)
-        if x.shape[1:-1].numel() != how.tokens.prefix + grid[0] * grid[1]:
+            return _profiled(super().forward(x), how, grid, tokens)
+        channels = (self.in_features, self.out_features)
+        projection: Projection | OfKept = how.projector.projection(grid, how.tokens.prefix, channels)
+        if tokens is not None and tokens.places_BL is not None:
+            projection = _of_kept(projection, tokens, how.tokens.prefix, x)
+            exact, low_rank = backward_flops(projection, channels)
+            if low_rank >= exact:
+                return super().forward(x)
+        if x.shape[1:-1].numel() != projection.tokens:
             raise UserError(
                 f"a layer was given {x.shape[1]} tokens, but its grid is {grid[0]}×{grid[1]} after"
                 f" {how.tokens.prefix} prefix tokens: build the model at the size of the images it is trained on"
             )
-        projection = how.projector.projection(grid, how.tokens.prefix, (self.in_features, self.out_features))
         return low_rank_linear(x, self.weight, self.bias, projection)
 
 
@@ -79,12 +88,24 @@ def _records(module: nn.Linear | nn.Conv2d, x: Tensor) -> bool:
     return module.training and torch.is_grad_enabled() and (x.requires_grad or module.weight.requires_grad)
 
 
-def _profiled(y: Tensor, how: LowRank, grid: tuple[int, int]) -> Tensor:
+def _of_kept(whole: Any, tokens: Tokens, prefix: int, x: Tensor) -> OfKept:
+    """The projection of the tokens left; layers that run on the same ones share it."""
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    key = whole, dtype
+    if key not in tokens.made:
+        tokens.made[key] = OfKept.of(whole, tokens.columns_BN(prefix), tokens.fused, dtype)
+    return tokens.made[key]
+
+
+def _profiled(y: Tensor, how: LowRank, grid: tuple[int, int], tokens: Tokens | None = None) -> Tensor:
     """`y`, whose gradient will be added to the layer's energies on its way back."""
 
     def gather(g: Tensor) -> None:
         if how.tokens.form == "channels_first":
             g = g.permute(0, 2, 3, 1)
+        if tokens is not None:
+            g = tokens.on_grid(g, how.tokens.prefix, grid[0] * grid[1]).unflatten(1, grid)
         g_BHWC = g[:, how.tokens.prefix :].unflatten(1, grid) if g.dim() == 3 else g
         energy = block_energy(g_BHWC).cpu().double()
         if 0 < energy.sum() < torch.inf:  # an overflow in fp16 is a step that is skipped

@@ -19,6 +19,7 @@ from efficient_ft.models.view import view
 from efficient_ft.ops.packed import Session
 from efficient_ft.ops.packing import Dense, EightBits, Half, Packer, Place
 from efficient_ft.ops.recompute import recompute
+from efficient_ft.ops.tokens import Tokens, carry, known
 
 
 class _RecomputedForward(MemoryForward):
@@ -36,19 +37,21 @@ class _RecomputedForward(MemoryForward):
         if not module.training or not records or not x.numel():
             return self.within(x, *others, **keywords)
         place = Place(self.name, x.shape[0], self.session.ranges, self.session.overflow)
-        return recompute(self._run, x, others, keywords, parameters, self.packer, place)
+        x, tokens = known(x)
+        return recompute(self._run, x, (tokens, *others), keywords, parameters, self.packer, place)
 
-    def _run(self, *args: Any, **keywords: Any) -> Any:
+    def _run(self, x: Tensor, tokens: Tokens | None, *args: Any, **keywords: Any) -> Any:
         module = self.module
+        x = carry(x, tokens)
         if not torch.is_grad_enabled():  # the first time
-            return self.within(*args, **keywords)
+            return self.within(x, *args, **keywords)
         # The second time must not move running statistics again, nor write to them: autograd has them in its keeping.
         moving = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
         before = [m.momentum for m in moving]
         for m in moving:
             m.momentum = 0.0
         try:
-            return self.within(*args, **keywords)
+            return self.within(x, *args, **keywords)
         finally:
             for m, momentum in zip(moving, before, strict=True):
                 m.momentum = momentum

@@ -9,7 +9,8 @@ from torch import nn
 
 from efficient_ft.methods.base import Applied
 from efficient_ft.methods.selection.static import Blocks
-from efficient_ft.methods.tokens.evit import check_dropping, drop_none, drop_tokens
+from efficient_ft.methods.tokens.base import take_forwards
+from efficient_ft.methods.tokens.evit import check_dropping, drop_tokens
 
 
 class BSR(Blocks):
@@ -50,5 +51,5 @@ class BSR(Blocks):
         )
 
     def _remove(self, model: nn.Module) -> None:
-        drop_none(model)
+        take_forwards(model)
         super()._remove(model)

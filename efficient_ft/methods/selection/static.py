@@ -31,7 +31,7 @@ class Selection(Method):
         raise NotImplementedError  # abstract
 
     def _apply(self, model: nn.Module) -> Applied:
-        _refuse_adapted(model, self.name)
+        refuse_adapted(model, self.name)
         chosen = {id(p) for p in self._chosen(model).values()}
         self._before = {n: p.requires_grad for n, p in model.named_parameters()}
         for parameter in model.parameters():
@@ -45,7 +45,7 @@ class Selection(Method):
         """Every parameter is trainable or frozen again as it was before; values stay."""
         if not self._before:
             return
-        _refuse_adapted(model, self.name)
+        refuse_adapted(model, self.name)
         for name, parameter in model.named_parameters():
             if name in self._before:
                 parameter.requires_grad_(self._before[name])
@@ -193,7 +193,7 @@ def _norms(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _refuse_adapted(model: nn.Module, name: str) -> None:
+def refuse_adapted(model: nn.Module, name: str) -> None:
     """Adapters take what the selection leaves trainable, and rename what they adapt: they come after it."""
     adapted = next((n for n, m in model.named_modules() if hasattr(m, "base_layer") and hasattr(m, "lora_A")), None)
     if adapted is not None:

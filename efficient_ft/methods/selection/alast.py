@@ -1,0 +1,212 @@
+"""ALaST: a budget for every block says how many tokens flow on behind it and how likely it is to train.
+
+Source: Devoto, Alvetreti, Pomponi, Di Lorenzo, Minervini, Scardapane, "Adaptive Layer Selection for Efficient Vision
+Transformer Fine-Tuning", 2024. Where the paper leaves open what is done, or the authors' later account of it differs,
+a setting says which.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from efficient_ft.errors import SettingError
+from efficient_ft.methods.base import Applied
+from efficient_ft.methods.selection.per_step import LayersPerStep
+from efficient_ft.methods.tokens.base import (
+    Attention,
+    DroppingForward,
+    give_forwards,
+    refuse_other_blocks,
+    refuse_without_class_token,
+    take_forwards,
+)
+from efficient_ft.models.view import view
+from efficient_ft.ops.recompute import runs_again
+from efficient_ft.ops.tokens import all_there, among, keeps_all, known
+
+
+@dataclass
+class _Budget:
+    """Of one block.
+
+    Attributes:
+        value: b, the share of the incoming patch tokens that flows on.
+        change: Σ over the images of the step of ‖CLS_l − CLS_{l−1}‖², so far; kept from step to step.
+        images: of the step, so far.
+        before: Δ of the step before; None: there was none.
+    """
+
+    value: float
+    change: Tensor | None = None
+    images: int = 0
+    before: float | None = None
+
+
+class _BudgetedForward(DroppingForward):
+    """A block behind which, in training, as many tokens flow on as its budget allows."""
+
+    def __init__(
+        self, module: nn.Module, prefix: int, positions: int, last: bool, budgets: dict[str, _Budget], name: str
+    ) -> None:
+        super().__init__(module, prefix, positions, last, self._kept, False)
+        self.budget = budgets[name]
+
+    def _kept(self, count: int) -> int:
+        return math.floor(self.budget.value * count + 1e-9)  # .7 of 10 is 7, though .7 · 10 may not be
+
+    def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
+        if not self.module.training or keeps_all():
+            return super(DroppingForward, self).__call__(x, *others, **keywords)
+        self.plain(others, keywords)
+        x, tokens = known(x)
+        count = x.shape[1] - self.prefix
+        drops = self._kept(count) < count
+        seen = Attention(self.prefix) if drops else None
+        with among(tokens):
+            y = self.second_half(self.first_half(x, seen))
+        if not runs_again():
+            self._watch(x.detach()[:, 0], y.detach()[:, 0])
+        if seen is not None:
+            y, tokens = self.drop(y, seen, tokens or all_there(x, self.prefix))
+        return self.passed_on(y, tokens)
+
+    def _watch(self, before_BC: Tensor, after_BC: Tensor) -> None:
+        change, budget = (after_BC.float() - before_BC.float()).square().sum(), self.budget
+        if budget.change is None or budget.change.device != change.device:
+            budget.change = torch.zeros_like(change)
+        budget.change += change
+        budget.images += len(before_BC)
+
+
+class ALaST(LayersPerStep):
+    """In each step K blocks train, drawn by their budgets, and behind each block flows on what its budget allows.
+
+    A block's budget b follows how much it changes the class token: after each step ``b ← b + rate · (Δ − Δ of the step
+    before)``, within [lowest, highest], with Δ the squared change of the class token through the block (the paper's
+    Equations 5 and 6). Behind a block, ⌊b · N⌋ of the N patch tokens that came in flow on, those its class token
+    attended to most; the others are dropped, not fused. Frozen blocks drop tokens too. In evaluation all tokens flow.
+
+    The defaults are the authors' later account; ``alast_paper`` has the paper's.
+
+    Args:
+        layers: K, blocks that train in a step.
+        start: the budgets at first.
+        lowest, highest: budgets stay within these.
+        rate: α. The paper's is the learning rate, 1e-4; here times 128, the batch it goes with, since Δ is a mean.
+        delta: how Δ, a sum over channels and images, is reduced: ``image`` (the mean over the images), ``value`` (over
+            images and channels), or ``batch`` (the sum: then α depends on the batch size).
+        first_delta: before the first step Δ was ``zero``, or as in it, ``same``: then the first step changes nothing.
+        choice: ``sample`` (K blocks without replacement, with probabilities softmax(b)), or ``highest`` (those of the
+            K highest budgets, the first of equals).
+        embeddings: patch embedding, class token and positions train, in every step; if not, the backward pass of a step
+            ends at the lowest block that trains.
+        seed: of the choices; None: the run's, and 0 in anyone's own loop.
+    """
+
+    name = "alast"
+
+    def __init__(
+        self,
+        layers: int = 9,
+        start: float = 0.9,
+        lowest: float = 0.5,
+        highest: float = 1.0,
+        rate: float = 0.0128,
+        delta: Literal["image", "value", "batch"] = "image",
+        first_delta: Literal["zero", "same"] = "zero",
+        choice: Literal["sample", "highest"] = "sample",
+        embeddings: bool = True,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(layers, embeddings, seed)
+        for setting, value in (("lowest", lowest), ("highest", highest), ("start", start), ("rate", rate)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+                raise SettingError(setting, value, "a number of at least 0")
+        if not 0 <= lowest <= highest <= 1:
+            raise SettingError("lowest", lowest, f"a number from 0 to highest ({highest}), which is at most 1")
+        if not lowest <= start <= highest:
+            raise SettingError("start", start, f"a number from lowest ({lowest}) to highest ({highest})")
+        for setting, word, allowed in (
+            ("delta", delta, ("image", "value", "batch")),
+            ("first_delta", first_delta, ("zero", "same")),
+            ("choice", choice, ("sample", "highest")),
+        ):
+            if word not in allowed:
+                raise SettingError(setting, word, allowed)
+        self.start, self.lowest, self.highest, self.rate = start, lowest, highest, rate
+        self.delta, self.first_delta, self.choice = delta, first_delta, choice
+        self._budgets: dict[str, _Budget] = {}
+        self._channels = 1
+        self._restored: dict[str, Any] | None = None
+
+    def _apply(self, model: nn.Module) -> Applied:
+        seen = view(model)
+        refuse_without_class_token(seen, self.name)
+        names = self._refuse_few(seen)
+        refuse_other_blocks(model, self.name, names)
+        self._budgets = {name: _Budget(float(self.start)) for name in names}
+        self._channels = int(model.get_parameter("cls_token").shape[-1])
+        if self._restored is not None:
+            self.load_state_dict(self._restored)
+        applied = super()._apply(model)
+        give_forwards(model, seen, self.name, {name: (_BudgetedForward, (self._budgets, name)) for name in names})
+        return applied
+
+    def _notes(self) -> tuple[str, ...]:
+        return (f"budgets start at {self.start:g}; in evaluation all tokens flow on",)
+
+    def _remove(self, model: nn.Module) -> None:
+        take_forwards(model)
+        super()._remove(model)
+
+    def choose(self, step: int, count: int) -> list[int]:
+        budgets = torch.tensor([budget.value for budget in self._budgets.values()], dtype=torch.float64)
+        if self.choice == "sample":
+            return torch.multinomial(budgets.softmax(0), self.layers, generator=self._generator(step)).tolist()
+        return budgets.argsort(descending=True, stable=True)[: self.layers].tolist()
+
+    def step_end(self) -> None:
+        super().step_end()
+        budgets = list(self._budgets.values())
+        changes = [budget.change for budget in budgets if budget.change is not None and budget.images]
+        if len(changes) < len(budgets) or not changes or isinstance(changes[0], FakeTensor) or changes[0].is_meta:
+            return  # no step was taken, or only its cost was counted
+        deltas = self._deltas(torch.stack(changes), budgets[0].images)
+        for budget, delta in zip(budgets, deltas, strict=True):
+            assert budget.change is not None
+            budget.change.zero_()
+            budget.images = 0
+            if not math.isfinite(delta):
+                continue  # an overflow in fp16, a step that is skipped
+            before = budget.before
+            if before is None:
+                before = delta if self.first_delta == "same" else 0.0
+            budget.value = min(self.highest, max(self.lowest, budget.value + self.rate * (delta - before)))
+            budget.before = delta
+
+    def _deltas(self, changes: Tensor, images: int) -> list[float]:
+        """Δ of every block, over the images of all micro-batches and processes."""
+        sums = torch.cat([changes.double(), changes.new_tensor([images], dtype=torch.float64)])
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(sums)
+        *deltas, images_all = sums.tolist()
+        over = {"image": images_all, "value": images_all * self._channels, "batch": 1.0}[self.delta]
+        return [delta / over for delta in deltas]
+
+    def insight(self) -> dict[str, Any]:
+        return {**super().insight(), "budgets": [budget.value for budget in self._budgets.values()]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: [budget.value, budget.before] for name, budget in self._budgets.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored = state_dict  # applied later, if the model is not there yet
+        for name, budget in self._budgets.items():
+            budget.value, budget.before = state_dict[name]

@@ -1,0 +1,232 @@
+"""Selections that change from step to step: in each, some blocks train and the others are frozen.
+
+Within a step a frozen parameter has ``requires_grad = False``: no gradient is computed for it, and below the lowest one
+that trains nothing is recorded or kept. Between steps all that may train has ``requires_grad``, so that the optimizer
+is built over all of it, and its groups never change. Choices come from (seed, step).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from efficient_ft.errors import SettingError, UserError
+from efficient_ft.methods.base import Applied, Method
+from efficient_ft.methods.selection.static import refuse_adapted
+from efficient_ft.models.view import ModelView, parameters_under, view
+from efficient_ft.seeding import generator_of
+
+
+class LayersPerStep(Method):
+    """Base: a subclass says which blocks train in a step. The head and the norm before it always do.
+
+    Args:
+        layers: K, blocks that train in a step.
+        embeddings: what comes before the blocks (patch embedding, class token, positions) trains, in every step; if
+            not, it is frozen, and the backward pass of a step ends at the lowest block that trains.
+        seed: of the choices; None: the run's, and 0 in anyone's own loop.
+    """
+
+    axis = "selection"
+    find_unused_parameters = True
+    #: A step's mask is drawn: its cost is a mean.
+    cost_steps = 8
+
+    def __init__(self, layers: int, embeddings: bool, seed: int | None) -> None:
+        if type(layers) is not int or layers < 1:
+            raise SettingError("layers", layers, "a whole number of at least 1")
+        if not isinstance(embeddings, bool):
+            raise SettingError("embeddings", embeddings, ("true", "false"))
+        if seed is not None and (type(seed) is not int or seed < 0):
+            raise SettingError("seed", seed, "null (the run's) or a whole number of at least 0")
+        self.layers, self.embeddings, self.seed = layers, embeddings, seed
+        self._before: dict[str, bool] = {}
+        self._blocks: dict[str, nn.Module] = {}
+        #: What may train in each block, once every method is applied (adapters freeze what they adapt).
+        self._trainable: dict[str, list[nn.Parameter]] | None = None
+        self._chosen: tuple[int, ...] = ()
+
+    def choose(self, step: int, count: int) -> list[int]:
+        """The blocks, counted from 0, that train in a step; `count`: all of the model."""
+        raise NotImplementedError  # abstract
+
+    def _apply(self, model: nn.Module) -> Applied:
+        refuse_adapted(model, self.name)
+        seen = view(model)
+        names = self._refuse_few(seen)
+        self._before = {n: p.requires_grad for n, p in model.named_parameters()}
+        self._blocks, self._trainable = {name: model.get_submodule(name) for name in names}, None
+        trains = parameters_under(model, [*names, *seen.tail, *seen.head])
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(self.embeddings or name in trains)
+            if not parameter.requires_grad:
+                parameter.grad = None
+        frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
+        return Applied(
+            self.name,
+            names,
+            dict.fromkeys(frozen, "frozen: it comes before the blocks"),
+            notes=(f"{self.layers} of {len(names)} blocks train in a step", *self._notes()),
+        )
+
+    def _notes(self) -> tuple[str, ...]:
+        return ()
+
+    def _refuse_few(self, seen: ModelView) -> tuple[str, ...]:
+        """The model's blocks, where there are K of them."""
+        if not seen.blocks:
+            raise UserError(f"method {self.name}: no blocks were recognised in {seen.name}.")
+        if self.layers > len(seen.blocks):
+            raise SettingError(
+                f"method.{self.name}.layers",
+                self.layers,
+                f"a whole number from 1 to {len(seen.blocks)}: {seen.name} has {len(seen.blocks)} blocks",
+            )
+        return seen.blocks
+
+    def _remove(self, model: nn.Module) -> None:
+        if not self._before:
+            return
+        refuse_adapted(model, self.name)
+        for name, parameter in model.named_parameters():
+            if name in self._before:
+                parameter.requires_grad_(self._before[name])
+
+    def remove(self, model: nn.Module) -> None:
+        super().remove(model)
+        self._before, self._blocks, self._trainable = {}, {}, None
+
+    # ------------------------------------------------------------------ per step
+    def step_begin(self, step: int) -> None:
+        if self._trainable is None:
+            self._trainable = {
+                name: [p for p in block.parameters() if p.requires_grad] for name, block in self._blocks.items()
+            }
+        count = len(self._blocks)
+        with unset_fake_temporarily():  # costs are counted on fake tensors, choices made on real numbers
+            self._chosen = tuple(sorted(self.choose(step, count)))
+        for index, parameters in enumerate(self._trainable.values()):
+            for parameter in parameters:
+                parameter.requires_grad_(index in self._chosen)
+                if index not in self._chosen:
+                    parameter.grad = None
+
+    def step_end(self) -> None:
+        for parameters in (self._trainable or {}).values():
+            for parameter in parameters:
+                parameter.requires_grad_(True)
+
+    def _generator(self, step: int) -> torch.Generator:
+        return generator_of(self.seed or 0, step)
+
+    def insight(self) -> dict[str, Any]:
+        return {"trained": [list(self._blocks)[index] for index in self._chosen]}
+
+
+class UniformLayers(LayersPerStep):
+    """In every step K blocks train, drawn uniformly: the control of every method that chooses by importance."""
+
+    name = "uniform_layers"
+
+    def __init__(self, layers: int = 9, embeddings: bool = True, seed: int | None = None) -> None:
+        super().__init__(layers, embeddings, seed)
+
+    def choose(self, step: int, count: int) -> list[int]:
+        return torch.randperm(count, generator=self._generator(step))[: self.layers].tolist()
+
+
+class LISA(LayersPerStep):
+    """K blocks train, drawn uniformly anew every so many steps; what comes before and after the blocks always trains.
+
+    Source: Pan, Liu, Diao, Pi, Zhang, Han, Zhang, "LISA: Layerwise Importance Sampling for Memory-Efficient Large
+    Language Model Fine-Tuning", NeurIPS 2024.
+
+    Args:
+        layers: K, blocks that train at a time.
+        every: optimizer steps from one choice to the next.
+        embeddings, seed: see `LayersPerStep`.
+    """
+
+    name = "lisa"
+
+    def __init__(self, layers: int = 2, every: int = 20, embeddings: bool = True, seed: int | None = None) -> None:
+        super().__init__(layers, embeddings, seed)
+        if type(every) is not int or every < 1:
+            raise SettingError("every", every, "a whole number of at least 1")
+        self.every = every
+
+    def choose(self, step: int, count: int) -> list[int]:
+        # Choices that hold for several steps come from the first of them.
+        return torch.randperm(count, generator=self._generator(step - step % self.every))[: self.layers].tolist()
+
+
+class TopLayers(LayersPerStep):
+    """The K blocks that matter most train, found in a short profile: "FT top-K" of the ALaST paper.
+
+    In the first steps everything trains. What matters is the size of a block's gradient against that of its weights,
+    ‖g‖ / ‖w‖, of which each step counts its share (our choice: the paper says "exploration"). The blocks chosen are
+    part of the checkpoint.
+
+    Args:
+        layers: K.
+        profile_steps: optimizer steps of the profile.
+        embeddings: see `LayersPerStep`; in the profile they train if they do after it.
+    """
+
+    name = "top_layers"
+    cost_steps = 1
+
+    def __init__(self, layers: int = 3, profile_steps: int = 10, embeddings: bool = False) -> None:
+        super().__init__(layers, embeddings, None)
+        if type(profile_steps) is not int or profile_steps < 1:
+            raise SettingError("profile_steps", profile_steps, "a whole number of at least 1")
+        self.profile_steps = profile_steps
+        self._steps = 0
+        self._shares: list[float] = []
+        self._top: list[int] = []
+
+    @property
+    def warmup_steps(self) -> int:  # type: ignore[override]
+        return self.profile_steps - self._steps
+
+    def choose(self, step: int, count: int) -> list[int]:
+        return self._top if self._steps >= self.profile_steps else list(range(count))
+
+    def step_end(self) -> None:
+        super().step_end()
+        if self._steps >= self.profile_steps or not self._trainable:
+            return
+        sizes = torch.stack([_gradient_size(parameters) for parameters in self._trainable.values()]).double()
+        shares = (sizes / sizes.sum()).tolist() if 0 < sizes.sum() < torch.inf else [0.0] * len(sizes)
+        self._shares = [a + b for a, b in zip(self._shares or [0.0] * len(shares), shares, strict=True)]
+        self._steps += 1
+        if self._steps == self.profile_steps:
+            ranked = sorted(range(len(shares)), key=lambda index: (-self._shares[index], index))
+            self._top = sorted(ranked[: self.layers])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps, "shares": list(self._shares), "top": list(self._top)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._steps, self._shares = state_dict["steps"], list(state_dict["shares"])
+        self._top = list(state_dict["top"])
+
+
+def _gradient_size(parameters: list[nn.Parameter]) -> Tensor:
+    """‖g‖ / ‖w‖ of all parameters of a block together.
+
+    Raises:
+        UserError: they have no gradients any more.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        raise UserError(
+            "method top_layers: the blocks have no gradients at the end of the step. Call step_end() before the"
+            " optimizer's zero_grad()."
+        )
+    weights: list[Tensor] = [p.detach() for p in parameters]
+    size = [torch.linalg.vector_norm(torch.stack(torch._foreach_norm(t))) for t in (gradients, weights)]
+    return size[0] / size[1].clamp_min(1e-12)

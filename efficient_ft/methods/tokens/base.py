@@ -1,0 +1,185 @@
+"""What the methods that let fewer tokens flow on share: blocks run in their parts, and what is known of the tokens."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from efficient_ft.errors import UserError
+from efficient_ft.methods.forwards import OwnForward, forwards_of, put_inside, take_away
+from efficient_ft.models.view import ModelView, view
+from efficient_ft.ops.packed import running
+from efficient_ft.ops.tokens import Tokens, all_there, among, carry, class_attention, drop, keeps_all, known
+
+#: What a block may have in which tokens can be dropped between attention and feed-forward network.
+_BLOCK = {"norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path2"}
+
+
+class Attention(TorchFunctionMode):
+    """Sees what an attention module attends to, fused or in parts.
+
+    Attributes:
+        scores_BL: how much its class token attends to each patch token; None: no attention was seen.
+    """
+
+    scores_BL: Tensor | None = None
+
+    def __init__(self, prefix: int) -> None:
+        super().__init__()
+        self.prefix = prefix
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            q, k, *others = args
+            if running() is not None:
+                q, k = q.contiguous(), k.contiguous()  # as attention keeps them, so that k is kept once
+            self.scores_BL = class_attention(q, k, self.prefix, kwargs.get("scale"))
+            return func(q, k, *others, **kwargs)
+        result = func(*args, **kwargs)
+        if func in (Tensor.softmax, torch.softmax, F.softmax) and result.dim() == 4:
+            self.scores_BL = result[:, :, 0, self.prefix :].mean(1)
+        return result
+
+
+def aside() -> AbstractContextManager[Any]:
+    """Plain operations meanwhile, whatever packs what those of the block save."""
+    mode = running()
+    return nullcontext() if mode is None else mode.suspended()
+
+
+class TokenForward(OwnForward):
+    """A block in a model in which tokens are dropped or merged: it passes on what is known of them.
+
+    Args:
+        prefix: the model's prefix tokens.
+        positions: H · W of the whole grid.
+        last: no block comes after it.
+    """
+
+    def __init__(self, module: nn.Module, prefix: int, positions: int, last: bool) -> None:
+        super().__init__(module)
+        self.prefix, self.positions, self.last = prefix, positions, last
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        x, tokens = known(x)
+        with among(tokens):
+            return self.passed_on(self.within(x, *args, **kwargs), tokens)
+
+    def passed_on(self, x: Tensor, tokens: Tokens | None) -> Tensor:
+        """x for the next block, which is told what is known."""
+        return x if self.last else carry(x, tokens)
+
+    def plain(self, others: Sequence[Any], keywords: dict[str, Any]) -> None:
+        """Raise UserError for a call with a mask or positions, which hold for all tokens."""
+        if any(value is not None and value is not False for value in (*others, *keywords.values())):
+            raise UserError(
+                f"{type(self.module).__name__}: tokens cannot be dropped where attention has a mask or positions."
+            )
+
+    def first_half(self, x: Tensor, seen: Attention | None) -> Tensor:
+        """x + attention; `seen` is told what it attends to."""
+        block: Any = self.module
+        with seen or nullcontext():
+            attended = block.attn(block.norm1(x))
+        return x + _through(block, ("ls1", "drop_path1"), attended)
+
+    def second_half(self, x: Tensor) -> Tensor:
+        """x + feed-forward network."""
+        block: Any = self.module
+        return x + _through(block, ("ls2", "drop_path2"), block.mlp(block.norm2(x)))
+
+
+def _through(block: nn.Module, names: Sequence[str], x: Tensor) -> Tensor:
+    for name in names:
+        x = getattr(block, name)(x) if hasattr(block, name) else x
+    return x
+
+
+class DroppingForward(TokenForward):
+    """A block that drops tokens between its attention and its feed-forward network."""
+
+    def __init__(
+        self, module: nn.Module, prefix: int, positions: int, last: bool, keep: Callable[[int], int], fuse: bool
+    ) -> None:
+        super().__init__(module, prefix, positions, last)
+        self.keep, self.fuse = keep, fuse
+
+    def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
+        if keeps_all():
+            return super().__call__(x, *others, **keywords)
+        self.plain(others, keywords)
+        x, tokens = known(x)
+        seen = Attention(self.prefix)
+        with among(tokens):
+            x = self.first_half(x, seen)
+        x, tokens = self.drop(x, seen, tokens or all_there(x, self.prefix))
+        with among(tokens):
+            return self.passed_on(self.second_half(x), tokens)
+
+    def drop(self, x: Tensor, seen: Attention, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        """The tokens that flow on, and what is known of them."""
+        assert seen.scores_BL is not None, "no attention was seen"
+        count = seen.scores_BL.shape[1]
+        kept = self.keep(count)
+        with aside():
+            x, index_BK = drop(x, seen.scores_BL, self.prefix, kept, self.fuse)
+        return x, tokens.dropped(index_BK, self.positions, self.fuse and kept < count)
+
+
+def refuse_other_blocks(model: nn.Module, who: str, names: Sequence[str]) -> None:
+    """Raise UserError where blocks are not of the form that `TokenForward` runs in parts."""
+    for name in names:
+        block = model.get_submodule(name)
+        takes = set(inspect.signature(type(block).forward).parameters) - {"self", "x", "attn_mask", "is_causal"}
+        if takes or {child for child, _ in block.named_children()} - _BLOCK or not hasattr(block, "norm2"):
+            raise UserError(
+                f"method {who}: the blocks of {view(model).name} ({type(block).__name__}) are not of the form norm1,"
+                " attn, norm2, mlp, without more, between which tokens can be dropped."
+            )
+    if any(isinstance(f, TokenForward) for m in model.modules() for f in forwards_of(m)):
+        raise UserError(f"method {who}: tokens are dropped in this model already.")
+
+
+def refuse_without_class_token(seen: ModelView, who: str) -> None:
+    """Raise UserError for a model that has no class token."""
+    if getattr(seen.model, "cls_token", None) is None:
+        raise UserError(f"method {who}: {seen.name} has no class token, whose attention says which tokens matter.")
+
+
+def grid_positions(seen: ModelView, who: str) -> int:
+    """H · W of the grid that the tokens of the blocks lie on.
+
+    Raises:
+        UserError: they lie on none.
+    """
+    inside = tuple(f"{block}." for block in seen.blocks)
+    layouts = {layer.tokens for layer in seen.layers if layer.tokens is not None and layer.name.startswith(inside)}
+    grids = {layout.grid for layout in layouts if layout.form == "tokens" and layout.prefix == seen.prefix_tokens}
+    if len(grids) != 1:
+        raise UserError(f"method {who}: the tokens of {seen.name} lie on no one grid from block to block.")
+    (grid,) = grids
+    return grid[0] * grid[1]
+
+
+def give_forwards(
+    model: nn.Module, seen: ModelView, who: str, chosen: Mapping[str, tuple[type[TokenForward], tuple[Any, ...]]]
+) -> None:
+    """Give blocks a forward: `chosen` has its kind and settings; the others pass on what is known of the tokens."""
+    positions = grid_positions(seen, who)
+    for name in seen.blocks:
+        block, (kind, settings) = model.get_submodule(name), chosen.get(name, (TokenForward, ()))
+        put_inside(block, kind(block, seen.prefix_tokens, positions, name == seen.blocks[-1], *settings))
+
+
+def take_forwards(model: nn.Module) -> None:
+    """Let all tokens flow on."""
+    for module in model.modules():
+        take_away(module, TokenForward)
