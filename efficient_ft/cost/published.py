@@ -1,4 +1,5 @@
-"""Memory as the papers count it: the rule of TinyTL (Cai et al., NeurIPS 2020), which Back Razor's tables follow.
+"""Cost as the papers count it: memory by the rule of TinyTL (Cai et al., NeurIPS 2020), which Back Razor's and BSR's
+tables follow, and BSR's multiply-adds.
 
     M = parameters + B · max over operations [ tmp(operation) + Σ saved by earlier operations + residual ]
 
@@ -12,8 +13,14 @@ in bytes, values in fp32, operations in forward order:
 * residual: 4·the older operand of a later sum, a block's input, while the younger one is computed.
 
 q, k and v count as three layers, each with an input of its own, also where they are one matrix. Elementwise sums and
-products, pooling, resizing and dropout count nothing. It is not what a step executes (that is `executed`): it stands
-beside a paper's own column.
+products, pooling, resizing, dropout and the choice of tokens count nothing. BSR ("Block Selective Reprogramming", CVPR
+Workshops 2024) counts one matrix as one layer, and no residual: in a block of N tokens of d values with H heads, all
+that trains keeps 4 · (16 N d + H N²) bytes, a frozen one through which a gradient passes 4 · (7 N d + H N²). A block
+in which tokens are dropped has fewer of them from its second normalisation on.
+
+BSR's "FLOPs" are the multiply-adds of the forward pass, of all products, whatever trains.
+
+It is not what a step executes (that is `executed`): it stands beside a paper's own column.
 """
 
 from __future__ import annotations
@@ -75,6 +82,25 @@ def back_razor(sparsity: float, value_bytes: int = 2, norm_bytes: int | None = N
 
 
 @dataclass(frozen=True)
+class Rule:
+    """Where the papers' rules differ.
+
+    Attributes:
+        shared_inputs: projections in one matrix (qkv) keep their input once, and count as one layer.
+        residual: a block's input is held while its branch is computed.
+    """
+
+    shared_inputs: bool = False
+    residual: bool = True
+
+
+TINYTL_RULE = Rule()
+"""TinyTL's and Back Razor's."""
+
+BSR_RULE = Rule(shared_inputs=True, residual=False)
+
+
+@dataclass(frozen=True)
 class Operation:
     """One operation of a forward pass as the rule sees it; sizes in bytes per image, in fp32.
 
@@ -84,6 +110,7 @@ class Operation:
             ``activation`` or ``relu``.
         tmp: its input and output while it runs.
         saved: what it keeps where nothing is packed; a bit per element of ``relu``.
+        macs: its multiply-adds.
         residual: block inputs kept beside it.
         in_block: it belongs to a block, not to the stem, the final normalisation or the head.
     """
@@ -92,24 +119,27 @@ class Operation:
     kind: str
     tmp: float
     saved: float
+    macs: int = 0
     residual: float = 0
     in_block: bool = True
 
 
 @dataclass(frozen=True)
 class Published:
-    """Training memory by the papers' rule.
+    """Training memory and operations by the papers' rule.
 
     Attributes:
         parameter_bytes: of the model.
         activation_bytes: per image, at the operation where they are most.
         peak_at: its name.
+        macs: multiply-adds of the forward pass over one image, the head's included.
         batch_size: images.
     """
 
     parameter_bytes: int
     activation_bytes: float
     peak_at: str
+    macs: int
     batch_size: int
 
     @property
@@ -119,33 +149,49 @@ class Published:
 
 
 def published(
-    model: nn.Module, batch_size: int, input_size: Sequence[int], keeping: Keeping = DENSE, in_chans: int = 3
+    model: nn.Module,
+    batch_size: int,
+    input_size: Sequence[int],
+    keeping: Keeping = DENSE,
+    in_chans: int = 3,
+    rule: Rule = TINYTL_RULE,
 ) -> Published:
     """The rule for one training step of `model`; what trains is what has `requires_grad`.
 
     Args:
         model: a classifier on images (B, in_chans, H, W), on any device; not changed. A method of the memory axis
-            applied to it changes nothing here: `keeping` says how activations are kept.
+            applied to it changes nothing here: `keeping` says how activations are kept. One that drops tokens does.
         batch_size: images in the batch.
         input_size: (H, W) of the images.
         keeping: how activations are kept: in the blocks of a model with attention (as published, patch embedding,
             final normalisation and head stay dense), everywhere in one without.
+        rule: whose.
 
     Raises:
         SettingError: a batch or image size that cannot be.
         UserError: `model` cannot be run on images of that size.
     """
     positive("batch_size", batch_size)
-    running = operations(model, input_size, in_chans)
+    running = operations(model, input_size, in_chans, rule)
+    macs = sum(op.macs for op in running)
+    return Published(parameter_bytes(model), *peak(running, keeping), macs, batch_size)
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """`VALUE` of a parameter that trains, 1 of a frozen one."""
+    return sum(p.numel() * (VALUE if p.requires_grad else 1) for p in model.parameters())
+
+
+def peak(running: Sequence[Operation], keeping: Keeping = DENSE) -> tuple[float, str]:
+    """Bytes of activations per image at the operation where they are most, and its name."""
     everywhere = not any(op.kind == "attention" for op in running)
-    parameters = sum(p.numel() * (VALUE if p.requires_grad else 1) for p in model.parameters())
     earlier, most, at = 0.0, 0.0, ""
     for op in running:
         now = op.tmp + earlier + op.residual
         if now > most:
             most, at = now, op.name
         earlier += op.saved * _share(op, keeping if everywhere or op.in_block else DENSE)
-    return Published(parameters, most, at, batch_size)
+    return most, at
 
 
 def _share(op: Operation, keeping: Keeping) -> float:
@@ -170,7 +216,9 @@ _ADD = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__, Ten
 _TOGETHER = {"qkv": 3, "kv": 2, "qk": 2}
 
 
-def operations(model: nn.Module, input_size: Sequence[int], in_chans: int = 3) -> list[Operation]:
+def operations(
+    model: nn.Module, input_size: Sequence[int], in_chans: int = 3, rule: Rule = TINYTL_RULE
+) -> list[Operation]:
     """The operations of one forward pass over one image, in order, seen on fake tensors.
 
     Arguments and errors as in `published`.
@@ -185,7 +233,7 @@ def operations(model: nn.Module, input_size: Sequence[int], in_chans: int = 3) -
             probe = copy.deepcopy(model)
         probe.eval()  # dropout is nothing to the rule, and methods of the memory axis stand aside
         image = torch.empty(1, in_chans, *input_size, dtype=next(probe.parameters()).dtype)
-        trace = _Trace(probe, blocks, image)
+        trace = _Trace(probe, blocks, image, rule)
         with trace:
             probe(image)
     return trace.operations
@@ -194,9 +242,11 @@ def operations(model: nn.Module, input_size: Sequence[int], in_chans: int = 3) -
 class _Trace(TorchFunctionMode):
     """Writes down the `operations` on what comes from the images."""
 
-    def __init__(self, model: nn.Module, blocks: Sequence[str], image: Tensor) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[str], image: Tensor, rule: Rule) -> None:
         super().__init__()
         self.operations: list[Operation] = []
+        self._rule = rule
+        self._model = model
         self._owner: dict[int, str] = {}
         self._running: list[str] = []
         self._blocks = frozenset(blocks)
@@ -242,9 +292,11 @@ class _Trace(TorchFunctionMode):
             groups = 1 if func is F.linear else x.shape[1] // weight.shape[1]
             name = self._owner.get(id(weight), self._running[-1])
             parts = next((_TOGETHER[p] for p in name.split(".")[-2:] if p in _TOGETHER), 1)
+            parts = 1 if self._rule.shared_inputs else parts
+            macs = out.numel() * weight[0].numel()
             for _ in range(parts):
                 tmp = VALUE * (x.numel() + out.numel() / parts / groups)
-                self._add("product", tmp, VALUE * x.numel() * weight.requires_grad, name)
+                self._add("product", tmp, VALUE * x.numel() * weight.requires_grad, macs // parts, name)
         elif func in _NORMS:
             at = _NORMS[func]
             weight = args[at] if len(args) > at else kwargs.get("weight")
@@ -254,29 +306,37 @@ class _Trace(TorchFunctionMode):
             self._add("relu", VALUE * x.numel(), x.numel() / 8 * x.requires_grad)
         elif func in _ACTIVATIONS:
             self._add("activation", VALUE * x.numel(), VALUE * x.numel() * x.requires_grad)
-        elif func in _SOFTMAX:
+        elif func in _SOFTMAX and not self._choosing_tokens():
             self._add("attention", VALUE * x.numel(), VALUE * x.numel() * x.requires_grad)
             self._probabilities.add(storage_id(out))
-        elif func in _MATMUL and storage_id(operands[1]) in self._made:
-            self._product(x, operands[1], x.numel() * (storage_id(x) not in self._probabilities))
+        elif func in _MATMUL and storage_id(operands[1]) in self._made and not self._choosing_tokens():
+            macs = out.numel() * x.shape[-1]
+            self._product(x, operands[1], x.numel() * (storage_id(x) not in self._probabilities), macs)
         elif func is F.scaled_dot_product_attention:
             q, k, v = operands[:3]
             pairs = q.numel() // q.shape[-1] * k.shape[-2]
             passes = q.requires_grad or k.requires_grad
-            self._product(q, k, q.numel())
+            self._product(q, k, q.numel(), pairs * q.shape[-1])
             self._add("attention", VALUE * pairs, VALUE * pairs * (passes or v.requires_grad))
-            self._add("attention", VALUE * (pairs + v.numel()), VALUE * v.numel() * passes)
-        elif func in _ADD and len(operands) == 2 and storage_id(operands[1]) in self._made:
+            self._add("attention", VALUE * (pairs + v.numel()), VALUE * v.numel() * passes, pairs * v.shape[-1])
+        elif func in _ADD and self._rule.residual and len(operands) == 2 and storage_id(operands[1]) in self._made:
             older = min(operands, key=lambda t: self._made[storage_id(t)])
             for at in range(self._made[storage_id(older)], len(self.operations)):
                 op = self.operations[at]
                 self.operations[at] = replace(op, residual=op.residual + VALUE * older.numel())
 
-    def _product(self, a: Tensor, b: Tensor, size_a: int) -> None:
+    def _choosing_tokens(self) -> bool:
+        """Whether a product or softmax is no attention: it runs beside the fused call, or between the parts of a block
+        whose forward pass is a method's."""
+        module = self._model.get_submodule(self._running[-1])
+        own = self._running[-1] in self._blocks and "forward" in vars(module)
+        return own or bool(getattr(module, "fused_attn", False))
+
+    def _product(self, a: Tensor, b: Tensor, size_a: int, macs: int) -> None:
         """The product of two activations: each is kept for the other's gradient."""
         saved = size_a * b.requires_grad + b.numel() * a.requires_grad
-        self._add("attention", VALUE * (a.numel() + b.numel()), VALUE * saved)
+        self._add("attention", VALUE * (a.numel() + b.numel()), VALUE * saved, macs)
 
-    def _add(self, kind: str, tmp: float, saved: float, name: str | None = None) -> None:
+    def _add(self, kind: str, tmp: float, saved: float, macs: int = 0, name: str | None = None) -> None:
         in_block = any(running in self._blocks for running in self._running)
-        self.operations.append(Operation(name or self._running[-1], kind, tmp, saved, in_block=in_block))
+        self.operations.append(Operation(name or self._running[-1], kind, tmp, saved, macs, in_block=in_block))
