@@ -195,10 +195,11 @@ def alternate(calls: Mapping[str, Callable[[], dict[str, float]]], rounds: int, 
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:
+    """Median, quartiles and mean."""
     if len(values) == 1:
-        return {"median": values[0], "q1": values[0], "q3": values[0]}
+        return {"median": values[0], "q1": values[0], "q3": values[0], "mean": values[0]}
     q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
-    return {"median": median, "q1": q1, "q3": q3}
+    return {"median": median, "q1": q1, "q3": q3, "mean": statistics.fmean(values)}
 
 
 def summary(seconds: Rounds, baseline: str) -> dict[str, dict[str, Any]]:
@@ -324,7 +325,12 @@ class Parts:
             plain.get_submodule(self.prefix).register_forward_pre_hook(self._stop)
 
     def _find_prefix(self) -> str | None:
-        """The module that ends the frozen prefix; None where there is none, or the plain model has no such module."""
+        """The module that ends the frozen prefix; None where there is none, or the plain model has no such module.
+
+        None too where what trains changes from step to step: each timed step is another one's.
+        """
+        if any(method.cost_steps > 1 for method in self.step.methods):
+            return None
         order: list[tuple[str, bool]] = []
         handles = [
             module.register_forward_pre_hook(lambda m, _, n=name: order.append((n, _trains(m))))  # type: ignore[misc]

@@ -43,7 +43,7 @@ def test_every_option_of_every_group_composes(group: str) -> None:
         named = ["model.name=resnet18"] if option == "timm" else []
         (config,) = composed(f"{group}={option}", *named)
         if group in ("data", "optim", "logger"):
-            assert option in (name := getattr(config, group).name, f"{name}_back_razor")
+            assert option.partition("_")[0] == getattr(config, group).name  # the rest is whose recipe it is
 
 
 def test_every_model_is_known_to_timm_with_its_weights() -> None:
@@ -142,6 +142,46 @@ def test_back_razor_s_recipe_of_a_mobile_network(data: str, lr: float, label_smo
     assert (config.model.drop, config.data.augment.resize) == (0.2, "input")
 
 
+@pytest.mark.parametrize(
+    ("data", "lr", "steps"),
+    [
+        ("cifar10", 1e-3, 20_000),
+        ("cifar100", 1e-2, 20_000),
+        ("flowers102", 3e-2, 20_000),
+        ("pets", 1e-3, 20_000),
+        ("food101", 1e-2, 30_000),
+    ],
+)
+def test_bsr_s_recipe_of_a_vit(data: str, lr: float, steps: int) -> None:
+    (config,) = composed("model=vit_base", f"data={data}", "method=bsr", "optim=sgd_bsr")
+    optim, augment = config.optim, config.data.augment
+    assert (optim.name, optim.lr, optim.momentum, optim.weight_decay) == ("sgd", lr, 0.9, 0.0)
+    assert (optim.schedule, optim.warmup_steps, optim.min_lr_ratio, optim.clip) == ("cosine", 500, 0, 1.0)
+    assert (config.trainer.max_steps, config.data.batch_size, config.trainer.precision) == (steps, 128, "fp32")
+    assert config.model.zero_head
+    assert (augment.scale, augment.resize, augment.flip) == ((0.05, 1.0), "none", False)
+
+
+@pytest.mark.parametrize("data", ["cifar10", "cifar100"])
+def test_bsr_s_recipe_of_deit(data: str) -> None:
+    (config,) = composed("model=deit_small", f"data={data}", "method=bsr", "optim=adamw_bsr")
+    optim = config.optim
+    assert (optim.name, optim.lr, optim.weight_decay, optim.layer_decay) == ("adamw", 5e-4, 0.05, 0.75)
+    assert optim.lr * optim.min_lr_ratio == pytest.approx(1e-6)
+    assert optim.warmup_steps == 5 * (50_000 // 128 + 1)
+    assert (optim.label_smoothing, config.trainer.epochs, config.data.batch_size) == (0.1, 50, 128)
+    assert config.data.augment.flip
+
+
+@pytest.mark.parametrize("data", ["cifar100", "flowers102", "food101"])
+def test_alast_s_recipe(data: str) -> None:
+    (config,) = composed("model=deit_small", f"data={data}", "method=alast", "optim=adam_alast")
+    optim = config.optim
+    assert (optim.name, optim.lr, optim.weight_decay, optim.schedule) == ("adam", 1e-4, 0.0, "constant")
+    assert (config.trainer.epochs, config.data.batch_size) == (20, 128)
+    assert config.method["alast"]["layers"] == 9
+
+
 def test_only_a_network_without_pretrained_weights_is_trained_from_scratch() -> None:
     (scratch,) = composed()
     (elsewhere,) = composed("data=cifar100")
@@ -191,9 +231,12 @@ def test_a_sweep_is_the_product_of_its_values() -> None:
         (["model=efficientformer_l11"], r"Did you mean 'efficientformer_l1'\?"),
         (["data=cifar1000"], r"Did you mean 'cifar100'\?"),
         (["recipe=adamw_cifar1000"], r"Did you mean 'adamw_cifar100'\?"),
-        (["optim=5"], r"^optim=5: allowed are adam, adam_back_razor, adamw, sgd, sgd_back_razor\.$"),
-        (["optim=null"], r"^optim=null: allowed are adam, adam_back_razor, adamw, sgd, sgd_back_razor\.$"),
-        (["~optim"], r"^~optim: a run needs one; .*adam, adam_back_razor, adamw"),
+        (
+            ["optim=5"],
+            r"^optim=5: allowed are adam, adam_alast, adam_back_razor, adamw, .*, sgd, sgd_back_razor, sgd_bsr\.$",
+        ),
+        (["optim=null"], r"^optim=null: allowed are adam, adam_alast, adam_back_razor, adamw, .*, sgd_bsr\.$"),
+        (["~optim"], r"^~optim: a run needs one; .*adam, adam_alast, adam_back_razor, adamw"),
         (["~optim.lr"], r"^optim\.lr=\?\?\?: .* It has no default"),
         (["model=timm"], r"^model\.name=\?\?\?: .* give model\.name=VALUE"),
         (["optim.lr=abc"], r"^optim\.lr=abc: allowed is a number above 0\.$"),

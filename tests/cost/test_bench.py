@@ -74,6 +74,7 @@ def test_rounds_alternate_and_ratios_pair_the_same_round(bench: ModuleType):
     assert out["a"]["step"]["times_faster"]["median"] == 1
     assert out["b"]["step"]["times_faster"]["median"] == 2  # of 2, 4 and 1; the ratio of medians would be 3
     assert (out["b"]["step"]["q1"], out["b"]["step"]["q3"]) == (2, 4)
+    assert out["b"]["step"]["times_faster"]["mean"] == pytest.approx(7 / 3)
     assert out["b"]["step"]["seconds"] == [2.0, 2.0, 6.0]
 
 
