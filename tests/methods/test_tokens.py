@@ -251,6 +251,15 @@ def test_settings_out_of_range_are_named(settings: dict[str, Any], message: str)
     assert not any(forwards_of(m) for m in model.modules())
 
 
+def test_images_that_leave_no_tokens_to_drop_are_refused() -> None:
+    small = {"img_size": 32, "patch_size": 16, "depth": 4, "embed_dim": 48, "num_heads": 3}
+    model = timm.create_model("vit_tiny_patch16_224", **small)  # 4 patch tokens: 2 and a fused one, then 2 and one
+    with pytest.raises(SettingError, match=r"method.evit.keep=0.5: .* 3 patch tokens of blocks.1 it keeps 2 .* 32×32"):
+        EViT([0, 1]).apply(model)
+    assert not any(forwards_of(m) for m in model.modules())
+    EViT([0, 1], fuse=False).apply(model)  # 2, then 1
+
+
 def test_two_methods_that_drop_tokens_are_refused() -> None:
     model = model_of("vit")
     EViT([1]).apply(model)

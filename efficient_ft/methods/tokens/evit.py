@@ -17,11 +17,12 @@ from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.tokens.base import (
     DroppingForward,
     give_forwards,
+    grid_positions,
     refuse_other_blocks,
     refuse_without_class_token,
     take_forwards,
 )
-from efficient_ft.models.view import view
+from efficient_ft.models.view import ModelView, default_image_size, view
 from efficient_ft.ops.tokens import share_kept
 
 
@@ -79,9 +80,28 @@ def drop_tokens(model: nn.Module, who: str, drop_at: Sequence[int], keep: float,
         raise SettingError(f"method.{who}.drop_at", list(drop_at), "each block once")
     chosen = tuple(seen.blocks[b] for b in sorted(places))
     refuse_other_blocks(model, who, chosen)
+    _refuse_few(seen, who, chosen, keep, fuse)
     settings = partial(share_kept, keep=keep), fuse
     give_forwards(model, seen, who, dict.fromkeys(chosen, (DroppingForward, settings)))
     return chosen
+
+
+def _refuse_few(seen: ModelView, who: str, chosen: Sequence[str], keep: float, fuse: bool) -> None:
+    """Raise SettingError where a block is left so few tokens that as many flow on as came in."""
+    count = grid_positions(seen, who)
+    for name in chosen:
+        kept = share_kept(count, keep)
+        left = kept + (fuse and kept < count)
+        if keep < 1 and left >= count:
+            height, width = default_image_size(seen.model)
+            raise SettingError(
+                f"method.{who}.keep",
+                keep,
+                f"a share that leaves fewer than came in: of the {count} patch tokens of {name} it keeps {kept}"
+                + (" and fuses the rest into one" if fuse else ""),
+                f"Take larger images (here {height}×{width}), or drop in fewer blocks.",
+            )
+        count = left
 
 
 def check_dropping(drop_at: Any, keep: Any, fuse: Any) -> None:
