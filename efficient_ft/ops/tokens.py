@@ -27,7 +27,8 @@ from efficient_ft.ops.packed import load, running, save
 
 def share_kept(count: int, keep: float) -> int:
     """⌈keep · count⌉, for `keep` as it is written: .1 of 30 is 3, not 4."""
-    return math.ceil(Fraction(str(keep)) * count)
+    share = Fraction(str(keep))
+    return -(-share.numerator * count // share.denominator)
 
 
 def class_attention(q_BHND: Tensor, k_BHND: Tensor, prefix: int, scale: float | None = None) -> Tensor:
