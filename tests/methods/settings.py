@@ -67,6 +67,14 @@ MODELS = {
     "mobilenet": Model("mobilenetv2_035", 64),
 }
 
+#: For counts by hand: of each block of ResNet-50 at 224 px its channels in and out, the width of its 3×3 convolution,
+#: and the sides of its map before and after.
+RESNET50 = [
+    (4 * m if j else 2 * m if i else 64, 4 * m, m, side if j or not i else 2 * side, side)
+    for i, (m, side, count) in enumerate([(64, 56, 3), (128, 28, 4), (256, 14, 6), (512, 7, 3)])
+    for j in range(count)
+]
+
 #: Those that a row is tried on where it says nothing else.
 USUAL = ("vit", "efficientformer", "swinv2", "resnet")
 
@@ -301,6 +309,7 @@ ROWS = {
         refused=dict.fromkeys(("efficientformer", "swinv2", "resnet", "mobilenet"), "no class token"),
         what_trains=True,
     ),
+    "bsr_cnn": _selection("bsr", "resnet", "swinv2", blocks=[1, -1], drop_at=[]),
     "evit": Row(
         METHODS["evit"],
         {"drop_at": [1, 2]},

@@ -27,7 +27,8 @@ from efficient_ft.methods import (
     apply_methods,
 )
 from efficient_ft.methods.forwards import forwards_of
-from tests.methods.settings import batch_of, gradients, model_of
+from efficient_ft.models.view import view
+from tests.methods.settings import RESNET50, batch_of, gradients, model_of
 from tests.methods.test_contracts import largest_difference
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -306,6 +307,55 @@ def test_bsr_leaves_a_model_it_refuses_as_it_was() -> None:
             BSR(**{"blocks": [1], "drop_at": [1], **settings}).apply(model)
         assert all(p.requires_grad for p in model.parameters())
         assert not any(forwards_of(m) for m in model.modules())
+
+
+def test_bsr_on_resnet50_executes_and_keeps_what_is_counted_by_hand() -> None:
+    """The last blocks of layers 2, 3 and 4: 8.02 of 88.4 MB in the paper, whose rule keeps a bit of a ReLU's output."""
+    with torch.device("meta"):
+        model = timm.create_model("resnet50", num_classes=10)
+    trained = [6, 12, 15]
+    method = BSR(trained, drop_at=[])
+    macs, floats, bits = 2 * 2048 * 10, 2048 + 10, 0  # the head: both gradients; its input, log-softmax
+    for at, (inputs, outputs, width, before, after) in enumerate(RESNET50):
+        if at < trained[0]:
+            continue
+        first = inputs * width * before**2
+        forward = first + (9 * width * width + width * outputs) * after**2
+        forward += inputs * outputs * after**2 * (inputs != outputs)  # beside the sum
+        macs += forward * (2 if at in trained else 1) - first * (at == trained[0])  # nothing below needs a gradient
+        # Outputs of the three ReLUs, kept whole by torch. Where a convolution of a trained block takes them they are
+        # needed (the last one: that of the next block).
+        within, last = width * (before**2 + after**2), outputs * after**2
+        floats += within + last
+        bits += (within if at not in trained else 0) + (last if at + 1 not in trained else 0)
+        if at in trained:  # inputs of the normalisations; of the first block also its own
+            floats += within + outputs * after**2 + inputs * before**2 * (at == trained[0])
+    plain, bsr = executed(model, 1, (224, 224)), executed(model, 1, (224, 224), methods=[method])
+    assert bsr.forward_flops == plain.forward_flops
+    assert bsr.backward_flops == 2 * macs
+    assert bsr.saved_bytes == 4 * floats + 8 + 4  # a label, the sum of the loss's weights
+    # With a bit for each output of ReLU that no trained convolution needs, as methods that pack activations keep it;
+    # this one keeps a bitmap of the rest, too.
+    exact = BackRazor(sparsity=0.0, values="input", norm="input", derive=False)
+    packed = executed(model, 1, (224, 224), methods=[method, exact])
+    assert packed.saved_bytes == pytest.approx(4 * (floats - bits) + bits / 8, rel=0.05)
+    assert packed.saved_bytes / 1e6 == pytest.approx(9.1, abs=0.1)
+    assert plain.saved_bytes / 1e6 == pytest.approx(85.9, abs=0.1)
+
+
+@pytest.mark.parametrize("name", ["vit", "resnet", "swinv2"])
+def test_bsr_without_dropping_is_its_selection(name: str) -> None:
+    one, two = model_of(name), model_of(name)
+    report = BSR([1, -1], drop_at=[]).apply(one)
+    Blocks([1, -1]).apply(two)
+    assert largest_difference(gradients(one, name), gradients(two, name)) == 0
+    assert not any(forwards_of(m) for m in one.modules())
+    assert report.notes == ()
+    first = view(one).blocks[1]
+    seen: list[bool] = []
+    one.get_submodule(first).register_forward_hook(lambda _m, x, y: seen.extend([x[0].requires_grad, y.requires_grad]))
+    gradients(one, name)
+    assert seen == [False, True]
 
 
 def test_the_batch_is_not_mixed() -> None:

@@ -20,7 +20,8 @@ class BSR(Blocks):
 
     Args:
         blocks: those that train, counted from 0, negative ones from the end.
-        drop_at: blocks in which tokens are dropped; not the last.
+        drop_at: blocks in which tokens are dropped; not the last. None of them ([]): no token is dropped, and any model
+            with blocks will do (BSR on ResNet-50; "Ours" in the paper's Table 5).
         keep: share of the patch tokens kept in each of them, above 0 and at most 1.
         fuse: what is dropped becomes one more token.
     """
@@ -36,18 +37,18 @@ class BSR(Blocks):
         fuse: bool = True,
     ):
         super().__init__(blocks)
-        check_dropping(drop_at, keep, fuse)
+        check_dropping([0] if drop_at == [] else drop_at, keep, fuse)
         self.drop_at, self.keep, self.fuse = list(drop_at), keep, fuse
 
     def _apply(self, model: nn.Module) -> Applied:
         self._chosen(model)  # what is wrong with the blocks is said before anything is changed
-        dropping = drop_tokens(model, self.name, self.drop_at, self.keep, self.fuse)
+        dropping = drop_tokens(model, self.name, self.drop_at, self.keep, self.fuse) if self.drop_at else ()
         selected = super()._apply(model)
         return Applied(
             self.name,
             selected.touched,
             selected.skipped,
-            notes=(f"{self.keep:g} of the patch tokens stay in {', '.join(dropping)}",),
+            notes=(f"{self.keep:g} of the patch tokens stay in {', '.join(dropping)}",) if dropping else (),
         )
 
     def _remove(self, model: nn.Module) -> None:
