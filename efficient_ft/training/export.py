@@ -54,8 +54,13 @@ def save(
 ) -> None:
     """Write `weights` (timm's names) with all that `load` needs in the file's metadata.
 
-    Of `methods`, those that cannot be merged are noted with their settings: `weights` hold what they added.
+    Of `methods`, those that cannot be merged are noted with their settings: `weights` hold what they added. So is the
+    selection that said to which part of the model.
     """
+    from efficient_ft.methods.base import in_order
+
+    adapted = any(m.axis == "adapters" and not m.merges for m in methods)
+    added = [m for m in in_order(methods) if not m.merges or (adapted and m.axis == "selection")]
     about = {
         "architecture": model.name,
         "model_kwargs": model.kwargs,
@@ -65,7 +70,7 @@ def save(
         "std": list(input.std),
         "interpolation": input.interpolation,
         **notes,
-        "added": [{"method": m.name, "settings": m.settings()} for m in methods if not m.merges],
+        "added": [{"method": m.name, "settings": m.settings()} for m in added],
         "efficient_ft": __version__,
     }
     metadata = {"format": "pt", **{k: v if isinstance(v, str) else json.dumps(v) for k, v in about.items()}}

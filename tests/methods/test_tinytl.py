@@ -17,7 +17,7 @@ from efficient_ft.config import ModelConfig
 from efficient_ft.data import InputSpec
 from efficient_ft.errors import SettingError, UserError
 from efficient_ft.methods import LBPWHT, BackRazor, Blocks, HeadOnly, LoRA, TinyTL, apply_methods, plain_state_dict
-from efficient_ft.methods.adapters.tinytl import LiteResidual
+from efficient_ft.methods.adapters.lite import LiteResidual
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 from efficient_ft.models.view import view
 from efficient_ft.training import export

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from efficient_ft.errors import SettingError, UserError
+from efficient_ft.methods.adapters.lite import refuse_adapted
 from efficient_ft.methods.base import Applied, Method
 from efficient_ft.models.view import NO_GRID, Layer, ModelView, parameters_under, view
 
@@ -72,6 +73,7 @@ class LoRA(Method):
         if any(isinstance(m, BaseTunerLayer) for m in model.modules()):
             raise UserError("method lora: the model holds peft adapters already; merge or remove them first.")
         seen = view(model)
+        refuse_adapted(seen, self.name)
         chosen: list[Layer] = []
         skipped: dict[str, str] = {}
         for layer in seen.layers:

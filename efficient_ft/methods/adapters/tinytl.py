@@ -1,7 +1,6 @@
 """TinyTL: small residual modules that work on a pooled map, beside a frozen network whose biases train.
 
-Source: Cai, Gan, Zhu, Han, "TinyTL: Reduce Memory, Not Parameters for Efficient On-Device Learning", NeurIPS 2020;
-weight standardisation: Qiao, Wang, Liu, Shen, Yuille, 2019.
+Source: Cai, Gan, Zhu, Han, "TinyTL: Reduce Memory, Not Parameters for Efficient On-Device Learning", NeurIPS 2020.
 """
 
 from __future__ import annotations
@@ -10,51 +9,21 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from timm.layers import BatchNormAct2d, StdConv2d
+from timm.layers import BatchNormAct2d
 from timm.models._efficientnet_blocks import InvertedResidual
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from efficient_ft.errors import SettingError, UserError
+from efficient_ft.methods.adapters.lite import EPS, GROUP, LiteResidual, refuse_adapted, refuse_indivisible, stride_of
 from efficient_ft.methods.base import Applied, Method
 from efficient_ft.models.frozen_batch_norm import FROZEN
 from efficient_ft.models.view import ModelView, parameters_under, view
-
-#: Channels of a group of every GroupNorm.
-GROUP = 8
 
 #: Blocks whose input is this much smaller than the image get kernels of 3: their pooled map is 3×3 at 224 px. The paper
 #: leaves this open; so, and with modules as wide as their input, all four published memories that depend on it come out
 #: (TinyTL 37 and 65 MB, FT-Last 31, FT-Norm+Last 192). Kernels of 5 everywhere would give 42 MB instead of 37.
 COARSE = 32
-
-_EPS = 1e-6
-
-
-class LiteResidual(nn.Module):
-    """Pooled map → k×k convolution → GroupNorm → ReLU → 1×1 convolution → GroupNorm, from 0 at first; weights of both
-    convolutions are standardised.
-
-    Args:
-        inputs, outputs: channels; the module is as wide as its input.
-        stride: of the block it stands beside.
-    """
-
-    def __init__(self, inputs: int, outputs: int, kernel: int, groups: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = StdConv2d(inputs, inputs, kernel, stride=stride, groups=groups, eps=_EPS)
-        self.norm1 = nn.GroupNorm(inputs // GROUP, inputs)
-        self.act = nn.ReLU(inplace=True)
-        self.conv2 = StdConv2d(inputs, outputs, 1, eps=_EPS)
-        self.norm2 = nn.GroupNorm(outputs // GROUP, outputs)
-        nn.init.zeros_(self.norm2.weight)
-
-    def forward(self, x: Tensor, size: torch.Size) -> Tensor:
-        """(B, inputs, H, W) → (B, outputs, *size)."""
-        if min(x.shape[-2:]) > 1:
-            x = F.avg_pool2d(x, 2)
-        x = self.norm2(self.conv2(self.act(self.norm1(self.conv1(x)))))
-        return F.interpolate(x, size=size, mode="bilinear", align_corners=False)
 
 
 class InvertedResidualWithLite(InvertedResidual):
@@ -124,8 +93,7 @@ class TinyTL(Method):
 
     def _apply(self, model: nn.Module) -> Applied:
         seen = view(model)
-        if any(hasattr(m, "lora_A") for m in model.modules()):
-            raise UserError(f"method {self.name}: {seen.name} holds LoRA's adapters already; name one of the two.")
+        refuse_adapted(seen, self.name)
         chosen, skipped = self._chosen(seen)
         norms = self._to_group(seen) if self.norm == "group" else {}
         self._before = {n: p.requires_grad for n, p in model.named_parameters()}
@@ -149,7 +117,7 @@ class TinyTL(Method):
                 block.conv_pwl.out_channels,
                 min(self.kernel, 3) if stride >= COARSE else self.kernel,
                 self.groups,
-                _stride(block),
+                stride_of(block),
             )
             block.lite_residual = lite.to(like.device, like.dtype).train(block.training)
             block.__class__ = InvertedResidualWithLite
@@ -163,8 +131,6 @@ class TinyTL(Method):
         smaller = 1
         for name, module in seen.model.named_modules():
             if name in seen.blocks:
-                if isinstance(module, InvertedResidualWithLite):
-                    raise UserError(f"method {self.name}: {seen.name} holds lite residual modules already.")
                 if type(module) is not InvertedResidual or module.conv_s2d is not None:
                     skipped[name] = "not an inverted residual block with expansion"
                 elif not any(p.requires_grad for p in module.parameters()):
@@ -172,10 +138,10 @@ class TinyTL(Method):
                 else:
                     chosen[name] = smaller
                     for channels in (module.conv_pw.in_channels, module.conv_pwl.out_channels):
-                        self._divides(seen, name, channels)
-                smaller *= _stride(module)
+                        refuse_indivisible(seen, self.name, name, channels)
+                smaller *= stride_of(module)
             elif isinstance(module, nn.Conv2d) and not name.startswith(tuple(f"{b}." for b in seen.blocks)):
-                smaller *= _stride(module)
+                smaller *= stride_of(module)
         if not chosen:
             frozen = "frozen by the selection" in skipped.values()
             raise UserError(
@@ -199,16 +165,9 @@ class TinyTL(Method):
                         f"method {self.name}: {name} of {seen.name} is a {type(module).__name__}, which cannot become"
                         " a GroupNorm; use method.tinytl.norm=batch."
                     )
-                self._divides(seen, name, module.num_features)
+                refuse_indivisible(seen, self.name, name, module.num_features)
                 found.append(name)
         return found
-
-    def _divides(self, seen: ModelView, name: str, channels: int) -> None:
-        if channels % GROUP:
-            raise UserError(
-                f"method {self.name}: {name} of {seen.name} has {channels} channels, which do not divide into groups"
-                f" of {GROUP}."
-            )
 
     def _remove(self, model: nn.Module) -> None:
         """The model's own layers, filters and names; what trained keeps its values, the modules are lost."""
@@ -232,11 +191,6 @@ class TinyTL(Method):
         self._before, self._norms, self._filters = {}, {}, {}
 
 
-def _stride(module: nn.Module) -> int:
-    """Of a convolution, or of a block, whose convolutions of several kernels stand side by side (MixNet)."""
-    return max((m.stride[0] for m in module.modules() if isinstance(m, nn.Conv2d)), default=1)
-
-
 def _is_normalised(module: nn.Module) -> bool:
     """A convolution that a normalisation follows has no bias (those of squeeze-and-excitation have one)."""
     return isinstance(module, nn.Conv2d) and module.bias is None
@@ -247,6 +201,6 @@ def _standardise(module: Any) -> tuple[Tensor, Tensor]:
     """Each filter of a convolution to mean 0 and deviation 1, in place: it is frozen, so once is enough."""
     weight = module.weight
     variance, mean = torch.var_mean(weight, dim=(1, 2, 3), correction=0, keepdim=True)
-    deviation = (variance + _EPS).sqrt()
+    deviation = (variance + EPS).sqrt()
     weight.copy_((weight - mean) / deviation)
     return mean, deviation

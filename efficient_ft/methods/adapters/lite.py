@@ -1,0 +1,74 @@
+"""The small module that TinyTL and Rep-Net put beside the blocks of a CNN, and what adapters ask of a model.
+
+Sources: Cai, Gan, Zhu, Han, "TinyTL", NeurIPS 2020; weight standardisation: Qiao, Wang, Liu, Shen, Yuille, 2019.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from timm.layers import StdConv2d
+from torch import Tensor, nn
+
+from efficient_ft.errors import UserError
+from efficient_ft.models.view import ModelView
+
+#: Channels of a group of every GroupNorm.
+GROUP = 8
+
+#: Added to the variance of a filter that is standardised.
+EPS = 1e-6
+
+#: The attribute by which a module shows that an adapter has been put into it, and whose it is.
+_ADAPTERS = {
+    "lora_A": "LoRA's adapters",
+    "lite_residual": "TinyTL's lite residual modules",
+    "side_module": "Rep-Net's side modules",
+}
+
+
+class LiteResidual(nn.Module):
+    """Pooled map → k×k convolution → GroupNorm → ReLU → 1×1 convolution → GroupNorm, from 0 at first; weights of both
+    convolutions are standardised.
+
+    Args:
+        inputs, outputs: channels; the module is as wide as its input.
+        stride: of the block it stands beside.
+    """
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, groups: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = StdConv2d(inputs, inputs, kernel, stride=stride, groups=groups, eps=EPS)
+        self.norm1 = nn.GroupNorm(inputs // GROUP, inputs)
+        self.act = nn.ReLU(inplace=True)
+        self.conv2 = StdConv2d(inputs, outputs, 1, eps=EPS)
+        self.norm2 = nn.GroupNorm(outputs // GROUP, outputs)
+        nn.init.zeros_(self.norm2.weight)
+
+    def forward(self, x: Tensor, size: torch.Size) -> Tensor:
+        """(B, inputs, H, W) → (B, outputs, *size)."""
+        if min(x.shape[-2:]) > 1:
+            x = F.avg_pool2d(x, 2)
+        x = self.norm2(self.conv2(self.act(self.norm1(self.conv1(x)))))
+        return F.interpolate(x, size=size, mode="bilinear", align_corners=False)
+
+
+def refuse_adapted(seen: ModelView, who: str) -> None:
+    """Raise UserError where the model holds adapters already: each kind decides what trains beside it."""
+    for module in seen.model.modules():
+        for attribute, whose in _ADAPTERS.items():
+            if hasattr(module, attribute):
+                raise UserError(f"method {who}: {seen.name} holds {whose} already; name one of the two.")
+
+
+def refuse_indivisible(seen: ModelView, who: str, name: str, channels: int) -> None:
+    """Raise UserError where the channels of the layer or block `name` do not divide into groups."""
+    if channels % GROUP:
+        raise UserError(
+            f"method {who}: {name} of {seen.name} has {channels} channels, which do not divide into groups of {GROUP}."
+        )
+
+
+def stride_of(module: nn.Module) -> int:
+    """Of a convolution, or of a block, whose convolutions of several kernels stand side by side (MixNet)."""
+    return max((m.stride[0] for m in module.modules() if isinstance(m, nn.Conv2d)), default=1)
