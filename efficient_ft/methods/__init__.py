@@ -1,6 +1,7 @@
 """Every method, by the name it has on the command line."""
 
 from efficient_ft.methods.adapters.lora import LoRA
+from efficient_ft.methods.adapters.repnet import RepNet
 from efficient_ft.methods.adapters.tinytl import TinyTL
 from efficient_ft.methods.backprop.lbp_dct import LBPDCT
 from efficient_ft.methods.backprop.lbp_wht import LBPWHT
@@ -26,6 +27,7 @@ METHODS: dict[str, type[Method]] = {
         NormLast,
         LoRA,
         TinyTL,
+        RepNet,
         LBPWHT,
         LBPDCT,
         BackRazor,
@@ -62,6 +64,7 @@ __all__ = [
     "Mesa",
     "Method",
     "NormLast",
+    "RepNet",
     "TinyTL",
     "TopLayers",
     "UniformLayers",

@@ -34,7 +34,7 @@ NOT_OF_IMAGES = "its input does not come from the images"
 _ATTENTION = re.compile(r"^(?!.*Block$).*(Attention|Attn|MHSA|GPSA|XCA|LiteMLA)")
 
 #: What adapters put beside a layer or block: no layers of the model, and exact whatever is done to those.
-_ADDED = re.compile(r"\.lora_[AB]\.default$|\.lite_residual\.")
+_ADDED = re.compile(r"\.lora_[AB]\.default$|\.(lite_residual|side_module)\.")
 
 #: Normalisation layers by class.
 _NORM = re.compile(r"norm|abn|^affine$", re.IGNORECASE)

@@ -245,6 +245,19 @@ def _tinytl(reference: Callable[[nn.Module], nn.Module] = lambda model: model, *
     )
 
 
+def _side(**settings: Any) -> Row:
+    return Row(
+        METHODS["repnet"],
+        settings,
+        why_no_off="a network without side modules is the head alone",
+        instead="output unchanged at first",
+        models=("vit", "resnet", "mobilenet"),
+        refused=dict.fromkeys(("efficientformer", "swinv2"), "no blocks of a form beside which"),
+        what_trains=True,
+        adds_parameters=True,
+    )
+
+
 def _never_cheaper(*_: Any) -> None:
     """A full-rank projection costs more than the exact backward: the layer would be left exact."""
 
@@ -271,6 +284,8 @@ ROWS = {
     "lora_all": _adapter(rank=2, targets="all"),
     "tinytl": _tinytl(_with_group_norm),
     "tinytl_batch_norm": _tinytl(norm="batch", kernel=3, groups=4),
+    "repnet": _side(),
+    "repnet_places": _side(places=[1, -1], kernel=3, groups=2),
     "lbp_wht": _low_rank("lbp_wht", {"order": 15}, *USUAL, order=3),
     "lbp_wht_zero": _low_rank("lbp_wht", {"order": 8}, "vit", "efficientformer", bases="linf", order=2, padding="zero"),
     "lbp_wht_lhe": _low_rank("lbp_wht", {"order": 15}, "vit", "swinv2", bases="lhe", order=2, profile_steps=1),

@@ -68,7 +68,7 @@ def stir(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_B" in name or "lite_residual.norm2" in name:
+            if re.search(r"lora_B|lite_residual\.norm2|side_module\.(norm2|attn\.proj|mlp\.fc2)", name):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
 
 

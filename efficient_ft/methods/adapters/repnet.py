@@ -1,0 +1,210 @@
+"""Rep-Net: a few small side modules beside a frozen network, which take its features and add theirs to them.
+
+Source: Yang, Rakin, Fan, "Rep-Net: Efficient On-Device Learning via Feature Reprogramming", CVPR 2022, in the form in
+which "Block Selective Reprogramming" (BSR, CVPR Workshops 2024; its Figure 3 and equation 7) compares itself with it:
+a_{i+1} = f_M(a_i) + f_S(a_i), f_M a frozen block of the network, f_S a side module that trains. Also for transformers.
+
+From the papers: six modules in a CNN, working on a downsampled map, their output added to the main stream; three blocks
+in a transformer; the head trains with them. Where they stand, and how large they are, is told by no paper but the costs
+of BSR's Table 5 (per image: 6.2 GMACs and 9.91 MB for ResNet-50, 5.7 and 40.1 for DeiT-S), by which we chose:
+
+* DeiT-S: side blocks of the network's own form. Three of them make 5.73 GMACs. 40.1 MiB is what three blocks that train
+  and the eight frozen ones above the first of them keep by BSR's rule: so the first stands beside block 3 (of 0-11),
+  where BSR's first block is. That the others stand beside 7 and 11, as BSR's do, is our choice.
+* ResNet-50: TinyTL's module, as wide as its input, with kernels of 5 in four groups, beside the middle block of each of
+  six equal runs (1, 4, 6, 9, 12, 14 of 0-15): 6.22 GMACs and 10.0 MiB by TinyTL's rule (`cost.published`). They hold
+  50 M parameters. That follows from the table: of modules of this form, kernels up to 7, spread evenly over all four
+  stages, none that reach both its columns hold fewer than 49 M.
+
+Our choice is also the start: the sum is the network's own at first. The last normalisation of a CNN's module starts at
+0; a transformer's side block is a copy of the block beside it whose two last projections start at 0, and adds what its
+branches add.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from timm.models._efficientnet_blocks import InvertedResidual
+from timm.models.resnet import BasicBlock, Bottleneck
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
+
+from efficient_ft.errors import SettingError, UserError
+from efficient_ft.methods.adapters.lite import LiteResidual, refuse_adapted, refuse_indivisible, stride_of
+from efficient_ft.methods.base import Applied, Method
+from efficient_ft.methods.forwards import OwnForward, forwards_of, put_around, take_away
+from efficient_ft.models.view import ModelView, parameters_under, view
+
+#: First and last convolution of the blocks on maps beside which a module can stand.
+_CONVOLUTIONS = {
+    BasicBlock: ("conv1", "conv2"),
+    Bottleneck: ("conv1", "conv3"),
+    InvertedResidual: ("conv_pw", "conv_pwl"),
+}
+
+
+class _SideForward(OwnForward):
+    """A block, and beside it its `side_module`."""
+
+    def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
+        side: Any = self.module.side_module
+        y = self.within(x, *others, **keywords)
+        if isinstance(side, LiteResidual):
+            return y + side(x, y.shape[-2:])
+        # What it adds to the stream, without the stream itself, which is in y.
+        return y + (side(x, *others, **keywords) - x)
+
+
+class RepNet(Method):
+    """Side modules beside some blocks of a frozen network; they and the head train, nothing else.
+
+    It takes the part of the model that the selection applied before leaves trainable, and works on ResNets' and
+    MobileNets' blocks and on plain transformers' (ViT, DeiT). Modules start at an output of 0 and cannot be merged:
+    exported weights hold them under names of their own (``….side_module.…``).
+
+    Args:
+        places: blocks beside which modules stand, counted from 0 through all stages, negative ones from the end; None:
+            six, spread evenly, in a CNN, and three in a transformer.
+        kernel: side of a CNN's modules' convolutions, odd.
+        groups: of these convolutions.
+
+    Raises:
+        SettingError: a value outside these, or (when applied) a place outside the model or beside a block of another
+            form.
+        UserError: when applied: no block of these forms is in the part that trains, channels that do not divide into
+            groups, or something else that adapts the model or drops tokens in it.
+    """
+
+    name = "repnet"
+    axis = "adapters"
+    merges = False
+
+    def __init__(self, places: list[int] | None = None, kernel: int = 5, groups: int = 4) -> None:
+        if places is not None and (
+            not isinstance(places, Sequence)
+            or isinstance(places, str)
+            or not places
+            or not all(type(place) is int for place in places)
+        ):
+            raise SettingError("places", places, "null (spread evenly) or a list of whole numbers, e.g. [3,7,11]")
+        if type(kernel) is not int or kernel < 1 or kernel % 2 == 0:
+            raise SettingError("kernel", kernel, "an odd whole number of at least 1")
+        if type(groups) is not int or groups not in (1, 2, 4, 8):
+            raise SettingError("groups", groups, ["1", "2", "4", "8"])
+        self.places, self.kernel, self.groups = None if places is None else list(places), kernel, groups
+        self._before: dict[str, bool] = {}
+
+    def _apply(self, model: nn.Module) -> Applied:
+        seen = view(model)
+        refuse_adapted(seen, self.name)
+        chosen, skipped = self._chosen(seen)
+        sides = {name: self._side(seen, name) for name in chosen}
+        self._before = {n: p.requires_grad for n, p in model.named_parameters()}
+        head = parameters_under(model, seen.head)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in head and self._before[name])
+            if not parameter.requires_grad:
+                parameter.grad = None
+        for name, side in sides.items():
+            block = model.get_submodule(name)
+            block.side_module = side.requires_grad_(True)
+            put_around(block, _SideForward(block))
+        return Applied(self.name, tuple(f"{name}.side_module" for name in chosen), skipped)
+
+    def _chosen(self, seen: ModelView) -> tuple[list[str], dict[str, str]]:
+        """Blocks that get a module, in order; others, with the reason."""
+        blocks = {name: seen.model.get_submodule(name) for name in seen.blocks}
+        able = [name for name, block in blocks.items() if _is_token_block(block) or _is_map_block(block)]
+        if not able:
+            raise UserError(
+                f"method {self.name}: {seen.name} has no blocks of a form beside which a side module can stand"
+                " (those of ResNet, MobileNet, ViT and DeiT have it); use lora or bitfit."
+            )
+        skipped = dict.fromkeys(blocks, "no place of a side module")
+        skipped |= {name: "a block of another form" for name in blocks if name not in able}
+        train = [name for name in able if any(p.requires_grad for p in blocks[name].parameters())]
+        skipped |= {name: "frozen by the selection" for name in able if name not in train}
+        if not train:
+            raise UserError(
+                f"method {self.name}: the blocks of {seen.name} are all frozen by the selection; choose full."
+            )
+        if self.places is None:
+            n = len(train)
+            if _is_token_block(blocks[train[0]]):
+                wanted = [train[math.ceil((i + 1) * n / 3) - 1] for i in range(3)]
+            else:
+                wanted = [train[(2 * i + 1) * n // 12] for i in range(6)]
+        else:
+            wanted = [self._at(place, seen, able) for place in self.places]
+        chosen = [name for name in train if name in wanted]
+        if not chosen:
+            raise UserError(
+                f"method {self.name}: the blocks at places={self.places} of {seen.name} are all frozen by the"
+                " selection; choose full."
+            )
+        return chosen, {name: why for name, why in skipped.items() if name not in chosen}
+
+    def _at(self, place: int, seen: ModelView, able: Sequence[str]) -> str:
+        count = len(seen.blocks)
+        if not -count <= place < count:
+            raise SettingError(
+                f"method.{self.name}.places",
+                self.places,
+                f"indices from {-count} to {count - 1}: {seen.name} has {count} blocks",
+            )
+        name = seen.blocks[place]
+        if name not in able:
+            raise SettingError(
+                f"method.{self.name}.places",
+                self.places,
+                f"blocks of {seen.name} beside which a side module can stand ({', '.join(able)}), which {name} is not",
+            )
+        return name
+
+    def _side(self, seen: ModelView, name: str) -> nn.Module:
+        """The module to stand beside the block `name`."""
+        block: Any = seen.model.get_submodule(name)
+        if any(forwards_of(module) for module in block.modules()):
+            raise UserError(
+                f"method {self.name}: another method has changed the forward pass of {name} of {seen.name}. Methods"
+                " that drop tokens beside a side block cannot be stacked with it; others come after it (apply_methods"
+                " does so)."
+            )
+        if _is_token_block(block):
+            side = copy.deepcopy(block)
+            for last in (side.attn.proj, side.mlp.fc2):
+                for parameter in last.parameters():
+                    nn.init.zeros_(parameter)
+            return side
+        first, last = (getattr(block, conv) for conv in _CONVOLUTIONS[type(block)])
+        for channels in (first.in_channels, last.out_channels):
+            refuse_indivisible(seen, self.name, name, channels)
+        side = LiteResidual(first.in_channels, last.out_channels, self.kernel, self.groups, stride_of(block))
+        return side.to(first.weight.device, first.weight.dtype).train(block.training)
+
+    def _remove(self, model: nn.Module) -> None:
+        """The model's own blocks and names; the head keeps its values, the modules are lost."""
+        for module in model.modules():
+            if hasattr(module, "side_module"):
+                take_away(module, _SideForward)
+                del module.side_module
+        for name, parameter in model.named_parameters():
+            if name in self._before:
+                parameter.requires_grad_(self._before[name])
+
+    def remove(self, model: nn.Module) -> None:
+        super().remove(model)
+        self._before = {}
+
+
+def _is_token_block(block: nn.Module) -> bool:
+    """Of a plain transformer, with a last projection in both branches."""
+    return type(block) is Block and hasattr(block.attn, "proj") and hasattr(block.mlp, "fc2")
+
+
+def _is_map_block(block: nn.Module) -> bool:
+    return type(block) in _CONVOLUTIONS and getattr(block, "conv_s2d", None) is None
