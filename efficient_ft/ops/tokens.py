@@ -159,7 +159,8 @@ class Tokens:
 
     def dropped(self, index_BK: Tensor, positions: int, fuse: bool) -> Tokens:
         """After `drop` kept those at `index_BK` of the tokens, and fused the others or did not."""
-        assert self.places_BL is not None
+        if self.places_BL is None:
+            return replace(self, made={})
         places = self.places_BL.gather(1, index_BK)
         if not fuse:
             return replace(self, places_BL=places, made={})
@@ -167,8 +168,10 @@ class Tokens:
         return replace(self, places_BL=torch.cat([places, new], 1), fused=self.fused + 1, made={})
 
 
-def all_there(x_BNC: Tensor, prefix: int) -> Tokens:
-    """Of the tokens as the model makes them."""
+def all_there(x_BNC: Tensor, prefix: int, positions: int) -> Tokens:
+    """Of the tokens as the model makes them; their places are known where they are as many as the grid has."""
+    if x_BNC.shape[1] - prefix != positions:  # images of another size, patches left out at random
+        return Tokens()
     places = torch.arange(x_BNC.shape[1] - prefix, device=x_BNC.device)
     return Tokens(places.expand(len(x_BNC), -1))
 

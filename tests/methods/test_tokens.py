@@ -24,6 +24,7 @@ from efficient_ft.methods import (
     LoRA,
     Mesa,
     Method,
+    RepNet,
     apply_methods,
 )
 from efficient_ft.methods.forwards import forwards_of
@@ -188,6 +189,21 @@ def test_kept_tokens_are_projected_alike_however_they_are_kept(
     if replay:
         both.set_grad_checkpointing(True)  # type: ignore[operator]
     assert largest_difference(gradients(alone, "vit"), gradients(both, "vit")) < 1e-10
+
+
+def test_a_side_network_passes_on_where_tokens_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, full = model_of("vit"), model_of("vit")
+    for model, others in ((alone, []), (full, [low_rank(monkeypatch, 15, True)])):
+        torch.manual_seed(0)
+        apply_methods(model, [RepNet([0, 2]), EViT([1]), *others])
+    assert largest_difference(gradients(alone, "vit"), gradients(full, "vit")) < 1e-10
+
+
+def test_tokens_whose_places_are_not_known_are_not_projected() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=5, depth=4, patch_drop_rate=0.5)
+    apply_methods(model, [EViT([1]), LBPWHT()])
+    with pytest.raises(UserError, match=r"tokens"):
+        model(torch.randn(2, 3, 224, 224))
 
 
 def test_low_rank_energies_are_those_of_the_grid() -> None:

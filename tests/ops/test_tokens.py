@@ -54,7 +54,7 @@ def test_places_follow_the_tokens_through_drops_and_fusions():
     prefix, positions = 2, 12
     x = torch.cat([random(3, prefix, 4), random(3, positions, 4, seed=1)], 1)
     grid = x[:, prefix:].clone()
-    tokens = all_there(x, prefix)
+    tokens = all_there(x, prefix, positions)
     for seed, (keep, fuse) in enumerate([(9, True), (7, True), (5, False), (3, True)]):
         scores = random(3, x.shape[1] - prefix, seed=10 + seed)
         x, index = drop(x, scores, prefix, keep, fuse)

@@ -38,6 +38,7 @@ from efficient_ft.methods.adapters.lite import LiteResidual, refuse_adapted, ref
 from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.forwards import OwnForward, forwards_of, put_around, take_away
 from efficient_ft.models.view import ModelView, parameters_under, view
+from efficient_ft.ops.tokens import among, carry, known
 
 #: First and last convolution of the blocks on maps beside which a module can stand.
 _CONVOLUTIONS = {
@@ -52,11 +53,13 @@ class _SideForward(OwnForward):
 
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         side: Any = self.module.side_module
-        y = self.within(x, *others, **keywords)
+        y, tokens = known(self.within(x, *others, **keywords))
         if isinstance(side, LiteResidual):
             return y + side(x, y.shape[-2:])
         # What it adds to the stream, without the stream itself, which is in y.
-        return y + (side(x, *others, **keywords) - x)
+        x, before = known(x)
+        with among(before):
+            return carry(y + (side(x, *others, **keywords) - x), tokens)
 
 
 class RepNet(Method):

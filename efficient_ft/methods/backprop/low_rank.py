@@ -48,11 +48,16 @@ class LowRankLinear(nn.Linear):
             return super().forward(x)
         how, tokens = self.low_rank, tokens_here()
         grid = how.tokens.grid if how.tokens.form == "tokens" else (x.shape[1], x.shape[2])
+        if tokens is not None and tokens.places_BL is None:
+            raise UserError(
+                f"a layer with low-rank backward was given {x.shape[1]} tokens of which is not known where they lie:"
+                " merged ones, or those of images of another size than the model was built for"
+            )
         if how.projector is None:
             return _profiled(super().forward(x), how, grid, tokens)
         channels = (self.in_features, self.out_features)
         projection: Projection | OfKept = how.projector.projection(grid, how.tokens.prefix, channels)
-        if tokens is not None and tokens.places_BL is not None:
+        if tokens is not None:
             projection = _of_kept(projection, tokens, how.tokens.prefix, x)
             exact, low_rank = backward_flops(projection, channels)
             if low_rank >= exact:

@@ -74,7 +74,7 @@ class _BudgetedForward(DroppingForward):
         if not runs_again():
             self._watch(x.detach()[:, 0], y.detach()[:, 0])
         if seen is not None:
-            y, tokens = self.drop(y, seen, tokens or all_there(x, self.prefix))
+            y, tokens = self.drop(y, seen, tokens or all_there(x, self.prefix, self.positions))
         return self.passed_on(y, tokens)
 
     def _watch(self, before_BC: Tensor, after_BC: Tensor) -> None:

@@ -120,7 +120,7 @@ class DroppingForward(TokenForward):
         seen = Attention(self.prefix)
         with among(tokens):
             x = self.first_half(x, seen)
-        x, tokens = self.drop(x, seen, tokens or all_there(x, self.prefix))
+        x, tokens = self.drop(x, seen, tokens or all_there(x, self.prefix, self.positions))
         with among(tokens):
             return self.passed_on(self.second_half(x), tokens)
 
