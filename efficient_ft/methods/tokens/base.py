@@ -148,10 +148,12 @@ def refuse_other_blocks(model: nn.Module, who: str, names: Sequence[str]) -> Non
         raise UserError(f"method {who}: tokens are dropped in this model already.")
 
 
-def refuse_without_class_token(seen: ModelView, who: str) -> None:
-    """Raise UserError for a model that has no class token."""
+def refuse_without_class_token(seen: ModelView, who: str, instead: str = "") -> None:
+    """Raise UserError for a model that has no class token; `instead`: what its user can do."""
     if getattr(seen.model, "cls_token", None) is None:
-        raise UserError(f"method {who}: {seen.name} has no class token, whose attention says which tokens matter.")
+        raise UserError(
+            f"method {who}: {seen.name} has no class token, whose attention says which tokens matter.{instead}"
+        )
 
 
 def grid_positions(seen: ModelView, who: str) -> int:

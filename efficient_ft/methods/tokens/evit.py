@@ -67,7 +67,8 @@ def drop_tokens(model: nn.Module, who: str, drop_at: Sequence[int], keep: float,
         UserError: the model has no class token or blocks of another form, or something in it needs all tokens.
     """
     seen = view(model)
-    refuse_without_class_token(seen, who)
+    instead = " Without dropping: method.bsr.drop_at=[] (ResNet-50: method=bsr_cnn)." if who == "bsr" else ""
+    refuse_without_class_token(seen, who, instead)
     count = len(seen.blocks)
     places = [b % count if -count <= b < count else b for b in drop_at]
     if not all(0 <= b < count - 1 for b in places):
