@@ -240,7 +240,7 @@ class Probe:
         for step in range(self.steps_before):
             for method in self.methods:
                 method.step_begin(step)
-            self._forward(self.model, *batch)[1].backward()
+            self._forward(self.model, self.methods, *batch)[1].backward()
             for method in self.methods:
                 method.step_end()
             self.model.zero_grad(set_to_none=True)
@@ -283,13 +283,13 @@ class Probe:
                 for method in methods:
                     method.step_begin(self.steps_before + step)
                 with sdpa_kernel(SDPBackend.MATH) if without else contextlib.nullcontext():
-                    seen.append(self._watch(model, batch, layers))
+                    seen.append(self._watch(model, methods, batch, layers))
                 for method in methods:
                     method.step_end()
                 model.zero_grad(set_to_none=True)
             return seen
 
-    def _watch(self, model: nn.Module, batch: tuple[Tensor, Tensor], layers: bool) -> _Seen:
+    def _watch(self, model: nn.Module, methods: Sequence[Method], batch: tuple[Tensor, Tensor], layers: bool) -> _Seen:
         """Forward, loss, backward under the meter."""
         state = [*model.parameters(), *model.buffers()]
         model_state = storages(state)
@@ -297,7 +297,7 @@ class Probe:
         hook = SavedTensors()
         with meter:
             with hook:
-                logits, loss = self._forward(model, *batch)
+                logits, loss = self._forward(model, methods, *batch)
             created, saved = meter.created(), hook.alive()
             if loss.requires_grad:  # else nothing trains: the step is its forward pass
                 with meter.phase("backward"):
@@ -328,7 +328,7 @@ class Probe:
     def _batch(self, images: int) -> tuple[Tensor, Tensor]:
         return torch.randn(images, *self.shape), torch.zeros(images, dtype=torch.long)
 
-    def _forward(self, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def _forward(self, model: nn.Module, methods: Sequence[Method], x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast("cpu", dtype=self.dtype, enabled=self.dtype is not None):
             logits = model(x)
             if not isinstance(logits, Tensor) or logits.ndim != 2:
@@ -336,7 +336,10 @@ class Probe:
                     f"{type(model).__name__} does not return logits (images, classes) but"
                     f" {tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__}."
                 )
-            return logits, cross_entropy(logits, y, label_smoothing=self.label_smoothing)
+            loss = cross_entropy(logits, y, label_smoothing=self.label_smoothing)
+            for method in methods:
+                loss = method.total_loss(loss)
+            return logits, loss
 
 
 class FakeCopyOnCPU(FakeCopyMode):

@@ -144,7 +144,10 @@ class TrainingStep:
             method.step_begin(self.steps)
         with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None):
             logits = self.model(self.images)
-            self.loss = cross_entropy(logits, self.labels, label_smoothing=self.label_smoothing)
+            loss = cross_entropy(logits, self.labels, label_smoothing=self.label_smoothing)
+            for method in self.methods:
+                loss = method.total_loss(loss)
+            self.loss = loss
 
     def backward(self) -> None:
         assert self.loss is not None

@@ -2,6 +2,7 @@
 
 from efficient_ft.methods.adapters.lora import LoRA
 from efficient_ft.methods.adapters.repnet import RepNet
+from efficient_ft.methods.adapters.moe import BSRMoE, MoE
 from efficient_ft.methods.adapters.tinytl import TinyTL
 from efficient_ft.methods.backprop.lbp_dct import LBPDCT
 from efficient_ft.methods.backprop.lbp_wht import LBPWHT
@@ -40,6 +41,8 @@ METHODS: dict[str, type[Method]] = {
         LISA,
         UniformLayers,
         TopLayers,
+        MoE,
+        BSRMoE,
     )
 }
 
@@ -52,6 +55,7 @@ __all__ = [
     "SWAT",
     "ALaST",
     "Applied",
+    "BSRMoE",
     "BackRazor",
     "BitFit",
     "Blocks",
@@ -63,6 +67,7 @@ __all__ = [
     "LoRA",
     "Mesa",
     "Method",
+    "MoE",
     "NormLast",
     "RepNet",
     "TinyTL",

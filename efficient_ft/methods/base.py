@@ -6,7 +6,8 @@ In anyone's own loop a method is two lines::
     print(method.apply(model))
 
 and, for those that act per step, ``step_begin(step)`` before and ``step_end()`` after each optimizer step (before
-gradients are set to zero). The optimizer is built between the two lines and the first step, over all that trains then.
+gradients are set to zero); ``loss = method.total_loss(loss)`` for those with a loss of their own. The optimizer is built
+between the two lines and the first step, over all that trains then.
 With Lightning it is passed in ``Trainer(callbacks=[...])``: surgery happens in ``setup``, once, after the
 weights are loaded and before the optimizer is built.
 """
@@ -21,7 +22,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import Callback
-from torch import nn
+from torch import Tensor, nn
 
 from efficient_ft.errors import UserError
 
@@ -94,6 +95,10 @@ class Method(Callback):
     def insight(self) -> dict[str, Any]:
         """What it decided for the present step, in plain containers, to be recorded (budgets, chosen layers)."""
         return {}
+
+    def total_loss(self, loss: Tensor) -> Tensor:
+        """What is minimised after a forward pass whose own loss is `loss`: a method may add a loss of its own."""
+        return loss
 
     def state_dict(self) -> dict[str, Any]:
         return {}

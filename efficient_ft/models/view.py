@@ -30,6 +30,9 @@ NO_GRID = "tokens that lie on no grid of the model"
 #: The reason for a layer that works on something else (a table of relative positions).
 NOT_OF_IMAGES = "its input does not come from the images"
 
+#: The reason for a layer of an expert.
+OF_EXPERTS = "its input is the tokens that an expert is given, of any images"
+
 #: Attention modules by class; not the blocks that hold one beside an MLP (XCiT's ClassAttentionBlock).
 _ATTENTION = re.compile(r"^(?!.*Block$).*(Attention|Attn|MHSA|GPSA|XCA|LiteMLA)")
 
@@ -155,6 +158,8 @@ def view(model: nn.Module, image_size: tuple[int, int] | None = None) -> ModelVi
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Conv2d) and not _ADDED.search(name):
             tokens, why_not = _layout(name, module, seen.get(name), prefix, head, stem)
+            if any(hasattr(m, "experts") for m in _above(model, name)):
+                tokens, why_not = None, OF_EXPERTS
             attention = any(_ATTENTION.search(type(m).__name__) for m in _above(model, name))
             layers.append(Layer(name, module, tokens, why_not, attention, reach.get(name)))
     return ModelView(

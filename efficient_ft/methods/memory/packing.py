@@ -15,7 +15,7 @@ from efficient_ft.errors import UserError
 from efficient_ft.methods.base import Applied
 from efficient_ft.methods.forwards import put_around
 from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod
-from efficient_ft.models.view import NOT_OF_IMAGES, ModelView, is_norm, view
+from efficient_ft.models.view import NOT_OF_IMAGES, OF_EXPERTS, ModelView, is_norm, view
 from efficient_ft.ops.packed import PackedOperations, Policy, Session, running
 
 
@@ -82,7 +82,7 @@ class ActivationPacking(MemoryMethod):
         self._refuse_second(model)
         seen = view(model)
         parts, skipped = _parts(seen)
-        plain = {layer.name: NOT_OF_IMAGES for layer in seen.layers if layer.why_not == NOT_OF_IMAGES}
+        plain = {x.name: x.why_not for x in seen.layers if x.why_not in (NOT_OF_IMAGES, OF_EXPERTS)}
         plain.update(self._left_plain(seen))
         inside = {
             part: [

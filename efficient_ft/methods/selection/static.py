@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -101,31 +102,16 @@ class Blocks(Selection):
 
     def __init__(self, blocks: list[int]) -> None:
         super().__init__()
-        if not isinstance(blocks, Sequence) or isinstance(blocks, str) or not all(type(b) is int for b in blocks):
-            raise SettingError("blocks", blocks, "a list of whole numbers, e.g. [3,7,11]")
-        if not blocks:
-            raise SettingError("blocks", "[]", "at least one block", "For the head alone use method=head.")
+        check_blocks(blocks)
         self.blocks = list(blocks)
 
     def _chosen(self, model: nn.Module) -> dict[str, Tensor]:
         seen = view(model)
-        count = len(seen.blocks)
-        if not count:
-            raise UserError(
-                f"method {self.name}: no blocks were recognised in {seen.name};"
-                " choose what trains by another selection (head, full, bitfit, norm_last)."
-            )
-        for index in self.blocks:
-            if not -count <= index < count:
-                raise SettingError(
-                    f"method.{self.name}.blocks",
-                    self.blocks,
-                    f"indices from {-count} to {count - 1}: {seen.name} has {count} blocks",
-                )
+        chosen = blocks_at(seen, f"method.{self.name}.blocks", self.blocks)
         head = _head(seen)
         final = parameters_under(model, seen.tail)
         norms = {n: p for n, p in _norms(model).items() if n in final}
-        return parameters_under(model, [seen.blocks[index] for index in self.blocks]) | norms | head
+        return parameters_under(model, chosen) | norms | head
 
 
 class BitFit(Selection):
@@ -159,6 +145,34 @@ class NormLast(Selection):
                 " head; use method=head."
             )
         return norms | head
+
+
+def check_blocks(blocks: Any) -> None:
+    """Raise SettingError for what is no list of indices."""
+    if not isinstance(blocks, Sequence) or isinstance(blocks, str) or not all(type(b) is int for b in blocks):
+        raise SettingError("blocks", blocks, "a list of whole numbers, e.g. [3,7,11]")
+    if not blocks:
+        raise SettingError("blocks", "[]", "at least one block", "For the head alone use method=head.")
+
+
+def blocks_at(seen: ModelView, setting: str, blocks: Sequence[int]) -> list[str]:
+    """The names of blocks by their indices, negative ones from the end, for a method's `setting`.
+
+    Raises:
+        SettingError: an index outside the model.
+        UserError: the model has no blocks.
+    """
+    count = len(seen.blocks)
+    if not count:
+        raise UserError(
+            f"{setting.rpartition('.')[0].replace('.', ' ')}: no blocks were recognised in {seen.name};"
+            " choose what trains by another selection (head, full, bitfit, norm_last)."
+        )
+    if not all(-count <= index < count for index in blocks):
+        raise SettingError(
+            setting, list(blocks), f"indices from {-count} to {count - 1}: {seen.name} has {count} blocks"
+        )
+    return [seen.blocks[index] for index in blocks]
 
 
 def concise(model: nn.Module, chosen: set[int]) -> tuple[str, ...]:

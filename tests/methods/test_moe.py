@@ -1,0 +1,448 @@
+"""Experts against every token worked out by itself, what a step with them costs, tasks, and what they are refused."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from timm.layers import SwiGLU
+from torch import Tensor, nn
+
+import efficient_ft.models.small  # noqa: F401  registers vit_digits
+from efficient_ft.config import ModelConfig
+from efficient_ft.cost import executed, layer_flops
+from efficient_ft.data import InputSpec
+from efficient_ft.errors import SettingError, UserError
+from efficient_ft.methods import (
+    BSR,
+    LBPWHT,
+    BackRazor,
+    Blocks,
+    BSRMoE,
+    Checkpointing,
+    Full,
+    HeadOnly,
+    LoRA,
+    Method,
+    MoE,
+    apply_methods,
+    plain_state_dict,
+)
+from efficient_ft.models.tasks import give_heads
+from efficient_ft.models.view import OF_EXPERTS, view
+from efficient_ft.training import export
+from tests.methods.settings import batch_of, gradients, model_of
+from tests.methods.test_contracts import largest_difference
+
+
+def with_experts(gates: float = 1.0, name: str = "vit", **settings: Any) -> tuple[Any, MoE]:
+    """A small model with experts that differ, and gates that choose."""
+    model, method = model_of(name), MoE(**{"experts": 6, "top": 2, "blocks": [1, -1], **settings})
+    method.apply(model)
+    generator = torch.Generator().manual_seed(4)
+    for n, p in model.named_parameters():
+        if ".mlp.gate" in n or ".mlp.experts" in n:
+            scale = gates if ".gate" in n else 0.05
+            p.data += scale * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+    return model, method
+
+
+def by_hand(mlp: Any, x_TC: Tensor, top: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    """The experts' output a token at a time, and E · Σ share of the tokens · mean probability."""
+    gate = mlp.gate.weight
+    ffns = [mlp, *mlp.experts]
+    rows, shares, probabilities = [], [0.0] * len(ffns), []
+    for x in x_TC:
+        p = [torch.exp(gate[e] @ x) for e in range(len(ffns))]
+        p = [value / sum(p) for value in p]
+        probabilities.append(torch.stack(p))
+        chosen = sorted(range(len(ffns)), key=lambda e: -p[e].item())[:top]
+        total = sum(p[e] for e in chosen) if renormalise else 1.0
+        y = torch.zeros_like(x)
+        for e in chosen:
+            ffn = ffns[e]
+            hidden = F.gelu(ffn.fc1.weight @ x + ffn.fc1.bias)
+            y = y + p[e] / total * (ffn.fc2.weight @ hidden + ffn.fc2.bias)
+            shares[e] += 1 / (top * len(x_TC))
+        rows.append(y)
+    means = torch.stack(probabilities).mean(0)
+    return torch.stack(rows), len(ffns) * sum((f * m for f, m in zip(shares, means, strict=True)), torch.zeros(()))
+
+
+# ------------------------------------------------------------------------------------------------ what they compute
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize("top", [1, 2, 6])
+def test_output_and_all_gradients_are_those_of_each_token_by_itself(top: int, renormalise: bool) -> None:
+    model, method = with_experts(top=top, renormalise=renormalise, balance=0.3)
+    mlp = model.blocks[1].mlp
+    x = torch.randn(2, 5, 48, dtype=torch.float64, requires_grad=True)
+    g = torch.randn(2, 5, 48, dtype=torch.float64)
+    found = mlp(x)
+    expected, uneven = by_hand(mlp, x.reshape(10, 48), top, renormalise)
+    expected = expected.reshape(2, 5, 48)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    loss, reference = method.total_loss((found * g).sum()), (expected * g).sum() + 0.3 * uneven
+    torch.testing.assert_close(loss, reference, rtol=1e-10, atol=1e-12)
+    wanted = [x, *mlp.parameters()]
+    for a, b in zip(
+        torch.autograd.grad(loss, wanted, allow_unused=True),
+        torch.autograd.grad(reference, wanted, allow_unused=True),
+        strict=True,
+    ):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def test_maps_are_token_by_token_too() -> None:
+    """Swin's feed-forward networks are given (B, H, W, C)."""
+    model, _ = with_experts(name="swinv2")
+    mlp = model.get_submodule(f"{view(model).blocks[-1]}.mlp")
+    x = torch.randn(2, 3, 4, 64, dtype=torch.float64)
+    expected, _ = by_hand(mlp, x.reshape(24, 64), 2, False)
+    torch.testing.assert_close(mlp(x), expected.reshape(x.shape), rtol=1e-10, atol=1e-12)
+
+
+def test_gated_feed_forward_networks_become_experts_too() -> None:
+    model = model_of("vit")
+    model.blocks[1].mlp = SwiGLU(48, 32).double()
+    plain = copy.deepcopy(model)
+    MoE(3, 2, [1], renormalise=True).apply(model)
+    images, _ = batch_of("vit")
+    torch.testing.assert_close(model(images), plain(images), rtol=1e-10, atol=1e-12)
+
+
+def test_at_first_the_output_is_top_of_experts_and_the_first_ones_are_taken() -> None:
+    plain, model = model_of("vit"), model_of("vit")
+    MoE(16, 4, [1]).apply(model)
+    x = torch.randn(2, 7, 48, dtype=torch.float64)
+    torch.testing.assert_close(model.blocks[1].mlp(x), plain.blocks[1].mlp(x) / 4)
+    found = gradients(model, "vit")
+    for number in range(15):
+        taken = found[f"blocks.1.mlp.experts.{number}.fc1.weight"] is not None
+        assert taken == (number < 3), "the model's own and the next three"
+    assert found["blocks.1.mlp.fc1.weight"] is not None
+
+
+def test_the_sum_is_in_single_precision_and_the_result_in_the_layer_s_type() -> None:
+    model, _ = with_experts(top=6)
+    mlp = model.blocks[1].mlp.float()
+    x = torch.randn(2, 5, 48)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = mlp(x)
+    assert found.dtype == torch.bfloat16
+    expected, _ = by_hand(mlp, x.reshape(10, 48), 6, False)
+    torch.testing.assert_close(found.float(), expected.reshape(2, 5, 48), rtol=0.05, atol=0.02)
+
+
+# ------------------------------------------------------------------------------------------------ what a step costs
+def test_an_expert_without_tokens_is_not_run() -> None:
+    model, _ = with_experts(experts=8, top=2, gates=0.0)
+    mlp = model.blocks[1].mlp
+    with torch.no_grad():  # the first features decide: only experts 2 and 5 are ever among the two
+        mlp.gate.weight[2, 0] = mlp.gate.weight[5, 0] = 50.0
+    called: list[int] = []
+    for number, expert in enumerate(mlp.experts, start=1):
+        expert.register_forward_hook(lambda _m, _i, _o, number=number: called.append(number))
+    x = torch.rand(3, 4, 48, dtype=torch.float64) + 0.1
+    mlp(x).sum().backward()
+    assert called == [2, 5]
+    for number, expert in enumerate(mlp.experts, start=1):
+        assert all((p.grad is not None) == (number in (2, 5)) for p in expert.parameters())
+    assert mlp.fc1.weight.grad is None
+
+
+def _vit() -> Any:
+    """One block with experts of width 48 and 192, on 65 tokens."""
+    return timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=4, depth=1, embed_dim=48, num_heads=3, num_classes=5
+    )
+
+
+@pytest.mark.parametrize("experts", [4, 16])
+def test_flops_are_those_of_the_experts_that_a_token_takes(experts: int) -> None:
+    token = 2 * 2 * 48 * 192  # of one feed-forward network
+    plain = executed(_vit(), 2, (32, 32))
+    found = executed(_vit(), 2, (32, 32), methods=[MoE(experts, 4, [0])])
+    assert found.counted_on == "fake tensors"
+    assert found.forward_flops - plain.forward_flops == 65 * (3 * token + 2 * 48 * experts)
+    assert found.backward_flops - plain.backward_flops == 2 * 65 * (3 * token + 2 * 48 * experts)
+
+    # A real step, wherever the tokens go.
+    model = _vit()
+    MoE(experts, 4, [0]).apply(model)
+    for spread in (0.0, 3.0):
+        nn.init.normal_(model.blocks[0].mlp.gate.weight, std=spread)
+        from torch.utils.flop_counter import FlopCounterMode
+
+        with FlopCounterMode(display=False) as counter:
+            model.blocks[0].mlp(torch.randn(2, 65, 48))
+        assert counter.get_total_flops() == 2 * 65 * (4 * token + 2 * 48 * experts)
+
+
+def test_kept_bytes_by_hand() -> None:
+    plain = executed(_vit(), 2, (32, 32))
+    found = executed(_vit(), 2, (32, 32), methods=[MoE(16, 4, [0])])
+    tokens = 65
+    of_ffn = 4 * (48 + 192 + 192)  # fp32: the input, GELU's input and output
+    routed = 4 * (of_ffn + 4 * 48)  # of four experts, and their outputs for the weights' gradient
+    # The gate's input, softmax's output and the sort's places; of each pair of token and expert its token, its weight
+    # and its place in the order of the experts, and that of the tokens.
+    gate = 4 * (48 + 16) + 8 * 16 + 4 * (8 + 4 + 8)
+    # What the plain network keeps of one token, its input being the norm's output.
+    assert found.saved_bytes - plain.saved_bytes == pytest.approx(tokens * (routed + gate - of_ffn), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("method", "real", "published"),
+    [((Full(), MoE()), 3319, 1801), ((BSRMoE(keep=0.7, fuse=False),), 2025, 1237)],
+    ids=["full", "bsr"],
+)
+def test_the_published_forward_cost_leaves_out_experts_and_attention(
+    method: tuple[Method, ...], real: float, published: float
+) -> None:
+    """Table 6, ViT-B, batch 128, GMACs: what it counts are the linear layers other than experts."""
+    with torch.device("meta"):
+        model: Any = timm.create_model("vit_base_patch16_224", num_classes=10)
+    found = layer_flops(model, 1, (224, 224), methods=copy.deepcopy(method))
+    gmacs = {name: cost.forward / 2 * 128 / 1e9 for name, cost in found.items()}
+    inside = tuple(f"blocks.{block}.mlp.{part}" for block in (3, 7, 11) for part in ("fc", "experts"))
+    left_out = sum(value for name, value in gmacs.items() if name.endswith(".attn") or name.startswith(inside))
+    assert sum(gmacs.values()) == pytest.approx(real, rel=1e-3)
+    assert sum(gmacs.values()) - left_out == pytest.approx(published, rel=1e-3)
+
+
+def test_a_model_without_memory_can_be_run() -> None:
+    with torch.device("meta"):
+        model = _vit()
+    MoE(16, 4, [0]).apply(model)
+    assert model(torch.empty(2, 3, 32, 32, device="meta")).shape == (2, 5)
+
+
+# ------------------------------------------------------------------------------------------------ the balance loss
+def test_the_balance_loss_takes_tokens_from_the_expert_that_has_most() -> None:
+    """From the start on, where all probabilities are alike and only the shares differ."""
+    model, method = with_experts(gates=0.0, experts=4, top=1, balance=1.0)
+    mlp = model.blocks[1].mlp
+    x = torch.randn(400, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.5
+    optimizer = torch.optim.SGD([mlp.gate.weight], lr=0.05)
+    most = []
+    for _ in range(20):
+        most.append((x @ mlp.gate.weight.T).argmax(-1).bincount(minlength=4).argmax().item())
+        mlp(x)
+        model.blocks[3].mlp(x[:1])  # the other layer's, which is added
+        optimizer.zero_grad()
+        method.total_loss(torch.zeros((), dtype=torch.float64)).backward()
+        optimizer.step()
+    assert most[0] == 0
+    assert most[1] != 0
+    assert set(most) == {0, 1, 2, 3}
+
+
+def test_without_a_balance_nothing_is_added_and_nothing_kept() -> None:
+    model, method = with_experts()
+    loss = F.cross_entropy(model(batch_of("vit")[0]), batch_of("vit")[1])
+    assert method.total_loss(loss) is loss
+    assert Full().total_loss(loss) is loss
+
+
+def test_a_balance_loss_does_not_stand_in_the_way_of_copies_and_evaluation() -> None:
+    model, method = with_experts(balance=0.1)
+    images, _ = batch_of("vit")
+    model(images)
+    other, copied = copy.deepcopy((model, method))
+    model.eval()(images)
+    model.train()
+    loss = torch.zeros((), dtype=torch.float64)
+    assert method.total_loss(loss) > 0
+    with pytest.raises(UserError, match=r"no balance loss .*balance=0"):
+        method.total_loss(loss)
+    other(images)
+    assert copied.total_loss(loss) > 0
+
+
+def test_what_is_counted_includes_the_balance_loss() -> None:
+    without, balanced = (
+        executed(_vit(), 2, (32, 32), methods=[MoE(16, 4, [0], balance=balance)]) for balance in (0.0, 0.1)
+    )
+    assert balanced.flops == without.flops
+    assert balanced.saved_bytes - without.saved_bytes == 65 * 4 * 8  # which experts the tokens took
+
+
+# ------------------------------------------------------------------------------------------------ tasks
+@pytest.mark.parametrize("kind", [MoE, BSRMoE])
+def test_every_task_has_routers_and_a_classifier(kind: type[MoE] | type[BSRMoE]) -> None:
+    torch.manual_seed(0)
+    model = _vit_of_four()
+    give_heads(model, {"pets": 5, "food": 7})
+    method = kind(experts=4, top=2, blocks=[1, 3], **({"drop_at": [1, 2]} if kind is BSRMoE else {}))
+    method.apply(model)
+    assert method.task == "pets"
+    images = torch.randn(2, 3, 32, 32)
+    for task, classes in (("food", 7), ("pets", 5)):
+        method.task = task
+        logits = model(images)
+        assert logits.shape == (2, classes)
+        model.zero_grad()
+        logits.square().sum().backward()
+        moved = {n for n, p in model.named_parameters() if p.grad is not None}
+        of_tasks = {n for n in moved if ".gate." in n or n.startswith("head.")}
+        assert of_tasks == {
+            f"blocks.{block}.mlp.gate.{task}.weight" for block in (1, 3)
+        } | {f"head.{task}.{n}" for n in ("weight", "bias")}  # fmt: skip
+    # A copy of both goes its own way.
+    other, copied = copy.deepcopy((model, method))
+    copied.task = "food"
+    assert other(images).shape == (2, 7)
+    assert model(images).shape == (2, 5)
+    with pytest.raises(SettingError, match=r"^task=cats: allowed are pets, food"):
+        method.task = "cats"
+    method.remove(model)
+    assert method.task is None
+
+
+def test_a_network_of_one_task_has_no_other() -> None:
+    _, method = with_experts()
+    assert method.task is None
+    with pytest.raises(UserError, match=r"moe: the network has one task; .*give_heads"):
+        method.task = "pets"
+
+
+# ------------------------------------------------------------------------------------------------ with others
+def _vit_of_four() -> Any:
+    return timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=4, depth=4, embed_dim=48, num_heads=3, num_classes=5
+    )
+
+
+def test_bsr_with_experts_is_bsr_and_experts() -> None:
+    one, two = model_of("vit"), model_of("vit")
+    settings: dict[str, Any] = {"experts": 4, "top": 2, "blocks": [1, -1], "renormalise": True}
+    apply_methods(one, [BSR([1, -1], [1, 2], 0.5), MoE(**settings)])
+    BSRMoE(**settings, drop_at=[1, 2]).apply(two)
+    assert {n for n, p in one.named_parameters() if p.requires_grad} == {
+        n for n, p in two.named_parameters() if p.requires_grad
+    }
+    assert largest_difference(gradients(one, "vit"), gradients(two, "vit")) == 0
+
+
+def test_experts_go_where_the_selection_trains() -> None:
+    model = model_of("vit")
+    _, applied = apply_methods(model, [MoE(4, 2, [1]), Blocks([0, 1])])
+    assert applied.touched == ("blocks.1.mlp",)
+    assert set(applied.skipped) == {"blocks.0", "blocks.2", "blocks.3"}
+    for selection, frozen in ((HeadOnly(), 0), (Blocks([0]), 1)):
+        with pytest.raises(SettingError, match=rf"method\.moe\.blocks=\[0, 1\]: .* frozen blocks\.{frozen} of"):
+            apply_methods(model_of("vit"), [MoE(4, 2, [0, 1]), selection])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: Checkpointing(),
+        lambda: BackRazor(sparsity=0.0, values="input"),
+        lambda: BackRazor(sparsity=0.0, values="input", norm="input", derive=False),
+        lambda: LBPWHT(order=15),
+    ],
+    ids=["checkpointing", "back_razor", "published", "lbp_wht"],
+)
+def test_stacked_with_what_changes_nothing(other: Any) -> None:
+    alone, _ = with_experts()
+    both, _ = with_experts()
+    report = other().apply(both)
+    if report.method != "checkpointing":
+        inside = {n: why for n, why in report.skipped.items() if n.startswith(("blocks.1.mlp.", "blocks.3.mlp."))}
+        assert set(inside.values()) == {OF_EXPERTS}
+        assert len(inside) == 2 * (6 * 2 + 1)
+    assert largest_difference(gradients(alone, "vit"), gradients(both, "vit")) < 1e-8
+
+
+def test_what_is_packed_beside_them_leaves_experts_exact() -> None:
+    """At a sparsity that would show, the experts of the last block have their exact gradients."""
+    alone, _ = with_experts()
+    both, _ = with_experts()
+    BackRazor(sparsity=0.9, values="input").apply(both)
+    exact, packed = gradients(alone, "vit"), gradients(both, "vit")
+    last = [n for n in exact if n.startswith("blocks.3.mlp.") and exact[n] is not None]
+    assert len(last) > 8
+    assert largest_difference({n: exact[n] for n in last}, {n: packed[n] for n in last}) < 1e-10
+    assert largest_difference(exact, packed) > 1e-2
+
+
+def test_a_recomputed_block_has_no_balance_loss() -> None:
+    model, method = with_experts(balance=0.1)
+    Checkpointing().apply(model)
+    model(batch_of("vit")[0])
+    with pytest.raises(UserError, match="checkpointing"):
+        method.total_loss(torch.zeros(()))
+
+
+def test_a_run_s_result_is_loaded_with_its_experts(tmp_path: Path) -> None:
+    config = ModelConfig(name="vit_digits", pretrained=False, kwargs={"depth": 2, "embed_dim": 16, "num_heads": 2})
+    model = timm.create_model("vit_digits", num_classes=5, **config.kwargs)
+    methods = [MoE(4, 2, [-1])]
+    apply_methods(model, methods)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1 * torch.randn_like(p)
+    spec = InputSpec(size=(32, 32), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bilinear")
+    export.save(
+        tmp_path / export.NAME, plain_state_dict(model, methods), config, list("abcde"), spec, {"epoch": 1}, methods
+    )
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(export.load(tmp_path).model(images), model.eval()(images))
+
+
+# ------------------------------------------------------------------------------------------------ mistakes
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"experts": 0},
+        {"experts": 2.0},
+        {"top": 0},
+        {"top": 17},
+        {"top": True},
+        {"blocks": []},
+        {"blocks": "3"},
+        {"renormalise": 1},
+        {"balance": -0.1},
+        {"balance": float("nan")},
+        {"balance": True},
+    ],
+)
+@pytest.mark.parametrize("kind", [MoE, BSRMoE])
+def test_a_setting_out_of_range_names_itself(kind: Any, setting: dict[str, Any]) -> None:
+    with pytest.raises(SettingError) as error:
+        kind(**setting)
+    assert error.value.setting == next(iter(setting))
+
+
+def test_what_can_have_no_experts_is_refused_and_left_as_it_was() -> None:
+    model = model_of("vit")
+    for method, said in (
+        (MoE(4, 2), r"method\.moe\.blocks=\[3, 7, 11\]: allowed is indices from -4 to 3"),
+        (BSRMoE(4, 2), r"method\.bsr_moe\.blocks=\[3, 7, 11\]"),
+    ):
+        with pytest.raises(SettingError, match=said):
+            method.apply(model)
+    with pytest.raises(UserError, match=r"moe: stages\.0\.blocks\.0 .*has an mlp of another kind \(ConvMlp"):
+        MoE(4, 2, [0]).apply(model_of("efficientformer"))
+    with pytest.raises(UserError, match="no class token"):
+        BSRMoE(4, 2, [1], drop_at=[0]).apply(model_of("swinv2"))
+    assert list(model.state_dict()) == list(model_of("vit").state_dict())
+    assert all(p.requires_grad for p in model.parameters())
+    MoE(4, 2, [1, 1]).apply(model)
+    assert len(model.blocks[1].mlp.experts) == 3
+    with pytest.raises(UserError, match=r"blocks\.1\.mlp .* has experts already"):
+        MoE(3, 2, [1]).apply(model)
+    for other in (LoRA(targets="all", rank=2), LBPWHT(order=2)):
+        changed = model_of("vit")
+        other.apply(changed)
+        with pytest.raises(UserError, match="experts come first"):
+            MoE(4, 2, [1]).apply(changed)

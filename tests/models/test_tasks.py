@@ -1,0 +1,100 @@
+"""One network with a classifier for each task, and the switch between them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import efficient_ft.models.small  # noqa: F401  registers vit_digits
+from efficient_ft.errors import SettingError, UserError
+from efficient_ft.models.tasks import PerTask, Tasks, for_each_task, give_heads, tasks_of
+from efficient_ft.models.view import view
+from tests.methods.settings import MODELS, batch_of, model_of
+
+CLASSES = {"a": 3, "b": 5, "c": 5}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_task_has_its_own_classifier_on_one_trunk(name: str) -> None:
+    model, plain = model_of(name), model_of(name)
+    heads = view(plain).head
+    tasks = give_heads(model, CLASSES)
+    assert tasks_of(model) is tasks
+    assert (tasks.names, tasks.now) == (("a", "b", "c"), "a")
+    assert view(model).head == heads
+    own = set(plain.state_dict())
+    added = {n for n in model.state_dict() if n not in own}
+    assert own - set(model.state_dict()) == {n for n in own if n.startswith(tuple(f"{h}." for h in heads))}
+    assert all(n.startswith(tuple(f"{h}.{t}." for h in heads for t in CLASSES)) for n in added)
+
+    images, _ = batch_of(name)
+    for task, classes in CLASSES.items():
+        tasks.now = task
+        found = model.eval()(images)
+        assert found.shape == (2, classes)
+        if task == "b":  # five classes, as the model had: it took over the model's own
+            torch.testing.assert_close(found, plain.eval()(images), rtol=0, atol=0)
+    model.train()(images).sum().backward()
+    with_gradient = {n for n, p in model.named_parameters() if p.grad is not None}
+    assert {n for n in added if n in with_gradient} == {n for n in added if ".c." in n}
+
+
+def test_new_classifiers_may_start_at_zero() -> None:
+    model = model_of("vit")
+    tasks = give_heads(model, CLASSES, zero=True)
+    logits = {}
+    for task in CLASSES:
+        tasks.now = task
+        logits[task] = model(batch_of("vit")[0])
+    assert not logits["a"].any()
+    assert logits["b"].all()
+    assert not logits["c"].any()
+
+
+@pytest.mark.parametrize("through", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_has_a_switch_of_its_own(through) -> None:
+    model = model_of("vit")
+    tasks = give_heads(model, CLASSES)
+    model.gate = for_each_task(model, lambda: nn.Linear(2, 2))
+    tasks.now = "c"
+    other = through(model)
+    switch = tasks_of(other)
+    assert switch is not None
+    assert (switch is tasks, switch.now) == (False, "c")
+    switch.now = "a"
+    assert tasks.now == "c"
+    assert {m.tasks for m in other.modules() if isinstance(m, PerTask)} == {switch}
+
+
+def test_a_network_of_one_task_stays_as_it_is() -> None:
+    model = model_of("vit")
+    assert tasks_of(model) is None
+    assert type(for_each_task(model, nn.Identity)) is nn.Identity
+
+
+@pytest.mark.parametrize("names", [[], ["a", "a"], ["a b"], ["a.b"], [""], ["keys"], ["forward"], ["training"]])
+def test_names_that_will_not_do(names: list[str]) -> None:
+    with pytest.raises(SettingError, match=r"^tasks="):
+        Tasks(names)
+
+
+def test_mistakes() -> None:
+    model = model_of("vit")
+    tasks = give_heads(model, CLASSES)
+    with pytest.raises(SettingError, match=r"^task=d: allowed are a, b, c\."):
+        tasks.now = "d"
+    with pytest.raises(UserError, match="several tasks already"):
+        give_heads(model, CLASSES)
+    with pytest.raises(UserError, match="reset_classifier"):
+        give_heads(nn.Linear(2, 2), CLASSES)
+
+
+def test_a_model_without_classes_gets_classifiers() -> None:
+    model = timm.create_model("vit_digits", num_classes=0, depth=1, embed_dim=16, num_heads=2)
+    give_heads(model, {"a": 2, "b": 3})
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 2)
