@@ -259,10 +259,10 @@ def _side(**settings: Any) -> Row:
 
 
 def _quarter(model: nn.Module) -> nn.Module:
-    """The feed-forward networks of blocks 1 and 3 give a quarter: one of four experts, all alike."""
+    """The feed-forward network of the last block gives a quarter: one of four experts, all alike."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if ".mlp.fc2." in name and name.split(".")[-4] in ("1", "3"):
+            if name.startswith("blocks.3.mlp.fc2."):
                 parameter *= 0.25
     return model
 
@@ -272,7 +272,7 @@ def _experts(
 ) -> Row:
     return Row(
         METHODS[name],
-        {"experts": 4, "top": 2, "blocks": [1, -1], **settings},
+        {"experts": 4, "top": 2, "blocks": [-1], **settings},
         why_no_off="experts are parameters of their own",
         instead="output unchanged at first",
         models=models,
@@ -385,7 +385,7 @@ ROWS = {
     ),
     "moe": _experts("moe", "vit", "swinv2", renormalise=True),
     "moe_published": _experts("moe", "vit", top=1, reference=_quarter),
-    "bsr_moe": _experts("bsr_moe", "vit", drop_at=[1, 2], keep=1.0, renormalise=True),
+    "bsr_moe": _experts("bsr_moe", "vit", blocks=[1, -1], drop_at=[1, 2], keep=1.0, renormalise=True),
     "mesa": _near("mesa", "8 bits are not exact", *USUAL),
     "mesa_published": _near("mesa", "8 bits are not exact", "vit", "swinv2", derive=False),
 }
