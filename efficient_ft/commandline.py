@@ -132,9 +132,25 @@ def _configuration(loader: ConfigLoader, name: str, job: list[str]) -> Config:
         raise _explained(loader, name, parsed, error) from None
     _check_packages(name, parsed, composed)
     try:
-        return check(plain(composed))
+        config = check(plain(composed))
     except UnknownSetting as error:
         raise _unknown(loader, error.setting, error.value, error.known) from None
+    if config.tasks:
+        _refuse_data(parsed, config)
+    return config
+
+
+def _refuse_data(parsed: Sequence[Override], config: Config) -> None:
+    """Refuse settings of the one data set, which several tasks do not use."""
+    for override in parsed:
+        of_one = override.key_or_group == "data" and override.package in (None, "data")
+        if of_one or override.key_or_group.startswith("data."):
+            names = ", ".join(config.tasks)
+            first = next(iter(config.tasks))
+            raise UserError(
+                f"{override.input_line}: the data sets of this run are those of tasks ({names}); set"
+                f" tasks.{first}.batch_size=VALUE and the like, or train on one with tasks=none."
+            )
 
 
 def _check_option(loader: ConfigLoader, override: Override) -> None:

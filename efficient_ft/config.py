@@ -17,7 +17,15 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    create_model,
+    model_serializer,
+)
 from pydantic.errors import PydanticInvalidForJsonSchema
 
 from efficient_ft.errors import SettingError, UserError, did_you_mean
@@ -166,7 +174,10 @@ class Config(_Part):
     """One run. `method` maps a method's name to its settings (the constructor's arguments, and `select`)."""
 
     model: ModelConfig
+    #: With `tasks` the first of these.
     data: DataConfig
+    #: Several data sets by name, trained on in turn, one optimizer step each in this order, with a classifier for each.
+    tasks: dict[Name, DataConfig] = Field(default_factory=dict)
     method: Annotated[dict[Name, dict[str, Any]], Field(min_length=1)]
     optim: OptimConfig
     trainer: TrainerConfig
@@ -182,6 +193,14 @@ class Config(_Part):
     #: glibc keeps freed memory (Linux).
     keep_allocator: bool = True
 
+    @model_serializer(mode="wrap")
+    def _written_out(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A run of one data set says nothing of tasks."""
+        plain: dict[str, Any] = write(self)
+        if not self.tasks:
+            plain.pop("tasks", None)
+        return plain
+
 
 def check(plain: Mapping[str, Any]) -> Config:
     """The configuration `plain` stands for.
@@ -195,6 +214,9 @@ def check(plain: Mapping[str, Any]) -> Config:
     plain = _without_missing(plain)
     # A YAML that says nothing but its package composes to null.
     plain = {**plain, "method": {k: {} if v is None else v for k, v in plain.get("method", {}).items()}}
+    plain = {**plain, "tasks": {} if plain.get("tasks") is None else plain["tasks"]}
+    if isinstance(plain["tasks"], Mapping) and all(isinstance(one, Mapping) for one in plain["tasks"].values()):
+        plain["data"] = next(iter(plain["tasks"].values()), plain.get("data"))
     config = _validate(Config, plain, "")
     _check_together(config)
     return config
@@ -221,12 +243,10 @@ def _check_together(config: Config) -> None:
         raise SettingError(
             "model.pretrained", True, f"false: {model.name} has no published weights", "Or give model.weights=FILE."
         )
-    if data.augment.scale[0] > data.augment.scale[1]:
-        raise SettingError("data.augment.scale", list(data.augment.scale), "[smallest, largest], in that order")
-    if data.augment.name == "none" and data.augment.resize != "input":
-        raise SettingError(
-            "data.augment.resize", data.augment.resize, "input with data.augment.name=none", "Nothing is cropped there."
-        )
+    for key, one in {f"tasks.{name}": one for name, one in config.tasks.items()}.items() or [("data", data)]:
+        _check_data(key, one)
+    if config.tasks:
+        _check_tasks(config.tasks)
     for setting, owners in (("momentum", ("sgd",)), ("betas", ("adamw", "adam"))):
         # The default itself is harmless, and stands in every configuration that was written out.
         if getattr(optim, setting) != OptimConfig.model_fields[setting].default and optim.name not in owners:
@@ -242,6 +262,34 @@ def _check_together(config: Config) -> None:
         raise SettingError("trainer.precision", "fp16", "fp32 or bf16 on the CPU")
 
 
+def _check_data(key: str, data: DataConfig) -> None:
+    if data.augment.scale[0] > data.augment.scale[1]:
+        raise SettingError(f"{key}.augment.scale", list(data.augment.scale), "[smallest, largest], in that order")
+    if data.augment.name == "none" and data.augment.resize != "input":
+        raise SettingError(
+            f"{key}.augment.resize",
+            data.augment.resize,
+            f"input with {key}.augment.name=none",
+            "Nothing is cropped there.",
+        )
+
+
+def _check_tasks(tasks: Mapping[str, DataConfig]) -> None:
+    if len(tasks) == 1:
+        raise SettingError("tasks", ", ".join(tasks), "two data sets or more", "For one: tasks=none data=NAME.")
+    for name in tasks:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            raise SettingError("tasks", name, "names of letters, digits, _ and -")
+    first, *others = tasks
+    for name in others:
+        if tasks[name].select_best_on != tasks[first].select_best_on:
+            raise SettingError(
+                f"tasks.{name}.select_best_on",
+                tasks[name].select_best_on,
+                f"{tasks[first].select_best_on}, as for {first}: the best epoch is that of the best mean accuracy",
+            )
+
+
 def build_methods(config: Config) -> list[Method]:
     """The methods of a run, the selection among them, in the order in which they are to be applied.
 
@@ -254,7 +302,10 @@ def build_methods(config: Config) -> list[Method]:
     """
     from efficient_ft.methods import METHODS
     from efficient_ft.methods.base import in_order
+    from efficient_ft.models.tasks import Tasks
 
+    if config.tasks:
+        Tasks(config.tasks)  # which knows what a network can call them
     for name in config.method:
         if name not in METHODS:
             raise SettingError("method", name, sorted(METHODS))
@@ -375,6 +426,8 @@ def _mistake(
         name = str(part)
         node = _resolved(node, whole)
         below = node.get("properties")
+        if below is None and isinstance(value, Mapping) and isinstance(node.get("additionalProperties"), dict):
+            below = dict.fromkeys(value, node["additionalProperties"])  # names of the user's own
         if below is None or not isinstance(value, Mapping):
             break  # inside one setting's value (a list, or a branch of a union)
         if name not in below:
@@ -496,7 +549,6 @@ _NO_EFFECT: dict[str, Any] = {
     "cost": True,
     "logger": True,
     "keep_allocator": True,
-    "data": {"workers", "download", "eval_batch_size"},
     "trainer": {"progress", "accelerator"},
 }
 
@@ -504,21 +556,34 @@ _NO_EFFECT: dict[str, Any] = {
 def fingerprint(config: Config) -> str:
     """8 hex digits of all that affects the result of a run: equal for runs that would train the same."""
     what = config.model_dump(mode="json", exclude=_NO_EFFECT)
-    # A known data set is the same wherever it lies; a folder is known by its place alone.
-    if config.data.name == "folder":
-        what["data"]["root"] = os.path.normpath(config.data.root)
-    else:
-        del what["data"]["root"]
+    what["data"] = _content(config.data)
+    if config.tasks:
+        # As a list: they take turns in their order.
+        what["tasks"] = [[name, _content(data)] for name, data in config.tasks.items()]
+        del what["data"]
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:8]
 
 
+def _content(data: DataConfig) -> dict[str, Any]:
+    """What of a data set affects a result."""
+    what = data.model_dump(mode="json", exclude={"workers", "download", "eval_batch_size"})
+    # A known data set is the same wherever it lies; a folder is known by its place alone.
+    if data.name == "folder":
+        what["root"] = os.path.normpath(data.root)
+    else:
+        del what["root"]
+    return what
+
+
 def run_folder(config: Config) -> str:
-    """``outputs/DATA/MODEL/METHOD+METHOD/FINGERPRINT``, relative, with forward slashes.
+    """``outputs/DATA/MODEL/METHOD+METHOD/FINGERPRINT``, relative, with forward slashes; DATA+DATA with several tasks.
 
     The same configuration always gives the same folder, which is how the same command finds what it left.
     """
     data: str = config.data.name
     if data == "folder":
         data = os.path.basename(os.path.normpath(config.data.root)) or data
+    if config.tasks:
+        data = "+".join(config.tasks)
     parts = [data, config.model.name, "+".join(sorted(config.method)), fingerprint(config)]
     return "/".join(["outputs", *(re.sub(r"[^\w.+-]+", "_", part) for part in parts)])

@@ -14,6 +14,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Classes and probabilities of images, by a trained run.")
     parser.add_argument("run", type=Path, help="a run folder, or its model.safetensors")
     parser.add_argument("images", type=Path, nargs="+", metavar="IMAGE", help="image files, or folders of them")
+    parser.add_argument("--task", help="of a run on several data sets: the one whose classes are meant")
     parser.add_argument("--top", type=int, default=5, metavar="K", help="classes shown per image (default 5)")
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="images at once (default 32)")
     parser.add_argument("--device", default=None, help="cpu, cuda, mps (default: cuda where there is one)")
@@ -51,7 +52,9 @@ def main() -> None:
     from efficient_ft.training import export
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    trained = export.load(options.run)
+    trained = export.load(options.run, options.task)
+    if trained.tasks and options.task is None:
+        raise UserError(f"{options.run} was trained on several data sets: give --task {' or '.join(trained.tasks)}.")
     try:
         trained.model.to(device)
     except (RuntimeError, AssertionError) as error:

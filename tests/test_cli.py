@@ -37,7 +37,7 @@ def options(group: str) -> list[str]:
 
 
 # ---------------------------------------------------------------------- what composes
-@pytest.mark.parametrize("group", ["model", "data", "optim", "trainer", "logger", "recipe", "from_scratch"])
+@pytest.mark.parametrize("group", ["model", "data", "tasks", "optim", "trainer", "logger", "recipe", "from_scratch"])
 def test_every_option_of_every_group_composes(group: str) -> None:
     for option in options(group):
         named = ["model.name=resnet18"] if option == "timm" else []
@@ -263,6 +263,46 @@ def test_a_mistaken_command_is_refused_in_one_clear_line(arguments: list[str], s
         composed(*arguments)
     assert re.search(said, str(caught.value)), str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_several_data_sets_in_turn() -> None:
+    published = ["tasks=bsr_moe", "model=vit_base", "method=bsr_moe", "optim=sgd_back_razor", "recipe=bsr_moe"]
+    (config,) = composed(*published)
+    assert list(config.tasks) == ["cifar10", "cifar100", "flowers102", "pets", "food101"]
+    for name, data in config.tasks.items():
+        assert (data.name, data.batch_size, data.select_best_on) == (name, 128, "test")
+        assert (data.augment.scale, data.augment.resize, data.augment.flip) == ((0.05, 1.0), "none", False)
+    assert (config.optim.lr, config.optim.name, config.trainer.max_steps) == (0.01, "sgd", 8000)
+    assert config.model.zero_head
+    (config,) = composed(*published, "tasks.pets.batch_size=7")
+    assert config.tasks["pets"].batch_size == 7
+    by_hand = ["+data@tasks.a=cifar10", "+data@tasks.b=pets", "method=full", "optim.lr=1"]
+    (config,) = composed(*by_hand, "tasks.b.batch_size=3")
+    assert [(name, data.name, data.batch_size) for name, data in config.tasks.items()] == [
+        ("a", "cifar10", 64),
+        ("b", "pets", 3),
+    ]
+    assert composed()[0].tasks == composed("tasks=none")[0].tasks == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["data=pets"],
+            r"^data=pets: the data sets of this run are those of tasks \(cifar10, .*tasks\.cifar10\.",
+        ),
+        (["data.batch_size=3"], r"^data\.batch_size=3: the data sets of this run are those of tasks"),
+        (["tasks.pets.batch_sise=3"], r"^tasks\.pets\.batch_sise=3: .* Did you mean 'batch_size'\?"),
+        (["+data@tasks.pets=pets"], r"data@tasks\.pets appears more than once"),
+        (["tasks=bsr_mo"], r"^tasks=bsr_mo: allowed are bsr_moe, none\. Did you mean 'bsr_moe'\?"),
+        (["~tasks"], r"^~tasks: a run needs one"),
+    ],
+)
+def test_mistakes_with_tasks(arguments: list[str], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        composed("tasks=bsr_moe", "method=full", "optim.lr=1", *arguments)
+    assert re.search(said, str(caught.value)), str(caught.value)
 
 
 def test_the_quoting_that_is_advised_works() -> None:

@@ -161,6 +161,66 @@ def test_the_folder_names_data_model_and_methods_safely() -> None:
     assert run_folder(run).split("/")[:-1] == ["outputs", "cifar10", "hf_hub_org_a_b", "full+lora"]
 
 
+# ---------------------------------------------------------------------- several data sets in turn
+def two_tasks(**changes: Any) -> dict[str, Any]:
+    return with_settings(tasks={"a": {"name": "cifar10"}, "b": {"name": "pets"}}, **changes)
+
+
+def test_tasks_are_part_of_the_run_in_their_order_and_the_one_data_set_is_not() -> None:
+    run = check(two_tasks())
+    assert run.data == run.tasks["a"]
+    assert run_folder(run).startswith("outputs/a+b/resnet18/full/")
+    assert check(run.model_dump(mode="json")) == run
+    assert fingerprint(check(two_tasks(data__batch_size=3))) == fingerprint(run)
+    assert fingerprint(check(two_tasks(tasks__a__workers=0, tasks__b__root="elsewhere"))) == fingerprint(run)
+    turned = check(with_settings(tasks={"b": {"name": "pets"}, "a": {"name": "cifar10"}}))
+    others = [turned, check(two_tasks(tasks__b__batch_size=3)), check(two_tasks(seed=1)), check(PLAIN)]
+    assert len({fingerprint(other) for other in [run, *others]}) == 5
+
+
+def test_a_run_of_one_data_set_says_nothing_of_tasks() -> None:
+    for none in ({}, None):
+        run = check(with_settings(tasks=none))
+        assert run == check(PLAIN)
+        assert "tasks" not in run.model_dump(mode="json")
+    # As it was before there were tasks.
+    assert fingerprint(run) == "aafdb4ae"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("tasks", {"a": {"name": "pets"}}, "tasks=a: allowed is two data sets or more. For one: tasks=none data=NAME."),
+        ("tasks__b__batch_size", 0, "tasks.b.batch_size=0: allowed is a whole number of at least 1."),
+        ("tasks__b__batchsize", 1, "tasks.b.batchsize=1: there is no such setting; tasks.b has augment"),
+        ("tasks__b__name", "cat", "tasks.b.name=cat: allowed are"),
+        ("tasks__b", 3, "tasks.b=3: allowed is a mapping"),
+        ("tasks", "bsr_moe", "tasks=bsr_moe: allowed is a mapping from names"),
+        ("tasks__b__select_best_on", "test", "tasks.b.select_best_on=test: allowed is val, as for a"),
+        (
+            "tasks__b__augment",
+            {"scale": [0.9, 0.1]},
+            "tasks.b.augment.scale=[0.9, 0.1]: allowed is [smallest,",
+        ),
+        ("tasks__c d", {"name": "pets"}, "tasks=c d: allowed is names of letters, digits, _ and -"),
+    ],
+)
+def test_a_mistake_in_a_task_is_named_as_such(setting: str, value: Any, said: str) -> None:
+    plain = two_tasks()
+    if "__" in setting:
+        plain = two_tasks(**{setting: value})
+    else:
+        plain[setting] = value
+    with pytest.raises(SettingError) as caught:
+        check(plain)
+    assert str(caught.value).startswith(said)
+
+
+def test_a_task_that_no_network_can_name_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(SettingError, match=r"^tasks=keys: "):
+        build_methods(check(two_tasks(tasks__keys={"name": "cifar10"})))
+
+
 # ---------------------------------------------------------------------- methods
 class _Selection(Method):
     axis = "selection"

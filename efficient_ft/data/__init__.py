@@ -10,12 +10,14 @@ and reports them, so that the run is the same whenever and however the images ar
 """
 
 from efficient_ft.data.images import InputSpec, Transform, read_image
+from efficient_ft.data.in_turn import TasksData
 from efficient_ft.data.loading import CounterSampler, ImageData, class_count, missing_data, open_data
 
 __all__ = [
     "CounterSampler",
     "ImageData",
     "InputSpec",
+    "TasksData",
     "Transform",
     "class_count",
     "missing_data",

@@ -209,7 +209,7 @@ class ImageData:
             drop_last=drop_last,
             num_workers=workers,
             persistent_workers=workers > 0,
-            collate_fn=_as_it_comes,
+            collate_fn=as_it_comes,
             pin_memory=torch.cuda.is_available(),
         )
 
@@ -296,7 +296,7 @@ class CounterSampler(Sampler[tuple[int, int]]):
 
 
 @dataclass
-class _Failure:
+class Failure:
     """A user's mistake on its way out of a worker process, where an exception would drag a traceback along."""
 
     message: str
@@ -352,12 +352,12 @@ class CountedImages(Dataset[tuple[Tensor, int]]):
         image = self._transform.normalise(self._augmented([key]))[0]
         return image, int(self._labels[key[1]])
 
-    def __getitems__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor] | _Failure:
+    def __getitems__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor] | Failure:
         """A batch: float32 (B, C, H, W), int64 (B,)."""
         try:
             images = self._augmented(keys)
         except UserError as error:
-            return _Failure(str(error))
+            return Failure(str(error))
         return self._transform.normalise(images), self._labels[[index for _, index in keys]]
 
 
@@ -367,7 +367,7 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _as_it_comes(batch: Any) -> Any:
+def as_it_comes(batch: Any) -> Any:
     return batch
 
 
@@ -382,7 +382,7 @@ class Loader(DataLoader[tuple[Tensor, int]]):
         batches = super().__iter__()
         try:
             for batch in batches:
-                if isinstance(batch, _Failure):
+                if isinstance(batch, Failure):
                     raise UserError(batch.message)
                 yield batch
         except (UserError, RuntimeError) as error:

@@ -13,6 +13,7 @@ import threading
 import urllib.error
 import urllib.request
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 import efficient_ft.models.small  # noqa: F401  registers vit_digits and vit_micro
 from efficient_ft.errors import SettingError, UserError, did_you_mean
 from efficient_ft.models.proxyless import timm_names
+from efficient_ft.models.tasks import give_heads
 from efficient_ft.models.view import view
 
 if TYPE_CHECKING:
@@ -42,13 +44,20 @@ _HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 # ---------------------------------------------------------------------------------------------- creation
-def create_model(config: ModelConfig, num_classes: int) -> nn.Module:
+def create_model(config: ModelConfig, num_classes: int | Mapping[str, int]) -> nn.Module:
     """The classifier `config.name` with `num_classes` outputs and its weights loaded, in fp32 on the CPU.
+
+    With classes by task it has a classifier for each (`models.tasks`): the first is made, or loaded, as that of a
+    network of one task, the others are made anew.
 
     Raises:
         UserError: an unknown name, arguments or an image size the model refuses, weights that cannot be had or
             do not fit.
     """
+    if not isinstance(num_classes, int):
+        model = create_model(config, next(iter(num_classes.values())))
+        give_heads(model, num_classes, zero=config.zero_head)
+        return model
     cfg = _pretrained_cfg(config)
     fresh = random_model(config, num_classes)
     if config.weights is None and not config.pretrained:
@@ -77,8 +86,12 @@ def _zero_head(model: nn.Module) -> nn.Module:
     return model
 
 
-def random_model(config: ModelConfig, num_classes: int) -> nn.Module:
+def random_model(config: ModelConfig, num_classes: int | Mapping[str, int]) -> nn.Module:
     """The same classifier with random weights, whatever the configuration says of weights: to count its cost."""
+    if not isinstance(num_classes, int):
+        model = random_model(config, next(iter(num_classes.values())))
+        give_heads(model, num_classes)
+        return model
     cfg = _pretrained_cfg(config)
     model = _build(config, _arguments(config, cfg, num_classes))
     _check_input(config, cfg, model)

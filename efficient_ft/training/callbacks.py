@@ -90,6 +90,9 @@ class Recorder(L.Callback):
         self.best: float | None = None
         self.best_epoch = 0
         self.last: float | None = None
+        #: With several tasks: the accuracy of each in the best and in the last epoch; `best` and `last` are means.
+        self.best_tasks: dict[str, float] = {}
+        self.last_tasks: dict[str, float] = {}
         self._started = 0.0
         self._seconds_before = 0.0  # of training, before a resume
         self._saved = 0.0
@@ -162,12 +165,15 @@ class Recorder(L.Callback):
             "train_loss_epoch": pl_module.mean_loss("epoch"),
             f"{self.split}_accuracy": evaluated.accuracy,
             f"{self.split}_loss": evaluated.loss,
+            **{f"{self.split}_accuracy_{task}": of.accuracy for task, of in pl_module.evaluated_tasks.items()},
+            **{f"{self.split}_loss_{task}": of.loss for task, of in pl_module.evaluated_tasks.items()},
             "seconds": round(self.seconds, 3),
         }
         self._log(trainer, row)
         self.last = evaluated.accuracy
+        self.last_tasks = {task: of.accuracy for task, of in pl_module.evaluated_tasks.items()}
         if self.best is None or evaluated.accuracy > self.best:
-            self.best, self.best_epoch = evaluated.accuracy, epoch
+            self.best, self.best_epoch, self.best_tasks = evaluated.accuracy, epoch, self.last_tasks
             self.keep_best(pl_module, epoch, evaluated.accuracy)
         if trainer.is_global_zero:
             self.metrics.write_csv()
@@ -198,6 +204,7 @@ class Recorder(L.Callback):
             "best_epoch": self.best_epoch,
             "last": self.last,
             "seconds": self.seconds,
+            **({"best_tasks": self.best_tasks, "last_tasks": self.last_tasks} if self.last_tasks else {}),
             **self.extra,
         }
 
@@ -206,6 +213,7 @@ class Recorder(L.Callback):
         self.best_epoch = state_dict["best_epoch"]
         self.last = state_dict["last"]
         self._seconds_before = state_dict["seconds"]
+        self.best_tasks, self.last_tasks = (state_dict.get(key, {}) for key in ("best_tasks", "last_tasks"))
 
 
 class Bar(L.Callback):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,30 +32,33 @@ class Trained:
 
     Attributes:
         model: in evaluation mode, on the CPU.
-        class_names: by output index.
+        class_names: by output index; with several tasks those of the task that was asked for.
         input: size and normalisation of the images.
         notes: what else the file says: epoch, accuracy, split.
+        tasks: class names of each task, where there are several; `models.tasks.tasks_of(model).now` says which of them
+            the model works on.
     """
 
     model: nn.Module
     class_names: list[str]
     input: InputSpec
     notes: dict[str, Any]
+    tasks: dict[str, list[str]] = field(default_factory=dict)
 
 
 def save(
     path: Path,
     weights: dict[str, Tensor],
     model: ModelConfig,
-    class_names: list[str],
+    class_names: list[str] | dict[str, list[str]],
     input: InputSpec,
     notes: dict[str, Any],
     methods: Sequence[Method] = (),
 ) -> None:
     """Write `weights` (timm's names) with all that `load` needs in the file's metadata.
 
-    Of `methods`, those that cannot be merged are noted with their settings: `weights` hold what they added. So is the
-    selection that said to which part of the model.
+    `class_names` are by task where there are several. Of `methods`, those that cannot be merged are noted with their
+    settings: `weights` hold what they added. So is the selection that said to which part of the model.
     """
     from efficient_ft.methods.base import in_order
 
@@ -87,16 +90,20 @@ def save(
     write_atomically(path, write)
 
 
-def load(run: Path) -> Trained:
+def load(run: Path, task: str | None = None) -> Trained:
     """The network of a run folder, or of its model.safetensors.
 
+    Args:
+        task: of a run on several data sets, the one whose classes are meant; None: the first.
+
     Raises:
-        UserError: there is none, it is damaged, or it does not come from a run.
+        UserError: there is none, it is damaged, or it does not come from a run; or there is no such task.
     """
     from efficient_ft.config import ModelConfig
     from efficient_ft.data import InputSpec
     from efficient_ft.methods import METHODS
     from efficient_ft.models.factory import create_model, random_model, read_state_dict
+    from efficient_ft.models.tasks import tasks_of
 
     file = run / NAME if run.is_dir() else run
     if not file.is_file():
@@ -120,20 +127,31 @@ def load(run: Path) -> Trained:
         kwargs=values["model_kwargs"],
     )
     added = json.loads(about.get("added", "[]"))
-    if added:
-        model = random_model(config, len(values["class_names"]))
+    names = values["class_names"]
+    tasks = names if isinstance(names, dict) else {}
+    if task is not None and task not in tasks:
+        has = f"its tasks are {', '.join(tasks)}" if tasks else "it was trained on one data set"
+        raise UserError(f"{run}: has no task {task}; {has}.")
+    classes = {name: len(of_task) for name, of_task in tasks.items()} or len(names)
+    if added or tasks:
+        model = random_model(config, classes)
         for part in added:
             METHODS[part["method"]](**part["settings"]).apply(model)
         model.load_state_dict(read_state_dict(file))
     else:
-        model = create_model(config, len(values["class_names"]))
+        model = create_model(config, classes)
+    switch = tasks_of(model)
+    if switch is not None:
+        switch.now = task or switch.now
+        names = tasks[switch.now]
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     return Trained(
         model=model.eval(),
-        class_names=values["class_names"],
+        class_names=names,
         input=InputSpec(size, tuple(values["mean"]), tuple(values["std"]), about["interpolation"]),
         notes={k: v for k, v in about.items() if k not in (*known, "format", "architecture", "interpolation", "added")},
+        tasks=tasks,
     )
 
 

@@ -7,6 +7,7 @@ rate is a function of the step, so that the framework stays within a few percent
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as L
@@ -20,12 +21,14 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from efficient_ft.errors import UserError
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
+from efficient_ft.models.tasks import tasks_of
 from efficient_ft.models.view import view
 from efficient_ft.seeding import seed_of, seed_step
 
 if TYPE_CHECKING:
     from efficient_ft.config import Config, OptimConfig
-    from efficient_ft.data import ImageData
+    from efficient_ft.data import ImageData, TasksData
+    from efficient_ft.methods.base import Method
 
 #: On an accelerator the losses are read (a synchronisation) once in so many batches; on the CPU at each.
 READ_EVERY = 50
@@ -48,6 +51,20 @@ def lr_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
         return 1.0
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+class SGD(torch.optim.SGD):
+    """torch's, for parameters that do not all get their first gradient in the same step.
+
+    Its fused kernel fails where some have a momentum and others have none yet; from a momentum of 0 the first step is
+    the same to the last bit.
+    """
+
+    def _init_group(self, group: Any, *lists: Any) -> Any:
+        for parameter in group["params"] if group["momentum"] and group["fused"] else ():
+            if parameter.grad is not None and self.state[parameter].get("momentum_buffer") is None:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return super()._init_group(group, *lists)
 
 
 def build_optimizer(network: nn.Module, optim: OptimConfig, precision: str = "fp32") -> torch.optim.Optimizer:
@@ -87,7 +104,7 @@ def build_optimizer(network: nn.Module, optim: OptimConfig, precision: str = "fp
     device = next(network.parameters()).device.type
     fused = device in ("cpu", "cuda") and precision == "fp32"
     if optim.name == "sgd":
-        return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=fused)
+        return SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=fused)
     adam = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
     return adam(groups, lr=optim.lr, betas=optim.betas, fused=fused)
 
@@ -95,21 +112,37 @@ def build_optimizer(network: nn.Module, optim: OptimConfig, precision: str = "fp
 class FineTuner(L.LightningModule):
     """Fine-tunes `model` (the network) by cross-entropy; methods have changed it before the optimizer is built.
 
+    A batch is (images, labels), or (images, labels, task), whose classifier its loss is that of.
+
     Args:
         network: a classifier of images (B, 3, H, W) → logits (B, classes).
         config: the run's configuration.
-        num_classes: of the data.
+        num_classes: of the data; by task where the network has several (`models.tasks`).
         total_steps: optimizer steps of the whole run, for the schedule.
+        methods: those with a loss of their own add it.
     """
 
-    def __init__(self, network: nn.Module, config: Config, num_classes: int, total_steps: int):
+    def __init__(
+        self,
+        network: nn.Module,
+        config: Config,
+        num_classes: int | Mapping[str, int],
+        total_steps: int,
+        methods: Sequence[Method] = (),
+    ):
         super().__init__()
         self.model = network
         self.config = config
         self.total_steps = total_steps
-        self.accuracy = MulticlassAccuracy(num_classes, average="micro", validate_args=False)
-        self.eval_loss = MeanMetric()
+        self.methods = list(methods)
+        self.tasks = tasks_of(network)
+        counts = [num_classes] if isinstance(num_classes, int) else list(num_classes.values())
+        # One per task; modules, which Lightning moves to the device.
+        self.accuracy: Any = nn.ModuleList(MulticlassAccuracy(n, average="micro", validate_args=False) for n in counts)
+        self.eval_loss: Any = nn.ModuleList(MeanMetric() for _ in counts)
+        #: Of the last evaluation; with several tasks their mean, and each by its name.
         self.evaluated: Evaluation | None = None
+        self.evaluated_tasks: dict[str, Evaluation] = {}
         self._fresh: list[Tensor] = []  # losses not read yet
         self._sums = {"epoch": [0.0, 0], "window": [0.0, 0]}  # sum and count of the losses read
 
@@ -135,9 +168,13 @@ class FineTuner(L.LightningModule):
         for group in self.trainer.optimizers[0].param_groups:
             group["lr"] = group["initial_lr"] * factor
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        images, labels = batch
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, labels, *task = batch
+        if self.tasks is not None:
+            (self.tasks.now,) = task
         loss = F.cross_entropy(self.model(images), labels, label_smoothing=self.config.optim.label_smoothing)
+        for method in self.methods:
+            loss = method.total_loss(loss)
         self._fresh.append(loss.detach())
         if loss.device.type == "cpu" or len(self._fresh) >= READ_EVERY:
             self.read_losses(batch_idx)
@@ -183,16 +220,22 @@ class FineTuner(L.LightningModule):
         return total / count if count else None
 
     # ------------------------------------------------------------------ evaluation
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         images, labels = batch
+        if self.tasks is not None:
+            self.tasks.now = self.tasks.names[dataloader_idx]
         logits = self.model(images).float()
-        self.accuracy.update(logits, labels)
-        self.eval_loss.update(F.cross_entropy(logits, labels), weight=len(labels))
+        self.accuracy[dataloader_idx].update(logits, labels)
+        self.eval_loss[dataloader_idx].update(F.cross_entropy(logits, labels), weight=len(labels))
 
     def on_validation_epoch_end(self) -> None:
-        self.evaluated = Evaluation(float(self.accuracy.compute()), float(self.eval_loss.compute()))
-        self.accuracy.reset()
-        self.eval_loss.reset()
+        accuracies, losses = ([float(m.compute()) for m in of] for of in (self.accuracy, self.eval_loss))
+        self.evaluated = Evaluation(sum(accuracies) / len(accuracies), sum(losses) / len(losses))
+        if self.tasks is not None:
+            each = map(Evaluation, accuracies, losses)
+            self.evaluated_tasks = dict(zip(self.tasks.names, each, strict=True))
+        for metric in (*self.accuracy, *self.eval_loss):
+            metric.reset()
 
     # ------------------------------------------------------------------ state
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -205,7 +248,7 @@ class FineTuner(L.LightningModule):
 class Images(L.LightningDataModule):
     """Gives Lightning the loaders, at the place where the run is: also in the middle of an epoch."""
 
-    def __init__(self, images: ImageData):
+    def __init__(self, images: ImageData | TasksData):
         super().__init__()
         self.images = images
 
@@ -220,7 +263,7 @@ class Images(L.LightningDataModule):
             sampler.start = batches.processed * int(loader.batch_size or 1)
         return loader
 
-    def val_dataloader(self) -> DataLoader:
+    def val_dataloader(self) -> DataLoader | Sequence[DataLoader]:
         trainer = self.trainer
         assert trainer is not None
         return self.images.eval_loader(self.images.best_split, trainer.global_rank, trainer.world_size)

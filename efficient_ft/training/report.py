@@ -74,11 +74,13 @@ def result_text(results: dict[str, Any], folder: Path) -> str:
     """The table at the end of a run."""
     config, accuracy = results["config"], results["accuracy"]
     method = "+".join(config["method"])
+    tasks = accuracy.get("tasks", {})
+    data = f"{', '.join(tasks)} in turn" if tasks else config["data"]["name"]
     split = accuracy["split"]
     chosen = " (the best epoch was chosen on the test split: data.select_best_on=test)" if split == "test" else ""
     lines = [
         "",
-        f"{config['model']['name']} on {config['data']['name']} with {method}:"
+        f"{config['model']['name']} on {data} with {method}:"
         f" {results['trainable_parameters']:,} of {results['total_parameters']:,} parameters trained",
     ]
     for name, done in results["methods"].items():
@@ -91,16 +93,20 @@ def result_text(results: dict[str, Any], folder: Path) -> str:
     skipped_images = results["data"].get("skipped", 0)
     if skipped_images:
         lines.append(f"  {skipped_images} corrupt images were left out (data.on_corrupt=skip)")
-    rows = [["accuracy", "best", "last"], [f"{split}", f"{accuracy['best']:.2%}", f"{accuracy['last']:.2%}"]]
+    rows = [["accuracy", "best", "last"]]
+    rows += [[f"{task}, {split}", f"{of['best']:.2%}", f"{of['last']:.2%}"] for task, of in tasks.items()]
+    rows.append([f"{'mean, ' if tasks else ''}{split}", f"{accuracy['best']:.2%}", f"{accuracy['last']:.2%}"])
     tested = results["data"]["accuracy"].get("test")
     if split != "test" and tested is not None:
-        rows.append(["test", f"{tested:.2%}", ""])
+        each = results["data"].get("tasks", {})
+        rows += [[f"{task}, test", f"{of['accuracy']['test']:.2%}", ""] for task, of in each.items()]
+        rows.append([f"{'mean, ' if tasks else ''}test", f"{tested:.2%}", ""])
     lines += [
         "",
         table(rows) + chosen,
         "",
         cost_table(results["cost"], method, config["data"]["batch_size"]),
         "",
-        f"Results: {folder} (model.safetensors holds the best epoch)",
+        f"Results: {folder} (model.safetensors holds the {'epoch of the best mean' if tasks else 'best epoch'})",
     ]
     return "\n".join(lines)

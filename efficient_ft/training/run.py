@@ -7,7 +7,8 @@ finished, `results.json`.
 
 Best or last: `model.safetensors` holds the weights of the epoch with the best accuracy on the split that
 `data.select_best_on` names, because that is the published protocol; results.json gives both accuracies, and the last
-weights are in the checkpoint.
+weights are in the checkpoint. With several tasks the best epoch is that of the best mean over the tasks of their
+accuracies, each on its own images.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import shutil
 import signal
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,11 @@ from torchmetrics.classification import MulticlassAccuracy
 from efficient_ft import __version__, cost
 from efficient_ft.config import Config, build_methods, check, fingerprint
 from efficient_ft.cost.executed import AUTOCAST
-from efficient_ft.data import ImageData, InputSpec, class_count, missing_data, open_data
-from efficient_ft.errors import UserError
+from efficient_ft.data import ImageData, InputSpec, TasksData, class_count, missing_data, open_data
+from efficient_ft.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method, plain_state_dict
 from efficient_ft.models import factory
+from efficient_ft.models.tasks import tasks_of
 from efficient_ft.training import checkpoint, export, report
 from efficient_ft.training.callbacks import Bar, Recorder
 from efficient_ft.training.module import FineTuner, Images, build_optimizer
@@ -93,7 +95,9 @@ def run(config: Config, folder: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------- before training
 def _require(config: Config) -> None:
     """All that is missing, in one message, before anything slow begins."""
-    missing = [m for m in (factory.missing_weights(config.model), missing_data(config.data)) if m is not None]
+    sources = config.tasks.values() or [config.data]
+    found = [factory.missing_weights(config.model), *(missing_data(data) for data in sources)]
+    missing = [m for m in found if m is not None]
     if missing:
         raise UserError("\n".join(missing))
 
@@ -179,7 +183,7 @@ def _move_aside(folder: Path) -> None:
 def _train(config: Config, folder: Path) -> dict[str, Any]:
     L.seed_everything(config.seed, verbose=False)
     spec = factory.input_of(config.model)
-    images = open_data(config.data, spec, config.seed)
+    images = _open(config, spec)
     for note in images.report()["notes"]:
         _say(note)
     network = factory.create_model(config.model, images.num_classes)
@@ -188,7 +192,9 @@ def _train(config: Config, folder: Path) -> dict[str, Any]:
 
     def keep_best(module: L.LightningModule, epoch: int, accuracy: float) -> None:
         if module.global_rank == 0:
-            notes = {"epoch": epoch, "accuracy": accuracy, "split": images.best_split}
+            notes: dict[str, Any] = {"epoch": epoch, "accuracy": accuracy, "split": images.best_split}
+            if recorder.best_tasks:
+                notes["task_accuracy"] = recorder.best_tasks
             weights = plain_state_dict(network, methods)
             export.save(folder / export.NAME, weights, config.model, names, spec, notes, methods)
 
@@ -202,7 +208,7 @@ def _train(config: Config, folder: Path) -> dict[str, Any]:
     trainer = _trainer(config, folder, methods, callbacks, loggers, epochs)
     if _channels_last(config, trainer.strategy.root_device):
         network.to(memory_format=torch.channels_last)
-    module = FineTuner(network, config, images.num_classes, total_steps)
+    module = FineTuner(network, config, images.num_classes, total_steps, methods)
 
     state = folder / checkpoint.NAME
     resume = str(state) if checkpoint.exists(state) else None
@@ -233,6 +239,9 @@ def _train(config: Config, folder: Path) -> dict[str, Any]:
         "config": config.model_dump(mode="json"),
         "environment": _environment(config, device),
     }
+    if recorder.best_tasks:
+        each = {t: {"best": best, "last": recorder.last_tasks[t]} for t, best in recorder.best_tasks.items()}
+        results["accuracy"]["tasks"] = each
     if not trainer.is_global_zero:
         return results
     results["data"] = _data_report(config, folder, images, device)
@@ -263,7 +272,23 @@ def _patient_interrupt(recorder: Recorder) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _length(config: Config, images: ImageData) -> tuple[int, int]:
+def _open(config: Config, spec: InputSpec) -> ImageData | TasksData:
+    """The images of the run, as the network takes them."""
+    if not config.tasks:
+        return open_data(config.data, spec, config.seed)
+    parts = {}
+    for task, data in config.tasks.items():
+        try:
+            parts[task] = open_data(data, spec, config.seed)
+        except SettingError as error:
+            # It knows its settings as those of the one data set.
+            error.setting = error.setting.replace("data.", f"tasks.{task}.", 1)
+            error.args = (str(error).replace("data.", f"tasks.{task}.", 1),)
+            raise
+    return TasksData(parts, config.trainer.accumulate)
+
+
+def _length(config: Config, images: ImageData | TasksData) -> tuple[int, int]:
     """Epochs and optimizer steps of the run; the last batches of an epoch make a step, however few they are."""
     devices = config.trainer.devices
     world = devices if isinstance(devices, int) else max(1, torch.cuda.device_count())
@@ -286,7 +311,8 @@ def _trainer(
 ) -> L.Trainer:
     options = config.trainer
     # Layers that freeze and thaw per step leave some parameters without a gradient, which DDP must be told.
-    unused = any(getattr(m, "find_unused_parameters", False) for m in methods)
+    # So do the classifiers of other tasks.
+    unused = bool(config.tasks) or any(getattr(m, "find_unused_parameters", False) for m in methods)
     strategy = "ddp_find_unused_parameters_true" if unused and options.devices != 1 else "auto"
     try:
         trainer = L.Trainer(
@@ -363,26 +389,50 @@ def accuracy(
     return float(metric.compute())
 
 
-def _data_report(config: Config, folder: Path, images: ImageData, device: torch.device) -> dict[str, Any]:
+def _data_report(config: Config, folder: Path, images: ImageData | TasksData, device: torch.device) -> dict[str, Any]:
     """Of the images: sizes, corrupt ones left out, and the accuracy of model.safetensors as written on every split."""
-    told = images.report()
     trained = export.load(folder)
-    return {
-        "splits": told["splits"],
-        "skipped": told["skipped_count"],
-        "accuracy": _accuracies(config, trained.model, images, device),
+    found = _accuracies(config, trained.model, images, device)
+    told = images.report()
+    if isinstance(images, ImageData):
+        return {"splits": told["splits"], "skipped": told["skipped_count"], "accuracy": found}
+    each = {
+        task: {"splits": of["splits"], "skipped": of["skipped_count"], "accuracy": found[task]}
+        for task, of in told["tasks"].items()
     }
+    return {"skipped": sum(of["skipped"] for of in each.values()), "accuracy": _means(found), "tasks": each}
 
 
-def _accuracies(config: Config, model: nn.Module, images: ImageData, device: torch.device) -> dict[str, float]:
+def _means(found: dict[str, dict[str, float]]) -> dict[str, float]:
+    """The mean over the tasks, of the splits that all of them have."""
+    splits = [s for s in ("val", "test") if all(s in of for of in found.values())]
+    return {split: sum(of[split] for of in found.values()) / len(found) for split in splits}
+
+
+def _accuracies(
+    config: Config, model: nn.Module, images: ImageData | TasksData, device: torch.device
+) -> dict[str, Any]:
+    """The accuracy by split, or by task and split."""
     options = config.trainer
-    return {
-        split: accuracy(
-            model, images.eval_loader(split), images.num_classes, device, options.precision, options.limit_eval_batches
-        )
-        for split in ("val", "test")
-        if split in images.splits
-    }
+    if isinstance(images, ImageData):
+        return {
+            split: accuracy(
+                model,
+                images.eval_loader(split),
+                images.num_classes,
+                device,
+                options.precision,
+                options.limit_eval_batches,
+            )
+            for split in ("val", "test")
+            if split in images.splits
+        }
+    switch, found = tasks_of(model), {}
+    assert switch is not None
+    for task, part in images.parts.items():
+        switch.now = task
+        found[task] = _accuracies(config, model, part, device)
+    return found
 
 
 def _evaluate(folder: Path, asked: Config) -> dict[str, Any]:
@@ -397,30 +447,40 @@ def _evaluate(folder: Path, asked: Config) -> dict[str, Any]:
     else:
         config = check(yaml.safe_load(stored.read_text(encoding="utf-8")))
     trained = export.load(folder)
-    missing = missing_data(config.data)
-    if missing is not None:
-        raise UserError(missing)
-    images = open_data(config.data, trained.input, config.seed)
-    if images.class_names != trained.class_names:
-        raise UserError(f"evaluate={folder}: {config.data.root} now holds other classes than the run was trained on.")
+    missing = [m for m in map(missing_data, config.tasks.values() or [config.data]) if m is not None]
+    if missing:
+        raise UserError("\n".join(missing))
+    images = _open(config, trained.input)
+    if images.class_names != (trained.tasks or trained.class_names):
+        places = ", ".join(data.root for data in config.tasks.values() or [config.data])
+        raise UserError(f"evaluate={folder}: {places} now holds other classes than the run was trained on.")
     trainer = L.Trainer(accelerator=asked.trainer.accelerator, devices=1, logger=False, enable_checkpointing=False)
     found = _accuracies(config, trained.model, images, trainer.strategy.root_device)
     rows = [["accuracy", "", "images"]]
-    rows += [[split, f"{value:.2%}", str(images.splits[split])] for split, value in found.items()]
+    if isinstance(images, ImageData):
+        rows += [[split, f"{value:.2%}", str(images.splits[split])] for split, value in found.items()]
+        told = {"accuracy": found}
+    else:
+        for task, part in images.parts.items():
+            rows += [[f"{task} {s}", f"{value:.2%}", str(part.splits[s])] for s, value in found[task].items()]
+        told = {"accuracy": _means(found), "tasks": found}
+        rows += [[f"mean {split}", f"{value:.2%}", ""] for split, value in told["accuracy"].items()]
     _say(f"{folder / export.NAME} (epoch {trained.notes.get('epoch')}):\n{report.table(rows)}")
-    return {"accuracy": found}
+    return told
 
 
 # ---------------------------------------------------------------------------------------------- cost
 def _cost_only(config: Config) -> dict[str, Any]:
     """Executed cost of the method, beside full fine-tuning: no data, no weights."""
-    classes = class_count(config.data) or _UNKNOWN_CLASSES
+    counts = {task: class_count(data) or _UNKNOWN_CLASSES for task, data in config.tasks.items()}
+    classes = counts or class_count(config.data) or _UNKNOWN_CLASSES
     spec = factory.input_of(config.model)
     network = factory.random_model(config.model, classes)
     costs = _costs(config, network, build_methods(config), spec, classes, torch.device("cpu"), steps=0)
     height, width = spec.size
+    shown = classes if isinstance(classes, int) else "+".join(map(str, classes.values()))
     _say(
-        f"{config.model.name}, {height}×{width}, {classes} classes, batch {config.data.batch_size},"
+        f"{config.model.name}, {height}×{width}, {shown} classes, batch {config.data.batch_size},"
         f" {config.trainer.precision}; counted, not timed\n\n"
         + report.cost_table(costs, "+".join(config.method), config.data.batch_size)
     )
@@ -432,11 +492,17 @@ def _costs(
     network: nn.Module,
     methods: Sequence[Method],
     spec: InputSpec,
-    classes: int,
+    classes: int | Mapping[str, int],
     device: torch.device,
     steps: int,
 ) -> dict[str, Any]:
-    """The `cost` of results.json: a step of `network` with its methods and, beside it, of plain full fine-tuning."""
+    """The `cost` of results.json: a step of `network` with its methods and, beside it, of plain full fine-tuning.
+
+    With several tasks it is a step of the first.
+    """
+    switch = tasks_of(network)
+    if switch is not None:
+        switch.now = switch.names[0]
     found = cost.compare(
         network,
         methods,

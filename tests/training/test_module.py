@@ -88,6 +88,28 @@ def test_every_optimizer_by_its_name(name):
     assert type(made).__name__.lower() == name
 
 
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
+def test_a_parameter_may_get_its_first_gradient_late(name):
+    """An expert that no token took before, the classifier of another task, a layer that thawed."""
+    settings = optim(name=name, weight_decay=0.1, **({"momentum": 0.9} if name == "sgd" else {}))
+    found = []
+    for precision in ("fp32", "bf16"):  # with torch's fused kernel and without
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        optimizer = build_optimizer(model, settings, precision)
+        assert optimizer.param_groups[0]["fused"] == (precision == "fp32")
+        for step in range(4):
+            optimizer.zero_grad()
+            x = torch.randn(2, 4, generator=torch.Generator().manual_seed(step))
+            (model if step > 1 else model[0])(x).square().sum().backward()
+            before = model[1].weight.clone()
+            optimizer.step()
+            assert torch.equal(model[1].weight, before) == (step < 2)
+        found.append([p.detach() for p in model.parameters()])
+    for fused, plain in zip(*found, strict=True):
+        torch.testing.assert_close(fused, plain)
+
+
 def test_frozen_batch_norm_keeps_its_statistics_and_trains_its_weights(configuration):
     config = configuration(model__frozen_bn=True)
     model = timm.create_model("vit_digits", **config.model.kwargs)

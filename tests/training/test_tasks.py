@@ -1,0 +1,300 @@
+"""Runs on several data sets in turn: what they leave, that they continue after any end, and mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import load_file
+
+import efficient_ft.models.small  # noqa: F401  registers vit_digits
+from efficient_ft.config import Config, check
+from efficient_ft.errors import SettingError, UserError
+from efficient_ft.methods import Full
+from efficient_ft.models.tasks import give_heads
+from efficient_ft.training import checkpoint, export
+from efficient_ft.training.module import FineTuner
+from efficient_ft.training.run import run
+from tests.training.conftest import plain_config
+from tests.training.test_predict import predict
+from tests.training.test_run import SCRIPT, assert_same_run, interrupted_at, rows_of
+
+BSR_MOE = {"bsr_moe": {"experts": 4, "top": 2, "blocks": [1, 3], "drop_at": [1, 2]}}
+PLANES = {"left": 0, "middle": 1, "right": 2}
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`colours`: 24 images of 2 classes; `planes`: 15 of 3, where the bright third of the image is."""
+    root = tmp_path_factory.mktemp("tasks")
+    chance = np.random.default_rng(0)
+
+    def save(path: Path, pixels: np.ndarray) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        noisy = pixels + chance.integers(0, 60, pixels.shape)
+        Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(path)
+
+    for split, count in (("train", 12), ("val", 4)):
+        for i in range(count):
+            for channel, name in enumerate(("red", "green")):
+                pixels = np.zeros((32, 32, 3))
+                pixels[:, :, channel] = 180
+                save(root / "colours" / split / name / f"{i}.png", pixels)
+            for name, third in PLANES.items() if i < 5 else ():
+                pixels = np.zeros((32, 32, 3))
+                pixels[:, third * 10 : third * 10 + 10] = 180
+                save(root / "planes" / split / name / f"{i}.png", pixels)
+    return root
+
+
+def plain_of(folders: Path, **changes: Any) -> dict[str, Any]:
+    """Six batches of `colours` in an epoch, and as many of `planes`, which has four (the last of three images)."""
+    small: dict[str, Any] = {
+        "method": BSR_MOE,
+        "model__kwargs": {"depth": 4, "embed_dim": 16, "num_heads": 2},
+        "data": {},
+        "trainer__epochs": 3,
+    }
+    plain = plain_config(**{**small, **changes})
+    one = {"name": "folder", "batch_size": 4, "workers": 0, "augment": {"scale": [0.9, 1.0], "flip": False}}
+    tasks = {task: {**one, "root": str(folders / task)} for task in ("colours", "planes")}
+    plain["tasks"] = {task: {**data, **plain.get("tasks", {}).get(task, {})} for task, data in tasks.items()}
+    return plain
+
+
+def config_of(folders: Path, **changes: Any) -> Config:
+    return check(plain_of(folders, **changes))
+
+
+@pytest.fixture(scope="session")
+def straight(tmp_path_factory: pytest.TempPathFactory, folders: Path) -> tuple[Path, dict[str, Any]]:
+    """One finished run and its results. Not to be changed."""
+    folder = tmp_path_factory.mktemp("run") / "straight"
+    return folder, run(config_of(folders), folder)
+
+
+# ---------------------------------------------------------------------------------------------- what a run does
+def test_every_step_is_of_the_next_task_and_moves_nothing_of_the_others(tmp_path: Path, folders: Path) -> None:
+    seen: list[tuple[int, str, set[str]]] = []
+
+    def look(self: FineTuner, optimizer: Any) -> None:
+        moved = {n for n, p in self.model.named_parameters() if p.grad is not None}
+        assert self.tasks is not None
+        seen.append((self.global_step, self.tasks.now, moved))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FineTuner, "on_before_optimizer_step", look)
+        run(config_of(folders, method={"full": {}}, trainer__accumulate=2, trainer__epochs=2), tmp_path)
+    # Three steps of two batches each show the larger set once.
+    assert [step for step, _, _ in seen] == list(range(2 * 3 * 2))
+    assert [task for _, task, _ in seen] == ["colours", "planes"] * 6
+    for _, task, moved in seen:
+        assert {n for n in moved if n.startswith("head.")} == {f"head.{task}.weight", f"head.{task}.bias"}
+        assert "blocks.0.attn.qkv.weight" in moved
+
+
+def test_results_are_told_by_task_and_as_their_mean(straight: tuple[Path, dict[str, Any]]) -> None:
+    folder, results = straight
+    accuracy = results["accuracy"]
+    assert set(accuracy["tasks"]) == {"colours", "planes"}
+    rows = [row for row in rows_of(folder) if "val_accuracy" in row]
+    assert len(rows) == 3
+    for row in rows:
+        for what in ("accuracy", "loss"):
+            each = [row[f"val_{what}_{task}"] for task in accuracy["tasks"]]
+            assert row[f"val_{what}"] == pytest.approx(sum(each) / 2)
+    best = max(rows, key=lambda row: row["val_accuracy"])
+    assert accuracy["best"] == best["val_accuracy"]
+    assert accuracy["last"] == rows[-1]["val_accuracy"]
+    for task, of in accuracy["tasks"].items():
+        assert of == {"best": best[f"val_accuracy_{task}"], "last": rows[-1][f"val_accuracy_{task}"]}
+        # The exported file, read anew, gives the same.
+        told = results["data"]["tasks"][task]
+        assert told["accuracy"]["val"] == pytest.approx(of["best"], abs=1e-6)
+    assert results["data"]["tasks"]["planes"]["splits"] == {"train": 15, "val": 12}
+    assert results["data"]["accuracy"]["val"] == pytest.approx(accuracy["best"], abs=1e-6)
+    assert json.loads((folder / "results.json").read_text()) == results
+    assert checkpoint.read(folder / checkpoint.NAME)["global_step"] == 3 * 6 * 2
+
+
+def test_both_tasks_are_learnt(tmp_path: Path, folders: Path) -> None:
+    settings: dict[str, Any] = {"method": {"full": {}}, "model__drop": 0.0, "model__drop_path": 0.0}
+    results = run(config_of(folders, **settings, trainer__epochs=8), tmp_path)
+    assert min(of["best"] for of in results["accuracy"]["tasks"].values()) > 0.8
+
+
+def test_the_file_holds_all_heads_and_their_classes(
+    straight: tuple[Path, dict[str, Any]], folders: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, results = straight
+    weights = load_file(folder / export.NAME)
+    assert weights["head.colours.weight"].shape == (2, 16)
+    assert weights["head.planes.weight"].shape == (3, 16)
+    assert weights["blocks.3.mlp.gate.planes.weight"].shape == (4, 16)
+    assert weights["blocks.3.mlp.experts.2.fc1.weight"].shape == (64, 16)
+    for task, names in (("colours", ["green", "red"]), ("planes", ["left", "middle", "right"])):
+        trained = export.load(folder, task)
+        assert trained.class_names == trained.tasks[task] == names
+        assert trained.model(torch.zeros(1, 3, 32, 32)).shape == (1, len(names))
+        assert json.loads(trained.notes["task_accuracy"])[task] == results["accuracy"]["tasks"][task]["best"]
+    assert export.load(folder).class_names == ["green", "red"]
+    with pytest.raises(UserError, match="has no task cats; its tasks are colours, planes"):
+        export.load(folder, "cats")
+
+    image = folders / "planes" / "val" / "left" / "0.png"
+    assert predict(folder, image, "--device", "cpu") == 2
+    assert "give --task colours or planes" in capsys.readouterr().err
+    assert predict(folder, image, "--device", "cpu", "--task", "planes") == 0
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]} == {"left", "middle", "right"}
+
+
+def test_a_file_of_one_task_has_no_other(finished: tuple[Path, Config, dict[str, Any]]) -> None:
+    assert export.load(finished[0]).tasks == {}
+    with pytest.raises(UserError, match="no task a; it was trained on one data set"):
+        export.load(finished[0], "a")
+    assert "tasks" not in yaml.safe_load((finished[0] / "config.yaml").read_text())
+    assert "tasks" not in finished[2]["config"]
+    assert set(finished[2]["accuracy"]) == {"best", "last", "split"}
+
+
+def test_evaluate_tells_the_accuracy_of_each_task(
+    straight: tuple[Path, dict[str, Any]], folders: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, results = straight
+    found = run(config_of(folders, evaluate=str(folder)), folder)
+    assert found["tasks"] == {task: of["accuracy"] for task, of in results["data"]["tasks"].items()}
+    assert found["accuracy"] == results["data"]["accuracy"]
+    shown = capsys.readouterr().out
+    assert "planes val" in shown
+    assert "mean val" in shown
+    run(config_of(folders), folder)
+    shown = capsys.readouterr().out
+    assert "colours, planes in turn with bsr_moe" in shown
+    assert "mean, val" in shown
+
+
+def test_cost_only_is_of_a_step_of_the_first_task(
+    tmp_path: Path, folders: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs = run(config_of(folders, cost_only=True, cost__compare_full=True), tmp_path / "run")
+    assert costs["executed"]["backward_flops"] > 0
+    assert costs["full"]["executed"]["forward_flops"] > 0
+    assert "2+3 classes" in capsys.readouterr().out
+
+
+class _Doubled(Full):
+    def total_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        return 2 * loss
+
+
+def test_a_loss_of_a_method_s_own_is_minimised(folders: Path) -> None:
+    config = config_of(folders, model__drop=0.0, model__drop_path=0.0)
+    network = timm.create_model("vit_digits", **config.model.kwargs)
+    give_heads(network, {"colours": 2, "planes": 3})
+    batch = (torch.randn(2, 3, 32, 32), torch.tensor([0, 2]), "planes")
+    plain, doubled = (
+        FineTuner(network, config, {"colours": 2, "planes": 3}, 1, methods).eval().training_step(batch, 0)
+        for methods in ((), (_Doubled(),))
+    )
+    torch.testing.assert_close(doubled, 2 * plain)
+
+
+# ---------------------------------------------------------------------------------------------- continuing
+@pytest.mark.parametrize("step", [5, 8, 19])
+def test_interrupted_anywhere_it_continues_bit_for_bit(
+    step: int, tmp_path: Path, folders: Path, straight: tuple[Path, dict[str, Any]]
+) -> None:
+    """In the first and in the second epoch, where the smaller set has been gone through once and more."""
+    interrupted_at(step, config_of(folders), tmp_path)
+    run(config_of(folders), tmp_path)
+    assert_same_run(tmp_path, straight[0])
+    assert json.loads((tmp_path / "results.json").read_text())["accuracy"] == straight[1]["accuracy"]
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_and_resumed_equals_straight(workers: int, tmp_path: Path, folders: Path) -> None:
+    changes: dict[str, Any] = {
+        "method": {"bsr_moe": {**BSR_MOE["bsr_moe"], "balance": 0.01, "renormalise": True}},
+        "trainer__accumulate": 2,
+        "tasks": {"planes": {"workers": workers}},
+    }
+    plain = plain_of(folders, **changes)
+    broken, whole = tmp_path / "broken", tmp_path / "whole"
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(plain), str(broken), "10"], capture_output=True, text=True
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert checkpoint.read(broken / checkpoint.NAME)["global_step"] == 8, "in the second epoch of six steps"
+    run(check(plain), broken)
+    run(check(plain), whole)
+    assert_same_run(broken, whole)
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(tmp_path: Path, folders: Path) -> None:
+    """DDP over gloo, half a batch each: the same images in the same steps, the same weights but for rounding."""
+    script = (
+        "import json, sys; from pathlib import Path; import torch; torch.set_num_threads(1)\n"
+        "from efficient_ft.config import check\nfrom efficient_ft.training.run import run\n"
+        "run(check(json.loads(sys.argv[1])), Path(sys.argv[2]))\n"
+    )
+    file = tmp_path / "ddp.py"
+    file.write_text(script)
+    exact: dict[str, Any] = {
+        "model__drop": 0.0,
+        "model__drop_path": 0.0,
+        "model__frozen_bn": True,
+        "optim": {"name": "sgd", "lr": 0.05, "clip": 1.0},
+    }
+    halves = {task: {"batch_size": 2} for task in ("colours", "planes")}
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    for name, changes in (("one", {}), ("two", {"trainer__devices": 2, "tasks": halves})):
+        # 16 images of `planes` for two processes are 15 and the first once more: the last batches are left out.
+        plain = plain_of(folders, **exact, **changes, trainer__max_steps=6)
+        done = subprocess.run(
+            [sys.executable, str(file), json.dumps(plain), str(tmp_path / name)],
+            capture_output=True, text=True, timeout=300, env=env,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    one, two = (load_file(tmp_path / name / export.NAME) for name in ("one", "two"))
+    for key, value in one.items():
+        torch.testing.assert_close(two[key], value, rtol=1e-4, atol=1e-5, msg=key)
+    results = [json.loads((tmp_path / name / "results.json").read_text())["accuracy"] for name in ("one", "two")]
+    assert results[0] == results[1]
+    assert one["blocks.3.mlp.gate.planes.weight"].any()
+
+
+# ---------------------------------------------------------------------------------------------- mistakes
+def test_what_is_missing_is_told_of_every_task(tmp_path: Path, folders: Path) -> None:
+    nowhere = {task: {"root": str(tmp_path / f"no_{task}")} for task in ("colours", "planes")}
+    with pytest.raises(UserError) as caught:
+        run(config_of(folders, tasks=nowhere), tmp_path / "run")
+    assert "no_colours" in str(caught.value)
+    assert "no_planes" in str(caught.value)
+
+
+def test_a_setting_of_one_task_is_named_as_such(tmp_path: Path, folders: Path) -> None:
+    on_test = {task: {"select_best_on": "test"} for task in ("colours", "planes")}
+    with pytest.raises(SettingError, match=r"^tasks\.colours\.select_best_on=test: .*no test images"):
+        run(config_of(folders, tasks=on_test), tmp_path / "run")
+
+
+def test_evaluate_refuses_other_classes(tmp_path: Path, folders: Path, straight: tuple[Path, dict[str, Any]]) -> None:
+    swapped = {"colours": {"root": str(folders / "planes")}}
+    shutil.copytree(straight[0], tmp_path / "run")
+    (tmp_path / "run" / ".hydra").mkdir()  # started from the command line, whose settings count
+    (tmp_path / "run" / ".hydra" / "overrides.yaml").touch()
+    with pytest.raises(UserError, match="now holds other classes"):
+        run(config_of(folders, evaluate=str(tmp_path / "run"), tasks=swapped), tmp_path)
