@@ -1,8 +1,8 @@
 """Every method, by the name it has on the command line."""
 
 from efficient_ft.methods.adapters.lora import LoRA
-from efficient_ft.methods.adapters.repnet import RepNet
 from efficient_ft.methods.adapters.moe import BSRMoE, MoE
+from efficient_ft.methods.adapters.repnet import RepNet
 from efficient_ft.methods.adapters.tinytl import TinyTL
 from efficient_ft.methods.backprop.lbp_dct import LBPDCT
 from efficient_ft.methods.backprop.lbp_wht import LBPWHT

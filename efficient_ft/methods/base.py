@@ -6,8 +6,8 @@ In anyone's own loop a method is two lines::
     print(method.apply(model))
 
 and, for those that act per step, ``step_begin(step)`` before and ``step_end()`` after each optimizer step (before
-gradients are set to zero); ``loss = method.total_loss(loss)`` for those with a loss of their own. The optimizer is built
-between the two lines and the first step, over all that trains then.
+gradients are set to zero); for those with a loss of their own, ``loss = method.total_loss(loss)``. The optimizer is
+built between the two lines and the first step, over all that trains then.
 With Lightning it is passed in ``Trainer(callbacks=[...])``: surgery happens in ``setup``, once, after the
 weights are loaded and before the optimizer is built.
 """

@@ -439,10 +439,11 @@ def test_what_can_have_no_experts_is_refused_and_left_as_it_was() -> None:
     assert all(p.requires_grad for p in model.parameters())
     MoE(4, 2, [1, 1]).apply(model)
     assert len(model.blocks[1].mlp.experts) == 3
-    with pytest.raises(UserError, match=r"blocks\.1\.mlp .* has experts already"):
-        MoE(3, 2, [1]).apply(model)
-    for other in (LoRA(targets="all", rank=2), LBPWHT(order=2)):
+    for other in (MoE(3, 2, [2]), LoRA(rank=2), BSRMoE(3, 2, [2], drop_at=[1])):
+        with pytest.raises(UserError, match=rf"{other.name}: .* holds experts already"):
+            other.apply(model)
+    for applied, said in ((LoRA(rank=2), "holds LoRA's adapters already"), (LBPWHT(order=2), "experts come first")):
         changed = model_of("vit")
-        other.apply(changed)
-        with pytest.raises(UserError, match="experts come first"):
+        applied.apply(changed)
+        with pytest.raises(UserError, match=said):
             MoE(4, 2, [1]).apply(changed)

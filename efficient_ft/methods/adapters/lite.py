@@ -24,6 +24,7 @@ _ADAPTERS = {
     "lora_A": "LoRA's adapters",
     "lite_residual": "TinyTL's lite residual modules",
     "side_module": "Rep-Net's side modules",
+    "experts": "experts",
 }
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from efficient_ft.errors import SettingError, UserError
+from efficient_ft.methods.adapters.lite import refuse_adapted
 from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.forwards import OwnForward, forwards_of, put_inside, take_away
 from efficient_ft.methods.selection.bsr import BSR
@@ -134,6 +135,7 @@ class _Experts(Method):
     def _check_blocks(self, model: nn.Module, blocks: Sequence[int]) -> None:
         """Raise UserError, before anything is changed, where there can be no experts."""
         seen = view(model)
+        refuse_adapted(seen, self.name)
         for name in blocks_at(seen, f"method.{self.name}.blocks", blocks):
             mlp: Any = getattr(model.get_submodule(name), "mlp", None)
             if type(mlp) not in _STANDARD or any(isinstance(m, nn.Conv2d) for m in mlp.modules()):
@@ -142,13 +144,11 @@ class _Experts(Method):
                     f"method {self.name}: {name} of {seen.name} has {kind}; experts are copies of feed-forward"
                     " networks that work on each token alone (timm's Mlp, GluMlp, SwiGLU)."
                 )
-            if any(hasattr(m, mark) for m in mlp.modules() for mark in ("lora_A", "low_rank")):
+            if any(hasattr(m, "low_rank") for m in mlp.modules()):
                 raise UserError(
-                    f"method {self.name}: {name}.mlp of {seen.name} holds adapters or low-rank layers already, which"
-                    " cannot be copied; experts come first."
+                    f"method {self.name}: {name}.mlp of {seen.name} has low-rank layers already, which cannot be"
+                    " copied; experts come first."
                 )
-            if any(isinstance(f, _ExpertsForward) for f in forwards_of(mlp)):
-                raise UserError(f"method {self.name}: {name}.mlp of {seen.name} has experts already.")
 
     def _take_experts(self, model: nn.Module) -> None:
         mlp: Any
@@ -266,7 +266,6 @@ class MoE(_Experts):
         self._check_blocks(model, self.blocks)
         seen = view(model)
         chosen = blocks_at(seen, "method.moe.blocks", self.blocks)
-        # All or none: whoever loads an exported file applies the method without the selection.
         for name in chosen:
             if not any(p.requires_grad for p in model.get_submodule(f"{name}.mlp").parameters()):
                 raise SettingError(
