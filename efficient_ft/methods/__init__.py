@@ -16,6 +16,7 @@ from efficient_ft.methods.selection.bsr import BSR
 from efficient_ft.methods.selection.per_step import LISA, TopLayers, UniformLayers
 from efficient_ft.methods.selection.static import BitFit, Blocks, Full, HeadOnly, LastStage, NormLast
 from efficient_ft.methods.tokens.evit import EViT
+from efficient_ft.methods.tokens.tome import ToMe
 
 METHODS: dict[str, type[Method]] = {
     m.name: m
@@ -36,6 +37,7 @@ METHODS: dict[str, type[Method]] = {
         Mesa,
         Checkpointing,
         EViT,
+        ToMe,
         BSR,
         ALaST,
         LISA,
@@ -71,6 +73,7 @@ __all__ = [
     "NormLast",
     "RepNet",
     "TinyTL",
+    "ToMe",
     "TopLayers",
     "UniformLayers",
     "apply_methods",

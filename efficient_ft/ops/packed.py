@@ -494,36 +494,54 @@ def _functional_softmax(
 
 
 class _FusedAttention(torch.autograd.Function):
-    """softmax(q kᵀ · scale) v by torch's fused kernel, in the backward pass once more from the unpacked q, k, v."""
+    """softmax(q kᵀ · scale + bias) v by torch's fused kernel, in the backward pass once more from the unpacked q, k, v.
+
+    The bias is a constant.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, mode: PackedOperations, packer: Packer, q: Tensor, k: Tensor, v: Tensor, scale: Any
+        ctx: Any,
+        mode: PackedOperations,
+        packer: Packer,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: Any,
+        bias: Tensor | None,
     ) -> Tensor:
-        y = F.scaled_dot_product_attention(q, k, v, scale=scale)
-        save(ctx, *(mode.keep(x, packer, y.dtype, 1) for x in (q, k, v)))
+        y = F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
+        save(ctx, *(mode.keep(x, packer, y.dtype, 1) for x in (q, k, v)), bias)
         ctx.scale, ctx.types = scale, (q.dtype, k.dtype, v.dtype)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        *kept, bias = load(ctx)
         with torch.enable_grad():
-            inputs = [x.detach().requires_grad_() for x in load(ctx)]
+            inputs = [x.detach().requires_grad_() for x in kept]
             q, k, v = inputs
-            y = F.scaled_dot_product_attention(q, k, v, scale=ctx.scale)
+            y = F.scaled_dot_product_attention(q, k, v, bias, scale=ctx.scale)
             found = torch.autograd.grad(y, inputs, g)
-        return None, None, *(g.to(t) for g, t in zip(found, ctx.types, strict=True)), None
+        return None, None, *(g.to(t) for g, t in zip(found, ctx.types, strict=True)), None, None
 
 
 class _Attention(torch.autograd.Function):
-    """softmax(q kᵀ · scale) v in its parts, of (..., N, D) each; softmax's output is kept once, for both its users."""
+    """softmax(q kᵀ · scale + bias) v in its parts, of (..., N, D) each, with a constant bias.
+
+    Softmax's output is kept once, for both its users.
+    """
 
     @staticmethod
-    def forward(ctx: Any, mode: PackedOperations, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, mode: PackedOperations, q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None
+    ) -> Tensor:
         # Contiguous once: each product would copy them again.
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         scores = _scaled_product(q, k.mT, scale)
+        if bias is not None:
+            scores += bias
         p = torch.softmax(_single_precision(scores), -1).to(scores.dtype)
         del scores
         y = p @ v
@@ -551,7 +569,7 @@ class _Attention(torch.autograd.Function):
             g_q = None if k is None else _scaled_product(g_scores, k(), ctx.scale)
             g_k = None if q is None else _scaled_product(g_scores.mT, q(), ctx.scale)
         found = (g_q, g_k, g_v)
-        return None, *(None if t is None else t.to(d) for t, d in zip(found, ctx.types, strict=True)), None
+        return None, *(None if t is None else t.to(d) for t, d in zip(found, ctx.types, strict=True)), None, None
 
 
 def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -574,10 +592,12 @@ def _attention(
 ) -> Any:
     if is_causal or enable_gqa or not mode.serves(query, key, value):
         return NotImplemented
-    if mode.policy.fused is not None and attn_mask is None and not dropout_p:
-        return _FusedAttention.apply(mode, mode.policy.fused, query, key, value, scale)
-    if attn_mask is None and not dropout_p and not mode.policy.forward:
-        return _Attention.apply(mode, query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)
+    constant = attn_mask is None or (attn_mask.is_floating_point() and not attn_mask.requires_grad)
+    if mode.policy.fused is not None and constant and not dropout_p:
+        return _FusedAttention.apply(mode, mode.policy.fused, query, key, value, scale, attn_mask)
+    if constant and not dropout_p and not mode.policy.forward:
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        return _Attention.apply(mode, query, key, value, scale, attn_mask)
     # Once in the order of the products, which would copy them each time.
     query = (query * (query.shape[-1] ** -0.5 if scale is None else scale)).contiguous()
     key, value = key.contiguous(), value.contiguous()

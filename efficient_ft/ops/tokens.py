@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -255,54 +255,73 @@ def keeps_all() -> bool:
 
 
 # ------------------------------------------------------------------------------------------------ ToMe
-@dataclass(frozen=True)
-class Matching:
-    """r pairs of tokens to be merged, of alternating sets: even places (A) into odd ones (B).
-
-    Attributes:
-        stay_BU: places in A of those that stay, ascending.
-        source_BR, target_BR: places in A and in B of the pairs.
-    """
-
-    stay_BU: Tensor
-    source_BR: Tensor
-    target_BR: Tensor
-
-
 @torch.no_grad()
-def match(metric_BNC: Tensor, r: int, prefix: int) -> Matching:
-    """Bipartite soft matching: every token of A draws an edge to the most similar one of B, and the r strongest count.
+def match(metric_BNC: Tensor, r: int, prefix: int) -> Tensor:
+    """Bipartite soft matching: tokens alternate between two sets, A (even places) and B (odd ones); every token of A
+    draws an edge to the most similar one of B, and the r strongest count.
 
     Args:
-        metric_BNC: what similarity (cosine) is measured on: keys, their mean over the heads.
+        metric_BNC: what similarity (cosine, in single precision at least) is measured on: keys, their mean over heads.
         r: at most half of the tokens that are not prefix tokens.
         prefix: P; they are neither merged nor merged into.
-    """
-    metric = metric_BNC / metric_BNC.norm(dim=-1, keepdim=True).clamp_min(1e-12)
-    similarity_BAB = metric[:, ::2] @ metric[:, 1::2].mT
-    similarity_BAB[:, : (prefix + 1) // 2] = -math.inf
-    similarity_BAB[:, :, : prefix // 2] = -math.inf
-    best_BA, target_BA = similarity_BAB.max(-1)
-    order_BA = best_BA.argsort(dim=1, descending=True, stable=True)
-    source_BR = order_BA[:, :r]
-    return Matching(order_BA[:, r:].sort(1).values, source_BR, target_BA.gather(1, source_BR))
-
-
-def merge(x_BNC: Tensor, size_BN: Tensor, matching: Matching) -> tuple[Tensor, Tensor]:
-    """Each pair becomes one token, the mean of all the patches it stands for.
-
-    Args:
-        size_BN: how many patches each token stands for.
 
     Returns:
-        (B, N − r, C): what stays of A, then B; and the new sizes (B, N − r).
+        (B, N): the place of each token among the N − r that are left; both of a pair have the same. Prefix tokens stay
+        the first ones, what stays of A comes next, then B.
     """
-    size = size_BN.unsqueeze(-1).to(x_BNC.dtype)
-    sums, sizes = (_merged_sum(t, matching) for t in (x_BNC * size, size))
-    return sums / sizes, sizes.squeeze(-1)
+    metric = metric_BNC.to(torch.promote_types(metric_BNC.dtype, torch.float32))
+    metric = metric / metric.norm(dim=-1, keepdim=True).clamp_min(1e-12)
+    kind = metric.device.type
+    with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
+        similarity_BAB = metric[:, ::2] @ metric[:, 1::2].mT
+    of_a, of_b = (prefix + 1) // 2, prefix // 2  # so many of A and of B are prefix tokens, the first ones
+    similarity_BAB[:, :of_a] = -math.inf
+    similarity_BAB[:, :, :of_b] = -math.inf
+    best_BA, target_BA = similarity_BAB.max(-1)
+    order_BA = best_BA.argsort(dim=1, descending=True, stable=True)
+    source_BR, stay_BU = order_BA[:, :r], order_BA[:, r:].sort(1).values
+    u, j = (torch.arange(n, device=metric.device) for n in (stay_BU.shape[1], metric.shape[1] // 2))
+    place_of_u = torch.where(u < of_a, 2 * u, u + of_b)
+    place_of_j = torch.where(j < of_b, 2 * j + 1, j + len(u))
+    place_BN = torch.empty(metric.shape[:2], dtype=torch.long, device=metric.device)
+    place_BN[:, 1::2] = place_of_j
+    place_BN[:, ::2].scatter_(1, stay_BU, place_of_u.expand_as(stay_BU))
+    place_BN[:, ::2].scatter_(1, source_BR, place_of_j[target_BA.gather(1, source_BR)])
+    return place_BN
 
 
-def _merged_sum(x_BNC: Tensor, matching: Matching) -> Tensor:
-    a, b = x_BNC[:, ::2], x_BNC[:, 1::2]
-    target = matching.target_BR.unsqueeze(-1).expand(-1, -1, x_BNC.shape[-1])
-    return torch.cat([take(a, matching.stay_BU), b.scatter_add(1, target, take(a, matching.source_BR))], 1)
+def merge(x_BNC: Tensor, size_BN: Tensor, place_BN: Tensor, left: int) -> tuple[Tensor, Tensor]:
+    """Tokens of the same place become one, the mean of all the patches they stand for.
+
+    Args:
+        size_BN: how many patches each token stands for, in single precision at least.
+        place_BN: as `match` gives it.
+        left: N − r.
+
+    Returns:
+        (B, N − r, C), and the new sizes (B, N − r).
+    """
+    sizes = size_BN.new_zeros(len(size_BN), left).scatter_add_(1, place_BN, size_BN)
+    return _Merge.apply(x_BNC, size_BN / sizes.gather(1, place_BN), place_BN, left), sizes
+
+
+class _Merge(torch.autograd.Function):
+    """Σ over the tokens of each place of share · x. It keeps shares and places, no activation."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BNC: Tensor, share_BN: Tensor, place_BN: Tensor, left: int) -> Tensor:
+        ctx.save_for_backward(share_BN, place_BN)
+        ctx.type = x_BNC.dtype
+        # rows of the whole batch: CPUs add those up many times faster
+        first = torch.arange(len(place_BN), device=place_BN.device).unsqueeze(1) * left
+        rows = (place_BN + first).flatten().unsqueeze(-1).expand(-1, x_BNC.shape[-1])
+        shares = (x_BNC * share_BN.unsqueeze(-1)).flatten(0, 1)
+        sums = shares.new_zeros(len(x_BNC) * left, x_BNC.shape[-1]).scatter_add_(0, rows, shares)
+        return sums.unflatten(0, (len(x_BNC), left)).to(x_BNC.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_BUC: Tensor) -> tuple[Tensor | None, ...]:
+        share_BN, place_BN = ctx.saved_tensors
+        g = g_BUC.gather(1, _wide(place_BN, g_BUC.shape[-1])) * share_BN.unsqueeze(-1)
+        return g.to(ctx.type), None, None, None

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from efficient_ft.methods import METHODS
 from efficient_ft.methods.base import Method
+from efficient_ft.methods.tokens.tome import _MergingForward
 
 CLASSES = 5
 
@@ -296,6 +297,24 @@ def _near(name: str, why: str, *models: str, **settings: Any) -> Row:
     return Row(METHODS[name], settings, why_no_off=why, instead="gradients are near the plain ones", models=models)
 
 
+def _merging(**settings: Any) -> Row:
+    another_form = dict.fromkeys(("efficientformer", "resnet", "mobilenet"), "not of the form")
+    return Row(
+        METHODS["tome"],
+        settings,
+        off={"r": 0},
+        shortcuts=((_MergingForward, "_acts", _always),),
+        models=("vit",),
+        refused={**another_form, "swinv2": "lie on no one grid"},
+        own_evaluation="tokens are merged there too",
+    )
+
+
+def _always(*_: Any) -> bool:
+    """Matching and merging run, though there is nothing to merge, and attention adds log(1)."""
+    return True
+
+
 _KEEP_ALL = {"sparsity": 0.0, "values": "input"}
 
 ROWS = {
@@ -358,6 +377,8 @@ ROWS = {
         refused=dict.fromkeys(("efficientformer", "swinv2", "resnet", "mobilenet"), "no class token"),
         own_evaluation="tokens are dropped there too",
     ),
+    "tome": _merging(),
+    "tome_plain": _merging(proportional=False, inflect=-0.5),
     "alast": Row(
         METHODS["alast"],
         {"layers": 2, "start": 0.7},

@@ -159,6 +159,7 @@ OPERATIONS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "attention": (attention, QKV),
     "attention scale": (partial(attention, scale=0.3), QKV),
     "attention float mask": (attention, [*QKV, (2, 1, 3, 5)]),
+    "attention constant float mask": (masked(torch.linspace(-2, 2, 10).double().view(2, 1, 1, 5)), QKV),
     "attention bool mask": (masked(MASK), QKV),
     "normalize": (lambda x: F.normalize(x, dim=-1), [(2, 3, 5)]),
     "normalize of small values": (lambda x: F.normalize(x / 1000, dim=-1), [(2, 3, 5)]),
@@ -486,8 +487,17 @@ def test_fused_attention_equals_plain_attention_where_nothing_is_dropped(scale):
         torch.testing.assert_close(a, b, **EXACT)
 
 
-def test_attention_with_a_mask_is_not_fused():
-    # The backward pass knows of no mask: it is attention in its parts, whose packer the policy names.
+def test_fused_attention_with_a_constant_bias_keeps_it_as_it_is():
+    qkv, bias = tensors(*QKV), torch.linspace(-2, 2, 10, dtype=torch.float64).view(2, 1, 1, 5)
+    y, saved = saved_while(lambda: packed(masked(bias), qkv, everywhere(Sparse(0.9), fused=Sparse(0.0))))
+    assert len(saved) == 7, "values and bits of q, k and v, and the bias"
+    torch.testing.assert_close(y, masked(bias)(*qkv), **EXACT)
+    for a, b in zip(gradients(y, qkv), gradients(masked(bias)(*qkv), qkv), strict=True):
+        torch.testing.assert_close(a, b, **EXACT)
+
+
+def test_attention_with_a_learned_mask_is_not_fused():
+    # The backward pass has no gradient for it: it is attention in its parts, whose packer the policy names.
     inputs = tensors(*QKV, (2, 1, 3, 5))
     y = packed(attention, inputs, Policy(Dense(), Dense(), Sparse(0.0), Dense(), fused=Sparse(0.9)))
     for a, b in zip(gradients(y, inputs), gradients(attention(*inputs), inputs), strict=True):

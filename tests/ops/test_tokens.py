@@ -138,7 +138,9 @@ def merged_by_hand(
             j = max(likeness, key=lambda j: (likeness[j], -j))
             edges.append((-likeness[j], i, j))
         pairs = {i: j for _, i, j in sorted(edges)[:r]}
-        groups = [[i] for i in a if i not in pairs] + [[j, *(i for i, t in pairs.items() if t == j)] for j in b]
+        groups = [[i] for i in range(min(prefix, n))]
+        groups += [[i] for i in a if i >= prefix and i not in pairs]
+        groups += [[j, *(i for i, t in pairs.items() if t == j)] for j in b if j >= prefix]
         tokens.append(np.stack([sum(many[i] * sample[i] for i in g) / sum(many[i] for i in g) for g in groups]))
         sizes.append([sum(many[i] for i in g) for g in groups])
     return np.stack(tokens), np.array(sizes)
@@ -158,7 +160,7 @@ def test_merging_equals_doing_it_by_hand(batch, patches, prefix, share, seed):
     r = math.floor(share * min(sources, patches // 2))
     x, metric = random(batch, n, 5, seed=seed), random(batch, n, 3, seed=seed + 1)
     size = torch.randint(1, 5, (batch, n), generator=torch.Generator().manual_seed(seed)).double()
-    found, sizes = merge(x, size, match(metric, r, prefix))
+    found, sizes = merge(x, size, match(metric, r, prefix), n - r)
     expected, many = merged_by_hand(x.numpy(), size.numpy(), metric.numpy(), r, prefix)
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-12)
     np.testing.assert_array_equal(sizes.numpy(), many)
@@ -170,11 +172,27 @@ def test_merging_equals_doing_it_by_hand(batch, patches, prefix, share, seed):
 def test_prefix_tokens_come_out_as_they_went_in():
     for prefix in (1, 2, 5):
         x, size = random(2, prefix + 12, 5), torch.ones(2, prefix + 12, dtype=torch.float64)
-        found, sizes = merge(x, size, match(random(2, prefix + 12, 3, seed=3), 5, prefix))
-        for i in range(prefix):
-            same = (found == x[:, i : i + 1]).all(-1)
-            assert same.any(1).all()
-            assert (sizes[same] == 1).all()
+        found, sizes = merge(x, size, match(random(2, prefix + 12, 3, seed=3), 5, prefix), prefix + 7)
+        assert torch.equal(found[:, :prefix], x[:, :prefix])
+        assert (sizes[:, :prefix] == 1).all()
+
+
+def test_gradients_of_merging_are_those_of_the_means():
+    x, size = random(2, 9, 3).requires_grad_(), torch.randint(1, 5, (2, 9)).double()
+    place = match(random(2, 9, 4, seed=1), 3, 1)
+    assert torch.autograd.gradcheck(lambda x: merge(x, size, place, 6)[0], x)
+
+
+def test_sizes_and_similarity_are_exact_where_tokens_are_not():
+    """bfloat16 has no 257, and would find many pairs equally alike."""
+    metric, size = random(1, 12, 4), torch.tensor([[200.0, 1, 57, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
+    place = torch.tensor([[0, 1, 0, *range(2, 11)]])
+    found, sizes = merge(random(1, 12, 4).bfloat16(), size, place, 11)
+    assert found.dtype == torch.bfloat16
+    assert sizes[0, 0] == 257
+    with torch.autocast("cpu", torch.bfloat16):
+        again = match(metric.float(), 4, 1)
+    assert torch.equal(again, match(metric.float(), 4, 1))
 
 
 def test_proportional_attention_is_attention_to_all_the_copies():

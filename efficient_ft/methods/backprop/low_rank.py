@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from efficient_ft.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method
+from efficient_ft.methods.tokens.base import merges_tokens
 from efficient_ft.models.view import Layer, TokenLayout, view
 from efficient_ft.ops.low_rank import low_rank_conv1x1, low_rank_linear
 from efficient_ft.ops.projection import OfKept, Projection
@@ -47,6 +48,8 @@ class LowRankLinear(nn.Linear):
         if not _records(self, x):
             return super().forward(x)
         how, tokens = self.low_rank, tokens_here()
+        if tokens is not None and tokens.places_BL is None:
+            raise UserError("a layer with low-rank backward was given merged tokens, which lie on no grid.")
         grid = how.tokens.grid if how.tokens.form == "tokens" else (x.shape[1], x.shape[2])
         if tokens is not None and tokens.places_BL is None:
             raise UserError(
@@ -150,6 +153,11 @@ class LowRankBackward(Method):
         if self._changed(model):
             raise UserError(
                 f"method {self.name}: the model's layers have a low-rank backward already; name one projector only."
+            )
+        if merges_tokens(model):
+            raise UserError(
+                f"method {self.name}: tokens are merged in this model, and merged tokens lie on no grid along which"
+                " gradients could be projected; name one of the two methods."
             )
         chosen: list[tuple[Layer, Projector, TokenLayout]] = []
         skipped, exact = {}, {}

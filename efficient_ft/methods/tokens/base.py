@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,11 @@ from efficient_ft.models.view import ModelView, view
 from efficient_ft.ops.packed import running
 from efficient_ft.ops.tokens import Tokens, all_there, among, carry, class_attention, drop, keeps_all, known
 
-#: What a block may have in which tokens can be dropped between attention and feed-forward network.
+#: What a block may have in which tokens can be dropped or merged between attention and feed-forward network.
 _BLOCK = {"norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path2"}
+
+#: By which attention in its parts shows its map, (B, H, N, N).
+SOFTMAX = (Tensor.softmax, torch.softmax, F.softmax)
 
 
 class Attention(TorchFunctionMode):
@@ -44,7 +47,7 @@ class Attention(TorchFunctionMode):
             self.scores_BL = class_attention(q, k, self.prefix, kwargs.get("scale"))
             return func(q, k, *others, **kwargs)
         result = func(*args, **kwargs)
-        if func in (Tensor.softmax, torch.softmax, F.softmax) and result.dim() == 4:
+        if func in SOFTMAX and result.dim() == 4:
             self.scores_BL = result[:, :, 0, self.prefix :].mean(1)
         return result
 
@@ -64,6 +67,9 @@ class TokenForward(OwnForward):
         last: no block comes after it.
     """
 
+    #: The tokens behind it lie on no grid.
+    merges: ClassVar[bool] = False
+
     def __init__(self, module: nn.Module, prefix: int, positions: int, last: bool) -> None:
         super().__init__(module)
         self.prefix, self.positions, self.last = prefix, positions, last
@@ -81,11 +87,12 @@ class TokenForward(OwnForward):
         """Raise UserError for a call with a mask or positions, which hold for all tokens."""
         if any(value is not None and value is not False for value in (*others, *keywords.values())):
             raise UserError(
-                f"{type(self.module).__name__}: tokens cannot be dropped where attention has a mask or positions."
+                f"{type(self.module).__name__}: tokens cannot be dropped or merged where attention has a mask or"
+                " positions."
             )
 
-    def first_half(self, x: Tensor, seen: Attention | None) -> Tensor:
-        """x + attention; `seen` is told what it attends to."""
+    def first_half(self, x: Tensor, seen: TorchFunctionMode | None) -> Tensor:
+        """x + attention; `seen` sees what it attends to."""
         block: Any = self.module
         with seen or nullcontext():
             attended = block.attn(block.norm1(x))
@@ -142,10 +149,15 @@ def refuse_other_blocks(model: nn.Module, who: str, names: Sequence[str]) -> Non
         if takes or {child for child, _ in block.named_children()} - _BLOCK or not hasattr(block, "norm2"):
             raise UserError(
                 f"method {who}: the blocks of {view(model).name} ({type(block).__name__}) are not of the form norm1,"
-                " attn, norm2, mlp, without more, between which tokens can be dropped."
+                " attn, norm2, mlp, without more, between which tokens can be dropped or merged."
             )
     if any(isinstance(f, TokenForward) for m in model.modules() for f in forwards_of(m)):
-        raise UserError(f"method {who}: tokens are dropped in this model already.")
+        raise UserError(f"method {who}: tokens are dropped or merged in this model already.")
+
+
+def merges_tokens(model: nn.Module) -> bool:
+    """Whether a method merges tokens in it, which then lie on no grid."""
+    return any(isinstance(f, TokenForward) and f.merges for m in model.modules() for f in forwards_of(m))
 
 
 def refuse_without_class_token(seen: ModelView, who: str, instead: str = "") -> None:
@@ -164,11 +176,10 @@ def grid_positions(seen: ModelView, who: str) -> int:
     """
     inside = tuple(f"{block}." for block in seen.blocks)
     layouts = {layer.tokens for layer in seen.layers if layer.tokens is not None and layer.name.startswith(inside)}
-    grids = {layout.grid for layout in layouts if layout.form == "tokens" and layout.prefix == seen.prefix_tokens}
-    if len(grids) != 1:
+    if len(layouts) != 1 or {(a.form, a.prefix) for a in layouts} != {("tokens", seen.prefix_tokens)}:
         raise UserError(f"method {who}: the tokens of {seen.name} lie on no one grid from block to block.")
-    (grid,) = grids
-    return grid[0] * grid[1]
+    (layout,) = layouts
+    return layout.grid[0] * layout.grid[1]
 
 
 def give_forwards(

@@ -1,0 +1,267 @@
+"""ToMe: in every block similar tokens are merged.
+
+Source: Bolya, Fu, Dai, Zhang, Feichtenhofer, Hoffman, "Token Merging: Your ViT But Faster", ICLR 2023.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from efficient_ft.errors import SettingError, UserError
+from efficient_ft.methods.base import Applied, Method
+from efficient_ft.methods.tokens.base import (
+    SOFTMAX,
+    TokenForward,
+    aside,
+    give_forwards,
+    grid_positions,
+    refuse_other_blocks,
+    take_forwards,
+)
+from efficient_ft.models.view import ModelView, view
+from efficient_ft.ops.tokens import Tokens, among, keeps_all, known, match, merge
+
+#: One of them gives attention in its parts its scores: of queries and, transposed, keys.
+_PRODUCTS = (Tensor.matmul, Tensor.__matmul__, torch.matmul)
+
+
+class _SizedAttention(TorchFunctionMode):
+    """Attention, fused or in parts, that shows its keys, and to which a token counts as the patches it stands for.
+
+    Args:
+        sizes_BN: log(size) is added to what softmax is taken of (the paper's Equation 1). None: each
+            token counts once.
+        shows: the keys are wanted.
+
+    Attributes:
+        keys: of each attention seen, the mean over its heads, (B, N, D), without gradient.
+    """
+
+    def __init__(self, sizes_BN: Tensor | None, shows: bool) -> None:
+        super().__init__()
+        self.bias_B11N = None if sizes_BN is None else sizes_BN.log()[:, None, None]
+        self.shows = shows
+        self.keys: list[Tensor] = []
+        self._factor: Tensor | None = None  # the second one of the last product
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._fused(func, *args, **kwargs)
+        if func in _PRODUCTS:
+            self._factor = args[1]
+        elif func in SOFTMAX and args[0].dim() == 4 and self._factor is not None:
+            self._see(self._factor.mT)
+            if self.bias_B11N is not None:
+                args = (args[0] + self.bias_B11N.to(args[0].dtype), *args[1:])
+        return func(*args, **kwargs)
+
+    def _fused(
+        self, attend: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *others: Any, **kwargs: Any
+    ) -> Any:
+        self._see(k)
+        if self.bias_B11N is not None:
+            if attn_mask is not None:
+                raise UserError("tokens cannot be merged where attention has a mask.")
+            attn_mask = self.bias_B11N.to(q.dtype)
+        return attend(q, k, v, attn_mask, *others, **kwargs)
+
+    def _see(self, k_BHND: Tensor) -> None:
+        if self.shows:
+            wide = torch.promote_types(k_BHND.dtype, torch.float32)
+            self.keys.append(k_BHND.detach().mean(1, dtype=wide))
+
+
+class _MergingForward(TokenForward):
+    """A block that merges r tokens, or as many as it can, between its attention and its feed-forward network."""
+
+    merges = True
+
+    def __init__(self, module: nn.Module, prefix: int, positions: int, last: bool, r: int, proportional: bool) -> None:
+        super().__init__(module, prefix, positions, last)
+        self.r, self.proportional = r, proportional
+
+    def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
+        if keeps_all():
+            return super().__call__(x, *others, **keywords)
+        self.plain(others, keywords)
+        x, tokens = known(x)
+        r = merged_of(x.shape[1] - self.prefix, self.r)
+        sizes_BN = None if tokens is None else tokens.sizes_BN
+        seen = _SizedAttention(sizes_BN if self.proportional else None, self._acts(r))
+        with among(tokens):
+            x = self.first_half(x, seen)
+        if self._acts(r):
+            with aside():
+                x, tokens = self._merged(x, seen, sizes_BN, r)
+        with among(tokens):
+            return self.passed_on(self.second_half(x), tokens)
+
+    @staticmethod
+    def _acts(r: int) -> bool:
+        return r > 0
+
+    def _merged(self, x: Tensor, seen: _SizedAttention, sizes_BN: Tensor | None, r: int) -> tuple[Tensor, Tokens]:
+        """The tokens that flow on, and what is known of them."""
+        if not seen.keys:
+            raise UserError(
+                f"method tome: {type(self.module.attn).__name__} shows no keys (there is no product with queries that"
+                " softmax is taken of), so that it cannot be said which tokens are alike."
+            )
+        if sizes_BN is None:
+            sizes_BN = x.new_ones(x.shape[:2], dtype=torch.promote_types(x.dtype, torch.float32))
+        place_BN = match(torch.stack(seen.keys).mean(0), r, self.prefix)
+        x, sizes_BN = merge(x, sizes_BN, place_BN, x.shape[1] - r)
+        return x, Tokens(sizes_BN=sizes_BN)
+
+
+class ToMe(Method):
+    """Merge in every block the most similar tokens, each pair into its mean.
+
+    Between attention and feed-forward network, in training and in evaluation: tokens alternate between two sets, each
+    of the first has its most similar one in the second (cosine of the keys, their mean over the heads, without
+    gradient), and the r most similar pairs become one token each, the mean of the patches they stand for. Class token,
+    distillation token and registers stay as they are. Attention stays fused. No class token is needed: what follows
+    the blocks (the mean over the tokens, attention pooling) takes the merged tokens as it takes all, each for one. The
+    trained weights are the model's own, but belong with the merging: what is exported notes it.
+
+    Where fewer than 2 r patch tokens are left, half of them are merged, as in the paper. An r above half of the whole
+    grid, which not even the first block could merge, and one by which a single patch token would be left at the end,
+    are refused.
+
+    Args:
+        r: tokens merged in every block; a list: in each one.
+        inflect: from −1 to 1: r rises (falls, below 0) linearly from block to block, by `inflect` · r about its mean:
+            −1 goes from 2 r to 0 (the paper's decreasing schedule), 1 from 0 to 2 r. Rounded, the mean still is r.
+        proportional: attention adds log(size), so that a token counts as all the patches it stands for.
+    """
+
+    name = "tome"
+    axis = "tokens"
+    merges = False
+
+    def __init__(self, r: int | list[int] = 8, inflect: float = 0.0, proportional: bool = True):
+        super().__init__()
+        each = r if isinstance(r, Sequence) and not isinstance(r, str) else [r]
+        if not each or not all(type(n) is int and n >= 0 for n in each):
+            raise SettingError("r", r, "a whole number of at least 0, or a list of them, one for each block")
+        if isinstance(inflect, bool) or not isinstance(inflect, int | float) or not -1 <= inflect <= 1:
+            raise SettingError("inflect", inflect, "a number from -1 to 1")
+        if inflect and each is r:
+            raise SettingError("inflect", inflect, "0 where r is a list, which says it for each block")
+        if not isinstance(proportional, bool):
+            raise SettingError("proportional", proportional, ("true", "false"))
+        self.r = list(each) if each is r else r
+        self.inflect, self.proportional = inflect, proportional
+
+    def _apply(self, model: nn.Module) -> Applied:
+        seen = view(model)
+        refuse_other_blocks(model, self.name, seen.blocks)
+        if any(hasattr(module, "low_rank") for module in model.modules()):
+            raise UserError(
+                f"method {self.name}: merged tokens lie on no grid, along which this model's low-rank backward projects"
+                " gradients; name one of the two methods."
+            )
+        patches = grid_positions(seen, self.name)
+        _refuse_other_tokens(seen, patches)
+        r = self._of_each(seen, patches)
+        give_forwards(
+            model,
+            seen,
+            self.name,
+            {name: (_MergingForward, (n, self.proportional)) for name, n in zip(seen.blocks, r, strict=True)},
+        )
+        none = {name: "r is 0" for name, n in zip(seen.blocks, r, strict=True) if not n}
+        merging = tuple(name for name in seen.blocks if name not in none)
+        return Applied(self.name, merging, none, none_needed="" if merging else "r is 0 in every block")
+
+    def _of_each(self, seen: ModelView, patches: int) -> list[int]:
+        """r of each block of a model with so many patch tokens.
+
+        Raises:
+            SettingError: a list of another length, or an r that would merge everything.
+        """
+        blocks = len(seen.blocks)
+        setting = f"method.{self.name}.r"
+        if isinstance(self.r, list):
+            if len(self.r) != blocks:
+                raise SettingError(setting, self.r, f"{blocks} numbers: {seen.name} has {blocks} blocks")
+            if not _leaves_some(self.r, patches):
+                raise SettingError(
+                    setting,
+                    self.r,
+                    f"numbers from 0 to {patches // 2}, half of the {patches} patch tokens of {seen.name}, that leave"
+                    " more than one of them",
+                )
+            return self.r
+        if not _leaves_some(scheduled(self.r, self.inflect, blocks), patches):
+            largest = max(n for n in range(patches + 1) if _leaves_some(scheduled(n, self.inflect, blocks), patches))
+            raise SettingError(
+                setting,
+                self.r,
+                f"a whole number from 0 to {largest}",
+                f"{seen.name} has {patches} patch tokens, {blocks} blocks merge at most half of those they are given,"
+                " and more than one has to be left.",
+            )
+        return scheduled(self.r, self.inflect, blocks)
+
+    def _remove(self, model: nn.Module) -> None:
+        take_forwards(model)
+
+
+def _refuse_other_tokens(seen: ModelView, patches: int) -> None:
+    """Raise UserError where a block does not take tokens (B, N, C), of any number, or its keys are not seen."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    for name in seen.blocks:
+        block = seen.model.get_submodule(name)
+        like = next(block.parameters())
+        channels = next(layer.channels[0] for layer in seen.layers if layer.name.startswith(f"{name}."))
+        with FakeCopyMode(mode):
+            probe = copy.deepcopy(block).eval()
+        try:
+            with mode, torch.no_grad():
+                x = torch.empty(1, seen.prefix_tokens + patches, channels, device=like.device, dtype=like.dtype)
+                probe(x)
+                _MergingForward(probe, seen.prefix_tokens, patches, True, 1, True)(x)
+                _MergingForward(probe, seen.prefix_tokens, patches, True, 0, True)(x[:, 1:])
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"method tome: the blocks of {seen.name} ({type(block).__name__}) do not take tokens (B, N, C), of any"
+                f" number: {str(error).splitlines()[0]}"
+            ) from error
+
+
+def scheduled(r: int, inflect: float, blocks: int) -> list[int]:
+    """r of each block: rising or falling linearly about its mean r.
+
+    Pairs of blocks at the same distance from the middle have exactly 2 r together: of what is halfway between two
+    whole numbers the even one is taken, and inflect is the number as it is written.
+    """
+    slope = 0 if blocks == 1 else Fraction(str(inflect)) / (blocks - 1)
+    return [round(r + r * slope * (2 * block - blocks + 1)) for block in range(blocks)]
+
+
+def merged_of(patches: int, r: int) -> int:
+    """How many of so many patch tokens a block merges: r, or half of them."""
+    return min(r, patches // 2)
+
+
+def _leaves_some(r: Sequence[int], patches: int) -> bool:
+    """Whether each r can be merged where all tokens are there, and more than one is left at the end."""
+    if not any(r):
+        return True
+    left = patches
+    for n in r:
+        left -= merged_of(left, n)
+    return max(r) <= patches // 2 and left > 1

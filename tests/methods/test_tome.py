@@ -1,0 +1,434 @@
+"""Merging tokens in real models: what flows on, what it costs, against plain blocks written out, and with others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from timm.layers import set_fused_attn
+from torch import Tensor, nn
+
+from efficient_ft.cost import executed
+from efficient_ft.errors import SettingError, UserError
+from efficient_ft.methods import (
+    BSR,
+    LBPDCT,
+    LBPWHT,
+    ALaST,
+    BackRazor,
+    Checkpointing,
+    EViT,
+    LastStage,
+    LoRA,
+    Mesa,
+    Method,
+    ToMe,
+    UniformLayers,
+    apply_methods,
+)
+from efficient_ft.methods.forwards import forwards_of
+from efficient_ft.methods.tokens.tome import scheduled
+from efficient_ft.ops.tokens import Tokens, among
+from tests.methods.settings import gradients, model_of
+from tests.methods.test_contracts import largest_difference
+
+FORMS: dict[str, dict[str, Any]] = {
+    "vit_tiny_patch16_224": {},
+    "deit_tiny_distilled_patch16_224": {},
+    "vit_small_patch14_reg4_dinov2": {},  # registers, LayerScale
+    "vit_tiny_patch16_224 q and k norm": {"qk_norm": True},
+    "vit_tiny_patch16_224 average": {"global_pool": "avg"},
+    "vit_base_patch16_siglip_224": {},  # no class token, attention pooling
+    "vit_base_patch16_reg4_gap_256": {},  # registers, no class token
+}
+
+
+def small(form: str, **kwargs: Any) -> nn.Module:
+    torch.manual_seed(0)
+    size = {"img_size": 32, "patch_size": 4, "depth": 4, "embed_dim": 48, "num_heads": 3, "num_classes": 5}
+    model = timm.create_model(form.split()[0], **{**size, **FORMS.get(form, {}), **kwargs})
+    for name, p in model.named_parameters():
+        if p.dim() == 1 or "token" in name:  # scales of 1e-5 and classes of 0 hide mistakes
+            nn.init.normal_(p, 1.0 if name.endswith("weight") or "gamma" in name else 0.0, 0.2)
+    return model.double()
+
+
+def pictures(count: int = 2) -> Tensor:
+    return torch.randn(count, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def merged(x: Tensor, sizes: list[int], keys: Tensor, r: int, prefix: int) -> tuple[Tensor, list[int]]:
+    """The tokens (N, C) of one image, the r most similar pairs as one. Without any, they stay in their order."""
+    if not r:
+        return x, sizes
+    a, b = range(0, len(x), 2), range(1, len(x), 2)
+    edges = []
+    for i in a[(prefix + 1) // 2 :]:
+        likeness = {j: F.cosine_similarity(keys[i], keys[j], dim=0).item() for j in b if j >= prefix}
+        j = max(likeness, key=likeness.__getitem__)
+        edges.append((likeness[j], i, j))
+    into = {i: j for _, i, j in sorted(edges, reverse=True)[:r]}
+    groups = [[i] for i in range(prefix)] + [[i] for i in a if i >= prefix and i not in into]
+    groups += [[j, *(i for i in into if into[i] == j)] for j in b if j >= prefix]
+    counts = [sum(sizes[i] for i in group) for group in groups]
+    sums = [sum((sizes[i] * x[i] for i in group), torch.zeros(())) for group in groups]
+    return torch.stack([s / n for s, n in zip(sums, counts, strict=True)]), counts
+
+
+def by_hand(model: Any, images: Tensor, r: list[int], proportional: bool) -> Tensor:
+    """The forward pass written out with attention in its parts, an image at a time."""
+    x = model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(images))))
+    prefix, sizes = model.num_prefix_tokens, [[1] * x.shape[1] for _ in x]
+    for block, count in zip(model.blocks, r, strict=True):
+        attn = block.attn
+        h = block.norm1(x)
+        qkv = attn.qkv(h).unflatten(-1, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k = attn.q_norm(qkv[0]), attn.k_norm(qkv[1])
+        weights = (q @ k.mT * attn.scale).exp()
+        if proportional:
+            weights = weights * torch.tensor(sizes)[:, None, None]
+        p = weights / weights.sum(-1, keepdim=True)
+        x = x + block.ls1(attn.proj((p @ qkv[2]).transpose(1, 2).flatten(2)))
+        found = [merged(*image, count, prefix) for image in zip(x, sizes, k.mean(1), strict=True)]
+        x, sizes = torch.stack([tokens for tokens, _ in found]), [of for _, of in found]
+        x = x + block.ls2(block.mlp(block.norm2(x)))
+    return model.forward_head(model.norm(x))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("proportional", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_output_and_all_gradients_are_those_of_the_blocks_written_out(
+    form: str, proportional: bool, fused: bool
+) -> None:
+    set_fused_attn(fused)
+    try:
+        model, plain = small(form), small(form)
+    finally:
+        set_fused_attn(True)
+    r = [9, 20, 0, 17]  # of the 35 left to the last, half
+    ToMe([9, 20, 0, 30], proportional=proportional).apply(model)
+    expected = by_hand(plain, pictures(), r, proportional)
+    for mode in (True, False):
+        found = model.train(mode)(pictures())
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+    labels = torch.arange(2)
+    F.cross_entropy(model.train()(pictures()), labels).backward()
+    F.cross_entropy(expected, labels).backward()
+    for (name, p), (_, q) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None and q.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-8, atol=1e-12)
+
+
+def test_proportional_attention_and_merging_are_not_nothing() -> None:
+    outputs = []
+    for method in (None, ToMe(12), ToMe(12, proportional=False)):
+        model = small("vit_tiny_patch16_224").eval()
+        if method is not None:
+            method.apply(model)
+        outputs.append(model(pictures()))
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert (outputs[one] - outputs[other]).abs().max() > 1e-4
+
+
+def test_attention_of_two_maps_counts_both() -> None:
+    """Differential attention: fused it is two attentions, in its parts one of twice the heads."""
+    outputs = []
+    for fused in (True, False):
+        set_fused_attn(fused)
+        try:
+            model = small("vit_dwee_patch16_reg1_gap_256")
+        finally:
+            set_fused_attn(True)
+        ToMe(12).apply(model)
+        outputs.append(model.eval()(pictures()))
+    torch.testing.assert_close(*outputs, rtol=1e-9, atol=1e-10)
+
+
+def test_attention_without_keys_is_named() -> None:
+    class Mean(nn.Module):
+        def forward(self, x: Tensor, **_: Any) -> Tensor:
+            return x.mean(1, keepdim=True).expand_as(x)
+
+    model: Any = small("vit_tiny_patch16_224")
+    model.blocks[1].attn = Mean()
+    with pytest.raises(UserError, match="method tome: Mean shows no keys"):
+        ToMe(4).apply(model)
+    assert not any(forwards_of(m) for m in model.modules())
+
+
+def test_drop_path_is_part_of_the_block() -> None:
+    model = small("vit_tiny_patch16_224", drop_path_rate=0.3)
+    ToMe(8).apply(model)
+    torch.manual_seed(3)
+    first, other = model(pictures()), model(pictures())
+    torch.manual_seed(3)
+    assert torch.equal(first, model(pictures()))
+    assert not torch.equal(first, other)
+
+
+def test_the_batch_is_not_mixed() -> None:
+    model = small("vit_tiny_patch16_224").eval()
+    ToMe(12).apply(model)
+    together = model(pictures(3))
+    torch.testing.assert_close(together, torch.cat([model(image[None]) for image in pictures(3)]))
+
+
+# ------------------------------------------------------------------------------------------------ how many
+def test_r_rises_or_falls_about_its_mean() -> None:
+    assert scheduled(8, 0.0, 12) == [8] * 12
+    assert scheduled(6, -1, 4) == [12, 8, 4, 0]
+    assert scheduled(6, 1.0, 4) == [0, 4, 8, 12]
+    assert scheduled(6, 0.5, 3) == [3, 6, 9]
+    assert scheduled(7, -1, 1) == [7]
+    for r in range(30):
+        for inflect in (-1, -0.7, -0.3, 0.1, 0.5, 1):
+            for blocks in (2, 5, 12, 24):
+                found = scheduled(r, inflect, blocks)
+                assert sum(found) == r * blocks
+                assert found == sorted(found, reverse=inflect < 0)
+                assert found[0] == scheduled(r, -inflect, blocks)[-1]
+
+
+def tokens_behind(model: Any, size: int) -> list[int]:
+    counts: list[int] = []
+    for block in model.blocks:
+        block.mlp.register_forward_hook(lambda _m, _i, out: counts.append(out.shape[1]))
+    model(torch.empty(1, 3, size, size, device="meta"))
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("settings", "counts"),
+    [
+        ({"r": 8}, [197 - 8 * n for n in range(1, 13)]),
+        ({"r": 16}, [*(197 - 16 * n for n in range(1, 12)), 1 + 10]),  # half of 20
+        ({"r": 8, "inflect": -1}, [181, 166, 153, 141, 131, 122, 115, 109, 105, 102, 101, 101]),
+        ({"r": [98, 0, 0, 0, 7, 0, 0, 0, 0, 0, 0, 60]}, [99] * 4 + [92] * 7 + [47]),
+    ],
+)
+@pytest.mark.parametrize("mode", [True, False])
+def test_tokens_behind_the_blocks(settings: dict[str, Any], counts: list[int], mode: bool) -> None:
+    with torch.device("meta"):
+        model = timm.create_model("deit_small_patch16_224")
+    ToMe(**settings).apply(model)
+    assert tokens_behind(model.train(mode), 224) == counts
+
+
+def forward_macs(channels: int, r: int, depth: int = 12, patches: int = 196) -> int:
+    tokens, macs = patches + 1, patches * 768 * channels + 1000 * channels
+    for _ in range(depth):
+        macs += 4 * tokens * channels**2 + 2 * tokens**2 * channels
+        merged = min(r, (tokens - 1) // 2)
+        macs += 64 * ((tokens + 1) // 2) * (tokens // 2) if merged else 0  # similarity
+        tokens -= merged
+        macs += 8 * tokens * channels**2
+    return macs
+
+
+@pytest.mark.parametrize(
+    ("name", "channels", "r", "published"),
+    [
+        ("deit_small_patch16_224", 384, 0, 4.6),
+        ("deit_small_patch16_224", 384, 8, 3.4),
+        ("deit_small_patch16_224", 384, 13, 2.7),
+        ("deit_small_patch16_224", 384, 16, 2.3),
+        ("deit_tiny_patch16_224", 192, 8, 0.9),
+        ("deit_tiny_patch16_224", 192, 12, 0.8),
+        ("deit_tiny_patch16_224", 192, 16, 0.6),
+    ],
+)
+def test_the_forward_pass_costs_what_is_counted_by_hand_and_published(
+    name: str, channels: int, r: int, published: float
+) -> None:
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    cost = executed(model, 1, (224, 224), methods=[ToMe(r)])
+    assert cost.forward_flops == 2 * forward_macs(channels, r)
+    assert round(cost.forward_flops / 2e9, 1) == published
+
+
+def test_attention_stays_fused_and_merging_keeps_no_activation() -> None:
+    """Plain blocks of so many tokens keep as much, but for a share, a place and a log(size) of each token."""
+    with torch.device("meta"):
+        model = timm.create_model("deit_small_patch16_224")
+    off, on, without = (
+        executed(model, 1, (224, 224), methods=[ToMe(r, proportional=proportional)])
+        for r, proportional in ((0, True), (8, True), (8, False))
+    )
+    incoming = [197 - 8 * n for n in range(12)]
+    assert on.saved_bytes - without.saved_bytes == 4 * sum(incoming[1:])
+    # Of a token a block keeps 4 rows of C, its normalisation's two numbers and attention's per head; then 2 and 8.
+    before, behind = 4 * (6 * 384 + 2 + 6), 4 * (10 * 384 + 2)
+    outside = off.saved_bytes - 12 * 197 * (before + behind)
+    # The last norm keeps its input, and the head what it takes a token of.
+    last = 4 * (2 * 384 + 2) * (197 - 101)
+    assert without.saved_bytes == outside - last + sum(n * (before + 12) + (n - 8) * behind for n in incoming)
+
+
+# ------------------------------------------------------------------------------------------------ with others
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: Checkpointing(),
+        lambda: BackRazor(sparsity=0.0, values="input"),
+        lambda: BackRazor(sparsity=0.0, values="input", norm="input", derive=False),
+    ],
+    ids=["checkpointing", "back_razor", "published"],
+)
+@pytest.mark.parametrize("proportional", [True, False])
+def test_how_activations_are_kept_changes_nothing_where_all_is_kept(other: Any, proportional: bool) -> None:
+    alone, both = model_of("vit"), model_of("vit")
+    ToMe(12, proportional=proportional).apply(alone)
+    methods: list[Method] = [ToMe(12, proportional=proportional), other()]
+    apply_methods(both, methods)
+    assert largest_difference(gradients(alone, "vit"), gradients(both, "vit")) < 1e-10
+    # In the other order, and taken away in either.
+    again = model_of("vit")
+    for method in methods:
+        fresh = type(method)(**method.settings())
+        fresh.apply(again)
+    assert largest_difference(gradients(alone, "vit"), gradients(again, "vit")) < 1e-10
+    methods[0].remove(both)
+    assert largest_difference(gradients(model_of("vit"), "vit"), gradients(both, "vit")) < 1e-10
+    methods[1].remove(both)
+    assert not any(forwards_of(m) for m in both.modules())
+
+
+@pytest.mark.parametrize("other", [lambda: Mesa(), lambda: BackRazor(0.0, "input", attention="fused")])
+def test_gradients_from_eight_bits_are_near(other: Any) -> None:
+    alone, both = model_of("vit"), model_of("vit")
+    ToMe(12).apply(alone)
+    apply_methods(both, [ToMe(12), other()])
+    a, b = (torch.cat([g.flatten() for g in gradients(m, "vit").values() if g is not None]) for m in (alone, both))
+    assert F.cosine_similarity(a, b, dim=0) > 0.99
+    assert not torch.equal(a, b)
+
+
+def test_timm_s_own_checkpointing_replays_the_same_choice() -> None:
+    plain, replayed = small("vit_tiny_patch16_224"), small("vit_tiny_patch16_224")
+    for model in (plain, replayed):
+        ToMe(12).apply(model)
+    replayed.set_grad_checkpointing(True)  # type: ignore[operator]
+    assert largest_difference(gradients(plain, "vit"), gradients(replayed, "vit")) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "other", [lambda: BackRazor(), lambda: Mesa(), lambda: LoRA(rank=2), lambda: LastStage(), lambda: UniformLayers(6)]
+)
+def test_fewer_tokens_keep_fewer_bytes_whatever_else_is_applied(other: Any) -> None:
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=10)
+    without = executed(model, 2, (224, 224), methods=[other()])
+    both = executed(model, 2, (224, 224), methods=[other(), ToMe(13)])
+    assert both.saved_bytes < 0.7 * without.saved_bytes
+    assert both.backward_flops < 0.7 * without.backward_flops
+
+
+@pytest.mark.parametrize("low_rank", [LBPWHT, LBPDCT])
+def test_low_rank_backward_is_refused_in_either_order(low_rank: Any) -> None:
+    model = model_of("vit")
+    with pytest.raises(UserError, match=r"method tome: merged tokens lie on no grid"):
+        apply_methods(model, [ToMe(4), low_rank(order=3)])
+    assert not any(forwards_of(m) for m in model.modules())
+    model = model_of("vit")
+    ToMe(4).apply(model)
+    with pytest.raises(UserError, match=rf"method {low_rank.name}: tokens are merged .* lie on no grid"):
+        low_rank(order=3).apply(model)
+    assert not any(hasattr(m, "low_rank") for m in model.modules())
+    assert all(g is not None for g in gradients(model, "vit").values())
+
+
+def test_a_low_rank_layer_never_takes_merged_tokens_for_others() -> None:
+    """As many as the grid has, and yet in another order."""
+    model: Any = model_of("vit")
+    LBPWHT(order=3).apply(model)
+    x = torch.randn(2, 65, 48, dtype=torch.float64, requires_grad=True)
+    layer = model.blocks[0].attn.qkv
+    assert hasattr(layer, "low_rank")
+    layer(x)
+    with among(Tokens(sizes_BN=torch.ones(2, 65))), pytest.raises(UserError, match="merged tokens"):
+        layer(x)
+
+
+@pytest.mark.parametrize("other", [lambda: EViT([1]), lambda: BSR([1], [1]), lambda: ALaST(2), lambda: ToMe(2)])
+def test_two_methods_that_change_the_tokens_are_refused(other: Any) -> None:
+    for first, second in ((other, lambda: ToMe(4)), (lambda: ToMe(4), other)):
+        model = model_of("vit")
+        first().apply(model)
+        with pytest.raises(UserError, match="already"):
+            second().apply(model)
+
+
+# ------------------------------------------------------------------------------------------------ refused
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"r": -1}, r"r=-1: allowed is a whole number of at least 0, or a list"),
+        ({"r": 2.5}, "whole number"),
+        ({"r": True}, "whole number"),
+        ({"r": "8"}, "whole number"),
+        ({"r": []}, "one for each block"),
+        ({"r": [8, -1, 8, 8]}, "at least 0"),
+        ({"r": [8, 0.5]}, "whole number"),
+        ({"r": 4, "inflect": 1.5}, r"inflect=1.5: allowed is a number from -1 to 1"),
+        ({"r": 4, "inflect": -1.01}, "from -1 to 1"),
+        ({"r": 4, "inflect": float("nan")}, "from -1 to 1"),
+        ({"r": 4, "inflect": True}, "from -1 to 1"),
+        ({"r": [4, 4, 4, 4], "inflect": 1}, "0 where r is a list"),
+        ({"r": 4, "proportional": 1}, "proportional=1"),
+        ({"r": [8, 8, 8]}, r"method.tome.r=\[8, 8, 8\]: allowed is 4 numbers: .* has 4 blocks"),
+        ({"r": 33}, r"method.tome.r=33: allowed is a whole number from 0 to 32\. .* 64 patch tokens"),
+        ({"r": 17, "inflect": -1}, "from 0 to 16"),  # 34 in the first
+        ({"r": [0, 0, 0, 33]}, r"numbers from 0 to 32, half of the 64 patch tokens"),
+    ],
+)
+def test_settings_out_of_range_are_named(settings: dict[str, Any], message: str) -> None:
+    model = model_of("vit")
+    with pytest.raises(SettingError, match=message):
+        ToMe(**settings).apply(model)
+    assert not any(forwards_of(m) for m in model.modules())
+
+
+def test_an_r_that_would_merge_everything_is_refused() -> None:
+    """Of 64: 48, 32, 16, 8, 4, 2, 1; and 49, 34, 19, 10, 5, 3, 2."""
+    for r in (16, 32, [32] * 7):
+        with pytest.raises(SettingError, match=r"from 0 to (15|32).* more than one"):
+            ToMe(r).apply(small("vit_tiny_patch16_224", depth=7))
+    model = small("vit_tiny_patch16_224", depth=7)
+    report = ToMe(15).apply(model)
+    assert len(report.touched) == 7
+    assert model.eval()(pictures()).isfinite().all()
+    assert tokens_behind(model.float().to("meta"), 32)[-1] == 1 + 2
+
+
+def test_r_0_is_said_to_be_nothing() -> None:
+    report = ToMe(0).apply(model_of("vit"))
+    assert not report.touched
+    assert "r is 0" in report.none_needed
+    assert ToMe([4, 0, 4, 0]).apply(model_of("vit")).touched == ("blocks.0", "blocks.2")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("beit_base_patch16_224", "not of the form"),
+        ("eva02_tiny_patch14_224", "not of the form"),
+        ("cait_xxs24_224", "not of the form"),
+        ("mvitv2_tiny", "not of the form"),
+        ("swin_tiny_patch4_window7_224", "no one grid"),
+        ("hiera_tiny_224", "not of the form"),
+        ("samvit_base_patch16_224", "do not take tokens"),
+        ("mixer_s16_224", "not of the form"),
+    ],
+)
+def test_other_models_are_refused_by_name(name: str, message: str) -> None:
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    with pytest.raises(UserError, match=message) as error:
+        ToMe(1).apply(model)
+    assert name in str(error.value)
+    assert not any(forwards_of(m) for m in model.modules())
