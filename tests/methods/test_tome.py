@@ -149,16 +149,22 @@ def test_attention_of_two_maps_counts_both() -> None:
     torch.testing.assert_close(*outputs, rtol=1e-9, atol=1e-10)
 
 
-def test_attention_without_keys_is_named() -> None:
+def test_attention_without_keys_or_with_a_mask_is_refused() -> None:
     class Mean(nn.Module):
         def forward(self, x: Tensor, **_: Any) -> Tensor:
             return x.mean(1, keepdim=True).expand_as(x)
 
-    model: Any = small("vit_tiny_patch16_224")
-    model.blocks[1].attn = Mean()
-    with pytest.raises(UserError, match="method tome: Mean shows no keys"):
-        ToMe(4).apply(model)
-    assert not any(forwards_of(m) for m in model.modules())
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, **_: Any) -> Tensor:
+            q = x.unsqueeze(1)
+            return F.scaled_dot_product_attention(q, q, q, attn_mask=x.new_zeros(x.shape[1], x.shape[1])).squeeze(1)
+
+    for attention, message in ((Mean(), "Mean shows no keys"), (Masked(), "a mask of its own")):
+        model: Any = small("vit_tiny_patch16_224")
+        model.blocks[1].attn = attention
+        with pytest.raises(UserError, match=f"method tome: .*{message}"):
+            ToMe(4).apply(model)
+        assert not any(forwards_of(m) for m in model.modules())
 
 
 def test_drop_path_is_part_of_the_block() -> None:

@@ -68,12 +68,10 @@ class _SizedAttention(TorchFunctionMode):
     def _fused(
         self, attend: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *others: Any, **kwargs: Any
     ) -> Any:
+        if attn_mask is not None:
+            raise UserError("method tome: tokens cannot be merged where attention has a mask of its own.")
         self._see(k)
-        if self.bias_B11N is not None:
-            if attn_mask is not None:
-                raise UserError("tokens cannot be merged where attention has a mask.")
-            attn_mask = self.bias_B11N.to(q.dtype)
-        return attend(q, k, v, attn_mask, *others, **kwargs)
+        return attend(q, k, v, None if self.bias_B11N is None else self.bias_B11N.to(q.dtype), *others, **kwargs)
 
     def _see(self, k_BHND: Tensor) -> None:
         if self.shows:
