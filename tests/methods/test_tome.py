@@ -356,7 +356,7 @@ def test_a_low_rank_layer_never_takes_merged_tokens_for_others() -> None:
     layer = model.blocks[0].attn.qkv
     assert hasattr(layer, "low_rank")
     layer(x)
-    with among(Tokens(sizes_BN=torch.ones(2, 65))), pytest.raises(UserError, match="merged tokens"):
+    with among(Tokens(sizes_BN=torch.ones(2, 65))), pytest.raises(UserError, match="merged ones"):
         layer(x)
 
 

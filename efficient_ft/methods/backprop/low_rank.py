@@ -48,8 +48,6 @@ class LowRankLinear(nn.Linear):
         if not _records(self, x):
             return super().forward(x)
         how, tokens = self.low_rank, tokens_here()
-        if tokens is not None and tokens.places_BL is None:
-            raise UserError("a layer with low-rank backward was given merged tokens, which lie on no grid.")
         grid = how.tokens.grid if how.tokens.form == "tokens" else (x.shape[1], x.shape[2])
         if tokens is not None and tokens.places_BL is None:
             raise UserError(
