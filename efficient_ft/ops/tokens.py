@@ -54,8 +54,9 @@ class _ClassRow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_BHND: Tensor, k_BHND: Tensor, scale: float) -> Tensor:
         wide = torch.promote_types(q_BHND.dtype, torch.float32)
-        q_BHD = q_BHND[:, :, 0].to(wide) * scale
-        p_BHN = (k_BHND.to(wide) @ q_BHD.unsqueeze(-1)).squeeze(-1).softmax(-1)
+        with torch.autocast(q_BHND.device.type, enabled=False):
+            q_BHD = q_BHND[:, :, 0].to(wide) * scale
+            p_BHN = (k_BHND.to(wide) @ q_BHD.unsqueeze(-1)).squeeze(-1).softmax(-1)
         mode = running()
         save(ctx, k_BHND if mode is None else mode.keep_for_attention(k_BHND), q_BHD, p_BHN)
         ctx.scale, ctx.types, ctx.tokens = scale, (q_BHND.dtype, k_BHND.dtype), q_BHND.shape[2]

@@ -34,8 +34,12 @@ def test_class_attention_is_the_class_token_s_row_of_the_whole_map(prefix, scale
     whole = (q @ k.mT * (8**-0.5 if scale is None else scale)).softmax(-1)
     found = class_attention(q, k, prefix, scale)
     torch.testing.assert_close(found, whole.mean(1)[:, 0, prefix:], rtol=1e-12, atol=1e-14)
-    half = class_attention(q.bfloat16(), k.bfloat16(), prefix, scale)
+    halves = q.bfloat16(), k.bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = class_attention(*halves, prefix, scale)
     assert half.dtype == torch.float32
+    exact = class_attention(halves[0].double(), halves[1].double(), prefix, scale)
+    torch.testing.assert_close(half.double(), exact, rtol=1e-5, atol=1e-7)
 
 
 def test_gradients_of_class_attention_are_those_of_the_whole_map():
