@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -48,13 +48,19 @@ def class_attention(q_BHND: Tensor, k_BHND: Tensor, prefix: int, scale: float | 
     return _ClassRow.apply(q_BHND, k_BHND, scale)[:, prefix:]
 
 
+def _no_autocast(like: Tensor) -> AbstractContextManager[Any]:
+    """Types stay what they are; a device that has no autocast (meta) needs none of it."""
+    kind = like.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+
+
 class _ClassRow(torch.autograd.Function):
     """(B, N): of k it keeps what attention itself keeps, so that the row costs no memory of its own."""
 
     @staticmethod
     def forward(ctx: Any, q_BHND: Tensor, k_BHND: Tensor, scale: float) -> Tensor:
         wide = torch.promote_types(q_BHND.dtype, torch.float32)
-        with torch.autocast(q_BHND.device.type, enabled=False):
+        with _no_autocast(q_BHND):
             q_BHD = q_BHND[:, :, 0].to(wide) * scale
             p_BHN = (k_BHND.to(wide) @ q_BHD.unsqueeze(-1)).squeeze(-1).softmax(-1)
         mode = running()
@@ -272,8 +278,7 @@ def match(metric_BNC: Tensor, r: int, prefix: int) -> Tensor:
     """
     metric = metric_BNC.to(torch.promote_types(metric_BNC.dtype, torch.float32))
     metric = metric / metric.norm(dim=-1, keepdim=True).clamp_min(1e-12)
-    kind = metric.device.type
-    with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
+    with _no_autocast(metric_BNC):
         similarity_BAB = metric[:, ::2] @ metric[:, 1::2].mT
     of_a, of_b = (prefix + 1) // 2, prefix // 2  # so many of A and of B are prefix tokens, the first ones
     similarity_BAB[:, :of_a] = -math.inf
