@@ -37,6 +37,7 @@ from torch.nn.functional import cross_entropy
 from efficient_ft.cost.meter import LayerFlops, LiveTensor, Meter, Phase, SavedTensors, storages
 from efficient_ft.errors import SettingError, UserError
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
+from efficient_ft.together import alone
 
 if TYPE_CHECKING:
     from efficient_ft.methods.base import Method
@@ -387,7 +388,10 @@ def positive(setting: str, value: int) -> None:
 
 @contextlib.contextmanager
 def undisturbed(cuda: Sequence[torch.device] = ()) -> Iterator[None]:
-    """Gradients on, autocast off, and every global random state (on the CPU, and on `cuda`) as before afterwards."""
+    """Gradients on, autocast off, no other process asked; every global random state as before afterwards.
+
+    That is the CPU's, and that of the devices `cuda`.
+    """
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
         with (
@@ -395,6 +399,7 @@ def undisturbed(cuda: Sequence[torch.device] = ()) -> Iterator[None]:
             torch.enable_grad(),
             torch.autocast("cpu", enabled=False),
             torch.random.fork_rng(devices=cuda),
+            alone(),
         ):
             torch.default_generator.manual_seed(0)
             yield

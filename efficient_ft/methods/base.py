@@ -169,6 +169,7 @@ class Method(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._step != trainer.global_step:
             self.step_end()
+            self._step = None  # whatever step comes next, of this or another training, begins
 
 
 def refuse_wrapped(model: nn.Module, name: str) -> None:

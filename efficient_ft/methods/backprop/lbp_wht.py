@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from efficient_ft.errors import SettingError
@@ -19,6 +18,7 @@ from efficient_ft.methods.base import Applied
 from efficient_ft.models.view import Layer
 from efficient_ft.ops.projectors import Padding, WalshProjector
 from efficient_ft.ops.transforms import BLOCK, Pairs, low_pass_l1, low_pass_linf, lowest_first
+from efficient_ft.together import summed
 
 ORDERS = {"l1": 15, "linf": 8, "lhe": 15}
 
@@ -92,9 +92,7 @@ class LBPWHT(LowRankBackward):
         """The R bases of most energy, lowest first; those of LP_L1 for a layer that no gradient on the grid reached."""
         pairs = low_pass_l1(self.order)
         energy = torch.zeros(BLOCK, BLOCK, dtype=torch.float64) if energy is None else energy
-        if dist.is_available() and dist.is_initialized():
-            energy = energy.to("cuda" if dist.get_backend() == "nccl" else "cpu")
-            dist.all_reduce(energy)
+        energy = summed(energy)
         if not energy.any():  # the last block of a model that classifies by its class token, say
             return pairs
         top = energy.flatten().topk(len(pairs)).indices.tolist()

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from efficient_ft.errors import SettingError
 from efficient_ft.methods.base import Applied
 from efficient_ft.methods.selection.per_step import LayersPerStep
+from efficient_ft.methods.selection.static import refuse_adapted
 from efficient_ft.methods.tokens.base import (
     Attention,
     DroppingForward,
@@ -30,6 +30,7 @@ from efficient_ft.methods.tokens.base import (
 from efficient_ft.models.view import view
 from efficient_ft.ops.recompute import runs_again
 from efficient_ft.ops.tokens import all_there, among, keeps_all, known
+from efficient_ft.together import summed
 
 
 @dataclass
@@ -129,8 +130,10 @@ class ALaST(LayersPerStep):
         for setting, value in (("lowest", lowest), ("highest", highest), ("start", start), ("rate", rate)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
                 raise SettingError(setting, value, "a number of at least 0")
-        if not 0 <= lowest <= highest <= 1:
-            raise SettingError("lowest", lowest, f"a number from 0 to highest ({highest}), which is at most 1")
+        if highest > 1:
+            raise SettingError("highest", highest, "a number from 0 to 1")
+        if lowest > highest:
+            raise SettingError("lowest", lowest, f"a number from 0 to highest ({highest})")
         if not lowest <= start <= highest:
             raise SettingError("start", start, f"a number from lowest ({lowest}) to highest ({highest})")
         for setting, word, allowed in (
@@ -144,9 +147,11 @@ class ALaST(LayersPerStep):
         self.delta, self.first_delta, self.choice = delta, first_delta, choice
         self._budgets: dict[str, _Budget] = {}
         self._channels = 1
+        self._present: list[float] = []
         self._restored: dict[str, Any] | None = None
 
     def _apply(self, model: nn.Module) -> Applied:
+        refuse_adapted(model, self.name)
         seen = view(model)
         refuse_without_class_token(seen, self.name)
         names = self._refuse_few(seen)
@@ -155,9 +160,8 @@ class ALaST(LayersPerStep):
         self._channels = int(model.get_parameter("cls_token").shape[-1])
         if self._restored is not None:
             self.load_state_dict(self._restored)
-        applied = super()._apply(model)
         give_forwards(model, seen, self.name, {name: (_BudgetedForward, (self._budgets, name)) for name in names})
-        return applied
+        return super()._apply(model)
 
     def _notes(self) -> tuple[str, ...]:
         return (f"budgets start at {self.start:g}; in evaluation all tokens flow on",)
@@ -166,8 +170,13 @@ class ALaST(LayersPerStep):
         take_forwards(model)
         super()._remove(model)
 
+    def remove(self, model: nn.Module) -> None:
+        super().remove(model)
+        self._restored = None  # another model begins anew
+
     def choose(self, step: int, count: int) -> list[int]:
-        budgets = torch.tensor([budget.value for budget in self._budgets.values()], dtype=torch.float64)
+        self._present = [budget.value for budget in self._budgets.values()]
+        budgets = torch.tensor(self._present, dtype=torch.float64)
         if self.choice == "sample":
             return torch.multinomial(budgets.softmax(0), self.layers, generator=self._generator(step)).tolist()
         return budgets.argsort(descending=True, stable=True)[: self.layers].tolist()
@@ -193,15 +202,12 @@ class ALaST(LayersPerStep):
 
     def _deltas(self, changes: Tensor, images: int) -> list[float]:
         """Δ of every block, over the images of all micro-batches and processes."""
-        sums = torch.cat([changes.double(), changes.new_tensor([images], dtype=torch.float64)])
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(sums)
-        *deltas, images_all = sums.tolist()
+        *deltas, images_all = summed(torch.cat([changes, changes.new_tensor([images])])).tolist()
         over = {"image": images_all, "value": images_all * self._channels, "batch": 1.0}[self.delta]
         return [delta / over for delta in deltas]
 
     def insight(self) -> dict[str, Any]:
-        return {**super().insight(), "budgets": [budget.value for budget in self._budgets.values()]}
+        return {**super().insight(), "budgets": list(self._present)}
 
     def state_dict(self) -> dict[str, Any]:
         return {name: [budget.value, budget.before] for name, budget in self._budgets.items()}

@@ -7,6 +7,7 @@ is built over all of it, and its groups never change. Choices come from (seed, s
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class LayersPerStep(Method):
         return Applied(
             self.name,
             names,
-            dict.fromkeys(frozen, "frozen: it comes before the blocks"),
+            dict.fromkeys(frozen, "frozen: it lies before or between the blocks"),
             notes=(f"{self.layers} of {len(names)} blocks train in a step", *self._notes()),
         )
 
@@ -199,13 +200,20 @@ class TopLayers(LayersPerStep):
         super().step_end()
         if self._steps >= self.profile_steps or not self._trainable:
             return
-        sizes = torch.stack([_gradient_size(parameters) for parameters in self._trainable.values()]).double()
-        shares = (sizes / sizes.sum()).tolist() if 0 < sizes.sum() < torch.inf else [0.0] * len(sizes)
+        blocks = list(self._trainable.values())  # where adapters alone train, not each has some
+        found = iter(torch.stack([_gradient_size(parameters) for parameters in blocks if parameters]).tolist())
+        sizes = [next(found) if parameters else 0.0 for parameters in blocks]
+        total = sum(sizes)
+        shares = [size / total if 0 < total < math.inf else 0.0 for size in sizes]
         self._shares = [a + b for a, b in zip(self._shares or [0.0] * len(shares), shares, strict=True)]
         self._steps += 1
         if self._steps == self.profile_steps:
             ranked = sorted(range(len(shares)), key=lambda index: (-self._shares[index], index))
             self._top = sorted(ranked[: self.layers])
+
+    def remove(self, model: nn.Module) -> None:
+        super().remove(model)
+        self._steps, self._shares, self._top = 0, [], []  # another model has a profile of its own
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self._steps, "shares": list(self._shares), "top": list(self._top)}

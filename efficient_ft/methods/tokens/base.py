@@ -20,6 +20,7 @@ from efficient_ft.ops.tokens import Tokens, all_there, among, carry, class_atten
 
 #: What a block may have in which tokens can be dropped or merged between attention and feed-forward network.
 _BLOCK = {"norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path2"}
+_ORDER = ["norm1", "attn", "norm2", "mlp"]
 
 #: By which attention in its parts shows its map, (B, H, N, N).
 SOFTMAX = (Tensor.softmax, torch.softmax, F.softmax)
@@ -145,8 +146,10 @@ def refuse_other_blocks(model: nn.Module, who: str, names: Sequence[str]) -> Non
     """Raise UserError where blocks are not of the form that `TokenForward` runs in parts."""
     for name in names:
         block = model.get_submodule(name)
+        parts = [child for child, _ in block.named_children()]
         takes = set(inspect.signature(type(block).forward).parameters) - {"self", "x", "attn_mask", "is_causal"}
-        if takes or {child for child, _ in block.named_children()} - _BLOCK or not hasattr(block, "norm2"):
+        # timm registers them in the order they run: with norms behind what they normalise it is another block
+        if takes or set(parts) - _BLOCK or [part for part in parts if part in _ORDER] != _ORDER:
             raise UserError(
                 f"method {who}: the blocks of {view(model).name} ({type(block).__name__}) are not of the form norm1,"
                 " attn, norm2, mlp, without more, between which tokens can be dropped or merged."
