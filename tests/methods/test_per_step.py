@@ -110,16 +110,12 @@ def test_each_linear_layer_s_backward_is_of_what_it_must_give(embeddings: bool) 
     assert embedding.backward == (embedding.forward if embeddings else 0)
 
 
-@pytest.mark.parametrize("method", ["uniform_layers", "lisa"])
-def test_the_mean_cost_is_that_of_the_sampled_masks_and_falls_with_k(method: str) -> None:
-    kinds: dict[str, Callable[[int], LayersPerStep]] = {
-        "uniform_layers": lambda k: UniformLayers(k, embeddings=False, seed=3),
-        "lisa": lambda k: LISA(k, every=2, embeddings=False, seed=3),
-    }
+def test_the_mean_cost_is_that_of_the_sampled_masks_and_falls_with_k() -> None:
     found = []
     for k in range(1, DEPTH + 1):
-        counted = executed(MODELS["vit"].create(), 2, (32, 32), methods=[kinds[method](k)])
-        masks = [kinds[method](k).choose(step, DEPTH) for step in range(8)]
+        method = UniformLayers(k, embeddings=False, seed=3)
+        counted = executed(MODELS["vit"].create(), 2, (32, 32), methods=[method])
+        masks = [method.choose(step, DEPTH) for step in range(8)]
         assert all(len(set(mask)) == k for mask in masks)
         assert counted.backward_flops == sum(backward_flops(m, [N] * DEPTH, False) for m in masks) / 8
         assert counted.saved_bytes == sum(saved_bytes(m, [N] * (DEPTH + 1), False, 2) for m in masks) / 8
@@ -478,7 +474,7 @@ def test_gradients_that_overflow_have_no_say() -> None:
         method.step_begin(step)
         gradients(model, "vit")
         for p in model.get_submodule("blocks.0").parameters():
-            p.grad *= scale  # type: ignore[operator]
+            p.grad = p.grad * scale if p.grad is not None else None
         method.step_end()
     shares = method.state_dict()["shares"]
     assert sum(shares) == pytest.approx(1)

@@ -214,6 +214,57 @@ def test_what_packing_remembers_and_rounding_at_random_continue_too(method, tmp_
     assert_same_run(broken, straight)
 
 
+PER_STEP = {
+    "alast": {"layers": 1, "start": 0.8, "lowest": 0.2, "rate": 0.01, "first_delta": "same"},
+    "lisa": {"layers": 1, "every": 4},
+    "top_layers": {"layers": 1, "profile_steps": 8},
+    "uniform_layers": {"layers": 1},
+}
+
+
+def state_of(name: str, folder: Path) -> dict:
+    (state,) = (v for k, v in checkpoint.read(folder / checkpoint.NAME)["callbacks"].items() if k.startswith(name))
+    return state
+
+
+@pytest.mark.parametrize("name", ["alast", "lisa", "top_layers"])
+def test_what_is_chosen_per_step_continues_too(name, tmp_path, configuration):
+    """Stopped twice: in the middle of a profile and of steps that share a choice, and after it."""
+    config = configuration(method={name: PER_STEP[name]})
+    broken, straight = tmp_path / "broken", tmp_path / "straight"
+    run(config, straight)
+    interrupted_at(5, config, broken)
+    assert name != "top_layers" or (state_of(name, broken)["steps"], state_of(name, broken)["top"]) == (5, [])
+    interrupted_at(14, config, broken)
+    run(config, broken)
+    if name != "lisa":
+        assert state_of(name, broken) == state_of(name, straight)
+    if name == "alast":
+        assert len({budget for budget, _ in state_of(name, broken).values()} - {0.8, 0.2, 1.0}) == 2, "they have moved"
+    if name == "top_layers":
+        assert len(state_of(name, broken)["top"]) == 1
+    assert_same_run(broken, straight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["alast", "top_layers"])
+def test_killed_it_continues_with_its_choices(name, tmp_path, configuration):
+    from tests.training.conftest import plain_config
+
+    changes = {"method": {name: PER_STEP[name]}, "trainer__accumulate": 2}
+    broken, straight = tmp_path / "broken", tmp_path / "straight"
+    for killed_at in (4, 10):
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, json.dumps(plain_config(**changes)), str(broken), str(killed_at)],
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == -signal.SIGKILL, done.stderr
+    run(configuration(**changes), broken)
+    run(configuration(**changes), straight)
+    assert state_of(name, broken) == state_of(name, straight)
+    assert_same_run(broken, straight)
+
+
 def test_resume_never_moves_the_old_run_aside(tmp_path, configuration, finished, capsys):
     folder = tmp_path / "run"
     shutil.copytree(finished[0], folder)
@@ -385,25 +436,57 @@ def test_a_logger_that_is_not_installed_names_the_extra(tmp_path, configuration,
 
 
 # ---------------------------------------------------------------------------------------------- several processes
-@pytest.mark.slow
-def test_two_processes_train_one_model(tmp_path):
-    """DDP over gloo: both ranks see their half, the replicas stay equal, one of them writes."""
-    from tests.training.conftest import plain_config
-
+def run_in_two(plain: dict, folder: Path) -> None:
     script = (
         "import json, sys; from pathlib import Path; import torch; torch.set_num_threads(1)\n"
         "from efficient_ft.config import check\nfrom efficient_ft.training.run import run\n"
         "run(check(json.loads(sys.argv[1])), Path(sys.argv[2]))\n"
     )
-    file = tmp_path / "ddp.py"
+    file = folder.with_name("ddp.py")
     file.write_text(script)
-    plain = plain_config(trainer__devices=2, data__batch_size=64)
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     done = subprocess.run(
-        [sys.executable, str(file), json.dumps(plain), str(tmp_path / "run")],
+        [sys.executable, str(file), json.dumps(plain), str(folder)],
         capture_output=True, text=True, timeout=300, env=env,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PER_STEP)
+def test_two_processes_choose_and_train_as_one(name, tmp_path, configuration):
+    """Nothing random in the network, SGD: 64 images on each of two processes or 128 on one."""
+    from tests.training.conftest import plain_config
+
+    quiet = {
+        "model__drop": 0.0,
+        "model__drop_path": 0.0,
+        "model__frozen_bn": True,
+        "trainer__max_steps": 9,
+        "optim__warmup_steps": 0,
+        "optim__name": "sgd",
+        "method": {name: PER_STEP[name]},
+    }
+    run_in_two(plain_config(**quiet, trainer__devices=2, data__batch_size=64), tmp_path / "two")
+    run(configuration(**quiet), tmp_path / "one")
+    assert (tmp_path / "two" / "results.json").is_file(), "its cost was counted by one process alone"
+    two, one = (checkpoint.read(tmp_path / folder / checkpoint.NAME)["state_dict"] for folder in ("two", "one"))
+    for key, value in one.items():
+        torch.testing.assert_close(two[key], value, rtol=1e-4, atol=1e-5)
+    if name == "top_layers":
+        assert state_of(name, tmp_path / "two")["top"] == state_of(name, tmp_path / "one")["top"] != []
+    if name == "alast":
+        budgets = [torch.tensor(list(state_of(name, tmp_path / folder).values())) for folder in ("two", "one")]
+        torch.testing.assert_close(*budgets, rtol=1e-4, atol=1e-5)
+        assert not ((budgets[0][:, 0] == 0.8) | (budgets[0][:, 0] == 0.2)).any()
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_model(tmp_path):
+    """DDP over gloo: both ranks see their half, the replicas stay equal, one of them writes."""
+    from tests.training.conftest import plain_config
+
+    run_in_two(plain_config(trainer__devices=2, data__batch_size=64), tmp_path / "run")
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert checkpoint.read(tmp_path / "run" / checkpoint.NAME)["global_step"] == 2 * 11
     assert results["data"]["accuracy"]["val"] == pytest.approx(results["accuracy"]["best"], abs=1e-6)

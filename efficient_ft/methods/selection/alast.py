@@ -54,13 +54,21 @@ class _BudgetedForward(DroppingForward):
     """A block behind which, in training, as many tokens flow on as its budget allows."""
 
     def __init__(
-        self, module: nn.Module, prefix: int, positions: int, last: bool, budgets: dict[str, _Budget], name: str
+        self,
+        module: nn.Module,
+        prefix: int,
+        positions: int,
+        last: bool,
+        budgets: dict[str, _Budget],
+        name: str,
+        least: int,
     ) -> None:
         super().__init__(module, prefix, positions, last, self._kept, False)
-        self.budget = budgets[name]
+        self.budget, self.least = budgets[name], least
 
     def _kept(self, count: int) -> int:
-        return math.floor(self.budget.value * count + 1e-9)  # .7 of 10 is 7, though .7 · 10 may not be
+        # .7 of 10 is 7, though .7 · 10 may not be
+        return max(self.least, math.floor(self.budget.value * count + 1e-9))
 
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         if not self.module.training or keeps_all():
@@ -93,6 +101,7 @@ class ALaST(LayersPerStep):
     before)``, within [lowest, highest], with Δ the squared change of the class token through the block (the paper's
     Equations 5 and 6). Behind a block, ⌊b · N⌋ of the N patch tokens that came in flow on, those its class token
     attended to most; the others are dropped, not fused. Frozen blocks drop tokens too. In evaluation all tokens flow.
+    One stays at least in a model that does not classify by its class token alone.
 
     The defaults are the authors' later account; ``alast_paper`` has the paper's.
 
@@ -160,7 +169,10 @@ class ALaST(LayersPerStep):
         self._channels = int(model.get_parameter("cls_token").shape[-1])
         if self._restored is not None:
             self.load_state_dict(self._restored)
-        give_forwards(model, seen, self.name, {name: (_BudgetedForward, (self._budgets, name)) for name in names})
+        # an average of patch tokens needs one
+        least = 0 if getattr(model, "global_pool", "token") == "token" else 1
+        forwards = {name: (_BudgetedForward, (self._budgets, name, least)) for name in names}
+        give_forwards(model, seen, self.name, forwards)
         return super()._apply(model)
 
     def _notes(self) -> tuple[str, ...]:

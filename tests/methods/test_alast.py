@@ -1,0 +1,524 @@
+"""ALaST: its budgets and tokens against the paper's equations written out, and what a step then costs."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from omegaconf import OmegaConf
+from timm.models.vision_transformer import ResPostBlock
+from torch import Tensor, nn
+
+from efficient_ft.config import build_methods, check
+from efficient_ft.cost import executed, layer_flops
+from efficient_ft.errors import SettingError, UserError
+from efficient_ft.methods import (
+    BSR,
+    LBPWHT,
+    ALaST,
+    BackRazor,
+    Checkpointing,
+    EViT,
+    LoRA,
+    Method,
+    UniformLayers,
+    apply_methods,
+)
+from efficient_ft.methods.forwards import forwards_of
+from tests.methods.settings import MODELS, batch_of, gradients, model_of
+from tests.methods.test_contracts import largest_difference
+from tests.methods.test_per_step import DEPTH, C, N, backward_flops, saved_bytes
+from tests.methods.test_tokens import FORMS, small
+from tests.training.conftest import plain_config
+
+CONF = Path(__file__).resolve().parents[2] / "conf" / "method"
+
+
+def by_hand(model: Any, images: Tensor, budgets: Sequence[float]) -> tuple[Tensor, list[Tensor], list[int]]:
+    """The forward pass written out, an image at a time: logits; of every block Δ per image (B,), and its tokens."""
+    x = model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(images))))
+    prefix = model.num_prefix_tokens
+    changes, counts = [], []
+    for block, budget in zip(model.blocks, budgets, strict=True):
+        attn, before = block.attn, x[:, 0]
+        qkv = attn.qkv(block.norm1(x)).unflatten(-1, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        p = (attn.q_norm(qkv[0]) @ attn.k_norm(qkv[1]).mT * attn.scale).softmax(-1)
+        counts.append(x.shape[1])
+        x = x + block.ls1(attn.proj((p @ qkv[2]).transpose(1, 2).flatten(2)))
+        x = x + block.ls2(block.mlp(block.norm2(x)))
+        changes.append((x[:, 0] - before).detach().square().sum(1))
+        kept = max(model.global_pool != "token", math.floor(budget * (x.shape[1] - prefix) + 1e-9))
+        outputs = []
+        for tokens, scores in zip(x, p.mean(1)[:, 0, prefix:], strict=True):
+            ranked = sorted(range(len(scores)), key=lambda i: -scores[i].item())
+            outputs.append(torch.stack([*tokens[:prefix], *(tokens[prefix + i] for i in sorted(ranked[:kept]))]))
+        x = torch.stack(outputs)
+    return model.forward_head(model.norm(x)), changes, counts
+
+
+def budgets_of(method: ALaST) -> list[float]:
+    return [value for value, _ in method.state_dict().values()]
+
+
+def give(method: ALaST, budgets: Sequence[float]) -> None:
+    state = method.state_dict()
+    method.load_state_dict({n: [b, before] for (n, (_, before)), b in zip(state.items(), budgets, strict=True)})
+
+
+def settings_of(file: str) -> dict[str, Any]:
+    values = OmegaConf.to_container(OmegaConf.load(CONF / f"{file}.yaml"))
+    assert isinstance(values, dict)
+    return {str(k): v for k, v in values.items()}
+
+
+# ------------------------------------------------------------------------------------------------ 5: tokens
+BUDGETS = [[0.9, 0.7, 0.5, 0.8], [1.0, 0.26, 1.0, 0.5], [0.33, 1.0, 0.0, 1.0], [0.0, 0.5, 0.5, 0.5], [1.0] * 4]
+
+
+@pytest.mark.parametrize("budgets", BUDGETS, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_the_output_and_what_trains_are_those_of_the_blocks_written_out(form: str, budgets: list[float]) -> None:
+    if "drop path" in form:
+        return  # the reference has none; see below
+    plain, model = small(form), small(form)
+    method = ALaST(2, lowest=0.0, rate=0.0, seed=2)
+    method.apply(model)
+    give(method, budgets)
+    method.step_begin(0)
+    images, labels = batch_of("vit")
+    logits, _, counts = by_hand(plain, images, budgets)
+    seen: list[int] = []
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
+    got = model(images)
+    torch.testing.assert_close(got, logits, rtol=1e-9, atol=1e-11)
+    assert seen == counts
+    F.cross_entropy(logits, labels).backward()
+    F.cross_entropy(got, labels).backward()
+    chosen = method.insight()["trained"]
+    assert len(chosen) == 2
+    for name, p in model.named_parameters():
+        expected = plain.get_parameter(name).grad
+        if name.startswith("blocks.") and not name.startswith(tuple(f"{block}." for block in chosen)):
+            assert p.grad is None
+        elif expected is None or expected.norm() < 1e-12:
+            assert p.grad is None or p.grad.norm() < 1e-10, name
+        else:
+            assert p.grad is not None
+            assert (p.grad - expected).norm() < 1e-8 * expected.norm(), name
+
+
+def test_so_many_tokens_flow_on() -> None:
+    """⌊b · N⌋ of the patch tokens, for b as it is written: .7 of 10 is 7; and in evaluation all."""
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=(8, 20), patch_size=4, depth=4, embed_dim=48, num_heads=3, num_classes=5
+    )
+    method = ALaST(4, lowest=0.0, rate=0.0)
+    method.apply(model)
+    give(method, [0.7, 0.3, 0.49, 1.0])
+    seen: list[int] = []
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
+    images = torch.randn(2, 3, 8, 20)
+    model.train()(images)
+    assert seen == [1 + 10, 1 + 7, 1 + 2, 1 + 0]
+    seen.clear()
+    plain = timm.create_model(
+        "vit_tiny_patch16_224", img_size=(8, 20), patch_size=4, depth=4, embed_dim=48, num_heads=3, num_classes=5
+    ).eval()
+    plain.load_state_dict(model.state_dict())
+    torch.testing.assert_close(model.eval()(images), plain(images))
+    assert seen == [11] * 4
+
+
+def test_drop_path_draws_as_in_the_plain_model() -> None:
+    form = "vit_tiny_patch16_224 drop path"
+    plain, model = small(form), small(form)
+    ALaST(4, start=1.0, rate=0.0).apply(model)
+    assert largest_difference(gradients(plain, "vit"), gradients(model, "vit")) < 1e-9
+
+
+# ------------------------------------------------------------------------------------------------ 4: budgets
+READINGS: dict[str, dict[str, Any]] = {
+    "alast": {**settings_of("alast"), "layers": 2},
+    "alast fast": {**settings_of("alast"), "layers": 2, "rate": 1.0},
+    "alast_paper": {**settings_of("alast_paper"), "layers": 2},
+    "alast_paper fast": {**settings_of("alast_paper"), "layers": 2, "rate": 20.0},
+    "batch": {"layers": 3, "rate": 0.05, "delta": "batch", "first_delta": "same", "lowest": 0.2},
+}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("reading", READINGS)
+def test_budgets_follow_the_equations(reading: str, micro_batches: int) -> None:
+    """Training written out in float64: Equations 5 and 6, tokens, layers, and the weights that come of it."""
+    settings = READINGS[reading]
+    plain, model, method = model_of("vit"), model_of("vit"), ALaST(**settings)
+    method.apply(model)
+    built, reference = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
+    b = [float(settings.get("start", 0.9))] * DEPTH
+    lowest, highest = settings.get("lowest", 0.5), settings.get("highest", 1.0)
+    before: list[float] | None = None
+    clipped = moved = 0
+    for step in range(6):
+        images, labels = (
+            torch.cat(t) for t in zip(*(batch_of("vit", seed=2 * step + i) for i in range(2)), strict=True)
+        )
+        method.step_begin(step)
+        for part in range(micro_batches):
+            mine = slice(part, None, micro_batches)
+            (F.cross_entropy(model(images[mine]), labels[mine]) / micro_batches).backward()
+        said = method.insight()
+        built.step()
+        method.step_end()
+        built.zero_grad()
+        assert said["budgets"] == pytest.approx(b, abs=1e-6), "those of this step"
+        if settings.get("choice") == "highest":
+            ranked = sorted(range(DEPTH), key=lambda block: (-said["budgets"][block], block))
+            assert said["trained"] == [f"blocks.{block}" for block in sorted(ranked[:2])]
+
+        logits, changes, _ = by_hand(plain, images, b)
+        F.cross_entropy(logits, labels).backward()
+        for name, p in plain.named_parameters():
+            if name.startswith("blocks.") and not name.startswith(tuple(f"{block}." for block in said["trained"])):
+                p.grad = None
+        reference.step()
+        reference.zero_grad()
+        over = {"image": len(images), "value": len(images) * C, "batch": 1}[settings.get("delta", "image")]
+        now = [float(change.sum()) / over for change in changes]
+        if before is None:
+            before = now if settings["first_delta"] == "same" else [0.0] * DEPTH
+        raw = [value + settings["rate"] * (new - old) for value, new, old in zip(b, now, before, strict=True)]
+        b = [min(highest, max(lowest, value)) for value in raw]
+        clipped += b != raw
+        moved += any(value not in (lowest, highest) for value in b)
+        before = now
+        assert budgets_of(method) == pytest.approx(b, abs=2e-6)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p, plain.get_parameter(name), rtol=1e-7, atol=1e-9)
+    assert moved > 1, "the test sees budgets that move"
+    if reading.endswith("fast"):
+        assert clipped, "and some that are clipped"
+
+
+@pytest.mark.parametrize("delta", ["image", "value", "batch"])
+def test_without_clipping_the_update_telescopes(delta: Any) -> None:
+    rate = {"image": 1e-2, "value": 0.5, "batch": 5e-3}[delta]
+    model, method = model_of("vit"), ALaST(2, 0.5, 0.0, 1.0, rate, delta, "same")
+    method.apply(model)
+    built = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens: list[Tensor] = []
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.register_forward_hook(lambda _, inputs, output: tokens.append((output - inputs[0][:, :1])[:, 0]))
+    deltas = []
+    for step in range(6):
+        method.step_begin(step)
+        tokens.clear()
+        built.zero_grad()
+        gradients(model, "vit", seed=step)
+        over = {"image": 2, "value": 2 * C, "batch": 1}[delta]
+        deltas.append([float(change.detach().square().sum()) / over for change in tokens])
+        built.step()
+        method.step_end()
+        expected = [0.5 + rate * (now - first) for now, first in zip(deltas[-1], deltas[0], strict=True)]
+        assert budgets_of(method) == pytest.approx(expected, abs=1e-6)
+    assert max(abs(value - 0.5) for value in budgets_of(method)) > 1e-4
+
+
+def test_the_default_rate_is_the_paper_s_at_its_batch() -> None:
+    """1e-4 of a sum over 128 images is .0128 of their mean."""
+    mean, total = ALaST(), ALaST(delta="batch", rate=1e-4)
+    for method in (mean, total):
+        method.apply(MODELS["vit"].create() if method.layers <= DEPTH else timm.create_model("vit_tiny_patch16_224"))
+    changes = torch.rand(12)
+    for a, b in zip(mean._deltas(changes, 128), total._deltas(changes, 128), strict=True):
+        assert mean.rate * a == pytest.approx(total.rate * b)
+
+
+@pytest.mark.parametrize("how", ["Checkpointing", "timm", "both halves"])
+def test_what_is_recomputed_counts_once_and_is_the_same(how: str) -> None:
+    plain, model = model_of("vit"), model_of("vit")
+    expected, method = (ALaST(2, start=0.7, rate=1e-3, seed=4) for _ in range(2))
+    expected.apply(plain)
+    method.apply(model)
+    if how == "Checkpointing":
+        Checkpointing().apply(model)
+    elif how == "timm":
+        model.set_grad_checkpointing(True)  # type: ignore[operator]
+    else:
+        Checkpointing([1, 2]).apply(model)
+    for step in range(3):
+        for each in (expected, method):
+            each.step_begin(step)
+        assert largest_difference(gradients(plain, "vit", step), gradients(model, "vit", step)) < 1e-10
+        assert all(budget.images == 2 for budget in method._budgets.values())
+        for each in (expected, method):
+            each.step_end()
+        assert method.state_dict() == expected.state_dict()
+    assert len(set(budgets_of(method))) > 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [lambda: BackRazor(sparsity=0.0, values="input"), lambda: LBPWHT(order=15), lambda: Checkpointing()],
+    ids=["back_razor", "lbp_wht", "checkpointing"],
+)
+def test_other_methods_switched_off_change_nothing(
+    other: Callable[[], Method], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = next(c for c in LBPWHT.__mro__ if "_costs_more" in vars(c))
+    monkeypatch.setattr(base, "_costs_more", lambda *_: None)
+    plain, model = model_of("vit"), model_of("vit")
+    alone, stacked = (ALaST(2, start=0.7, rate=1e-3, seed=4) for _ in range(2))
+    alone.apply(plain)
+    apply_methods(model, [other(), stacked])
+    for step in range(3):
+        for each in (alone, stacked):
+            each.step_begin(step)
+        assert largest_difference(gradients(plain, "vit", step), gradients(model, "vit", step)) < 1e-8
+        for each in (alone, stacked):
+            each.step_end()
+        assert budgets_of(stacked) == pytest.approx(budgets_of(alone), abs=1e-6)
+
+
+def test_evaluation_and_a_step_without_images_leave_the_budgets() -> None:
+    model, method = model_of("vit"), ALaST(2, rate=1e-3)
+    method.apply(model)
+    held = method.state_dict()
+    method.step_begin(0)
+    with torch.no_grad():
+        model.eval()(batch_of("vit")[0])
+    method.step_end()
+    assert method.state_dict() == held
+
+
+def test_an_overflow_leaves_the_budgets() -> None:
+    model, method = model_of("vit"), ALaST(2, rate=1e-3)
+    method.apply(model)
+    states = []
+    for step, factor in enumerate((1.0, math.nan, 1.0)):
+        method.step_begin(step)
+        model(batch_of("vit", seed=step)[0] * factor)
+        method.step_end()
+        states.append(copy.deepcopy(method.state_dict()))
+    assert states[1] == states[0]
+    assert states[2] != states[1]
+    assert all(math.isfinite(v) for pair in states[2].values() for v in pair)
+
+
+def test_another_model_begins_anew() -> None:
+    model, method = model_of("vit"), ALaST(1, rate=1e-3)
+    method.load_state_dict({f"blocks.{b}": [0.6, 2.0] for b in range(DEPTH)})
+    method.apply(model)
+    assert budgets_of(method) == [0.6] * DEPTH
+    method.remove(model)
+    method.apply(MODELS["vit"].create(depth=2))
+    assert method.state_dict() == {"blocks.0": [0.9, None], "blocks.1": [0.9, None]}
+
+
+# ------------------------------------------------------------------------------------------------ 1: cost
+def tokens_of(budgets: Sequence[float]) -> list[int]:
+    """Of every block, and behind the last."""
+    return list(itertools.accumulate(budgets, lambda count, b: 1 + math.floor(b * (count - 1) + 1e-9), initial=N))
+
+
+@pytest.mark.parametrize("embeddings", [False, True])
+@pytest.mark.parametrize("budgets", BUDGETS[:3], ids=str)
+def test_a_step_executes_and_keeps_what_is_counted_by_hand(
+    budgets: list[float], embeddings: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = tokens_of(budgets)
+    for mask in ([1], [0, 3], [2, 3], [0, 1, 2, 3]):
+        model, method = MODELS["vit"].create(), ALaST(len(mask), lowest=0.0, rate=0.0, embeddings=embeddings)
+        method.apply(model)
+        give(method, budgets)
+        monkeypatch.setattr(ALaST, "choose", lambda self, step, count, mask=mask: mask)
+        monkeypatch.setattr(ALaST, "cost_steps", 1)
+        counted = executed(model, 2, (32, 32), methods=[method])
+        assert counted.backward_flops == backward_flops(mask, tokens[:-1], embeddings)
+        assert counted.saved_bytes == saved_bytes(mask, tokens, embeddings, 2)
+        forward = 2 * 64 * (3 * 4 * 4) * C + 2 * C * 5
+        for before, after in itertools.pairwise(tokens):
+            forward += 2 * before * 12 * C * C + 2 * 2 * before**2 * C
+            forward += 2 * before * C if after < before else 0  # the class token's row of the attention
+        assert counted.forward_flops == forward
+
+
+def test_the_mean_cost_is_that_of_the_sampled_masks_and_falls_with_k(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ALaST, "cost_steps", 4)
+    tokens, found = tokens_of([0.7] * DEPTH), []
+    for k in range(1, DEPTH + 1):
+        model, method = MODELS["vit"].create(), ALaST(k, start=0.7, embeddings=False, seed=3)
+        counted = executed(model, 2, (32, 32), methods=[method])
+        method.apply(model)
+        masks = [method.choose(step, DEPTH) for step in range(4)]
+        assert all(len(set(mask)) == k for mask in masks)
+        assert counted.backward_flops == sum(backward_flops(m, tokens[:-1], False) for m in masks) / 4
+        assert counted.saved_bytes == sum(saved_bytes(m, tokens, False, 2) for m in masks) / 4
+        found.append((counted.backward_flops, counted.saved_bytes))
+    assert found == sorted(set(found))
+
+
+def test_without_dropping_it_costs_what_uniform_layers_cost() -> None:
+    same = {"embeddings": False, "seed": 1}
+    model = MODELS["vit"].create()
+    one = layer_flops(model, 2, (32, 32), methods=[ALaST(4, start=1.0, **same)])  # type: ignore[arg-type]
+    other = layer_flops(model, 2, (32, 32), methods=[UniformLayers(4, **same)])  # type: ignore[arg-type]
+    assert {n: f for n, f in one.items() if f.forward} == {n: f for n, f in other.items() if f.forward}
+
+
+def test_frozen_blocks_below_record_nothing_though_they_drop_tokens() -> None:
+    model, method = model_of("vit"), ALaST(1, start=0.7, embeddings=False, seed=0)
+    method.apply(model)
+    step = next(step for step in range(50) if method.choose(step, DEPTH) == [2])
+    method.step_begin(step)
+    kept, seen = [0], []
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.register_forward_hook(lambda _, inputs, output: seen.append((output.requires_grad, kept[0])))
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[0] += 1
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(batch_of("vit")[0])
+    recorded, so_far = zip(*seen, strict=True)
+    assert recorded == (False, False, True, True)
+    assert so_far[1] == 0 < so_far[2] < so_far[3]
+
+
+# ------------------------------------------------------------------------------------------------ 3: sampling
+def inclusion(budgets: Sequence[float], k: int) -> list[float]:
+    """Probability that each block is among k drawn one after another without replacement, by softmax(b)."""
+    weights = [math.exp(b) for b in budgets]
+    found = [0.0] * len(budgets)
+    for order in itertools.permutations(range(len(budgets)), k):
+        p, rest = 1.0, sum(weights)
+        for block in order:
+            p, rest = p * weights[block] / rest, rest - weights[block]
+        for block in order:
+            found[block] += p
+    return found
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_blocks_are_drawn_by_the_softmax_of_their_budgets(k: int) -> None:
+    model, method, steps = MODELS["vit"].create(), ALaST(k, lowest=0.0, seed=11), 4000
+    method.apply(model)
+    budgets = [1.0, 0.0, 0.6, 0.2]
+    give(method, budgets)
+    counts = Counter(block for step in range(steps) for block in method.choose(step, DEPTH))
+    assert sum(counts.values()) == k * steps
+    for block, p in enumerate(inclusion(budgets, k)):
+        assert abs(counts[block] / steps - p) < 4 * math.sqrt(p * (1 - p) / steps)
+    again = ALaST(k, lowest=0.0, seed=11)
+    again.apply(MODELS["vit"].create())
+    give(again, budgets)
+    torch.manual_seed(5)
+    assert [again.choose(step, DEPTH) for step in range(30)] == [method.choose(step, DEPTH) for step in range(30)]
+    again.seed = 12
+    assert [again.choose(step, DEPTH) for step in range(30)] != [method.choose(step, DEPTH) for step in range(30)]
+
+
+def test_the_highest_budgets_are_chosen_the_first_of_equals() -> None:
+    method = ALaST(2, lowest=0.0, choice="highest")
+    method.apply(MODELS["vit"].create())
+    for budgets, chosen in (([0.1, 0.9, 0.2, 0.5], [1, 3]), ([1.0] * 4, [0, 1]), ([0.5, 0.5, 0.5, 0.6], [0, 3])):
+        give(method, budgets)
+        assert sorted(method.choose(0, DEPTH)) == sorted(method.choose(99, DEPTH)) == chosen
+
+
+# ------------------------------------------------------------------------------------------------ 9: adapters
+def test_lora_trains_on_the_tokens_of_the_budgets_and_its_budgets_move() -> None:
+    model, method = model_of("vit"), ALaST(2, rate=1e-3, start=0.8)
+    torch.manual_seed(0)
+    apply_methods(model, [method, LoRA(2)])
+    built = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    seen: list[int] = []
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
+    for step in range(3):
+        method.step_begin(step)
+        budgets = budgets_of(method)
+        seen.clear()
+        gradients(model, "vit", seed=step)
+        assert seen == tokens_of(budgets)[:-1]
+        built.step()
+        method.step_end()
+        assert budgets_of(method) != budgets
+
+
+# ------------------------------------------------------------------------------------------------ 10: bad input
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"start": 1.5}, "start"),
+        ({"start": 0.4}, "start"),
+        ({"start": True}, "start"),
+        ({"lowest": -0.1}, "lowest"),
+        ({"lowest": 0.9, "highest": 0.6}, "lowest"),
+        ({"highest": 1.5}, "highest"),
+        ({"rate": -1.0}, "rate"),
+        ({"rate": math.inf}, "rate"),
+        ({"rate": "fast"}, "rate"),
+        ({"delta": "mean"}, "delta"),
+        ({"first_delta": "none"}, "first_delta"),
+        ({"choice": "lowest"}, "choice"),
+        ({"seed": True}, "seed"),
+    ],
+)
+def test_settings_out_of_range_are_named(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(SettingError) as error:
+        ALaST(**settings)
+    assert error.value.setting == named
+    assert str(settings[named]) in str(error.value)
+    with pytest.raises(SettingError, match=rf"method\.alast\.{named}="):
+        build_methods(check(plain_config(method={"alast": settings})))
+
+
+def test_what_is_refused_is_left_as_it_was() -> None:
+    small_vit: dict[str, Any] = {"img_size": 32, "patch_size": 4, "depth": 4, "embed_dim": 48, "num_heads": 3}
+    no_class = timm.create_model("vit_tiny_patch16_224", class_token=False, global_pool="avg", **small_vit)
+    behind = timm.create_model("vit_tiny_patch16_224", block_fn=ResPostBlock, **small_vit)
+    dropping, adapted = model_of("vit"), model_of("vit")
+    EViT([1]).apply(dropping)
+    LoRA(2).apply(adapted)
+    cases = [
+        (no_class, "no class token"),
+        (behind, r"ResPostBlock\) are not of the form"),
+        (dropping, "dropped in this model already"),
+        (adapted, "Apply the selection first"),
+        (model_of("resnet"), "no class token"),
+    ]
+    for model, message in cases:
+        trains = {n: p.requires_grad for n, p in model.named_parameters()}
+        given = [forwards_of(m) for m in model.modules()]
+        with pytest.raises(UserError, match=message):
+            ALaST(1, embeddings=False).apply(model)
+        assert {n: p.requires_grad for n, p in model.named_parameters()} == trains
+        assert [forwards_of(m) for m in model.modules()] == given
+    with pytest.raises(UserError, match="Apply the selection first"):
+        BSR([1], [1]).apply(adapted)
+    assert not any(forwards_of(m) for m in adapted.modules())
+
+
+def test_a_model_of_another_image_size_than_its_own_still_trains() -> None:
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=4, depth=4, embed_dim=48, num_heads=3, dynamic_img_size=True
+    )
+    method = ALaST(2, start=0.5)
+    method.apply(model)
+    method.step_begin(0)
+    model.train()(torch.randn(2, 3, 48, 24)).sum().backward()
+    method.step_end()
+    assert all(p.requires_grad for p in model.parameters())
+    assert isinstance(model, nn.Module)
