@@ -495,7 +495,7 @@ def test_what_is_refused_is_left_as_it_was() -> None:
     cases = [
         (no_class, "no class token"),
         (behind, r"ResPostBlock\) are not of the form"),
-        (dropping, "dropped in this model already"),
+        (dropping, "dropped or merged in this model already"),
         (adapted, "Apply the selection first"),
         (model_of("resnet"), "no class token"),
     ]
