@@ -170,6 +170,13 @@ class CostConfig(_Part):
     steps: Count = 5
 
 
+class InsightConfig(_Part):
+    """What is recorded of a run besides its metrics, in insight.jsonl: see `training.insight`."""
+
+    #: The first optimizer step and every so many-th after it; 0: none.
+    every: Annotated[int, Field(ge=0)] = 0
+
+
 class Config(_Part):
     """One run. `method` maps a method's name to its settings (the constructor's arguments, and `select`)."""
 
@@ -183,6 +190,7 @@ class Config(_Part):
     trainer: TrainerConfig
     logger: LoggerConfig = LoggerConfig()
     cost: CostConfig = CostConfig()
+    insight: InsightConfig = InsightConfig()
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 233
     #: auto: the same command continues an interrupted run and shows a finished one; never: start anew.
     resume: Literal["auto", "never"] = "auto"
@@ -547,6 +555,7 @@ _NO_EFFECT: dict[str, Any] = {
     "evaluate": True,
     "cost_only": True,
     "cost": True,
+    "insight": True,
     "logger": True,
     "keep_allocator": True,
     "trainer": {"progress", "accelerator"},

@@ -29,17 +29,17 @@ EPOCH_CHECKPOINT_SECONDS = 10.0
 STEP_CHECKPOINT_SECONDS = 600.0
 
 
-class MetricsFile:
-    """`metrics.jsonl`, one object per line, the source of truth; `metrics.csv`, the same as a table.
+class Rows:
+    """A file of one JSON object per line, each with its optimizer step, appended to while training.
 
-    Appended to while training. When a run continues, rows after its checkpoint are dropped: they come again.
+    When a run continues, rows after its checkpoint are dropped: they come again.
     """
 
-    def __init__(self, folder: Path):
-        self.path = folder / "metrics.jsonl"
-        self.rows = self._read()
+    def __init__(self, path: Path):
+        self.path = path
 
-    def _read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[dict[str, Any]]:
+        """All rows; none where there is no file."""
         rows = []
         if self.path.is_file():
             for line in self.path.read_text(encoding="utf-8").splitlines():
@@ -51,20 +51,27 @@ class MetricsFile:
 
     def rewind(self, step: int) -> None:
         """Keep the rows up to optimizer step `step` only."""
-        self.rows = [r for r in self.rows if r["step"] <= step]
-        checkpoint.write_text_atomically(self.path, "".join(json.dumps(r) + "\n" for r in self.rows))
+        kept = [r for r in self.read() if r["step"] <= step]
+        checkpoint.write_text_atomically(self.path, "".join(json.dumps(r) + "\n" for r in kept))
 
     def append(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
+
+class MetricsFile(Rows):
+    """`metrics.jsonl`, the source of truth; `metrics.csv`, the same as a table."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder / "metrics.jsonl")
+
     def write_csv(self) -> None:
-        names = list(dict.fromkeys(name for row in self.rows for name in row))
+        rows = self.read()
+        names = list(dict.fromkeys(name for row in rows for name in row))
         text = io.StringIO()
         writer = csv.DictWriter(text, names, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(self.rows)
+        writer.writerows(rows)
         checkpoint.write_text_atomically(self.path.with_suffix(".csv"), text.getvalue())
 
 

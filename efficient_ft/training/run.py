@@ -1,9 +1,9 @@
 """One run, from a checked configuration to results: train, evaluate, or only count the cost.
 
 The folder of a run holds
-`config.yaml`, `metrics.jsonl` (the source of truth) and `metrics.csv`, `checkpoint.ckpt` (to continue an interrupted
-run) and the one before it, `model.safetensors` (the best epoch, under timm's own names) and, once the run has
-finished, `results.json`.
+`config.yaml`, `metrics.jsonl` (the source of truth) and `metrics.csv`, `insight.jsonl` (with `insight.every`),
+`checkpoint.ckpt` (to continue an interrupted run) and the one before it, `model.safetensors` (the best epoch, under
+timm's own names) and, once the run has finished, `results.json`.
 
 Best or last: `model.safetensors` holds the weights of the epoch with the best accuracy on the split that
 `data.select_best_on` names, because that is the published protocol; results.json gives both accuracies, and the last
@@ -48,6 +48,7 @@ from efficient_ft.models import factory
 from efficient_ft.models.tasks import tasks_of
 from efficient_ft.training import checkpoint, export, report
 from efficient_ft.training.callbacks import Bar, Recorder
+from efficient_ft.training.insight import Insight
 from efficient_ft.training.module import FineTuner, Images, build_optimizer
 
 log = logging.getLogger(__name__)
@@ -201,7 +202,10 @@ def _train(config: Config, folder: Path) -> dict[str, Any]:
     run_id = _run_id(folder)
     recorder = Recorder(folder, images.best_split, keep_best, {"run_id": run_id, "version": __version__})
     loggers = _loggers(config, folder, run_id)
-    callbacks: list[L.Callback] = [*methods, recorder]
+    callbacks: list[L.Callback] = [*methods]
+    if config.insight.every:  # after the methods have chosen, before a checkpoint is written
+        callbacks.append(Insight(folder, methods, config.insight.every))
+    callbacks.append(recorder)
     epochs, total_steps = _length(config, images)
     if config.trainer.progress:
         callbacks.append(Bar(total_steps, epochs))
