@@ -282,12 +282,12 @@ def _colours(count: int) -> Any:
     return colormaps["viridis"](np.linspace(0, 0.88, count))
 
 
-def _per_block(axes: Axes, record: Record) -> None:
-    """The blocks along x."""
+def _per_block(axes: Axes, record: Record, room: int = 90) -> None:
+    """The blocks along x, upright where so many letters have room."""
     labels, count = record.labels, len(record.labels)
     every = -(-count // MOST_LABELS)
     places = range(0, count, every)
-    turned = max(map(len, labels)) * count > 90
+    turned = max(map(len, labels)) * len(places) > room
     axes.set_xticks(
         places, [labels[i] for i in places], rotation=60 if turned else 0, ha="right" if turned else "center"
     )
@@ -318,7 +318,8 @@ def draw_budgets(record: Record) -> Drawing | None:
     """Lines over the steps, each with its block at its end."""
     if record.budgets is None:
         return None
-    figure, (axes,) = _figure(8.6, 4.8)
+    height = max(4.8, 1.2 + 0.17 * len(record.blocks))
+    figure, (axes,) = _figure(8.6, height)
     shown, colours = record.thinned, _colours(len(record.blocks))
     for i, colour in enumerate(colours):
         axes.plot(
@@ -333,7 +334,7 @@ def draw_budgets(record: Record) -> Drawing | None:
     axes.set_ylim(low - margin, high + margin)
     axes.set(ylabel="budget", title="Budget of each block")
     _whole_steps(axes)
-    _label_ends(axes, record, record.budgets[-1], colours)
+    _label_ends(axes, record, record.budgets[-1], colours, height)
     return Drawing(
         "budgets.png",
         "Budgets over time",
@@ -345,11 +346,15 @@ def draw_budgets(record: Record) -> Drawing | None:
     )
 
 
-def _label_ends(axes: Axes, record: Record, values: np.ndarray, colours: Any) -> None:
-    """The blocks' names beside the ends of their lines, moved apart where they would lie on each other."""
+def _label_ends(axes: Axes, record: Record, values: np.ndarray, colours: Any, height: float) -> None:
+    """The blocks' names beside the ends of their lines, moved apart where they would lie on each other.
+
+    Args:
+        height: of the figure, in inches.
+    """
     low, high = axes.get_ylim()
-    size = min(10.0, 280 / len(values))
-    gap = (high - low) * size / 190
+    size = 10 if len(values) <= MOST_LABELS else 8
+    gap = (high - low) * 1.4 * size / 72 / (height - 1)
     order = np.argsort(values, kind="stable")
     places = values[order].astype(float)
     for i in range(1, len(places)):
@@ -445,7 +450,7 @@ def draw_magnitudes(record: Record) -> Drawing:
     axes[0].plot(places, end, "o-", color="#3b528b", label=f"last {called}", markersize=6)
     axes[0].set(ylim=(0, None), ylabel="‖f(x)‖ / ‖f(x) + x‖", title="Relative magnitude of each block")
     axes[0].legend(frameon=False)
-    _per_block(axes[0], record)
+    _per_block(axes[0], record, 45)
     if several:
         steps = record.steps[shown]
         between = (steps[1:] + steps[:-1]) / 2

@@ -49,6 +49,7 @@ def with_settings(**changes: Any) -> dict[str, Any]:
         ("trainer__progress", "yes", "trainer.progress=yes: allowed is true or false."),
         ("trainer__precision", "fp8", "trainer.precision=fp8: allowed are fp32, bf16, fp16."),
         ("trainer__devices", "al", "trainer.devices=al: allowed is a whole number of at least 1 or auto."),
+        ("insight__every", -1, "insight.every=-1: allowed is a whole number of at least 0."),
         ("trainer__max_steps", 0, "trainer.max_steps=0: allowed is -1 (no limit) or"),
         ("data__name", "cifar1000", "Did you mean 'cifar100'?"),
         ("data__augment__scale", [0.5], "data.augment.scale=[0.5]: allowed is a list of 2"),
@@ -97,7 +98,7 @@ def test_settings_that_exclude_each_other_are_refused() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(name=st.text(st.characters(codec="ascii", categories=["L"]), min_size=1, max_size=8), value=st.integers())
-@pytest.mark.parametrize("group", ["model", "data", "optim", "trainer", "logger", "cost"])
+@pytest.mark.parametrize("group", ["model", "data", "optim", "trainer", "logger", "cost", "insight"])
 def test_unknown_keys_are_refused_everywhere_by_their_full_name(group: str, name: str, value: int) -> None:
     if f"{group}.{name}" in setting_names() or name in ("kwargs", "augment"):
         return
@@ -136,6 +137,7 @@ _SHOWN_ONLY = {
     "data__root": "elsewhere",
     "keep_allocator": False,
     "cost__steps": 9,
+    "insight__every": 4,
 }
 
 

@@ -1,0 +1,243 @@
+"""scripts/report.py on real short runs: what it draws, what it says, and that its page needs nothing else."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import io
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from efficient_ft.config import Config, check
+from efficient_ft.training.callbacks import Rows
+from efficient_ft.training.run import run
+from tests.conftest import REPOSITORY
+from tests.training.conftest import plain_config
+from tests.training.test_insight import METHODS, VIT
+
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+def _script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("efficient_ft_report_script", REPOSITORY / "scripts" / "report.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+report: Any = _script()
+
+
+def configured(method: dict[str, Any], **changes: Any) -> Config:
+    return check(
+        plain_config(
+            model=VIT,
+            method=method,
+            data__batch_size=16,
+            trainer__max_steps=6,
+            trainer__limit_eval_batches=1,
+            insight__every=1,
+            **changes,
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a finished run of one of METHODS. Not to be changed; copy it."""
+    folders: dict[str, Path] = {}
+
+    def made(name: str) -> Path:
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp("report") / name
+            run(configured(METHODS[name]), folders[name])
+        return folders[name]
+
+    return made
+
+
+class Page(HTMLParser):
+    """Every tag with its attributes, and the cells of the table."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.cells: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+        assert not self.open, "tags that are not closed"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "td":
+            self.cells.append(data)
+
+
+FIGURES = {
+    "full": ["trained.png", "tokens.png", "magnitudes.png"],
+    "bsr": ["trained.png", "tokens.png", "magnitudes.png", "kept_tokens.png"],
+    "alast": ["budgets.png", "trained.png", "tokens.png", "magnitudes.png", "kept_tokens.png"],
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_figures_are_files_and_one_page_of_its_own(name, recorded, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert report.main([str(recorded(name)), "--out", str(out), "--images", "2"]) == 0
+    assert sorted(f.name for f in out.iterdir()) == sorted([*FIGURES[name], "report.html"])
+    files = [(out / file).read_bytes() for file in FIGURES[name]]
+    for data in files:
+        assert data.startswith(SIGNATURE)
+        with Image.open(io.BytesIO(data)) as image:
+            image.load()
+            assert min(image.size) > 300
+            assert len(np.unique(np.asarray(image.convert("L")))) > 20, "not an empty sheet"
+    text = (out / "report.html").read_text(encoding="utf-8")
+    assert "http" not in (bare := re.sub(r"base64,[A-Za-z0-9+/=]+", "", text))
+    assert not re.search(r"//|url\(|@import|<script|<link", bare)
+    page = Page(text)
+    images = [attributes for tag, attributes in page.tags if tag == "img"]
+    head = "data:image/png;base64,"
+    assert [base64.b64decode((image["src"] or "").removeprefix(head), validate=True) for image in images] == files
+    assert all(len(image["alt"] or "") > 40 for image in images)
+    for said in (name, "vit_digits", "digits", "from random weights", "% (val, best)", "% (test, best)", "6 optimizer"):
+        assert said in text
+    assert page.cells.count("blocks.3") == 1
+    shown = capsys.readouterr().out
+    assert str(out / "report.html") in shown
+    assert ("no budgets" in shown) == (name != "alast")
+    assert ("drop no tokens" in shown) == (name == "full")
+
+
+def test_the_numbers_of_the_table_are_those_of_the_record(recorded):
+    record = report.read(recorded("alast"))
+    rows = Rows(recorded("alast") / "insight.jsonl").read()
+    header, lines = report.table(record)
+    assert len(lines) == 4
+    for index, line in enumerate(lines):
+        told = dict(zip(header, line, strict=True))
+        assert told["block"] == f"blocks.{index}"
+        share = sum(f"blocks.{index}" in row["trained"] for row in rows) / len(rows)
+        assert told["trained"] == f"{share:.1%}"
+        assert float(told["budget, first"]) == pytest.approx(rows[0]["budgets"][index], abs=5e-5)
+        assert float(told["budget, last"]) == pytest.approx(rows[-1]["budgets"][index], abs=5e-5)
+        assert float(told["relative magnitude, last"]) == pytest.approx(rows[-1]["magnitudes"][index], abs=5e-5)
+        mean = sum(row["tokens"][index] for row in rows) / len(rows)
+        assert float(told["tokens behind it"]) == pytest.approx(mean, abs=0.051)
+
+
+def test_kept_tokens_are_where_the_network_keeps_them(recorded):
+    """BSR as it evaluates; ALaST by the checkpoint's budgets, though it evaluates with all tokens."""
+    from efficient_ft.training import checkpoint
+
+    folder = recorded("bsr")
+    kept = report.kept_tokens(folder, report.describe(folder, report.read(folder))[1], 3)
+    assert kept.blocks == ["1", "2"]
+    first, second = kept.masks
+    assert first.shape == second.shape == (3, 8, 8)
+    assert (first.sum((1, 2)) == 20).all()
+    assert set((second.sum((1, 2)) - 7).tolist()) <= {0, -1}, "the first fused token may be one of the 7"
+    assert not (second & ~first).any(), "what is gone does not come back"
+    assert kept.pixels.shape == (3, 32, 32, 3)
+    assert 0 <= kept.pixels.min() < 0.1 < 0.9 < kept.pixels.max() <= 1
+
+    folder = recorded("alast")
+    kept = report.kept_tokens(folder, report.describe(folder, report.read(folder))[1], 2)
+    held = checkpoint.read(folder / checkpoint.NAME)["callbacks"]
+    (budgets,) = (state for key, state in held.items() if key.startswith("alast"))
+    patches = 64
+    for index, mask in zip(kept.blocks, kept.masks, strict=True):
+        patches = int(budgets[f"blocks.{index}"][0] * patches + 1e-9)
+        assert (mask.sum((1, 2)) == patches).all()
+    assert kept.blocks == ["0", "1", "2"], "nothing flows on behind the last block"
+    assert "after step 6" in kept.shown
+    assert "In evaluation all tokens flow on" in kept.shown
+
+
+def test_dropped_patches_are_dark_and_kept_ones_as_they_were():
+    pixels = np.random.default_rng(0).uniform(0.5, 1, (6, 9, 3))
+    mask = np.array([[True, False, True], [False, False, True]])
+    dimmed = report._dimmed(pixels, mask)
+    for row in range(6):
+        for column in range(9):
+            if mask[row // 3, column // 3]:
+                assert (dimmed[row, column] == pixels[row, column]).all()
+            else:
+                assert (dimmed[row, column] < 0.9 * pixels[row, column]).all()
+
+
+def test_a_run_that_goes_on_still_or_has_lost_its_images_is_drawn_as_far_as_it_goes(recorded, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(recorded("alast"), folder)
+    (folder / "results.json").unlink()
+    (folder / "model.safetensors").unlink()
+    rows = Rows(folder / "insight.jsonl")
+    rows.rewind(1)
+    assert report.main([str(folder)]) == 0
+    assert "Kept tokens are not drawn." in capsys.readouterr().out
+    assert sorted(f.name for f in (folder / "report").glob("*.png")) == sorted(FIGURES["alast"][:-1])
+    text = (folder / "report" / "report.html").read_text(encoding="utf-8")
+    assert "has not finished" in text
+    assert "model.safetensors" in text
+
+
+def test_maps_without_magnitudes_and_deep_networks_are_drawn(tmp_path):
+    """Null where nothing could be compared; names too long or too many for a label each."""
+    generator = np.random.default_rng(0)
+    for count, name in ((8, "layer{}.conv"), (40, "blocks.{}")):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        blocks = [name.format(i) for i in range(count)]
+        for step in (1, 4, 9):
+            values: list[float | None] = generator.uniform(size=count).tolist()
+            row = {"trained": blocks[::2], "tokens": [None, *[9] * (count - 1)], "magnitudes": [None, *values[1:]]}
+            Rows(folder / "insight.jsonl").append({"step": step, "blocks": blocks, "budgets": values, **row})
+        record = report.read(folder)
+        for draw in (report.draw_budgets, report.draw_trained, report.draw_tokens, report.draw_magnitudes):
+            assert draw(record).png.startswith(SIGNATURE)
+        assert report.table(record)[1][0][2] == "–"
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda folder: None, "no such folder"),
+        (lambda folder: folder.mkdir(), "nothing was recorded there (insight.jsonl). Train with insight.every=1"),
+        (lambda folder: Rows(folder / "insight.jsonl").rewind(0), "resume=never"),
+    ],
+    ids=["nowhere", "unrecorded", "empty"],
+)
+def test_mistakes_end_with_one_message_and_status_2(tmp_path, capsys, make, said):
+    make(tmp_path / "run")
+    assert report.main([str(tmp_path / "run")]) == 2
+    assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        report.main([str(tmp_path), "--images", "-1"])
+    assert caught.value.code == 2
+
+
+def test_without_matplotlib_the_message_names_the_extra(recorded, monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert report.main([str(recorded("full")), "--out", str(tmp_path / "out")]) == 2
+    assert "pip install -e '.[report]'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
