@@ -215,6 +215,8 @@ def describe(run: Path, record: Record) -> tuple[dict[str, str], Config]:
     data: str = config.data.name
     if data == "folder":
         data = os.path.basename(os.path.normpath(config.data.root))
+    if config.tasks:
+        data = ", ".join(config.tasks) + " in turn"
     started = "" if config.model.pretrained or config.model.weights else " (from random weights)"
     facts = {
         "Method": " + ".join(f"{name}{_settings(settings)}" for name, settings in config.method.items()),
@@ -225,7 +227,8 @@ def describe(run: Path, record: Record) -> tuple[dict[str, str], Config]:
     if results.is_file():
         found = json.loads(results.read_text(encoding="utf-8"))
         accuracy = found["accuracy"]
-        facts["Accuracy"] = f"{accuracy['best']:.2%} ({accuracy['split']}, best), {accuracy['last']:.2%} (last)"
+        mean = "mean of the tasks: " if config.tasks else ""
+        facts["Accuracy"] = f"{mean}{accuracy['best']:.2%} ({accuracy['split']}, best), {accuracy['last']:.2%} (last)"
         tested = found["data"]["accuracy"].get("test")
         if accuracy["split"] != "test" and tested is not None:
             facts["Accuracy"] += f", {tested:.2%} (test, best)"
@@ -536,7 +539,7 @@ class Kept:
 
 
 def kept_tokens(run: Path, config: Config, count: int) -> Kept:
-    """Send the first images of the run's evaluation split through the network that it has left.
+    """Send the first images of the run's evaluation split (of its first task) through the network that it has left.
 
     Where evaluation lets all tokens flow on and training does not (ALaST), blocks drop as in training, by the budgets
     of the run's checkpoint, with dropout and drop path off.
@@ -558,7 +561,11 @@ def kept_tokens(run: Path, config: Config, count: int) -> Kept:
     images = open_data(data, trained.input, config.seed)
     batch, labels = next(iter(images.eval_loader(images.best_split)))
     model, seen = trained.model, view(trained.model)
-    passes = f"The first {len(batch)} images of the {images.best_split} split, seen by the weights of model.safetensors"
+    of_task = f" of {next(iter(config.tasks))}" if config.tasks else ""
+    passes = (
+        f"The first {len(batch)} images of the {images.best_split} split{of_task}, seen by the weights of"
+        " model.safetensors"
+    )
     shown = f"{passes}, as in evaluation."
     drops = _drops(model, seen.blocks, batch)
     if not drops:
@@ -610,7 +617,7 @@ def _drops(model: Any, blocks: Sequence[str], batch: Any) -> dict[int, np.ndarra
     """By the block's index, (N, K) places of the tokens that flow on behind the blocks that drop some.
 
     Raises:
-        UserError: tokens are merged.
+        UserError: nobody knows where the tokens are.
     """
     import torch
 
@@ -622,7 +629,9 @@ def _drops(model: Any, blocks: Sequence[str], batch: Any) -> dict[int, np.ndarra
         if passed.after is None or passed.y.shape[1] == passed.x.shape[1]:
             return
         if passed.after.places_BL is None:
-            raise UserError("Tokens are merged in this run, and have no places in the image any more.")
+            raise UserError(
+                "The tokens of this run have no places in the image any more: they are merged, or left out at random."
+            )
         drops[index] = passed.after.places_BL.numpy()
 
     with torch.no_grad(), watched(model, blocks, see):

@@ -4,6 +4,7 @@
 
 - ``step``: counted from 1, as in metrics.jsonl.
 - ``blocks``: the model's blocks, by their full names.
+- ``task``: which one this step belonged to, where there are several.
 - ``trained``: those of which something trained in this step.
 - ``budgets``, and whatever else the methods tell (`Method.insight`), as they held in this step.
 - ``tokens``: of each image, behind each block (prefix and fused tokens included; positions, where a block gives a map).
@@ -36,6 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from efficient_ft.methods.base import Method
+from efficient_ft.models.tasks import tasks_of
 from efficient_ft.models.view import view
 from efficient_ft.ops.recompute import runs_again
 from efficient_ft.ops.tokens import Tokens, known
@@ -208,6 +210,9 @@ class Insight(L.Callback):
         if self._row is None:
             return
         row, self._row, seen, self._seen = self._row, None, self._seen, {}
+        tasks = tasks_of(_network(pl_module))
+        if tasks is not None:
+            row["task"] = tasks.now
         found = {index: values for index, (_, values) in seen.items() if values is not None}
         # read at once: an accelerator is waited for a single time
         read = torch.stack([torch.stack(values) for values in found.values()]).tolist() if found else []

@@ -23,6 +23,7 @@ from efficient_ft.training import checkpoint
 from efficient_ft.training.insight import Insight, Passed, channel_axis, relative_magnitude, watched
 from efficient_ft.training.module import FineTuner
 from efficient_ft.training.run import run
+from tests.training import test_tasks
 from tests.training.test_run import assert_same_run, interrupted_at
 
 VIT: dict[str, Any] = {
@@ -88,6 +89,9 @@ def one_block(block: Any, x: Tensor, names: list, told: Any, new: str) -> tuple[
         kept = order[: told[0]]
         x, names = torch.stack([x[0], *x[kept]]), ["class", *(names[i] for i in kept)]
     return x, names
+
+
+folders = test_tasks.folders
 
 
 @pytest.fixture
@@ -314,6 +318,15 @@ def test_a_model_without_blocks_is_told_and_leaves_nothing(tmp_path, caplog):
     assert not list(tmp_path.iterdir())
 
 
+def test_with_several_tasks_the_row_names_the_step_s(tmp_path, folders):
+    run(test_tasks.config_of(folders, trainer__max_steps=3, insight__every=1, trainer__limit_eval_batches=1), tmp_path)
+    rows = rows_of(tmp_path)
+    assert [row["task"] for row in rows] == ["colours", "planes", "colours"]
+    assert [row["trained"] for row in rows] == [["blocks.1", "blocks.3"]] * 3
+    # class token, half of 64 patches, fused; then half of these 33
+    assert [row["tokens"] for row in rows] == [[65, 1 + 32 + 1, 1 + 17 + 1, 19]] * 3
+
+
 @pytest.mark.slow
 def test_of_two_processes_the_first_one_writes(tmp_path):
     from tests.training.conftest import plain_config
@@ -325,7 +338,9 @@ def test_of_two_processes_the_first_one_writes(tmp_path):
     )
     file = tmp_path / "ddp.py"
     file.write_text(script)
-    plain = plain_config(model=VIT, method={"uniform_layers": {"layers": 2}}, trainer__devices=2, trainer__max_steps=4, insight__every=1)
+    plain = plain_config(
+        model=VIT, method={"uniform_layers": {"layers": 2}}, trainer__devices=2, trainer__max_steps=4, insight__every=1
+    )
     done = subprocess.run(
         [sys.executable, str(file), json.dumps(plain), str(tmp_path / "run")],
         capture_output=True,
