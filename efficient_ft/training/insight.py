@@ -19,8 +19,8 @@ says nothing of places, these are the prefix tokens alone. The numbers are of th
 several processes, of the first one's share of it.
 
 What a recorded step costs: two norms and a difference over each block's output, and one reading of the results, at the
-end of the batch (DeiT-S, 224 px, batch 16, on a CPU: below 1 % of a step of BSR or ALaST). What trains, and to what weights, does
-not depend on it, and nothing is kept for the backward pass; a step that is not recorded costs nothing.
+end of the batch (DeiT-S, 224 px, batch 16, on a CPU: below 1 % of a step of BSR or ALaST). What trains, and to what
+weights, does not depend on it, and nothing is kept for the backward pass; a step that is not recorded costs nothing.
 """
 
 from __future__ import annotations
