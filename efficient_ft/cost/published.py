@@ -160,7 +160,8 @@ def published(
 
     Args:
         model: a classifier on images (B, in_chans, H, W), on any device; not changed. A method of the memory axis
-            applied to it changes nothing here: `keeping` says how activations are kept. One that drops tokens does.
+            applied to it changes nothing here: `keeping` says how activations are kept. One that drops
+            tokens in evaluation too does (ALaST does not: it drops in training only).
         batch_size: images in the batch.
         input_size: (H, W) of the images.
         keeping: how activations are kept: in the blocks of a model with attention (as published, patch embedding,

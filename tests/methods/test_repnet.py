@@ -261,7 +261,7 @@ def test_other_methods_leave_the_modules_alone() -> None:
         ("mobilenet", TinyTL(), RepNet(), "holds TinyTL's lite residual modules already"),
         ("vit", RepNet([1]), RepNet([2]), "holds Rep-Net's side modules already"),
         ("vit", BSR([1], [1]), RepNet([1]), "drop tokens beside a side block"),
-        ("vit", RepNet([1]), EViT([1]), "not of the form"),
+        ("vit", RepNet([1]), EViT([1]), "holds a side module"),
         ("vit", Checkpointing(), RepNet([1]), "others come after it"),
     ],
     ids=lambda value: value.name if isinstance(value, Method) else "",

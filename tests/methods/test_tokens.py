@@ -8,7 +8,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from timm.layers import set_fused_attn
+from timm.layers import set_fused_attn, set_reentrant_ckpt
 from torch import Tensor, nn
 
 from efficient_ft.cost import executed, layer_flops
@@ -16,6 +16,7 @@ from efficient_ft.errors import SettingError, UserError
 from efficient_ft.methods import (
     BSR,
     LBPWHT,
+    ALaST,
     BackRazor,
     Blocks,
     Checkpointing,
@@ -25,6 +26,7 @@ from efficient_ft.methods import (
     Mesa,
     Method,
     RepNet,
+    ToMe,
     apply_methods,
 )
 from efficient_ft.methods.forwards import forwards_of
@@ -275,6 +277,52 @@ def test_images_that_leave_no_tokens_to_drop_are_refused() -> None:
         EViT([0, 1]).apply(model)
     assert not any(forwards_of(m) for m in model.modules())
     EViT([0, 1], fuse=False).apply(model)  # 2, then 1
+
+
+@pytest.mark.parametrize("method", [lambda: EViT([1]), lambda: BSR([1], [1]), lambda: ALaST(1), lambda: ToMe(1)])
+def test_a_single_patch_and_unknown_blocks_are_named(method: Any) -> None:
+    small = {"img_size": 16, "patch_size": 16, "depth": 4, "embed_dim": 48, "num_heads": 3}
+    with pytest.raises(SettingError, match=r"model.image_size=16×16: .* more than one patch"):
+        method().apply(timm.create_model("vit_tiny_patch16_224", **small))
+    with torch.device("meta"):
+        without = timm.create_model("pit_ti_224")
+    with pytest.raises(UserError, match="no blocks were recognised in pit_ti_224"):
+        method().apply(without)
+
+
+def test_budgets_that_leave_nothing_are_refused() -> None:
+    small = {"img_size": 32, "patch_size": 16, "depth": 6, "embed_dim": 48, "num_heads": 3}
+    model = timm.create_model("vit_tiny_patch16_224", **small)  # of 4 patch tokens 3, 2, 1, 0
+    with pytest.raises(SettingError, match=r"method.alast.start=0.9: .* of 4 none is left behind blocks.3. .* 32×32"):
+        ALaST(2).apply(model)
+    assert all(p.requires_grad for p in model.parameters())
+    assert not any(forwards_of(m) for m in model.modules())
+
+
+def test_blocks_and_places_are_listed_once() -> None:
+    for method in (BSR([1, 1], [1]), Blocks([1, -3]), RepNet([1, 1])):
+        with pytest.raises(SettingError, match="each block once"):
+            method.apply(model_of("vit"))
+
+
+def test_a_block_beside_which_a_side_module_stands_keeps_its_tokens() -> None:
+    model = model_of("vit")
+    RepNet([1]).apply(model)
+    with pytest.raises(UserError, match=r"blocks.1 of .* holds a side module"):
+        EViT([1]).apply(model)
+
+
+def test_reentrant_checkpointing_is_refused_where_it_loses_what_is_known_of_tokens() -> None:
+    model = small("vit_tiny_patch16_224")
+    ToMe(4).apply(model)
+    model.set_grad_checkpointing(True)  # type: ignore[operator]
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64, requires_grad=True)
+    set_reentrant_ckpt(True)
+    try:
+        with pytest.raises(UserError, match="reentrant"):
+            model.train()(images).sum().backward()
+    finally:
+        set_reentrant_ckpt(False)
 
 
 def test_two_methods_that_drop_tokens_are_refused() -> None:

@@ -27,6 +27,7 @@ from efficient_ft.methods.selection.static import blocks_at, check_blocks
 from efficient_ft.models.tasks import Tasks, for_each_task, tasks_of
 from efficient_ft.models.view import view
 from efficient_ft.ops.packed import running
+from efficient_ft.ops.recompute import runs_again
 
 #: Feed-forward networks that work on each token alone, whatever lies beside it.
 _STANDARD = (Mlp, GluMlp, SwiGLU)
@@ -72,7 +73,7 @@ class _ExpertsForward(OwnForward):
         weight_TK, expert_TK = weight_TE[:, : self.top].contiguous(), expert_TE[:, : self.top].contiguous()
         if self.renormalise:
             weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
-        if self.unevenness is not None and mlp.training and torch.is_grad_enabled():
+        if self.unevenness is not None and mlp.training and torch.is_grad_enabled() and not runs_again():
             self.unevenness[self.name] = _unevenness(probability_TE, expert_TK)
 
         order = expert_TK.flatten().argsort(stable=True)  # of the T·K pairs, expert by expert
@@ -111,13 +112,15 @@ class _Experts(Method):
     balance: float
     _tasks: Tasks | None = None
     _unevenness: _Unevenness | None = None
+    #: The feed-forward networks that have experts, by their full names.
+    _networks: tuple[str, ...] = ()
 
     def _put_experts(self, model: nn.Module, blocks: Sequence[int]) -> tuple[str, ...]:
         """Experts into the feed-forward networks of the blocks; returns these networks' names."""
         chosen = dict.fromkeys(blocks_at(view(model), f"method.{self.name}.blocks", blocks))
         names = tuple(f"{block}.mlp" for block in chosen)
         self._tasks = tasks_of(model)
-        self._unevenness = _Unevenness() if self.balance else None
+        self._unevenness, self._networks = _Unevenness() if self.balance else None, names
         for name in names:
             mlp: Any = model.get_submodule(name)
             like = next(mlp.parameters())
@@ -160,6 +163,7 @@ class _Experts(Method):
     def remove(self, model: nn.Module) -> None:
         super().remove(model)
         self._tasks = self._unevenness = None
+        self._networks = ()
 
     @property
     def task(self) -> str | None:
@@ -183,10 +187,12 @@ class _Experts(Method):
         """`loss` and, where there is a `balance`, so much of the balance loss of the forward pass before."""
         if self._unevenness is None:
             return loss
-        if not self._unevenness:
+        if self._unevenness.keys() != set(self._networks):
+            missing = [name for name in self._networks if name not in self._unevenness]
+            self._unevenness.clear()
             raise UserError(
-                f"method {self.name}: no balance loss was left by the forward pass. Blocks with experts cannot be"
-                " recomputed in the backward pass (checkpointing); leave them out there, or set balance=0."
+                f"method {self.name}: the forward pass left no balance loss of {', '.join(missing)}. Such blocks"
+                " cannot be recomputed in the backward pass (checkpointing); leave them out there, or set balance=0."
             )
         uneven = torch.stack(list(self._unevenness.values())).sum()
         self._unevenness.clear()

@@ -143,6 +143,8 @@ class RepNet(Method):
                 wanted = [train[(2 * i + 1) * n // 12] for i in range(6)]
         else:
             wanted = [self._at(place, seen, able) for place in self.places]
+            if len(set(wanted)) < len(wanted):
+                raise SettingError(f"method.{self.name}.places", self.places, "each block once")
         chosen = [name for name in train if name in wanted]
         if not chosen:
             raise UserError(

@@ -23,11 +23,13 @@ from efficient_ft.methods.tokens.base import (
     Attention,
     DroppingForward,
     give_forwards,
+    grid_positions,
     refuse_other_blocks,
+    refuse_without_blocks,
     refuse_without_class_token,
     take_forwards,
 )
-from efficient_ft.models.view import view
+from efficient_ft.models.view import ModelView, default_image_size, view
 from efficient_ft.ops.recompute import runs_again
 from efficient_ft.ops.tokens import all_there, among, keeps_all, known
 from efficient_ft.together import summed
@@ -164,6 +166,7 @@ class ALaST(LayersPerStep):
         seen = view(model)
         refuse_without_class_token(seen, self.name)
         names = self._refuse_few(seen)
+        refuse_without_blocks(seen, self.name)
         refuse_other_blocks(model, self.name, names)
         self._budgets = {name: _Budget(float(self.start)) for name in names}
         self._channels = int(model.get_parameter("cls_token").shape[-1])
@@ -172,8 +175,23 @@ class ALaST(LayersPerStep):
         # an average of patch tokens needs one
         least = 0 if getattr(model, "global_pool", "token") == "token" else 1
         forwards = {name: (_BudgetedForward, (self._budgets, name, least)) for name in names}
+        self._refuse_small(seen)
         give_forwards(model, seen, self.name, forwards)
         return super()._apply(model)
+
+    def _refuse_small(self, seen: ModelView) -> None:
+        """Raise SettingError where the budgets of the start leave no patch token behind a block before the last."""
+        positions = left = grid_positions(seen, self.name)
+        for name in seen.blocks[:-1]:
+            left = math.floor(self.start * left + 1e-9)
+            if not left and self.start:
+                height, width = default_image_size(seen.model)
+                raise SettingError(
+                    f"method.{self.name}.start",
+                    self.start,
+                    f"a share that leaves patch tokens behind all blocks: of {positions} none is left behind {name}",
+                    f"Take larger images (here {height}×{width}).",
+                )
 
     def _notes(self) -> tuple[str, ...]:
         return (f"budgets start at {self.start:g}; in evaluation all tokens flow on",)

@@ -159,7 +159,7 @@ def blocks_at(seen: ModelView, setting: str, blocks: Sequence[int]) -> list[str]
     """The names of blocks by their indices, negative ones from the end, for a method's `setting`.
 
     Raises:
-        SettingError: an index outside the model.
+        SettingError: an index outside the model, or a block twice.
         UserError: the model has no blocks.
     """
     count = len(seen.blocks)
@@ -172,6 +172,8 @@ def blocks_at(seen: ModelView, setting: str, blocks: Sequence[int]) -> list[str]
         raise SettingError(
             setting, list(blocks), f"indices from {-count} to {count - 1}: {seen.name} has {count} blocks"
         )
+    if len({index % count for index in blocks}) < len(blocks):
+        raise SettingError(setting, list(blocks), "each block once")
     return [seen.blocks[index] for index in blocks]
 
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from efficient_ft.errors import UserError
+from efficient_ft.errors import SettingError, UserError
 from efficient_ft.methods.forwards import OwnForward, forwards_of, put_inside, take_away
-from efficient_ft.models.view import ModelView, view
+from efficient_ft.models.view import ModelView, default_image_size, view
 from efficient_ft.ops.packed import running
 from efficient_ft.ops.tokens import Tokens, all_there, among, carry, class_attention, drop, keeps_all, known
 
@@ -147,6 +147,11 @@ def refuse_other_blocks(model: nn.Module, who: str, names: Sequence[str]) -> Non
     for name in names:
         block = model.get_submodule(name)
         parts = [child for child, _ in block.named_children()]
+        if hasattr(block, "side_module"):
+            raise UserError(
+                f"method {who}: {name} of {view(model).name} holds a side module (Rep-Net); tokens can be dropped in"
+                " other blocks."
+            )
         takes = set(inspect.signature(type(block).forward).parameters) - {"self", "x", "attn_mask", "is_causal"}
         # timm registers them in the order they run: with norms behind what they normalise it is another block
         if takes or set(parts) - _BLOCK or [part for part in parts if part in _ORDER] != _ORDER:
@@ -161,6 +166,19 @@ def refuse_other_blocks(model: nn.Module, who: str, names: Sequence[str]) -> Non
 def merges_tokens(model: nn.Module) -> bool:
     """Whether a method merges tokens in it, which then lie on no grid."""
     return any(isinstance(f, TokenForward) and f.merges for m in model.modules() for f in forwards_of(m))
+
+
+def refuse_without_blocks(seen: ModelView, who: str) -> None:
+    """Raise UserError for a model whose blocks are not known, or that sees one patch only."""
+    if not seen.blocks:
+        raise UserError(f"method {who}: no blocks were recognised in {seen.name}.")
+    if tuple(getattr(getattr(seen.model, "patch_embed", None), "grid_size", None) or ()) == (1, 1):
+        height, width = default_image_size(seen.model)
+        raise SettingError(
+            "model.image_size",
+            f"{height}×{width}",
+            f"images of more than one patch with method {who}: a patch of {seen.name} has as many pixels",
+        )
 
 
 def refuse_without_class_token(seen: ModelView, who: str, instead: str = "") -> None:

@@ -19,6 +19,7 @@ from efficient_ft.methods.tokens.base import (
     give_forwards,
     grid_positions,
     refuse_other_blocks,
+    refuse_without_blocks,
     refuse_without_class_token,
     take_forwards,
 )
@@ -69,6 +70,7 @@ def drop_tokens(model: nn.Module, who: str, drop_at: Sequence[int], keep: float,
     seen = view(model)
     instead = " Without dropping: method.bsr.drop_at=[] (ResNet-50: method=bsr_cnn)." if who == "bsr" else ""
     refuse_without_class_token(seen, who, instead)
+    refuse_without_blocks(seen, who)
     count = len(seen.blocks)
     places = [b % count if -count <= b < count else b for b in drop_at]
     if not all(0 <= b < count - 1 for b in places):

@@ -25,9 +25,11 @@ from efficient_ft.methods.tokens.base import (
     give_forwards,
     grid_positions,
     refuse_other_blocks,
+    refuse_without_blocks,
     take_forwards,
 )
 from efficient_ft.models.view import ModelView, view
+from efficient_ft.ops.recompute import runs_again
 from efficient_ft.ops.tokens import Tokens, among, keeps_all, known, match, merge
 
 #: One of them gives attention in its parts its scores: of queries and, transposed, keys.
@@ -84,15 +86,29 @@ class _MergingForward(TokenForward):
 
     merges = True
 
-    def __init__(self, module: nn.Module, prefix: int, positions: int, last: bool, r: int, proportional: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        prefix: int,
+        positions: int,
+        last: bool,
+        r: int,
+        proportional: bool,
+        behind: bool = False,
+    ) -> None:
         super().__init__(module, prefix, positions, last)
-        self.r, self.proportional = r, proportional
+        self.r, self.proportional, self.behind = r, proportional, behind
 
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         if keeps_all():
             return super().__call__(x, *others, **keywords)
         self.plain(others, keywords)
         x, tokens = known(x)
+        if self.behind and tokens is None and runs_again():
+            raise UserError(
+                "method tome: this checkpointing runs a block again without what is known of its tokens (torch's"
+                " reentrant form); use method=checkpointing, or timm.layers.set_reentrant_ckpt(False)."
+            )
         r = merged_of(x.shape[1] - self.prefix, self.r)
         sizes_BN = None if tokens is None else tokens.sizes_BN
         seen = _SizedAttention(sizes_BN if self.proportional else None, self._acts(r))
@@ -138,8 +154,9 @@ class ToMe(Method):
 
     Args:
         r: tokens merged in every block; a list: in each one.
-        inflect: from −1 to 1: r rises (falls, below 0) linearly from block to block, by `inflect` · r about its mean:
-            −1 goes from 2 r to 0 (the paper's decreasing schedule), 1 from 0 to 2 r. Rounded, the mean still is r.
+        inflect: the second number of the paper's (r, inflect), from −1 to 1: r rises (falls, below 0) linearly from
+            block to block, by `inflect` · r about its mean: −1 goes from 2 r to 0 (the paper's decreasing schedule), 1
+            from 0 to 2 r. Rounded, the mean still is r.
         proportional: attention adds log(size), so that a token counts as all the patches it stands for.
     """
 
@@ -163,6 +180,7 @@ class ToMe(Method):
 
     def _apply(self, model: nn.Module) -> Applied:
         seen = view(model)
+        refuse_without_blocks(seen, self.name)
         refuse_other_blocks(model, self.name, seen.blocks)
         if any(hasattr(module, "low_rank") for module in model.modules()):
             raise UserError(
@@ -176,7 +194,10 @@ class ToMe(Method):
             model,
             seen,
             self.name,
-            {name: (_MergingForward, (n, self.proportional)) for name, n in zip(seen.blocks, r, strict=True)},
+            {
+                name: (_MergingForward, (n, self.proportional, any(r[:place])))
+                for place, (name, n) in enumerate(zip(seen.blocks, r, strict=True))
+            },
         )
         none = {name: "r is 0" for name, n in zip(seen.blocks, r, strict=True) if not n}
         merging = tuple(name for name in seen.blocks if name not in none)
