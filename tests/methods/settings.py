@@ -305,7 +305,7 @@ def _merging(**settings: Any) -> Row:
         off={"r": 0},
         shortcuts=((_MergingForward, "_acts", _always),),
         models=("vit",),
-        refused={**another_form, "swinv2": "lie on no one grid"},
+        refused={**another_form, "swinv2": "not of the form"},
         own_evaluation="tokens are merged there too",
     )
 

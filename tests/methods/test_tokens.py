@@ -25,6 +25,7 @@ from efficient_ft.methods import (
     LoRA,
     Mesa,
     Method,
+    MoE,
     RepNet,
     ToMe,
     apply_methods,
@@ -300,7 +301,7 @@ def test_budgets_that_leave_nothing_are_refused() -> None:
 
 
 def test_blocks_and_places_are_listed_once() -> None:
-    for method in (BSR([1, 1], [1]), Blocks([1, -3]), RepNet([1, 1])):
+    for method in (BSR([1, 1], [1]), BSR([1, -3], [1]), MoE(2, 1, [1, 1]), RepNet([1, 1])):
         with pytest.raises(SettingError, match="each block once"):
             method.apply(model_of("vit"))
 

@@ -23,7 +23,7 @@ from efficient_ft.methods.adapters.lite import refuse_adapted
 from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.forwards import OwnForward, forwards_of, put_inside, take_away
 from efficient_ft.methods.selection.bsr import BSR
-from efficient_ft.methods.selection.static import blocks_at, check_blocks
+from efficient_ft.methods.selection.static import blocks_at, check_blocks, refuse_twice
 from efficient_ft.models.tasks import Tasks, for_each_task, tasks_of
 from efficient_ft.models.view import view
 from efficient_ft.ops.packed import running
@@ -139,7 +139,9 @@ class _Experts(Method):
         """Raise UserError, before anything is changed, where there can be no experts."""
         seen = view(model)
         refuse_adapted(seen, self.name)
-        for name in blocks_at(seen, f"method.{self.name}.blocks", blocks):
+        chosen = blocks_at(seen, f"method.{self.name}.blocks", blocks)
+        refuse_twice(seen, f"method.{self.name}.blocks", blocks)
+        for name in chosen:
             mlp: Any = getattr(model.get_submodule(name), "mlp", None)
             if type(mlp) not in _STANDARD or any(isinstance(m, nn.Conv2d) for m in mlp.modules()):
                 kind = "no mlp" if mlp is None else f"an mlp of another kind ({type(mlp).__name__})"

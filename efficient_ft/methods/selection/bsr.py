@@ -8,9 +8,10 @@ from __future__ import annotations
 from torch import nn
 
 from efficient_ft.methods.base import Applied
-from efficient_ft.methods.selection.static import Blocks, refuse_adapted
+from efficient_ft.methods.selection.static import Blocks, refuse_adapted, refuse_twice
 from efficient_ft.methods.tokens.base import take_forwards
 from efficient_ft.methods.tokens.evit import check_dropping, drop_tokens
+from efficient_ft.models.view import view
 
 
 class BSR(Blocks):
@@ -43,6 +44,7 @@ class BSR(Blocks):
     def _apply(self, model: nn.Module) -> Applied:
         refuse_adapted(model, self.name)
         self._chosen(model)  # what is wrong with the blocks is said before anything is changed
+        refuse_twice(view(model), f"method.{self.name}.blocks", self.blocks)
         dropping = drop_tokens(model, self.name, self.drop_at, self.keep, self.fuse) if self.drop_at else ()
         selected = super()._apply(model)
         return Applied(

@@ -159,7 +159,7 @@ def blocks_at(seen: ModelView, setting: str, blocks: Sequence[int]) -> list[str]
     """The names of blocks by their indices, negative ones from the end, for a method's `setting`.
 
     Raises:
-        SettingError: an index outside the model, or a block twice.
+        SettingError: an index outside the model.
         UserError: the model has no blocks.
     """
     count = len(seen.blocks)
@@ -172,9 +172,13 @@ def blocks_at(seen: ModelView, setting: str, blocks: Sequence[int]) -> list[str]
         raise SettingError(
             setting, list(blocks), f"indices from {-count} to {count - 1}: {seen.name} has {count} blocks"
         )
-    if len({index % count for index in blocks}) < len(blocks):
-        raise SettingError(setting, list(blocks), "each block once")
     return [seen.blocks[index] for index in blocks]
+
+
+def refuse_twice(seen: ModelView, setting: str, blocks: Sequence[int]) -> None:
+    """Raise SettingError where a method's `setting`, indices inside the model, lists a block twice."""
+    if len({index % len(seen.blocks) for index in blocks}) < len(blocks):
+        raise SettingError(setting, list(blocks), "each block once")
 
 
 def concise(model: nn.Module, chosen: set[int]) -> tuple[str, ...]:
