@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -170,6 +170,20 @@ class Method(Callback):
         if self._step != trainer.global_step:
             self.step_end()
             self._step = None  # whatever step comes next, of this or another training, begins
+
+
+def trainable(model: nn.Module) -> dict[str, bool]:
+    """`requires_grad` of every parameter, by name."""
+    return {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+
+
+def make_trainable(model: nn.Module, wanted: Mapping[str, bool]) -> None:
+    """Set `requires_grad` of the parameters named, where the model has them; a frozen one's gradient is None."""
+    for name, parameter in model.named_parameters():
+        if name in wanted:
+            parameter.requires_grad_(wanted[name])
+            if not wanted[name]:
+                parameter.grad = None
 
 
 def refuse_wrapped(model: nn.Module, name: str) -> None:

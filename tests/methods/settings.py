@@ -111,6 +111,28 @@ def batch_of(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> tu
     return images.to(dtype), torch.randint(0, CLASSES, (2,), generator=generator)
 
 
+#: Forms of a plain vision transformer: a timm name and, after a space, in which way another one.
+_FORMS: dict[str, dict[str, Any]] = {
+    "vit_small_patch14_reg4_dinov2": {},  # registers, LayerScale
+    "vit_tiny_patch16_224 q and k norm": {"qk_norm": True},
+    "vit_tiny_patch16_224 drop path": {"drop_path_rate": 0.3},
+    "vit_tiny_patch16_224 average": {"global_pool": "avg"},
+    "vit_base_patch16_siglip_224": {},  # no class token, attention pooling
+    "vit_base_patch16_reg4_gap_256": {},  # registers, no class token
+}
+
+
+def small_vit(form: str, **kwargs: Any) -> nn.Module:
+    """A float64 model of a form, always with the same weights; its images are 32 pixels square, on an 8×8 grid."""
+    torch.manual_seed(0)
+    size = {"img_size": 32, "patch_size": 4, "depth": 4, "embed_dim": 48, "num_heads": 3, "num_classes": CLASSES}
+    model = timm.create_model(form.split()[0], **{**size, **_FORMS.get(form, {}), **kwargs})
+    for name, p in model.named_parameters():
+        if p.dim() == 1 or "token" in name:  # scales of 1e-5 and classes of 0 hide mistakes
+            nn.init.normal_(p, 1.0 if name.endswith("weight") or "gamma" in name else 0.0, 0.2)
+    return model.double()
+
+
 # ------------------------------------------------------------------------------------------------ one step
 def gradients(model: nn.Module, name: str, seed: int = 0) -> dict[str, Tensor | None]:
     """Gradient of every parameter, by name, after the forward and backward pass of one training step."""

@@ -34,10 +34,10 @@ from efficient_ft.methods import (
     apply_methods,
 )
 from efficient_ft.methods.forwards import forwards_of
-from tests.methods.settings import MODELS, batch_of, gradients, model_of
+from tests.methods.settings import MODELS, batch_of, gradients, model_of, small_vit
 from tests.methods.test_contracts import largest_difference
 from tests.methods.test_per_step import DEPTH, C, N, backward_flops, saved_bytes
-from tests.methods.test_tokens import FORMS, small
+from tests.methods.test_tokens import FORMS
 from tests.training.conftest import plain_config
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "method"
@@ -89,7 +89,7 @@ BUDGETS = [[0.9, 0.7, 0.5, 0.8], [1.0, 0.26, 1.0, 0.5], [0.33, 1.0, 0.0, 1.0], [
 def test_the_output_and_what_trains_are_those_of_the_blocks_written_out(form: str, budgets: list[float]) -> None:
     if "drop path" in form:
         return  # the reference has none; see below
-    plain, model = small(form), small(form)
+    plain, model = small_vit(form), small_vit(form)
     method = ALaST(2, lowest=0.0, rate=0.0, seed=2)
     method.apply(model)
     give(method, budgets)
@@ -142,7 +142,7 @@ def test_so_many_tokens_flow_on() -> None:
 
 def test_drop_path_draws_as_in_the_plain_model() -> None:
     form = "vit_tiny_patch16_224 drop path"
-    plain, model = small(form), small(form)
+    plain, model = small_vit(form), small_vit(form)
     ALaST(4, start=1.0, rate=0.0).apply(model)
     assert largest_difference(gradients(plain, "vit"), gradients(model, "vit")) < 1e-9
 
@@ -488,9 +488,9 @@ def test_settings_out_of_range_are_named(settings: dict[str, Any], named: str) -
 
 
 def test_what_is_refused_is_left_as_it_was() -> None:
-    small_vit: dict[str, Any] = {"img_size": 32, "patch_size": 4, "depth": 4, "embed_dim": 48, "num_heads": 3}
-    no_class = timm.create_model("vit_tiny_patch16_224", class_token=False, global_pool="avg", **small_vit)
-    behind = timm.create_model("vit_tiny_patch16_224", block_fn=ResPostBlock, **small_vit)
+    small: dict[str, Any] = {"img_size": 32, "patch_size": 4, "depth": 4, "embed_dim": 48, "num_heads": 3}
+    no_class = timm.create_model("vit_tiny_patch16_224", class_token=False, global_pool="avg", **small)
+    behind = timm.create_model("vit_tiny_patch16_224", block_fn=ResPostBlock, **small)
     dropping, adapted = model_of("vit"), model_of("vit")
     EViT([1]).apply(dropping)
     LoRA(2).apply(adapted)

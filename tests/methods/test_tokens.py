@@ -9,7 +9,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from timm.layers import set_fused_attn, set_reentrant_ckpt
-from torch import Tensor, nn
+from torch import Tensor
 
 from efficient_ft.cost import executed, layer_flops
 from efficient_ft.errors import SettingError, UserError
@@ -32,27 +32,17 @@ from efficient_ft.methods import (
 )
 from efficient_ft.methods.forwards import forwards_of
 from efficient_ft.models.view import view
-from tests.methods.settings import RESNET50, batch_of, gradients, model_of
+from tests.methods.settings import RESNET50, batch_of, gradients, model_of, small_vit
 from tests.methods.test_contracts import largest_difference
 
-FORMS: dict[str, dict[str, Any]] = {
-    "vit_tiny_patch16_224": {},
-    "deit_tiny_distilled_patch16_224": {},
-    "vit_small_patch14_reg4_dinov2": {},  # registers, LayerScale
-    "vit_tiny_patch16_224 q and k norm": {"qk_norm": True},
-    "vit_tiny_patch16_224 drop path": {"drop_path_rate": 0.3},
-    "vit_tiny_patch16_224 average": {"global_pool": "avg"},
-}
-
-
-def small(form: str) -> nn.Module:
-    torch.manual_seed(0)
-    size = {"img_size": 32, "patch_size": 4, "depth": 4, "embed_dim": 48, "num_heads": 3, "num_classes": 5}
-    model = timm.create_model(form.split()[0], **{**size, **FORMS[form]})
-    for name, p in model.named_parameters():
-        if p.dim() == 1 or "token" in name:  # scales of 1e-5 and classes of 0 hide mistakes
-            nn.init.normal_(p, 1.0 if name.endswith("weight") or "gamma" in name else 0.0, 0.2)
-    return model.double()
+FORMS = (
+    "vit_tiny_patch16_224",
+    "deit_tiny_distilled_patch16_224",
+    "vit_small_patch14_reg4_dinov2",
+    "vit_tiny_patch16_224 q and k norm",
+    "vit_tiny_patch16_224 drop path",
+    "vit_tiny_patch16_224 average",
+)
 
 
 def by_hand(model: Any, images: Tensor, drop_at: list[int], keep: float, fuse: bool) -> Tensor:
@@ -87,7 +77,7 @@ def by_hand(model: Any, images: Tensor, drop_at: list[int], keep: float, fuse: b
 def test_the_output_and_all_gradients_are_those_of_the_blocks_written_out(form: str, fuse: bool, fused: bool) -> None:
     set_fused_attn(fused)
     try:
-        model, plain = small(form), small(form)
+        model, plain = small_vit(form), small_vit(form)
     finally:
         set_fused_attn(True)
     EViT([1, 2], 0.5, fuse).apply(model)
@@ -106,7 +96,7 @@ def test_the_output_and_all_gradients_are_those_of_the_blocks_written_out(form: 
 
 
 def test_drop_path_is_part_of_the_block() -> None:
-    model = small("vit_tiny_patch16_224 drop path")
+    model = small_vit("vit_tiny_patch16_224 drop path")
     EViT([1, 2]).apply(model)
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     torch.manual_seed(3)
@@ -231,7 +221,7 @@ def test_a_step_on_few_tokens_is_exact_where_that_costs_less() -> None:
 
 
 def test_timm_s_own_checkpointing_replays_the_same_choice() -> None:
-    plain, replayed = small("vit_tiny_patch16_224"), small("vit_tiny_patch16_224")
+    plain, replayed = small_vit("vit_tiny_patch16_224"), small_vit("vit_tiny_patch16_224")
     for model in (plain, replayed):
         EViT([1, 2]).apply(model)
     replayed.set_grad_checkpointing(True)  # type: ignore[operator]
@@ -314,7 +304,7 @@ def test_a_block_beside_which_a_side_module_stands_keeps_its_tokens() -> None:
 
 
 def test_reentrant_checkpointing_is_refused_where_it_loses_what_is_known_of_tokens() -> None:
-    model = small("vit_tiny_patch16_224")
+    model = small_vit("vit_tiny_patch16_224")
     ToMe(4).apply(model)
     model.set_grad_checkpointing(True)  # type: ignore[operator]
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64, requires_grad=True)

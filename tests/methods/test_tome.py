@@ -32,28 +32,18 @@ from efficient_ft.methods import (
 from efficient_ft.methods.forwards import forwards_of
 from efficient_ft.methods.tokens.tome import scheduled
 from efficient_ft.ops.tokens import Tokens, among
-from tests.methods.settings import gradients, model_of
+from tests.methods.settings import gradients, model_of, small_vit
 from tests.methods.test_contracts import largest_difference
 
-FORMS: dict[str, dict[str, Any]] = {
-    "vit_tiny_patch16_224": {},
-    "deit_tiny_distilled_patch16_224": {},
-    "vit_small_patch14_reg4_dinov2": {},  # registers, LayerScale
-    "vit_tiny_patch16_224 q and k norm": {"qk_norm": True},
-    "vit_tiny_patch16_224 average": {"global_pool": "avg"},
-    "vit_base_patch16_siglip_224": {},  # no class token, attention pooling
-    "vit_base_patch16_reg4_gap_256": {},  # registers, no class token
-}
-
-
-def small(form: str, **kwargs: Any) -> nn.Module:
-    torch.manual_seed(0)
-    size = {"img_size": 32, "patch_size": 4, "depth": 4, "embed_dim": 48, "num_heads": 3, "num_classes": 5}
-    model = timm.create_model(form.split()[0], **{**size, **FORMS.get(form, {}), **kwargs})
-    for name, p in model.named_parameters():
-        if p.dim() == 1 or "token" in name:  # scales of 1e-5 and classes of 0 hide mistakes
-            nn.init.normal_(p, 1.0 if name.endswith("weight") or "gamma" in name else 0.0, 0.2)
-    return model.double()
+FORMS = (
+    "vit_tiny_patch16_224",
+    "deit_tiny_distilled_patch16_224",
+    "vit_small_patch14_reg4_dinov2",
+    "vit_tiny_patch16_224 q and k norm",
+    "vit_tiny_patch16_224 average",
+    "vit_base_patch16_siglip_224",
+    "vit_base_patch16_reg4_gap_256",
+)
 
 
 def pictures(count: int = 2) -> Tensor:
@@ -106,7 +96,7 @@ def test_the_output_and_all_gradients_are_those_of_the_blocks_written_out(
 ) -> None:
     set_fused_attn(fused)
     try:
-        model, plain = small(form), small(form)
+        model, plain = small_vit(form), small_vit(form)
     finally:
         set_fused_attn(True)
     r = [9, 20, 0, 17]  # of the 35 left to the last, half
@@ -127,7 +117,7 @@ def test_the_output_and_all_gradients_are_those_of_the_blocks_written_out(
 def test_proportional_attention_and_merging_are_not_nothing() -> None:
     outputs = []
     for method in (None, ToMe(12), ToMe(12, proportional=False)):
-        model = small("vit_tiny_patch16_224").eval()
+        model = small_vit("vit_tiny_patch16_224").eval()
         if method is not None:
             method.apply(model)
         outputs.append(model(pictures()))
@@ -141,7 +131,7 @@ def test_attention_of_two_maps_counts_both() -> None:
     for fused in (True, False):
         set_fused_attn(fused)
         try:
-            model = small("vit_dwee_patch16_reg1_gap_256")
+            model = small_vit("vit_dwee_patch16_reg1_gap_256")
         finally:
             set_fused_attn(True)
         ToMe(12).apply(model)
@@ -160,7 +150,7 @@ def test_attention_without_keys_or_with_a_mask_is_refused() -> None:
             return F.scaled_dot_product_attention(q, q, q, attn_mask=x.new_zeros(x.shape[1], x.shape[1])).squeeze(1)
 
     for attention, message in ((Mean(), "Mean shows no keys"), (Masked(), "a mask of its own")):
-        model: Any = small("vit_tiny_patch16_224")
+        model: Any = small_vit("vit_tiny_patch16_224")
         model.blocks[1].attn = attention
         with pytest.raises(UserError, match=f"method tome: .*{message}"):
             ToMe(4).apply(model)
@@ -168,7 +158,7 @@ def test_attention_without_keys_or_with_a_mask_is_refused() -> None:
 
 
 def test_drop_path_is_part_of_the_block() -> None:
-    model = small("vit_tiny_patch16_224", drop_path_rate=0.3)
+    model = small_vit("vit_tiny_patch16_224", drop_path_rate=0.3)
     ToMe(8).apply(model)
     torch.manual_seed(3)
     first, other = model(pictures()), model(pictures())
@@ -178,7 +168,7 @@ def test_drop_path_is_part_of_the_block() -> None:
 
 
 def test_the_batch_is_not_mixed() -> None:
-    model = small("vit_tiny_patch16_224").eval()
+    model = small_vit("vit_tiny_patch16_224").eval()
     ToMe(12).apply(model)
     together = model(pictures(3))
     torch.testing.assert_close(together, torch.cat([model(image[None]) for image in pictures(3)]))
@@ -316,7 +306,7 @@ def test_gradients_from_eight_bits_are_near(other: Any) -> None:
 
 
 def test_timm_s_own_checkpointing_replays_the_same_choice() -> None:
-    plain, replayed = small("vit_tiny_patch16_224"), small("vit_tiny_patch16_224")
+    plain, replayed = small_vit("vit_tiny_patch16_224"), small_vit("vit_tiny_patch16_224")
     for model in (plain, replayed):
         ToMe(12).apply(model)
     replayed.set_grad_checkpointing(True)  # type: ignore[operator]
@@ -403,8 +393,8 @@ def test_an_r_that_would_merge_everything_is_refused() -> None:
     """Of 64: 48, 32, 16, 8, 4, 2, 1; and 49, 34, 19, 10, 5, 3, 2."""
     for r in (16, 32, [32] * 7):
         with pytest.raises(SettingError, match=r"from 0 to (15|32).* more than one"):
-            ToMe(r).apply(small("vit_tiny_patch16_224", depth=7))
-    model = small("vit_tiny_patch16_224", depth=7)
+            ToMe(r).apply(small_vit("vit_tiny_patch16_224", depth=7))
+    model = small_vit("vit_tiny_patch16_224", depth=7)
     report = ToMe(15).apply(model)
     assert len(report.touched) == 7
     assert model.eval()(pictures()).isfinite().all()

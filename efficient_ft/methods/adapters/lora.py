@@ -10,7 +10,7 @@ from torch import nn
 
 from efficient_ft.errors import SettingError, UserError
 from efficient_ft.methods.adapters.lite import refuse_adapted
-from efficient_ft.methods.base import Applied, Method
+from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
 from efficient_ft.models.view import NO_GRID, Layer, ModelView, parameters_under, view
 
 #: Layers that hold several projections in one matrix get the rank of each, under one alpha (the LBP-WHT baselines).
@@ -85,7 +85,7 @@ class LoRA(Method):
         if not chosen:
             raise self._nothing(seen, skipped)
 
-        self._before = {n: p.requires_grad for n, p in model.named_parameters()}
+        self._before = trainable(model)
         self._adapted = tuple(layer.name for layer in chosen)
         self._reached = tuple(dict.fromkeys(layer.reach for layer in chosen if layer.reach is not None))
         if self.targets == "attention":
@@ -122,9 +122,7 @@ class LoRA(Method):
             setattr(model.get_submodule(parent), child, layer.get_base_layer())
         for name in self._reached:
             model.get_submodule(name).qkv_bias_separate = False  # type: ignore[assignment]
-        for name, parameter in model.named_parameters():
-            if name in self._before:
-                parameter.requires_grad_(self._before[name])
+        make_trainable(model, self._before)
 
     def remove(self, model: nn.Module) -> None:
         super().remove(model)

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from efficient_ft.errors import SettingError, UserError
 from efficient_ft.methods.adapters.lite import LiteResidual, refuse_adapted, refuse_indivisible, stride_of
-from efficient_ft.methods.base import Applied, Method
+from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
 from efficient_ft.methods.forwards import OwnForward, forwards_of, put_around, take_away
 from efficient_ft.models.view import ModelView, parameters_under, view
 from efficient_ft.ops.tokens import among, carry, known
@@ -106,12 +106,9 @@ class RepNet(Method):
         refuse_adapted(seen, self.name)
         chosen, skipped = self._chosen(seen)
         sides = {name: self._side(seen, name) for name in chosen}
-        self._before = {n: p.requires_grad for n, p in model.named_parameters()}
+        self._before = trainable(model)
         head = parameters_under(model, seen.head)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name in head and self._before[name])
-            if not parameter.requires_grad:
-                parameter.grad = None
+        make_trainable(model, {name: name in head and before for name, before in self._before.items()})
         for name, side in sides.items():
             block = model.get_submodule(name)
             block.side_module = side.requires_grad_(True)
@@ -197,9 +194,7 @@ class RepNet(Method):
             if hasattr(module, "side_module"):
                 take_away(module, _SideForward)
                 del module.side_module
-        for name, parameter in model.named_parameters():
-            if name in self._before:
-                parameter.requires_grad_(self._before[name])
+        make_trainable(model, self._before)
 
     def remove(self, model: nn.Module) -> None:
         super().remove(model)

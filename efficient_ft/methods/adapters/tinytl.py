@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from efficient_ft.errors import SettingError, UserError
 from efficient_ft.methods.adapters.lite import EPS, GROUP, LiteResidual, refuse_adapted, refuse_indivisible, stride_of
-from efficient_ft.methods.base import Applied, Method
+from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
 from efficient_ft.models.frozen_batch_norm import FROZEN
 from efficient_ft.models.view import ModelView, parameters_under, view
 
@@ -96,7 +96,7 @@ class TinyTL(Method):
         refuse_adapted(seen, self.name)
         chosen, skipped = self._chosen(seen)
         norms = self._to_group(seen) if self.norm == "group" else {}
-        self._before = {n: p.requires_grad for n, p in model.named_parameters()}
+        self._before = trainable(model)
         self._norms = {name: type(model.get_submodule(name)) for name in norms}
         trains = {n for n, p in model.named_parameters() if p.requires_grad and p.dim() == 1 and n.endswith("bias")}
         trains |= {n for n in parameters_under(model, seen.head) if self._before[n]}
@@ -182,9 +182,7 @@ class TinyTL(Method):
             for name, (mean, deviation) in self._filters.items():
                 weight: Any = model.get_submodule(name).weight
                 weight.copy_(weight * deviation.to(weight) + mean.to(weight))
-        for name, parameter in model.named_parameters():
-            if name in self._before:
-                parameter.requires_grad_(self._before[name])
+        make_trainable(model, self._before)
 
     def remove(self, model: nn.Module) -> None:
         super().remove(model)

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from efficient_ft.errors import SettingError, UserError
-from efficient_ft.methods.base import Applied, Method
-from efficient_ft.methods.selection.static import refuse_adapted
+from efficient_ft.methods.base import Applied
+from efficient_ft.methods.selection.static import Selection
 from efficient_ft.models.view import ModelView, parameters_under, view
 from efficient_ft.seeding import generator_of
 
 
-class LayersPerStep(Method):
+class LayersPerStep(Selection):
     """Base: a subclass says which blocks train in a step. The head and the norm before it always do.
 
     Args:
@@ -31,12 +31,12 @@ class LayersPerStep(Method):
         seed: of the choices; None: the run's, and 0 in anyone's own loop.
     """
 
-    axis = "selection"
     find_unused_parameters = True
     #: A step's mask is drawn: its cost is a mean.
     cost_steps = 8
 
     def __init__(self, layers: int, embeddings: bool, seed: int | None) -> None:
+        super().__init__()
         if type(layers) is not int or layers < 1:
             raise SettingError("layers", layers, "a whole number of at least 1")
         if not isinstance(embeddings, bool):
@@ -44,32 +44,30 @@ class LayersPerStep(Method):
         if seed is not None and (type(seed) is not int or seed < 0):
             raise SettingError("seed", seed, "null (the run's) or a whole number of at least 0")
         self.layers, self.embeddings, self.seed = layers, embeddings, seed
-        self._before: dict[str, bool] = {}
         self._blocks: dict[str, nn.Module] = {}
         #: What may train in each block, once every method is applied (adapters freeze what they adapt).
         self._trainable: dict[str, list[nn.Parameter]] | None = None
-        self._chosen: tuple[int, ...] = ()
+        self._trained: tuple[int, ...] = ()
 
     def choose(self, step: int, count: int) -> list[int]:
         """The blocks, counted from 0, that train in a step; `count`: all of the model."""
         raise NotImplementedError  # abstract
 
-    def _apply(self, model: nn.Module) -> Applied:
-        refuse_adapted(model, self.name)
+    def _chosen(self, model: nn.Module) -> dict[str, Tensor]:
+        """What may train."""
+        if self.embeddings:
+            return dict(model.named_parameters())
         seen = view(model)
-        names = self._refuse_few(seen)
-        self._before = {n: p.requires_grad for n, p in model.named_parameters()}
+        return parameters_under(model, [*seen.blocks, *seen.tail, *seen.head])
+
+    def _apply(self, model: nn.Module) -> Applied:
+        names = self._refuse_few(view(model))
+        selected = super()._apply(model)
         self._blocks, self._trainable = {name: model.get_submodule(name) for name in names}, None
-        trains = parameters_under(model, [*names, *seen.tail, *seen.head])
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(self.embeddings or name in trains)
-            if not parameter.requires_grad:
-                parameter.grad = None
-        frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
         return Applied(
             self.name,
             names,
-            dict.fromkeys(frozen, "frozen: it lies before or between the blocks"),
+            dict.fromkeys(selected.skipped, "frozen: it lies before or between the blocks"),
             notes=(f"{self.layers} of {len(names)} blocks train in a step", *self._notes()),
         )
 
@@ -88,17 +86,9 @@ class LayersPerStep(Method):
             )
         return seen.blocks
 
-    def _remove(self, model: nn.Module) -> None:
-        if not self._before:
-            return
-        refuse_adapted(model, self.name)
-        for name, parameter in model.named_parameters():
-            if name in self._before:
-                parameter.requires_grad_(self._before[name])
-
     def remove(self, model: nn.Module) -> None:
         super().remove(model)
-        self._before, self._blocks, self._trainable = {}, {}, None
+        self._blocks, self._trainable = {}, None
 
     # ------------------------------------------------------------------ per step
     def step_begin(self, step: int) -> None:
@@ -108,11 +98,11 @@ class LayersPerStep(Method):
             }
         count = len(self._blocks)
         with unset_fake_temporarily():  # costs are counted on fake tensors, choices made on real numbers
-            self._chosen = tuple(sorted(self.choose(step, count)))
+            self._trained = tuple(sorted(self.choose(step, count)))
         for index, parameters in enumerate(self._trainable.values()):
             for parameter in parameters:
-                parameter.requires_grad_(index in self._chosen)
-                if index not in self._chosen:
+                parameter.requires_grad_(index in self._trained)
+                if index not in self._trained:
                     parameter.grad = None
 
     def step_end(self) -> None:
@@ -124,7 +114,7 @@ class LayersPerStep(Method):
         return generator_of(self.seed or 0, step)
 
     def insight(self) -> dict[str, Any]:
-        return {"trained": [list(self._blocks)[index] for index in self._chosen]}
+        return {"trained": [list(self._blocks)[index] for index in self._trained]}
 
 
 class UniformLayers(LayersPerStep):

@@ -13,12 +13,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from efficient_ft.errors import SettingError, UserError
-from efficient_ft.methods.base import Applied, Method
+from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
 from efficient_ft.models.view import ModelView, is_norm, parameters_under, view
 
 
 class Selection(Method):
-    """Base of the static selections: a subclass says which parameters train; all others are frozen."""
+    """Base of the selections: a subclass says which parameters train; all others are frozen."""
 
     axis = "selection"
     #: `requires_grad` of every parameter before the selection, by name.
@@ -34,11 +34,8 @@ class Selection(Method):
     def _apply(self, model: nn.Module) -> Applied:
         refuse_adapted(model, self.name)
         chosen = {id(p) for p in self._chosen(model).values()}
-        self._before = {n: p.requires_grad for n, p in model.named_parameters()}
-        for parameter in model.parameters():
-            parameter.requires_grad_(id(parameter) in chosen)
-            if not parameter.requires_grad:
-                parameter.grad = None
+        self._before = trainable(model)
+        make_trainable(model, {name: id(p) in chosen for name, p in model.named_parameters()})
         frozen = {id(p) for p in model.parameters()} - chosen
         return Applied(self.name, concise(model, chosen), dict.fromkeys(concise(model, frozen), "frozen"))
 
@@ -47,9 +44,7 @@ class Selection(Method):
         if not self._before:
             return
         refuse_adapted(model, self.name)
-        for name, parameter in model.named_parameters():
-            if name in self._before:
-                parameter.requires_grad_(self._before[name])
+        make_trainable(model, self._before)
 
     def remove(self, model: nn.Module) -> None:
         super().remove(model)
