@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from efficient_ft.errors import SettingError, UserError
-from efficient_ft.methods.base import Applied
+from efficient_ft.methods.base import Applied, trainable
 from efficient_ft.methods.selection.static import Selection
 from efficient_ft.models.view import ModelView, parameters_under, view
 from efficient_ft.seeding import generator_of
@@ -62,12 +62,13 @@ class LayersPerStep(Selection):
 
     def _apply(self, model: nn.Module) -> Applied:
         names = self._refuse_few(view(model))
-        selected = super()._apply(model)
+        super()._apply(model)
         self._blocks, self._trainable = {name: model.get_submodule(name) for name in names}, None
+        frozen = [name for name, trains in trainable(model).items() if not trains]
         return Applied(
             self.name,
             names,
-            dict.fromkeys(selected.skipped, "frozen: it lies before or between the blocks"),
+            dict.fromkeys(frozen, "frozen: it lies before or between the blocks"),
             notes=(f"{self.layers} of {len(names)} blocks train in a step", *self._notes()),
         )
 
