@@ -1,7 +1,7 @@
 """The name under which Hydra finds our launcher: it makes plugins of this namespace only, found by itself."""
 
-from efficient_ft import launcher
+from efficient_ft.cli import launcher
 
 
 class ProcessLauncher(launcher.ProcessLauncher):
-    """See `efficient_ft.launcher`."""
+    """See `efficient_ft.cli.launcher`."""

@@ -57,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for folder in (ROOT, ROOT / "scripts"):
         if str(folder) not in sys.path:
             sys.path.insert(0, str(folder))
-    from efficient_ft.allocator import keep_freed_memory
-    from efficient_ft.errors import UserError, replace_unprintable
+    from efficient_ft.core.allocator import keep_freed_memory
+    from efficient_ft.core.errors import UserError, replace_unprintable
 
     replace_unprintable()
     allocator = "system"
@@ -150,7 +150,7 @@ def _count(text: str) -> int:
 def _environment(options: argparse.Namespace, allocator: str) -> dict[str, Any]:
     import torch
 
-    from efficient_ft.errors import SettingError
+    from efficient_ft.core.errors import SettingError
 
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -247,7 +247,7 @@ def parse_recipe(text: str) -> Recipe:
     Raises:
         UserError: not of that form.
     """
-    from efficient_ft.errors import UserError
+    from efficient_ft.core.errors import UserError
 
     name, equals, rest = text.partition("=")
     if not equals or ":" in name:
@@ -274,7 +274,7 @@ def parse_recipes(texts: Sequence[str]) -> list[Recipe]:
     Raises:
         UserError: one that is not of the form, or two of the same name.
     """
-    from efficient_ft.errors import UserError
+    from efficient_ft.core.errors import UserError
 
     recipes = [parse_recipe(text) for text in texts]
     names = [recipe.name for recipe in recipes]
@@ -292,7 +292,7 @@ def _package(option: str) -> str:
 
 def _config(model: str | None, overrides: Sequence[str]) -> Config:
     """The checked configuration of a run on random weights."""
-    from efficient_ft.commandline import configurations, register
+    from efficient_ft.cli.compose import configurations, register
 
     register()
     chosen = []
@@ -401,8 +401,8 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from efficient_ft import cost
-    from efficient_ft.config import build_methods
     from efficient_ft.methods.base import apply_methods
+    from efficient_ft.methods.build import build_methods
     from efficient_ft.models import factory
 
     recipes = parse_recipes(options.recipes or ("last_stage", "lbp_wht"))
@@ -485,8 +485,8 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
 def _layer(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
+    from efficient_ft.core.errors import SettingError
     from efficient_ft.cost import Meter
-    from efficient_ft.errors import SettingError
     from efficient_ft.ops.low_rank import low_rank_conv1x1, low_rank_linear
     from efficient_ft.ops.projectors import CosineProjector, WalshProjector
     from efficient_ft.ops.transforms import low_pass_l1
@@ -627,16 +627,16 @@ def _one_loop(job: str, options: argparse.Namespace) -> dict[str, Any]:
     """The run of `job` as the command line makes it, until enough steps are measured."""
     import torch
 
-    from efficient_ft.config import build_methods
     from efficient_ft.cost import TrainingStep
     from efficient_ft.data import ImageData
     from efficient_ft.methods.base import apply_methods
+    from efficient_ft.methods.build import build_methods
     from efficient_ft.models import factory
     from efficient_ft.training.module import build_optimizer
     from efficient_ft.training.run import run
 
     batch = options.batch or (None if job == "default" else 8)
-    overrides = ["data.workers=0", "data=digits", "trainer.epochs=1000", "trainer.limit_eval_batches=1"]
+    overrides = ["data.num_workers=0", "data=digits", "trainer.epochs=1000", "trainer.limit_eval_batches=1"]
     overrides += [] if job == "default" else ["method=full"]
     overrides += [] if batch is None else [f"data.batch_size={batch}"]
     overrides += [f"trainer.accelerator={'cpu' if options.device == 'cpu' else 'gpu'}"]
@@ -655,7 +655,7 @@ def _one_loop(job: str, options: argparse.Namespace) -> dict[str, Any]:
         label_smoothing=config.optim.label_smoothing,
         frozen_bn=config.model.frozen_bn,
         device=options.device,
-        clip=config.optim.clip,
+        clip=config.optim.grad_clip_norm,
         build_optimizer=lambda network: build_optimizer(network, config.optim, config.trainer.precision),
     )
     pairs: list[tuple[float, float]] = []
@@ -697,9 +697,9 @@ def _gradient(options: argparse.Namespace) -> dict[str, Any]:
     from gradient_error import compare, drawn, image_folder
 
     from efficient_ft import cost
-    from efficient_ft.config import build_methods
-    from efficient_ft.errors import UserError
+    from efficient_ft.core.errors import UserError
     from efficient_ft.methods.base import apply_methods
+    from efficient_ft.methods.build import build_methods
     from efficient_ft.models import factory
     from efficient_ft.models.view import view
 

@@ -41,10 +41,10 @@ from torch.utils.data import DataLoader, Subset
 from torchvision.datasets import ImageFolder
 
 from efficient_ft.config import ModelConfig
+from efficient_ft.core.errors import UserError
 from efficient_ft.cost import executed
 from efficient_ft.data import Transform, read_image
 from efficient_ft.data.images import is_image
-from efficient_ft.errors import UserError
 from efficient_ft.methods import LBPDCT, LBPWHT
 from efficient_ft.methods.backprop.low_rank import LowRankBackward, LowRankConv2d, LowRankLinear
 from efficient_ft.models.factory import create_model, input_of

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from efficient_ft.errors import UserError, replace_unprintable
+from efficient_ft.core.errors import UserError, replace_unprintable
 
 
 def arguments() -> argparse.Namespace:

@@ -263,7 +263,12 @@ BSR_TABLES = (
         128,
         2**20,
         tuple(
-            Row(f"drop {1 - keep:.1f} in {drop_at}", memory, (partial(BSR, drop_at=drop_at, keep=keep),), gmacs=gmacs)
+            Row(
+                f"drop {1 - keep:.1f} in {drop_at}",
+                memory,
+                (partial(BSR, drop_at=drop_at, keep_rate=keep),),
+                gmacs=gmacs,
+            )
             for keep, drop_at, memory, gmacs in (
                 (0.7, [1, 3, 5, 7, 9], 1363, 270),
                 (0.5, [3, 6, 9], 1433, 295),

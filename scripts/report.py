@@ -1,8 +1,8 @@
-"""Figures of what a run has recorded (``insight.every=1``): ``python scripts/report.py RUN``
+"""Figures of what a run has recorded (``step_stats.interval=1``): ``python scripts/report.py RUN``
 
 Draws budgets over time, how often each block trained, tokens behind each block, relative magnitudes, and the kept
 tokens laid over images of the run's own evaluation split: PNG files, and report.html, one page of its own that needs no
-network. What each number means stands in `efficient_ft/training/insight.py`.
+network. What each number means stands in `efficient_ft/record/step_stats.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from efficient_ft.errors import UserError, replace_unprintable
+from efficient_ft.core.errors import UserError, replace_unprintable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Figures of what a run has recorded (insight.every=1).")
+    parser = argparse.ArgumentParser(description="Figures of what a run has recorded (step_stats.interval=1).")
     parser.add_argument("run", type=Path, help="a run folder")
     parser.add_argument("--images", type=_count, default=6, metavar="N", help="images with kept tokens (default 6)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to (default: RUN/report)")
@@ -123,7 +123,7 @@ def _require_matplotlib() -> None:
 # ---------------------------------------------------------------------------------------------- what was recorded
 @dataclass(frozen=True)
 class Record:
-    """The rows of insight.jsonl: T recorded steps of B blocks.
+    """The rows of step_stats.jsonl: T recorded steps of B blocks.
 
     Attributes:
         steps: (T,), from 1.
@@ -163,15 +163,15 @@ def read(run: Path) -> Record:
     Raises:
         UserError: nothing.
     """
+    from efficient_ft.record.step_stats import NAME
     from efficient_ft.training.callbacks import Rows
-    from efficient_ft.training.insight import NAME
 
     if not run.is_dir():
         raise UserError(f"{run}: no such folder; give the folder that a run named at its end.")
     rows = Rows(run / NAME).read()
     if not rows:
         raise UserError(
-            f"{run}: nothing was recorded there ({NAME}). Train with insight.every=1 (each optimizer step, or n: every"
+            f"{run}: nothing was recorded there ({NAME}). Train with step_stats.interval=1 (each optimizer step, or n: every"
             " n-th); a run that has finished is trained anew with resume=never."
         )
     blocks = list(rows[0]["blocks"])
@@ -557,7 +557,7 @@ def kept_tokens(run: Path, config: Config, count: int) -> Kept:
     missing = missing_data(config.data)
     if missing is not None:
         raise UserError(missing)
-    data = config.data.model_copy(update={"workers": 0, "eval_batch_size": count})
+    data = config.data.model_copy(update={"num_workers": 0, "eval_batch_size": count})
     images = open_data(data, trained.input, config.seed)
     batch, labels = next(iter(images.eval_loader(images.best_split)))
     model, seen = trained.model, view(trained.model)
@@ -571,7 +571,7 @@ def kept_tokens(run: Path, config: Config, count: int) -> Kept:
     if not drops:
         held = checkpoint.read(run / checkpoint.NAME) if (methods := _budgeted(config)) else {}
         for method in methods:
-            method.load_state_dict(held["callbacks"][method.state_key])
+            method.load_state_dict(held["callbacks"]["MethodCallback"][method.state_key])
             method.apply(model)
             for name in seen.blocks:  # the blocks alone, and not the dropout in them
                 model.get_submodule(name).training = True
@@ -608,9 +608,9 @@ def kept_tokens(run: Path, config: Config, count: int) -> Kept:
 
 def _budgeted(config: Config) -> list[Method]:
     """Those of the run's methods whose budgets let fewer tokens flow on."""
-    from efficient_ft.config import build_methods
+    from efficient_ft.methods.build import build_methods
 
-    return [method for method in build_methods(config) if "budgets" in method.insight()]
+    return [method for method in build_methods(config) if "budgets" in method.step_stats()]
 
 
 def _drops(model: Any, blocks: Sequence[str], batch: Any) -> dict[int, np.ndarray]:
@@ -621,7 +621,7 @@ def _drops(model: Any, blocks: Sequence[str], batch: Any) -> dict[int, np.ndarra
     """
     import torch
 
-    from efficient_ft.training.insight import Passed, watched
+    from efficient_ft.record.step_stats import Passed, watched
 
     drops: dict[int, np.ndarray] = {}
 

@@ -22,8 +22,8 @@ from efficient_ft.config import Config, check
 from efficient_ft.training.callbacks import Rows
 from efficient_ft.training.run import run
 from tests.conftest import REPOSITORY
+from tests.record.test_step_stats import METHODS, VIT
 from tests.training.conftest import plain_config
-from tests.training.test_insight import METHODS, VIT
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -49,7 +49,7 @@ def configured(method: dict[str, Any], **changes: Any) -> Config:
             data__batch_size=16,
             trainer__max_steps=6,
             trainer__limit_eval_batches=1,
-            insight__every=1,
+            step_stats__interval=1,
             **changes,
         )
     )
@@ -131,7 +131,7 @@ def test_the_figures_are_files_and_one_page_of_its_own(name, recorded, tmp_path,
 
 def test_the_numbers_of_the_table_are_those_of_the_record(recorded):
     record = report.read(recorded("alast"))
-    rows = Rows(recorded("alast") / "insight.jsonl").read()
+    rows = Rows(recorded("alast") / "step_stats.jsonl").read()
     header, lines = report.table(record)
     assert len(lines) == 4
     for index, line in enumerate(lines):
@@ -191,7 +191,7 @@ def test_a_run_that_goes_on_still_or_has_lost_its_images_is_drawn_as_far_as_it_g
     shutil.copytree(recorded("alast"), folder)
     (folder / "results.json").unlink()
     (folder / "model.safetensors").unlink()
-    rows = Rows(folder / "insight.jsonl")
+    rows = Rows(folder / "step_stats.jsonl")
     rows.rewind(1)
     assert report.main([str(folder)]) == 0
     assert "Kept tokens are not drawn." in capsys.readouterr().out
@@ -211,7 +211,7 @@ def test_maps_without_magnitudes_and_deep_networks_are_drawn(tmp_path):
         for step in (1, 4, 9):
             values: list[float | None] = generator.uniform(size=count).tolist()
             row = {"trained": blocks[::2], "tokens": [None, *[9] * (count - 1)], "magnitudes": [None, *values[1:]]}
-            Rows(folder / "insight.jsonl").append({"step": step, "blocks": blocks, "budgets": values, **row})
+            Rows(folder / "step_stats.jsonl").append({"step": step, "blocks": blocks, "budgets": values, **row})
         record = report.read(folder)
         for draw in (report.draw_budgets, report.draw_trained, report.draw_tokens, report.draw_magnitudes):
             assert draw(record).png.startswith(SIGNATURE)
@@ -222,8 +222,11 @@ def test_maps_without_magnitudes_and_deep_networks_are_drawn(tmp_path):
     ("make", "said"),
     [
         (lambda folder: None, "no such folder"),
-        (lambda folder: folder.mkdir(), "nothing was recorded there (insight.jsonl). Train with insight.every=1"),
-        (lambda folder: Rows(folder / "insight.jsonl").rewind(0), "resume=never"),
+        (
+            lambda folder: folder.mkdir(),
+            "nothing was recorded there (step_stats.jsonl). Train with step_stats.interval=1",
+        ),
+        (lambda folder: Rows(folder / "step_stats.jsonl").rewind(0), "resume=never"),
     ],
     ids=["nowhere", "unrecorded", "empty"],
 )

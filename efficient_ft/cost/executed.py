@@ -34,10 +34,10 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMo
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
+from efficient_ft.core.distributed import alone
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.cost.meter import LayerFlops, LiveTensor, Meter, Phase, SavedTensors, storages
-from efficient_ft.errors import SettingError, UserError
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
-from efficient_ft.together import alone
 
 if TYPE_CHECKING:
     from efficient_ft.methods.base import Method

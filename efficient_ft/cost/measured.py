@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from efficient_ft.core.errors import SettingError
 from efficient_ft.cost.executed import AUTOCAST, Executed, Probe, positive, undisturbed
 from efficient_ft.cost.meter import storages
-from efficient_ft.errors import SettingError
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 
 if TYPE_CHECKING:

@@ -36,9 +36,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from efficient_ft.core.errors import SettingError
 from efficient_ft.cost.executed import FakeCopyOnCPU, positive
 from efficient_ft.cost.meter import storage_id
-from efficient_ft.errors import SettingError
 from efficient_ft.models.view import view
 
 VALUE = 4

@@ -9,14 +9,13 @@ decodes every image once, leaves the bad ones out of their split before anything
 and reports them, so that the run is the same whenever and however the images are read.
 """
 
-from efficient_ft.data.images import InputSpec, Transform, read_image
-from efficient_ft.data.in_turn import TasksData
+from efficient_ft.data.images import Transform, read_image
 from efficient_ft.data.loading import CounterSampler, ImageData, class_count, missing_data, open_data
+from efficient_ft.data.round_robin import TasksData
 
 __all__ = [
     "CounterSampler",
     "ImageData",
-    "InputSpec",
     "TasksData",
     "Transform",
     "class_count",

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from torchvision.datasets.utils import check_integrity, extract_archive
 from tqdm import tqdm
 
-from efficient_ft.errors import UserError
+from efficient_ft.core.errors import UserError
 
 PROBE_SECONDS = 6.0  # the whole answer, name resolution included
 STALL_SECONDS = 30.0  # without a byte during a download

@@ -10,7 +10,6 @@ import contextlib
 import os
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,29 +18,13 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.transforms import InterpolationMode, v2
 
-from efficient_ft.errors import SettingError, UserError
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.input_spec import InputSpec
 
 EXTENSIONS = (
     ".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp",
 )  # fmt: skip
 AUGMENT = ("resize_crop", "none")
-
-
-@dataclass(frozen=True)
-class InputSpec:
-    """What a network takes.
-
-    Args:
-        size: height and width in pixels.
-        mean: per channel (red, green, blue; or one grey), of values in 0–1.
-        std: per channel, of values in 0–1.
-        interpolation: a name of torchvision's `InterpolationMode`, e.g. `bicubic`.
-    """
-
-    size: tuple[int, int]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    interpolation: str = "bicubic"
 
 
 class Transform:

@@ -22,8 +22,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.data.fetch import fetch
-from efficient_ft.data.images import InputSpec, Transform, read_image, shown
+from efficient_ft.data.images import Transform, read_image, shown
 from efficient_ft.data.sources import (
     LISTED,
     Listing,
@@ -36,7 +38,6 @@ from efficient_ft.data.sources import (
     read_listed,
     split_off,
 )
-from efficient_ft.errors import SettingError, UserError
 
 if TYPE_CHECKING:
     from efficient_ft.config import DataConfig
@@ -201,7 +202,7 @@ class ImageData:
         return self._loader(images, sampler, self._config.eval_batch_size or self._config.batch_size, False)
 
     def _loader(self, images: CountedImages, sampler: CounterSampler, batch_size: int, drop_last: bool) -> Loader:
-        workers = self._config.workers
+        workers = self._config.num_workers
         return Loader(
             images,
             batch_size=batch_size,
@@ -394,5 +395,5 @@ class Loader(DataLoader[tuple[Tensor, int]]):
                 raise
             raise UserError(
                 f"A process that loads images was ended from outside, mostly for want of memory ({error}). "
-                "Use fewer with data.workers, or none: data.workers=0."
+                "Use fewer with data.num_workers, or none: data.num_workers=0."
             ) from error

@@ -18,9 +18,9 @@ import numpy as np
 from torchvision import datasets
 from torchvision.datasets.utils import check_integrity
 
+from efficient_ft.core.errors import UserError, did_you_mean
 from efficient_ft.data.fetch import Archive, unreachable
 from efficient_ft.data.images import EXTENSIONS, class_name, is_image, shown
-from efficient_ft.errors import UserError, did_you_mean
 
 INSTEAD = (
     "Use instead: data=folder data.root=DIR (your own images, DIR/train/CLASS/*.jpg and DIR/test/CLASS/*.jpg, "

@@ -11,8 +11,8 @@ from efficient_ft.methods.memory.back_razor import BackRazor
 from efficient_ft.methods.memory.checkpointing import Checkpointing
 from efficient_ft.methods.memory.mesa import Mesa
 from efficient_ft.methods.memory.swat import SWAT
-from efficient_ft.methods.selection.alast import ALaST
-from efficient_ft.methods.selection.bsr import BSR
+from efficient_ft.methods.recipes.alast import ALaST
+from efficient_ft.methods.recipes.bsr import BSR
 from efficient_ft.methods.selection.per_step import LISA, TopLayers, UniformLayers
 from efficient_ft.methods.selection.static import BitFit, Blocks, Full, HeadOnly, LastStage, NormLast
 from efficient_ft.methods.tokens.evit import EViT

@@ -21,10 +21,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
-from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from efficient_ft.errors import UserError
+from efficient_ft.core.errors import UserError
 
 Axis = Literal["selection", "adapters", "backprop", "memory", "tokens"]
 
@@ -58,7 +57,7 @@ class Applied:
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
 
-class Method(Callback):
+class Method:
     """Base of all methods. A subclass gives ``name``, ``axis``, ``_apply`` and, where it changes modules, ``_remove``.
 
     The constructor's arguments are the method's settings: each is kept as an attribute of the same name.
@@ -77,7 +76,6 @@ class Method(Callback):
     merges: ClassVar[bool] = True
 
     _applied: Applied | None = None
-    _step: int | None = None
 
     # ------------------------------------------------------------------ to be given by a method
     def _apply(self, model: nn.Module) -> Applied:
@@ -92,7 +90,7 @@ class Method(Callback):
     def step_end(self) -> None:
         """Per-step work after the optimizer step, before gradients are set to zero."""
 
-    def insight(self) -> dict[str, Any]:
+    def step_stats(self) -> dict[str, Any]:
         """What it decided for the present step, in plain containers, to be recorded (budgets, chosen layers)."""
         return {}
 
@@ -152,24 +150,10 @@ class Method(Callback):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.settings().items())})"
 
-    # ------------------------------------------------------------------ Lightning
     @property
     def state_key(self) -> str:
+        """Name and settings: under it the state of this method is kept in a checkpoint."""
         return f"{self.name}{sorted(self.settings().items())}"
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self.apply(getattr(pl_module, "model", pl_module))
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        # With accumulation several micro-batches share one optimizer step, and so one choice.
-        if self._step != trainer.global_step:
-            self._step = trainer.global_step
-            self.step_begin(trainer.global_step)
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._step != trainer.global_step:
-            self.step_end()
-            self._step = None  # whatever step comes next, of this or another training, begins
 
 
 def trainable(model: nn.Module) -> dict[str, bool]:

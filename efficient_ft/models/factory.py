@@ -25,14 +25,14 @@ from timm.models import load_state_dict as read_weights
 from torch import Tensor, nn
 
 import efficient_ft.models.small  # noqa: F401  registers vit_digits and vit_micro
-from efficient_ft.errors import SettingError, UserError, did_you_mean
+from efficient_ft.core.errors import SettingError, UserError, did_you_mean
 from efficient_ft.models.proxyless import timm_names
 from efficient_ft.models.tasks import give_heads
 from efficient_ft.models.view import view
 
 if TYPE_CHECKING:
     from efficient_ft.config import ModelConfig
-    from efficient_ft.data import InputSpec
+    from efficient_ft.core.input_spec import InputSpec
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def random_model(config: ModelConfig, num_classes: int | Mapping[str, int]) -> n
 
 def input_of(config: ModelConfig, model: nn.Module | None = None) -> InputSpec:
     """Size (H, W), normalisation and interpolation of the images the model wants; `model` is not needed for it."""
-    from efficient_ft.data import InputSpec
+    from efficient_ft.core.input_spec import InputSpec
 
     cfg = _pretrained_cfg(config)
     size = cfg.input_size[-2:] if config.image_size is None else _pair(config.image_size)
@@ -160,8 +160,8 @@ _SET_ELSEWHERE = {
     "num_classes": "the data: it follows from them",
     "pretrained": "model.pretrained",
     "img_size": "model.image_size",
-    "drop_rate": "model.drop",
-    "drop_path_rate": "model.drop_path",
+    "drop_rate": "model.drop_rate",
+    "drop_path_rate": "model.drop_path_rate",
 }
 
 
@@ -170,10 +170,10 @@ def _arguments(config: ModelConfig, cfg: PretrainedCfg, num_classes: int) -> dic
     # Only models whose weights depend on the image size take it as an argument; others work at any size.
     if config.image_size is not None and cfg.fixed_input_size:
         kwargs["img_size"] = _pair(config.image_size)
-    if config.drop_path:
-        kwargs["drop_path_rate"] = config.drop_path
-    if config.drop:
-        kwargs["drop_rate"] = config.drop
+    if config.drop_path_rate:
+        kwargs["drop_path_rate"] = config.drop_path_rate
+    if config.drop_rate:
+        kwargs["drop_rate"] = config.drop_rate
     for name in config.kwargs:
         if name in _SET_ELSEWHERE:
             raise SettingError(f"model.kwargs.{name}", config.kwargs[name], "nothing", f"Set {_SET_ELSEWHERE[name]}.")

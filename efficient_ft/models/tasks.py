@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from efficient_ft.errors import SettingError, UserError
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.models.view import view
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
-from efficient_ft.errors import UserError
+from efficient_ft.core.errors import UserError
 from efficient_ft.ops.tokens import all_tokens
 
 #: The parameters of a "last stage" follow the papers: EfficientFormerV2's was trained without its downsample.

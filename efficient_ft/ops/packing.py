@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from efficient_ft.errors import UserError
+from efficient_ft.core.errors import UserError
 from efficient_ft.ops import packing_cpu, packing_gpu
 
 #: Values looked at to estimate a sample's threshold.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from efficient_ft.errors import UserError
+from efficient_ft.core.errors import UserError
 from efficient_ft.ops.packed import load, save
 from efficient_ft.ops.packing import Packer, Place
 

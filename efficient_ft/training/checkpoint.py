@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import CheckpointIO
 
-from efficient_ft.errors import UserError
+from efficient_ft.core.errors import UserError
 
 log = logging.getLogger(__name__)
 

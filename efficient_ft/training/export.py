@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from efficient_ft import __version__
-from efficient_ft.errors import UserError
+from efficient_ft.core.errors import UserError
 from efficient_ft.training.checkpoint import write_atomically
 
 if TYPE_CHECKING:
     from efficient_ft.config import ModelConfig
-    from efficient_ft.data import InputSpec
+    from efficient_ft.core.input_spec import InputSpec
     from efficient_ft.methods.base import Method
 
 NAME = "model.safetensors"
@@ -100,7 +100,7 @@ def load(run: Path, task: str | None = None) -> Trained:
         UserError: there is none, it is damaged, or it does not come from a run; or there is no such task.
     """
     from efficient_ft.config import ModelConfig
-    from efficient_ft.data import InputSpec
+    from efficient_ft.core.input_spec import InputSpec
     from efficient_ft.methods import METHODS
     from efficient_ft.models.factory import create_model, random_model, read_state_dict
     from efficient_ft.models.tasks import tasks_of

@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from efficient_ft.errors import UserError
+from efficient_ft.core.errors import UserError
+from efficient_ft.core.seeding import seed_of, seed_step
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 from efficient_ft.models.tasks import tasks_of
 from efficient_ft.models.view import view
-from efficient_ft.seeding import seed_of, seed_step
 
 if TYPE_CHECKING:
     from efficient_ft.config import Config, OptimConfig
@@ -42,11 +42,11 @@ class Evaluation(NamedTuple):
 def lr_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
     """The learning rate of optimizer step `step` as a fraction of `optim.lr`.
 
-    Linear warm-up from `warmup_ratio` over `warmup_steps`, then a cosine down to `min_lr_ratio` (or constant).
+    Linear warm-up from `warmup_start_factor` over `warmup_steps`, then a cosine down to `min_lr_ratio` (or constant).
     """
     warmup = min(optim.warmup_steps, total_steps)
     if step < warmup:
-        return optim.warmup_ratio + (1 - optim.warmup_ratio) * step / warmup
+        return optim.warmup_start_factor + (1 - optim.warmup_start_factor) * step / warmup
     if optim.schedule == "constant":
         return 1.0
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
@@ -70,7 +70,7 @@ class SGD(torch.optim.SGD):
 def build_optimizer(network: nn.Module, optim: OptimConfig, precision: str = "fp32") -> torch.optim.Optimizer:
     """The optimizer over the parameters that may train; weight decay spares norms and biases, as timm does.
 
-    Layer decay gives deeper layers a larger rate (timm's grouping of the model), and `head_lr` the classifier its own.
+    Layer decay gives deeper layers a larger rate (timm's grouping of the model), and `head_lr_mult` the classifier its own.
 
     Raises:
         UserError: nothing trains.
@@ -86,13 +86,13 @@ def build_optimizer(network: nn.Module, optim: OptimConfig, precision: str = "fp
         groups = param_groups_layer_decay(
             network, optim.weight_decay, no_weight_decay_list=spared, layer_decay=optim.layer_decay
         )
-    if optim.head_lr != 1:
+    if optim.head_lr_mult != 1:
         head = {id(p) for name in view(network).head for p in network.get_submodule(name).parameters()}
         scaled = [
             {
                 **g,
                 "params": [p for p in g["params"] if id(p) in head],
-                "lr_scale": g.get("lr_scale", 1.0) * optim.head_lr,
+                "lr_scale": g.get("lr_scale", 1.0) * optim.head_lr_mult,
             }
             for g in groups
         ]
@@ -199,10 +199,10 @@ class FineTuner(L.LightningModule):
 
     def _refuse(self, loss: float, batch_idx: int) -> None:
         optim, trainer = self.config.optim, self.config.trainer
-        step = self.global_step + 1 - (self.trainer.fit_loop.batch_idx - batch_idx) // trainer.accumulate
+        step = self.global_step + 1 - (self.trainer.fit_loop.batch_idx - batch_idx) // trainer.grad_accum_steps
         tries = [f"a smaller optim.lr (now {optim.lr:g})"]
-        if optim.clip is None:
-            tries.append("optim.clip=1")
+        if optim.grad_clip_norm is None:
+            tries.append("optim.grad_clip_norm=1")
         tries.append(f"more optim.warmup_steps (now {optim.warmup_steps})")
         if trainer.precision != "fp32":
             other = "bf16 or fp32" if trainer.precision == "fp16" else "fp32"

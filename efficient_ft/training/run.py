@@ -1,7 +1,7 @@
 """One run, from a checked configuration to results: train, evaluate, or only count the cost.
 
 The folder of a run holds
-`config.yaml`, `metrics.jsonl` (the source of truth) and `metrics.csv`, `insight.jsonl` (with `insight.every`),
+`config.yaml`, `metrics.jsonl` (the source of truth) and `metrics.csv`, `step_stats.jsonl` (with `step_stats.interval`),
 `checkpoint.ckpt` (to continue an interrupted run) and the one before it, `model.safetensors` (the best epoch, under
 timm's own names) and, once the run has finished, `results.json`.
 
@@ -39,16 +39,19 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 from efficient_ft import __version__, cost
-from efficient_ft.config import Config, build_methods, check, fingerprint
+from efficient_ft.config import Config, check, fingerprint
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.cost.executed import AUTOCAST
-from efficient_ft.data import ImageData, InputSpec, TasksData, class_count, missing_data, open_data
-from efficient_ft.errors import SettingError, UserError
+from efficient_ft.data import ImageData, TasksData, class_count, missing_data, open_data
+from efficient_ft.integrations.lightning import MethodCallback
 from efficient_ft.methods.base import Applied, Method, plain_state_dict
+from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.models.tasks import tasks_of
+from efficient_ft.record.step_stats import StepStats
 from efficient_ft.training import checkpoint, export, report
 from efficient_ft.training.callbacks import Bar, Recorder
-from efficient_ft.training.insight import Insight
 from efficient_ft.training.module import FineTuner, Images, build_optimizer
 
 log = logging.getLogger(__name__)
@@ -202,9 +205,9 @@ def _train(config: Config, folder: Path) -> dict[str, Any]:
     run_id = _run_id(folder)
     recorder = Recorder(folder, images.best_split, keep_best, {"run_id": run_id, "version": __version__})
     loggers = _loggers(config, folder, run_id)
-    callbacks: list[L.Callback] = [*methods]
-    if config.insight.every:  # after the methods have chosen, before a checkpoint is written
-        callbacks.append(Insight(folder, methods, config.insight.every))
+    callbacks: list[L.Callback] = [MethodCallback(methods)]
+    if config.step_stats.interval:  # after the methods have chosen, before a checkpoint is written
+        callbacks.append(StepStats(folder, methods, config.step_stats.interval))
     callbacks.append(recorder)
     epochs, total_steps = _length(config, images)
     if config.trainer.progress:
@@ -289,14 +292,14 @@ def _open(config: Config, spec: InputSpec) -> ImageData | TasksData:
             error.setting = error.setting.replace("data.", f"tasks.{task}.", 1)
             error.args = (str(error).replace("data.", f"tasks.{task}.", 1),)
             raise
-    return TasksData(parts, config.trainer.accumulate)
+    return TasksData(parts, config.trainer.grad_accum_steps)
 
 
 def _length(config: Config, images: ImageData | TasksData) -> tuple[int, int]:
     """Epochs and optimizer steps of the run; the last batches of an epoch make a step, however few they are."""
     devices = config.trainer.devices
     world = devices if isinstance(devices, int) else max(1, torch.cuda.device_count())
-    per_epoch = -(-len(images.train_loader(0, world)) // config.trainer.accumulate)
+    per_epoch = -(-len(images.train_loader(0, world)) // config.trainer.grad_accum_steps)
     if not per_epoch:
         raise UserError("There is not one batch of training images; see data.batch_size.")
     total = config.trainer.epochs * per_epoch
@@ -325,8 +328,8 @@ def _trainer(
             strategy=strategy,
             precision=_PRECISION[options.precision],
             max_epochs=epochs,
-            accumulate_grad_batches=options.accumulate,
-            gradient_clip_val=config.optim.clip,
+            accumulate_grad_batches=options.grad_accum_steps,
+            gradient_clip_val=config.optim.grad_clip_norm,
             limit_val_batches=options.limit_eval_batches,
             deterministic=options.deterministic,
             num_sanity_val_steps=0,
@@ -365,7 +368,7 @@ def _environment(config: Config, device: torch.device) -> dict[str, Any]:
         "platform": platform.platform(),
         "device": gpu or f"{device.type} ({platform.machine()})",
         "threads": torch.get_num_threads(),
-        "keep_allocator": config.keep_allocator and platform.system() == "Linux",
+        "keep_allocator": config.keep_freed_memory and platform.system() == "Linux",
     }
 
 
@@ -519,7 +522,7 @@ def _costs(
         in_chans=len(spec.mean),
         frozen_bn=config.model.frozen_bn,
         device=device,
-        clip=config.optim.clip,
+        clip=config.optim.grad_clip_norm,
         build_optimizer=lambda model: build_optimizer(model, config.optim, config.trainer.precision),
     )
     for name, one in found.items():

@@ -44,7 +44,7 @@ def bench() -> ModuleType:
         (
             "half=full:trainer.precision=bf16+mesa:derive=false",
             "half",
-            ["method=[full,mesa]", "trainer.precision=bf16", "method.mesa.derive=false"],
+            ["method=[full,mesa]", "trainer.precision=bf16", "method.mesa.recompute_inputs=false"],
         ),
     ],
 )

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+from efficient_ft.core.errors import UserError
 from efficient_ft.cost import Executed, executed, kept_after_forward, layer_flops
 from efficient_ft.cost.executed import ON_FAKE_TENSORS, Probe, undisturbed
-from efficient_ft.errors import UserError
 from efficient_ft.methods import LBPWHT, LastStage
 
 SMALL_VIT = {"img_size": 64, "depth": 3}

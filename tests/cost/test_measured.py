@@ -11,8 +11,8 @@ import timm
 import torch
 from torch import nn
 
+from efficient_ft.core.errors import UserError
 from efficient_ft.cost import TrainingStep, compare, executed, measured, time_steps
-from efficient_ft.errors import UserError
 from efficient_ft.methods import LBPWHT, LastStage
 from efficient_ft.methods.base import Method, apply_methods
 

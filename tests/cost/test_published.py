@@ -15,6 +15,7 @@ import torch
 from timm.layers import set_fused_attn
 from torch import Tensor, nn
 
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.cost import executed, published
 from efficient_ft.cost.published import (
     BSR_RULE,
@@ -26,7 +27,6 @@ from efficient_ft.cost.published import (
     operations,
     parameter_bytes,
 )
-from efficient_ft.errors import SettingError, UserError
 from efficient_ft.methods import BSR, BackRazor, BitFit, EViT
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 

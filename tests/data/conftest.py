@@ -15,7 +15,7 @@ from efficient_ft.config import DataConfig
 @pytest.fixture
 def data_config() -> Callable[..., DataConfig]:
     def make(name: str, **settings: Any) -> DataConfig:
-        return DataConfig(**{"name": name, "workers": 0, "batch_size": 4, "download": False, **settings})
+        return DataConfig(**{"name": name, "num_workers": 0, "batch_size": 4, "download": False, **settings})
 
     return make
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from efficient_ft.data import InputSpec
+from efficient_ft.core.input_spec import InputSpec
 
 SPEC = InputSpec((16, 16), (0.5, 0.4, 0.3), (0.2, 0.25, 0.3))
 

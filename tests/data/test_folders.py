@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from pictures import SPEC, save
 
 from efficient_ft.config import DataConfig
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.data import ImageData, class_count, missing_data, open_data
 from efficient_ft.data.sources import Samples, read_digits, read_folder, split_off
-from efficient_ft.errors import SettingError, UserError
 
 Make = Callable[..., Path]
 Config = Callable[..., DataConfig]

@@ -14,8 +14,9 @@ from pictures import SPEC, picture, save, truncate
 from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 
-from efficient_ft.data import InputSpec, Transform, read_image
-from efficient_ft.errors import SettingError, UserError
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.data import Transform, read_image
 
 
 def mean_error(image: Image.Image, expected: Image.Image) -> float:

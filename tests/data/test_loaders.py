@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from pictures import SPEC, truncate
 
 from efficient_ft.config import DataConfig
-from efficient_ft.data import CounterSampler, ImageData, InputSpec, open_data
+from efficient_ft.core.errors import UserError
+from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.data import CounterSampler, ImageData, open_data
 from efficient_ft.data.loading import CountedImages
 from efficient_ft.data.sources import Samples
-from efficient_ft.errors import UserError
 
 Make = Callable[..., Path]
 Config = Callable[..., DataConfig]
@@ -85,7 +86,7 @@ def epoch_of(data: ImageData, epoch: int = 1) -> tuple[torch.Tensor, torch.Tenso
 @pytest.mark.parametrize("kind", ["folder", "digits"])
 def test_any_number_of_workers_gives_the_same_epoch(folders: Make, data_config: Config, kind: str) -> None:
     settings = {"root": str(folders(a=12, b=12)), "batch_size": 4} if kind == "folder" else {"batch_size": 256}
-    results = [epoch_of(open_data(data_config(kind, workers=w, **settings), SPEC, 5)) for w in (0, 1, 4)]
+    results = [epoch_of(open_data(data_config(kind, num_workers=w, **settings), SPEC, 5)) for w in (0, 1, 4)]
     for images, labels in results[1:]:
         assert torch.equal(images, results[0][0])
         assert torch.equal(labels, results[0][1])
@@ -97,7 +98,7 @@ def test_any_number_of_workers_gives_the_same_epoch(folders: Make, data_config: 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_persistent_workers_follow_the_epoch(folders: Make, data_config: Config, workers: int) -> None:
-    data = open_data(data_config("folder", root=str(folders(a=8, b=8)), workers=workers), SPEC, 5)
+    data = open_data(data_config("folder", root=str(folders(a=8, b=8)), num_workers=workers), SPEC, 5)
     loader = data.train_loader()
     for epoch in (3, 0, 3):
         loader.sampler.set_epoch(epoch)
@@ -202,7 +203,7 @@ def test_a_corrupt_image_stops_with_its_path_alone(
 ) -> None:
     root = folders(train={"a": 8, "b": 8}, test={"a": 3, "b": 3})
     truncate(root / split / "b/1.jpg")
-    data = open_data(data_config("folder", root=str(root), workers=workers, select_best_on="test"), SPEC, 0)
+    data = open_data(data_config("folder", root=str(root), num_workers=workers, select_best_on="test"), SPEC, 0)
     with pytest.raises(UserError) as error:
         list(data.train_loader() if split == "train" else data.eval_loader("test"))
     assert str(error.value).startswith(str(root / split / "b/1.jpg"))
@@ -241,10 +242,10 @@ def test_skip_does_not_lose_a_class_or_a_split_silently(folders: Make, data_conf
 
 
 def test_a_killed_worker_is_explained(folders: Make, data_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = open_data(data_config("folder", root=str(folders(a=8, b=8)), workers=1), SPEC, 0)
+    data = open_data(data_config("folder", root=str(folders(a=8, b=8)), num_workers=1), SPEC, 0)
     loader = data.train_loader()
     monkeypatch.setattr(CountedImages, "__getitems__", lambda self, keys: __import__("os")._exit(9))
-    with pytest.raises(UserError, match=r"data\.workers=0"):
+    with pytest.raises(UserError, match=r"data\.num_workers=0"):
         list(loader)
 
 
@@ -289,7 +290,7 @@ def trainer(folder: Path, epochs: int, **settings: object) -> lightning.Trainer:
 def test_lightning_sets_the_epoch_also_of_a_resumed_run(
     folders: Make, data_config: Config, tmp_path: Path, workers: int
 ) -> None:
-    data = open_data(data_config("folder", root=str(folders(a=10, b=10)), workers=workers), SPEC, 0)
+    data = open_data(data_config("folder", root=str(folders(a=10, b=10)), num_workers=workers), SPEC, 0)
     whole = Recorder()
     trainer(tmp_path, 3).fit(whole, data.train_loader())
     for epoch in range(3):
@@ -310,7 +311,7 @@ def test_lightning_sets_the_epoch_also_of_a_resumed_run(
 def test_lightning_continues_in_the_middle_of_an_epoch(
     folders: Make, data_config: Config, tmp_path: Path, workers: int
 ) -> None:
-    data = open_data(data_config("folder", root=str(folders(a=10, b=10)), workers=workers), SPEC, 0)
+    data = open_data(data_config("folder", root=str(folders(a=10, b=10)), num_workers=workers), SPEC, 0)
     whole = Recorder()
     trainer(tmp_path, 2).fit(whole, data.train_loader())
     per_epoch = len(data.train_loader())
@@ -328,7 +329,7 @@ def test_lightning_continues_in_the_middle_of_an_epoch(
 
 
 def test_workers_do_not_spawn_threads(folders: Make, data_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = open_data(data_config("folder", root=str(folders(a=4, b=4)), workers=1, batch_size=2), SPEC, 0)
+    data = open_data(data_config("folder", root=str(folders(a=4, b=4)), num_workers=1, batch_size=2), SPEC, 0)
 
     def threads(self: CountedImages, keys: list[tuple[int, int]]) -> int:
         return torch.get_num_threads()
@@ -352,7 +353,7 @@ def test_real_images(shared_data: Path, tmp_path: Path, data_config: Config) -> 
                 break
     root = tmp_path / "cifar10/test"
     spec = InputSpec((64, 48), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    data = open_data(data_config("folder", root=str(root), workers=2, batch_size=16), spec, 0)
+    data = open_data(data_config("folder", root=str(root), num_workers=2, batch_size=16), spec, 0)
     assert data.class_names == list(classes)
     assert data.splits == {"train": 87, "val": 9, "test": 24}
     images, labels = epoch_of(data, 0)

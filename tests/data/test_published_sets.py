@@ -23,10 +23,10 @@ from pictures import SPEC, save
 from torchvision import datasets
 
 from efficient_ft.config import DataConfig
+from efficient_ft.core.errors import UserError
 from efficient_ft.data import class_count, fetch, missing_data, open_data
 from efficient_ft.data.fetch import Archive
 from efficient_ft.data.sources import LISTED
-from efficient_ft.errors import UserError
 
 Config = Callable[..., DataConfig]
 CONF = Path(__file__).resolve().parents[2] / "conf" / "data"

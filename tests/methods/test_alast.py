@@ -18,9 +18,9 @@ from omegaconf import OmegaConf
 from timm.models.vision_transformer import ResPostBlock
 from torch import Tensor, nn
 
-from efficient_ft.config import build_methods, check
+from efficient_ft.config import check
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.cost import executed, layer_flops
-from efficient_ft.errors import SettingError, UserError
 from efficient_ft.methods import (
     BSR,
     LBPWHT,
@@ -33,6 +33,7 @@ from efficient_ft.methods import (
     UniformLayers,
     apply_methods,
 )
+from efficient_ft.methods.build import build_methods
 from efficient_ft.methods.forwards import forwards_of
 from tests.methods.settings import MODELS, batch_of, gradients, model_of, small_vit
 from tests.methods.test_contracts import largest_difference
@@ -90,7 +91,7 @@ def test_the_output_and_what_trains_are_those_of_the_blocks_written_out(form: st
     if "drop path" in form:
         return  # the reference has none; see below
     plain, model = small_vit(form), small_vit(form)
-    method = ALaST(2, lowest=0.0, rate=0.0, seed=2)
+    method = ALaST(2, budget_min=0.0, budget_lr=0.0, seed=2)
     method.apply(model)
     give(method, budgets)
     method.step_begin(0)
@@ -104,7 +105,7 @@ def test_the_output_and_what_trains_are_those_of_the_blocks_written_out(form: st
     assert seen == counts
     F.cross_entropy(logits, labels).backward()
     F.cross_entropy(got, labels).backward()
-    chosen = method.insight()["trained"]
+    chosen = method.step_stats()["trained"]
     assert len(chosen) == 2
     for name, p in model.named_parameters():
         expected = plain.get_parameter(name).grad
@@ -122,7 +123,7 @@ def test_so_many_tokens_flow_on() -> None:
     model = timm.create_model(
         "vit_tiny_patch16_224", img_size=(8, 20), patch_size=4, depth=4, embed_dim=48, num_heads=3, num_classes=5
     )
-    method = ALaST(4, lowest=0.0, rate=0.0)
+    method = ALaST(4, budget_min=0.0, budget_lr=0.0)
     method.apply(model)
     give(method, [0.7, 0.3, 0.49, 1.0])
     seen: list[int] = []
@@ -143,15 +144,15 @@ def test_so_many_tokens_flow_on() -> None:
 def test_drop_path_draws_as_in_the_plain_model() -> None:
     form = "vit_tiny_patch16_224 drop path"
     plain, model = small_vit(form), small_vit(form)
-    ALaST(4, start=1.0, rate=0.0).apply(model)
+    ALaST(4, budget_init=1.0, budget_lr=0.0).apply(model)
     assert largest_difference(gradients(plain, "vit"), gradients(model, "vit")) < 1e-9
 
 
 # ------------------------------------------------------------------------------------------------ 4: budgets
 READINGS: dict[str, dict[str, Any]] = {
-    "alast": {**settings_of("alast"), "layers": 2},
+    "alast": {**settings_of("alast"), "num_layers": 2},
     "alast fast": {**settings_of("alast"), "layers": 2, "rate": 1.0},
-    "alast_paper": {**settings_of("alast_paper"), "layers": 2},
+    "alast_paper": {**settings_of("alast_paper"), "num_layers": 2},
     "alast_paper fast": {**settings_of("alast_paper"), "layers": 2, "rate": 20.0},
     "batch": {"layers": 3, "rate": 0.05, "delta": "batch", "first_delta": "same", "lowest": 0.2},
 }
@@ -177,7 +178,7 @@ def test_budgets_follow_the_equations(reading: str, micro_batches: int) -> None:
         for part in range(micro_batches):
             mine = slice(part, None, micro_batches)
             (F.cross_entropy(model(images[mine]), labels[mine]) / micro_batches).backward()
-        said = method.insight()
+        said = method.step_stats()
         built.step()
         method.step_end()
         built.zero_grad()
@@ -236,7 +237,7 @@ def test_without_clipping_the_update_telescopes(delta: Any) -> None:
 
 def test_the_default_rate_is_the_paper_s_at_its_batch() -> None:
     """1e-4 of a sum over 128 images is .0128 of their mean."""
-    mean, total = ALaST(), ALaST(delta="batch", rate=1e-4)
+    mean, total = ALaST(), ALaST(delta="batch", budget_lr=1e-4)
     for method in (mean, total):
         method.apply(MODELS["vit"].create() if method.layers <= DEPTH else timm.create_model("vit_tiny_patch16_224"))
     changes = torch.rand(12)
@@ -247,7 +248,7 @@ def test_the_default_rate_is_the_paper_s_at_its_batch() -> None:
 @pytest.mark.parametrize("how", ["Checkpointing", "timm", "both halves"])
 def test_what_is_recomputed_counts_once_and_is_the_same(how: str) -> None:
     plain, model = model_of("vit"), model_of("vit")
-    expected, method = (ALaST(2, start=0.7, rate=1e-3, seed=4) for _ in range(2))
+    expected, method = (ALaST(2, budget_init=0.7, budget_lr=1e-3, seed=4) for _ in range(2))
     expected.apply(plain)
     method.apply(model)
     if how == "Checkpointing":
@@ -269,7 +270,7 @@ def test_what_is_recomputed_counts_once_and_is_the_same(how: str) -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [lambda: BackRazor(sparsity=0.0, values="input"), lambda: LBPWHT(order=15), lambda: Checkpointing()],
+    [lambda: BackRazor(sparsity=0.0, value_dtype="same"), lambda: LBPWHT(order=15), lambda: Checkpointing()],
     ids=["back_razor", "lbp_wht", "checkpointing"],
 )
 def test_other_methods_switched_off_change_nothing(
@@ -280,7 +281,7 @@ def test_other_methods_switched_off_change_nothing(
     # Behind a drop, too, an exact layer would be cheaper at full rank.
     monkeypatch.setattr("efficient_ft.methods.backprop.low_rank.backward_flops", lambda *_: (1, 0))
     plain, model = model_of("vit"), model_of("vit")
-    alone, stacked = (ALaST(2, start=0.7, rate=1e-3, seed=4) for _ in range(2))
+    alone, stacked = (ALaST(2, budget_init=0.7, budget_lr=1e-3, seed=4) for _ in range(2))
     alone.apply(plain)
     apply_methods(model, [other(), stacked])
     for step in range(3):
@@ -293,7 +294,7 @@ def test_other_methods_switched_off_change_nothing(
 
 
 def test_evaluation_and_a_step_without_images_leave_the_budgets() -> None:
-    model, method = model_of("vit"), ALaST(2, rate=1e-3)
+    model, method = model_of("vit"), ALaST(2, budget_lr=1e-3)
     method.apply(model)
     held = method.state_dict()
     method.step_begin(0)
@@ -304,7 +305,7 @@ def test_evaluation_and_a_step_without_images_leave_the_budgets() -> None:
 
 
 def test_an_overflow_leaves_the_budgets() -> None:
-    model, method = model_of("vit"), ALaST(2, rate=1e-3)
+    model, method = model_of("vit"), ALaST(2, budget_lr=1e-3)
     method.apply(model)
     states = []
     for step, factor in enumerate((1.0, math.nan, 1.0)):
@@ -318,7 +319,7 @@ def test_an_overflow_leaves_the_budgets() -> None:
 
 
 def test_another_model_begins_anew() -> None:
-    model, method = model_of("vit"), ALaST(1, rate=1e-3)
+    model, method = model_of("vit"), ALaST(1, budget_lr=1e-3)
     method.load_state_dict({f"blocks.{b}": [0.6, 2.0] for b in range(DEPTH)})
     method.apply(model)
     assert budgets_of(method) == [0.6] * DEPTH
@@ -340,7 +341,10 @@ def test_a_step_executes_and_keeps_what_is_counted_by_hand(
 ) -> None:
     tokens = tokens_of(budgets)
     for mask in ([1], [0, 3], [2, 3], [0, 1, 2, 3]):
-        model, method = MODELS["vit"].create(), ALaST(len(mask), lowest=0.0, rate=0.0, embeddings=embeddings)
+        model, method = (
+            MODELS["vit"].create(),
+            ALaST(len(mask), budget_min=0.0, budget_lr=0.0, train_embeddings=embeddings),
+        )
         method.apply(model)
         give(method, budgets)
         monkeypatch.setattr(ALaST, "choose", lambda self, step, count, mask=mask: mask)
@@ -359,7 +363,7 @@ def test_the_mean_cost_is_that_of_the_sampled_masks_and_falls_with_k(monkeypatch
     monkeypatch.setattr(ALaST, "cost_steps", 4)
     tokens, found = tokens_of([0.7] * DEPTH), []
     for k in range(1, DEPTH + 1):
-        model, method = MODELS["vit"].create(), ALaST(k, start=0.7, embeddings=False, seed=3)
+        model, method = MODELS["vit"].create(), ALaST(k, budget_init=0.7, train_embeddings=False, seed=3)
         counted = executed(model, 2, (32, 32), methods=[method])
         method.apply(model)
         masks = [method.choose(step, DEPTH) for step in range(4)]
@@ -373,13 +377,13 @@ def test_the_mean_cost_is_that_of_the_sampled_masks_and_falls_with_k(monkeypatch
 def test_without_dropping_it_costs_what_uniform_layers_cost() -> None:
     same = {"embeddings": False, "seed": 1}
     model = MODELS["vit"].create()
-    one = layer_flops(model, 2, (32, 32), methods=[ALaST(4, start=1.0, **same)])  # type: ignore[arg-type]
+    one = layer_flops(model, 2, (32, 32), methods=[ALaST(4, budget_init=1.0, **same)])  # type: ignore[arg-type]
     other = layer_flops(model, 2, (32, 32), methods=[UniformLayers(4, **same)])  # type: ignore[arg-type]
     assert {n: f for n, f in one.items() if f.forward} == {n: f for n, f in other.items() if f.forward}
 
 
 def test_frozen_blocks_below_record_nothing_though_they_drop_tokens() -> None:
-    model, method = model_of("vit"), ALaST(1, start=0.7, embeddings=False, seed=0)
+    model, method = model_of("vit"), ALaST(1, budget_init=0.7, train_embeddings=False, seed=0)
     method.apply(model)
     step = next(step for step in range(50) if method.choose(step, DEPTH) == [2])
     method.step_begin(step)
@@ -414,7 +418,7 @@ def inclusion(budgets: Sequence[float], k: int) -> list[float]:
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_blocks_are_drawn_by_the_softmax_of_their_budgets(k: int) -> None:
-    model, method, steps = MODELS["vit"].create(), ALaST(k, lowest=0.0, seed=11), 4000
+    model, method, steps = MODELS["vit"].create(), ALaST(k, budget_min=0.0, seed=11), 4000
     method.apply(model)
     budgets = [1.0, 0.0, 0.6, 0.2]
     give(method, budgets)
@@ -422,7 +426,7 @@ def test_blocks_are_drawn_by_the_softmax_of_their_budgets(k: int) -> None:
     assert sum(counts.values()) == k * steps
     for block, p in enumerate(inclusion(budgets, k)):
         assert abs(counts[block] / steps - p) < 4 * math.sqrt(p * (1 - p) / steps)
-    again = ALaST(k, lowest=0.0, seed=11)
+    again = ALaST(k, budget_min=0.0, seed=11)
     again.apply(MODELS["vit"].create())
     give(again, budgets)
     torch.manual_seed(5)
@@ -432,7 +436,7 @@ def test_blocks_are_drawn_by_the_softmax_of_their_budgets(k: int) -> None:
 
 
 def test_the_highest_budgets_are_chosen_the_first_of_equals() -> None:
-    method = ALaST(2, lowest=0.0, choice="highest")
+    method = ALaST(2, budget_min=0.0, layer_choice="highest")
     method.apply(MODELS["vit"].create())
     for budgets, chosen in (([0.1, 0.9, 0.2, 0.5], [1, 3]), ([1.0] * 4, [0, 1]), ([0.5, 0.5, 0.5, 0.6], [0, 3])):
         give(method, budgets)
@@ -441,7 +445,7 @@ def test_the_highest_budgets_are_chosen_the_first_of_equals() -> None:
 
 # ------------------------------------------------------------------------------------------------ 9: adapters
 def test_lora_trains_on_the_tokens_of_the_budgets_and_its_budgets_move() -> None:
-    model, method = model_of("vit"), ALaST(2, rate=1e-3, start=0.8)
+    model, method = model_of("vit"), ALaST(2, budget_lr=1e-3, budget_init=0.8)
     torch.manual_seed(0)
     apply_methods(model, [method, LoRA(2)])
     built = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -505,7 +509,7 @@ def test_what_is_refused_is_left_as_it_was() -> None:
         trains = {n: p.requires_grad for n, p in model.named_parameters()}
         given = [forwards_of(m) for m in model.modules()]
         with pytest.raises(UserError, match=message):
-            ALaST(1, embeddings=False).apply(model)
+            ALaST(1, train_embeddings=False).apply(model)
         assert {n: p.requires_grad for n, p in model.named_parameters()} == trains
         assert [forwards_of(m) for m in model.modules()] == given
     with pytest.raises(UserError, match="Apply the selection first"):
@@ -517,7 +521,7 @@ def test_a_model_of_another_image_size_than_its_own_still_trains() -> None:
     model = timm.create_model(
         "vit_tiny_patch16_224", img_size=32, patch_size=4, depth=4, embed_dim=48, num_heads=3, dynamic_img_size=True
     )
-    method = ALaST(2, start=0.5)
+    method = ALaST(2, budget_init=0.5)
     method.apply(model)
     method.step_begin(0)
     model.train()(torch.randn(2, 3, 48, 24)).sum().backward()

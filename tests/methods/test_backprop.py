@@ -11,8 +11,8 @@ import timm
 import torch
 from torch import nn
 
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.cost import executed, layer_flops
-from efficient_ft.errors import SettingError, UserError
 from efficient_ft.methods import LBPDCT, LBPWHT, Full, LastStage, apply_methods
 from efficient_ft.methods.backprop.low_rank import LowRankConv2d, LowRankLinear
 from efficient_ft.models.view import view

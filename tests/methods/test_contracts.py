@@ -15,12 +15,12 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Callback
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.cost import kept_after_forward, layer_flops
-from efficient_ft.errors import SettingError, UserError
+from efficient_ft.integrations.lightning import MethodCallback
 from efficient_ft.methods import METHODS, LastStage, apply_methods, plain_state_dict
 from efficient_ft.methods.base import ORDER_OF_APPLICATION, Method
 from tests.methods.settings import (
@@ -154,22 +154,21 @@ def test_copies_and_pickles_train_alike(row: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_it_is_a_lightning_callback(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lightning_callback_carries_it(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, method = model_of(ROWS[row].models[0]), ROWS[row].create()
-    network = SimpleNamespace(model=model)
+    network, callback = SimpleNamespace(model=model), MethodCallback(method)
     for stage in ("fit", "validate"):
-        method.setup(SimpleNamespace(global_step=0), network, stage)
+        callback.setup(SimpleNamespace(global_step=0), network, stage)
     assert network.model is model
     assert method.applied is not None
-    assert isinstance(method, Callback)
 
     # Two micro-batches share an optimizer step: it begins once, and ends once the optimizer has stepped.
     calls: list[str] = []
     monkeypatch.setattr(method, "step_begin", lambda step: calls.append(f"begin {step}"))
     monkeypatch.setattr(method, "step_end", lambda: calls.append("end"))
     for batch, (before, after) in enumerate([(7, 7), (7, 8), (8, 8), (8, 9)]):
-        method.on_train_batch_start(SimpleNamespace(global_step=before), network, None, batch)
-        method.on_train_batch_end(SimpleNamespace(global_step=after), network, None, None, batch)
+        callback.on_train_batch_start(SimpleNamespace(global_step=before), network, None, batch)
+        callback.on_train_batch_end(SimpleNamespace(global_step=after), network, None, None, batch)
     assert calls == ["begin 7", "end", "begin 8", "end"]
 
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from timm.layers import set_fused_attn
 from torch import Tensor, nn
 
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.cost import executed
 from efficient_ft.cost.published import published
-from efficient_ft.errors import SettingError, UserError
 from efficient_ft.methods import (
     LBPDCT,
     LBPWHT,
@@ -80,13 +80,13 @@ def test_what_each_form_keeps_of_a_block() -> None:
         return executed(model, 8, (224, 224), methods=[method]).saved_bytes - around
 
     # inputs of both norms, q, k, v, softmax, and those of qkv, proj, fc1, GELU, fc2
-    assert kept(Mesa(derive=False)) == pytest.approx(16 * d + a + 16 * n, rel=0.005)
+    assert kept(Mesa(recompute_inputs=False)) == pytest.approx(16 * d + a + 16 * n, rel=0.005)
     # both x̂, q, k, v, softmax, proj's input, GELU's
     assert kept(Mesa()) == pytest.approx(10 * d + a + 8 * n, rel=0.005)
     assert kept(Mesa(attention="fused")) == pytest.approx(10 * d + 8 * n, rel=0.005)
     assert kept(Checkpointing()) == pytest.approx(4 * d, rel=0.005)
-    assert kept(Checkpointing(inputs="bf16")) == pytest.approx(2 * d, rel=0.005)
-    assert kept(Checkpointing(inputs="int8")) == pytest.approx(d, rel=0.005)
+    assert kept(Checkpointing(input_dtype="bf16")) == pytest.approx(2 * d, rel=0.005)
+    assert kept(Checkpointing(input_dtype="int8")) == pytest.approx(d, rel=0.005)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenetv2_100"])
@@ -119,8 +119,8 @@ def test_a_convolutional_network_keeps_nothing_dense(name: str) -> None:
 def test_low_rank_backward_packs_its_projected_input(name: str, derive: bool) -> None:
     alone, stacked, packed = model_of(name), model_of(name), model_of(name)
     LBPWHT(order=3).apply(alone)
-    apply_methods(stacked, [LBPWHT(order=3), BackRazor(**DROP_NOTHING, derive=derive)])
-    apply_methods(packed, [LBPWHT(order=3), BackRazor(0.8, derive=derive)])
+    apply_methods(stacked, [LBPWHT(order=3), BackRazor(**DROP_NOTHING, recompute_inputs=derive)])
+    apply_methods(packed, [LBPWHT(order=3), BackRazor(0.8, recompute_inputs=derive)])
     expected = gradients(alone, name)
     assert largest_difference(expected, gradients(stacked, name)) < 1e-8
     assert largest_difference(expected, gradients(packed, name)) > 1e-2
@@ -140,7 +140,7 @@ def test_every_stack_keeps_less_than_its_parts() -> None:
     assert kept(LBPWHT(), Checkpointing()) < wht
 
 
-@pytest.mark.parametrize("method", [BackRazor(values="int8"), Mesa()])
+@pytest.mark.parametrize("method", [BackRazor(value_dtype="int8"), Mesa()])
 def test_nothing_is_packed_below_the_lowest_trained_layer(method: Method) -> None:
     model = model_of("vit")
     method = type(method)(**method.settings())
@@ -245,7 +245,7 @@ def test_swat_stopped_and_resumed_equals_a_straight_run() -> None:
             method.step_end()
 
     straight, broken, resumed = model_of("resnet"), model_of("resnet"), model_of("resnet")
-    methods = [SWAT(refresh=4) for _ in range(3)]
+    methods = [SWAT(refresh_interval=4) for _ in range(3)]
     for model, method in zip((straight, broken, resumed), methods, strict=True):
         method.apply(model)
     trained(straight, methods[0], range(10))
@@ -322,7 +322,7 @@ def test_recomputation_lowers_the_peak() -> None:
 # ------------------------------------------------------------------------------------------------ bad input
 def test_a_value_too_large_for_fp16_is_reported() -> None:
     for values in ("fp16", "bf16"):
-        model, method = model_of("vit").float(), BackRazor(values=values)
+        model, method = model_of("vit").float(), BackRazor(value_dtype=values)
         method.apply(model)
         gradients(model, "vit")
         method.step_end()
@@ -337,7 +337,7 @@ def test_a_value_too_large_for_fp16_is_reported() -> None:
         method.step_end()  # told once
 
 
-@pytest.mark.parametrize("method", [BackRazor(), SWAT(), Mesa(), Checkpointing(inputs="int8")])
+@pytest.mark.parametrize("method", [BackRazor(), SWAT(), Mesa(), Checkpointing(input_dtype="int8")])
 def test_empty_batches_and_samples_of_zeros(method: Method) -> None:
     model = model_of("vit")
     method = type(method)(**method.settings())
@@ -459,9 +459,9 @@ def test_a_network_of_sparse_weights_is_seen_and_counted_like_another() -> None:
         (lambda: BackRazor(**PUBLISHED, threshold="exact"), 0.9999),
         (lambda: BackRazor(), 0.9999),
         (lambda: BackRazor(attention="fused"), 0.99),
-        (lambda: BackRazor(values="int8"), 0.99),
+        (lambda: BackRazor(value_dtype="int8"), 0.99),
         (lambda: Mesa(), 0.99),
-        (lambda: Checkpointing(inputs="bf16"), 0.999),
+        (lambda: Checkpointing(input_dtype="bf16"), 0.999),
     ],
     ids=["published", "improved", "fused", "back_razor_mesa", "mesa", "checkpointing"],
 )

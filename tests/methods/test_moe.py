@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import efficient_ft.models.small  # noqa: F401  registers vit_digits
 from efficient_ft.config import ModelConfig
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.cost import executed, layer_flops
-from efficient_ft.data import InputSpec
-from efficient_ft.errors import SettingError, UserError
 from efficient_ft.methods import (
     BSR,
     LBPWHT,
@@ -112,7 +112,7 @@ def test_gated_feed_forward_networks_become_experts_too() -> None:
     model = model_of("vit")
     model.blocks[1].mlp = SwiGLU(48, 32).double()
     plain = copy.deepcopy(model)
-    MoE(3, 2, [1], renormalise=True).apply(model)
+    MoE(3, 2, [1], norm_topk_prob=True).apply(model)
     images, _ = batch_of("vit")
     torch.testing.assert_close(model(images), plain(images), rtol=1e-10, atol=1e-12)
 
@@ -200,7 +200,7 @@ def test_kept_bytes_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("method", "real", "published"),
-    [((Full(), MoE()), 3319, 1801), ((BSRMoE(keep=0.7, fuse=False),), 2025, 1237)],
+    [((Full(), MoE()), 3319, 1801), ((BSRMoE(keep_rate=0.7, fuse=False),), 2025, 1237)],
     ids=["full", "bsr"],
 )
 def test_the_published_forward_cost_leaves_out_experts_and_attention(
@@ -268,7 +268,7 @@ def test_a_balance_loss_does_not_stand_in_the_way_of_copies_and_evaluation() -> 
 
 def test_what_is_counted_includes_the_balance_loss() -> None:
     without, balanced = (
-        executed(_vit(), 2, (32, 32), methods=[MoE(16, 4, [0], balance=balance)]) for balance in (0.0, 0.1)
+        executed(_vit(), 2, (32, 32), methods=[MoE(16, 4, [0], aux_loss_coef=balance)]) for balance in (0.0, 0.1)
     )
     assert balanced.flops == without.flops
     assert balanced.saved_bytes - without.saved_bytes == 65 * 4 * 8  # which experts the tokens took
@@ -345,8 +345,8 @@ def test_experts_go_where_the_selection_trains() -> None:
     "other",
     [
         lambda: Checkpointing(),
-        lambda: BackRazor(sparsity=0.0, values="input"),
-        lambda: BackRazor(sparsity=0.0, values="input", norm="input", derive=False),
+        lambda: BackRazor(sparsity=0.0, value_dtype="same"),
+        lambda: BackRazor(sparsity=0.0, value_dtype="same", norm_saves="input", recompute_inputs=False),
         lambda: LBPWHT(order=15),
     ],
     ids=["checkpointing", "back_razor", "published", "lbp_wht"],
@@ -367,7 +367,7 @@ def test_what_is_packed_beside_them_leaves_experts_exact() -> None:
     """At a sparsity that would show, the experts of the last block have their exact gradients."""
     alone, _ = with_experts()
     both, _ = with_experts()
-    BackRazor(sparsity=0.9, values="input").apply(both)
+    BackRazor(sparsity=0.9, value_dtype="same").apply(both)
     exact, packed = gradients(alone, "vit"), gradients(both, "vit")
     last = [n for n in exact if n.startswith("blocks.3.mlp.") and exact[n] is not None]
     assert len(last) > 8
@@ -385,7 +385,7 @@ def test_a_recomputed_block_has_no_balance_loss() -> None:
 
 def test_a_balance_loss_is_whole_or_refused() -> None:
     """Of two blocks with experts one is recomputed: its part would be missing, and in the next step out of date."""
-    model, method = model_of("vit"), MoE(4, 2, [1, 3], balance=0.1)
+    model, method = model_of("vit"), MoE(4, 2, [1, 3], aux_loss_coef=0.1)
     method.apply(model)
     Checkpointing(blocks=[1]).apply(model)
     images, labels = batch_of("vit")

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from efficient_ft import together
-from efficient_ft.config import OptimConfig, build_methods, check
+from efficient_ft.config import OptimConfig, check
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.cost import compare, executed, layer_flops
-from efficient_ft.errors import SettingError, UserError
+from efficient_ft.integrations.lightning import MethodCallback
 from efficient_ft.methods import LISA, ALaST, LoRA, Method, TopLayers, UniformLayers, apply_methods, plain_state_dict
+from efficient_ft.methods.build import build_methods
 from efficient_ft.methods.selection.per_step import LayersPerStep
 from efficient_ft.training import checkpoint
 from efficient_ft.training.module import FineTuner, build_optimizer
@@ -113,7 +115,7 @@ def test_each_linear_layer_s_backward_is_of_what_it_must_give(embeddings: bool) 
 def test_the_mean_cost_is_that_of_the_sampled_masks_and_falls_with_k() -> None:
     found = []
     for k in range(1, DEPTH + 1):
-        method = UniformLayers(k, embeddings=False, seed=3)
+        method = UniformLayers(k, train_embeddings=False, seed=3)
         counted = executed(MODELS["vit"].create(), 2, (32, 32), methods=[method])
         masks = [method.choose(step, DEPTH) for step in range(8)]
         assert all(len(set(mask)) == k for mask in masks)
@@ -207,9 +209,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 KINDS: dict[str, Callable[[], LayersPerStep]] = {
     "uniform_layers": lambda: UniformLayers(2, seed=1),
-    "lisa": lambda: LISA(1, every=2, seed=1),
-    "alast": lambda: ALaST(2, rate=1e-3, seed=1),
-    "top_layers": lambda: TopLayers(2, profile_steps=3, embeddings=True),
+    "lisa": lambda: LISA(1, interval=2, seed=1),
+    "alast": lambda: ALaST(2, budget_lr=1e-3, seed=1),
+    "top_layers": lambda: TopLayers(2, profile_steps=3, train_embeddings=True),
 }
 
 
@@ -228,7 +230,7 @@ def test_a_block_that_sits_out_keeps_its_weights_and_the_optimizer_s_state(kind:
         for micro in range(2):
             images, labels = batch_of("vit", seed=2 * step + micro)
             F.cross_entropy(model(images), labels).backward()
-        chosen = {int(name.split(".")[1]) for name in method.insight()["trained"]}
+        chosen = {int(name.split(".")[1]) for name in method.step_stats()["trained"]}
         built.step()
         for name, p in model.named_parameters():
             sits_out = name.startswith("blocks.") and int(name.split(".")[1]) not in chosen
@@ -252,8 +254,8 @@ def test_a_run_trains_in_each_step_what_the_seed_says_on_every_micro_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = plain_config(
-        method={"uniform_layers": {"layers": 1}}, model__kwargs={"depth": 3, "embed_dim": 16, "num_heads": 2},
-        data__batch_size=64, trainer__accumulate=2, trainer__epochs=1,
+        method={"uniform_layers": {"num_layers": 1}}, model__kwargs={"depth": 3, "embed_dim": 16, "num_heads": 2},
+        data__batch_size=64, trainer__grad_accum_steps=2, trainer__epochs=1,
     )  # fmt: skip
     config = check(plain)
     seen: dict[int, list[set[str]]] = defaultdict(list)
@@ -298,16 +300,17 @@ def test_a_second_training_begins_its_first_step() -> None:
 
     model, method = model_of("vit"), UniformLayers(1)
     method.apply(model)
+    callback = MethodCallback(method)
     for _ in range(2):
-        method.on_train_batch_start(SimpleNamespace(global_step=0), None, None, 0)
+        callback.on_train_batch_start(SimpleNamespace(global_step=0), None, None, 0)
         trained = {n.split(".")[1] for n, p in model.named_parameters() if n.startswith("blocks.") and p.requires_grad}
         assert len(trained) == 1
-        method.on_train_batch_end(SimpleNamespace(global_step=1), None, None, None, 0)
+        callback.on_train_batch_end(SimpleNamespace(global_step=1), None, None, None, 0)
         assert all(p.requires_grad for p in model.parameters())
 
 
 def test_a_frozen_block_loses_the_gradient_of_the_step_before() -> None:
-    model, method = model_of("vit"), LISA(1, every=1, seed=0)
+    model, method = model_of("vit"), LISA(1, interval=1, seed=0)
     method.apply(model)
     for step in range(6):
         method.step_begin(step)  # and nobody sets gradients to zero
@@ -334,7 +337,7 @@ def test_uniform_layers_are_uniform() -> None:
 
 
 def test_lisa_holds_a_choice_for_so_many_steps() -> None:
-    method = LISA(2, every=5, seed=5)
+    method = LISA(2, interval=5, seed=5)
     masks = [sorted(method.choose(step, 12)) for step in range(1000)]
     for step in range(1000):
         assert masks[step] == masks[step - step % 5]
@@ -397,7 +400,7 @@ def test_top_layers_are_those_of_the_largest_gradients_for_their_weights() -> No
     for step in range(4):
         assert method.warmup_steps == 4 - step
         method.step_begin(step)
-        assert len(method.insight()["trained"]) == DEPTH
+        assert len(method.step_stats()["trained"]) == DEPTH
         gradients(model, "vit", seed=step)
         method.step_end()
     held = method.state_dict()
@@ -407,7 +410,7 @@ def test_top_layers_are_those_of_the_largest_gradients_for_their_weights() -> No
     assert method.warmup_steps == 0
     for step in (4, 5, 6):
         method.step_begin(step)
-        assert method.insight()["trained"] == [f"blocks.{b}" for b in best]
+        assert method.step_stats()["trained"] == [f"blocks.{b}" for b in best]
         found = {n for n, g in gradients(model, "vit", seed=step).items() if g is not None}
         assert {n.split(".")[1] for n in found if n.startswith("blocks.")} == {str(b) for b in best}
         method.step_end()
@@ -483,8 +486,11 @@ def test_gradients_that_overflow_have_no_say() -> None:
 # ------------------------------------------------------------------------------------------------ 6: two processes
 def two_processes(kind: str) -> list[Method]:
     if kind == "lora+alast":
-        return [LoRA(2), ALaST(2, rate=1e-3, start=0.8, seed=1)]
-    kinds: dict[str, Callable[[], Method]] = {**KINDS, "alast": lambda: ALaST(2, rate=1e-3, start=0.8, seed=1)}
+        return [LoRA(2), ALaST(2, budget_lr=1e-3, budget_init=0.8, seed=1)]
+    kinds: dict[str, Callable[[], Method]] = {
+        **KINDS,
+        "alast": lambda: ALaST(2, budget_lr=1e-3, budget_init=0.8, seed=1),
+    }
     return [kinds[kind]()]
 
 
@@ -515,7 +521,7 @@ def trained_together(rank: int, world: int, kind: str, folder: Path) -> None:
         for method in methods:
             method.step_end()
         built.zero_grad()
-        said.append(selection.insight())
+        said.append(selection.step_stats())
     weights = {n: p.detach() for n, p in model.named_parameters()}
     outcome = {"weights": weights, "said": said, "state": selection.state_dict()}
     torch.save(outcome, folder / f"{kind}-{world}-{rank}")
@@ -584,7 +590,7 @@ def test_of_adapters_those_in_the_chosen_blocks_train(kind: str) -> None:
     for step in range(5):
         method.step_begin(step)
         found = {n for n, g in gradients(model, "vit", seed=step).items() if g is not None}
-        chosen = method.insight()["trained"]
+        chosen = method.step_stats()["trained"]
         assert {n for n in found if not n.startswith("head.")} == {
             n for n in before if ".lora_" in n and n.startswith(tuple(f"{block}." for block in chosen))
         }

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from efficient_ft.config import ModelConfig
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.cost import executed
 from efficient_ft.cost.published import published
-from efficient_ft.data import InputSpec
-from efficient_ft.errors import SettingError, UserError
 from efficient_ft.methods import (
     BSR,
     LBPWHT,
@@ -59,7 +59,7 @@ def on_meta(name: str) -> nn.Module:
 # ------------------------------------------------------------------------------------------------ what it computes
 def test_maps_are_the_sum_of_frozen_block_and_module() -> None:
     model, plain = model_of("resnet").eval(), model_of("resnet").eval()
-    RepNet(places=[1, -1]).apply(model)
+    RepNet(blocks=[1, -1]).apply(model)
     stir(model)
     sides = sides_of(model)
     assert list(sides) == ["layer2.0", "layer4.0"]
@@ -76,7 +76,7 @@ def test_maps_are_the_sum_of_frozen_block_and_module() -> None:
 
 def test_tokens_are_the_sum_of_frozen_block_and_what_the_side_block_s_branches_add() -> None:
     model, plain = model_of("vit").eval(), model_of("vit").eval()
-    RepNet(places=[1, 3]).apply(model)
+    RepNet(blocks=[1, 3]).apply(model)
     stir(model)
 
     def normalised(x: Tensor, norm: Any) -> Tensor:
@@ -105,7 +105,7 @@ def test_tokens_are_the_sum_of_frozen_block_and_what_the_side_block_s_branches_a
 
 def test_a_side_block_starts_as_the_block_beside_it_but_for_its_last_projections() -> None:
     model: Any = model_of("vit")
-    RepNet(places=[2]).apply(model)
+    RepNet(blocks=[2]).apply(model)
     block = model.blocks[2]
     own = {n: p for n, p in block.named_parameters() if not n.startswith("side_module")}
     for name, parameter in block.side_module.named_parameters():
@@ -143,7 +143,7 @@ def test_it_keeps_to_the_part_that_the_selection_leaves() -> None:
     model = timm.create_model("resnet26", num_classes=5)
     apply_methods(model, [RepNet(), LastStage()])
     assert list(sides_of(model)) == ["layer4.0", "layer4.1"]
-    report = RepNet(places=[0, -1])
+    report = RepNet(blocks=[0, -1])
     model = timm.create_model("resnet26", num_classes=5)
     apply_methods(model, [report, LastStage()])
     assert list(sides_of(model)) == ["layer4.1"]
@@ -158,7 +158,7 @@ def test_it_keeps_to_the_part_that_the_selection_leaves() -> None:
 @pytest.mark.parametrize("name", ["vit", "resnet"])
 def test_nothing_is_recorded_before_the_first_module(name: str) -> None:
     model = model_of(name)
-    RepNet(places=[1, 2]).apply(model)
+    RepNet(blocks=[1, 2]).apply(model)
     stir(model)
     records: dict[str, list[bool]] = {}
     blocks = view(model).blocks
@@ -225,7 +225,7 @@ def test_deit_costs_what_table_5_says() -> None:
 def test_a_run_s_result_is_loaded_with_its_modules(select: str | None, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = timm.create_model("resnet26", num_classes=5)
-    methods: list[Method] = [RepNet(kernel=3), *([LastStage()] if select else [])]
+    methods: list[Method] = [RepNet(kernel_size=3), *([LastStage()] if select else [])]
     apply_methods(model, methods)
     stir(model)
     spec = InputSpec(size=(64, 64), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bilinear")
@@ -300,7 +300,7 @@ def test_models_and_settings_that_will_not_do() -> None:
         ("mobilenet", 0, r"which blocks.0.0 is not"),
     ):
         model = model_of(name)
-        with pytest.raises(SettingError, match=f"method.repnet.places.*{message}"):
+        with pytest.raises(SettingError, match=f"method.repnet.blocks.*{message}"):
             RepNet([place]).apply(model)
         assert all(p.requires_grad for p in model.parameters())
     with pytest.raises(UserError, match="12 channels, which do not divide into groups of 8"):

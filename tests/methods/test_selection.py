@@ -11,7 +11,7 @@ import timm
 import torch
 from torch import nn
 
-from efficient_ft.errors import SettingError, UserError
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods import BitFit, Blocks, Full, HeadOnly, LastStage, LoRA, Method, NormLast, apply_methods
 from efficient_ft.methods.selection.static import concise
 from tests.methods.settings import MODELS, batch_of, gradients, model_of

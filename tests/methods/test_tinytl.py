@@ -14,8 +14,8 @@ from timm.models.efficientnet import EfficientNet
 from torch import Tensor, nn
 
 from efficient_ft.config import ModelConfig
-from efficient_ft.data import InputSpec
-from efficient_ft.errors import SettingError, UserError
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.methods import LBPWHT, BackRazor, Blocks, HeadOnly, LoRA, TinyTL, apply_methods, plain_state_dict
 from efficient_ft.methods.adapters.lite import LiteResidual
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
@@ -138,7 +138,7 @@ def test_convolutions_without_a_norm_keep_their_weights():
 
 def test_a_run_s_result_is_loaded_with_its_modules(tmp_path: Path):
     model = mobile()
-    methods = [TinyTL(kernel=3), BackRazor()]
+    methods = [TinyTL(kernel_size=3), BackRazor()]
     apply_methods(model, methods)
     with torch.no_grad():
         for m in blocks_with(model).values():
@@ -164,7 +164,7 @@ def test_other_methods_leave_the_modules_alone():
     with pytest.raises(UserError, match="LoRA"):
         apply_methods(mobile(), [TinyTL(), LoRA(targets="all")])
     with pytest.raises(UserError, match="lite residual modules already"):
-        TinyTL(kernel=3).apply(model)
+        TinyTL(kernel_size=3).apply(model)
 
 
 def test_models_and_settings_that_will_not_do():

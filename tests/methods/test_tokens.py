@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from timm.layers import set_fused_attn, set_reentrant_ckpt
 from torch import Tensor
 
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.cost import executed, layer_flops
-from efficient_ft.errors import SettingError, UserError
 from efficient_ft.methods import (
     BSR,
     LBPWHT,
@@ -131,8 +131,8 @@ def test_tokens_and_forward_cost_are_those_published(name: str, plain_gmacs: flo
     "other",
     [
         lambda: Checkpointing(),
-        lambda: BackRazor(sparsity=0.0, values="input"),
-        lambda: BackRazor(sparsity=0.0, values="input", norm="input", derive=False),
+        lambda: BackRazor(sparsity=0.0, value_dtype="same"),
+        lambda: BackRazor(sparsity=0.0, value_dtype="same", norm_saves="input", recompute_inputs=False),
     ],
     ids=["checkpointing", "back_razor", "published"],
 )
@@ -171,7 +171,7 @@ def test_full_rank_behind_a_drop_is_exact_and_low_rank_is_not(monkeypatch: pytes
     assert largest_difference(expected, gradients(low, "vit")) > 1e-2
 
 
-@pytest.mark.parametrize("other", [lambda: Checkpointing(), lambda: BackRazor(sparsity=0.0, values="input")])
+@pytest.mark.parametrize("other", [lambda: Checkpointing(), lambda: BackRazor(sparsity=0.0, value_dtype="same")])
 @pytest.mark.parametrize("replay", [False, True])
 def test_kept_tokens_are_projected_alike_however_they_are_kept(
     other: Any, replay: bool, monkeypatch: pytest.MonkeyPatch
@@ -264,7 +264,9 @@ def test_settings_out_of_range_are_named(settings: dict[str, Any], message: str)
 def test_images_that_leave_no_tokens_to_drop_are_refused() -> None:
     small = {"img_size": 32, "patch_size": 16, "depth": 4, "embed_dim": 48, "num_heads": 3}
     model = timm.create_model("vit_tiny_patch16_224", **small)  # 4 patch tokens: 2 and a fused one, then 2 and one
-    with pytest.raises(SettingError, match=r"method.evit.keep=0.5: .* 3 patch tokens of blocks.1 it keeps 2 .* 32×32"):
+    with pytest.raises(
+        SettingError, match=r"method.evit.keep_rate=0.5: .* 3 patch tokens of blocks.1 it keeps 2 .* 32×32"
+    ):
         EViT([0, 1]).apply(model)
     assert not any(forwards_of(m) for m in model.modules())
     EViT([0, 1], fuse=False).apply(model)  # 2, then 1
@@ -284,7 +286,9 @@ def test_a_single_patch_and_unknown_blocks_are_named(method: Any) -> None:
 def test_budgets_that_leave_nothing_are_refused() -> None:
     small = {"img_size": 32, "patch_size": 16, "depth": 6, "embed_dim": 48, "num_heads": 3}
     model = timm.create_model("vit_tiny_patch16_224", **small)  # of 4 patch tokens 3, 2, 1, 0
-    with pytest.raises(SettingError, match=r"method.alast.start=0.9: .* of 4 none is left behind blocks.3. .* 32×32"):
+    with pytest.raises(
+        SettingError, match=r"method.alast.budget_init=0.9: .* of 4 none is left behind blocks.3. .* 32×32"
+    ):
         ALaST(2).apply(model)
     assert all(p.requires_grad for p in model.parameters())
     assert not any(forwards_of(m) for m in model.modules())
@@ -391,7 +395,7 @@ def test_bsr_on_resnet50_executes_and_keeps_what_is_counted_by_hand() -> None:
     assert bsr.saved_bytes == 4 * floats + 8 + 4  # a label, the sum of the loss's weights
     # With a bit for each output of ReLU that no trained convolution needs, as methods that pack activations keep it;
     # this one keeps a bitmap of the rest, too.
-    exact = BackRazor(sparsity=0.0, values="input", norm="input", derive=False)
+    exact = BackRazor(sparsity=0.0, value_dtype="same", norm_saves="input", recompute_inputs=False)
     packed = executed(model, 1, (224, 224), methods=[method, exact])
     assert packed.saved_bytes == pytest.approx(4 * (floats - bits) + bits / 8, rel=0.05)
     assert packed.saved_bytes / 1e6 == pytest.approx(9.1, abs=0.1)

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from timm.layers import set_fused_attn
 from torch import Tensor, nn
 
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.cost import executed
-from efficient_ft.errors import SettingError, UserError
 from efficient_ft.methods import (
     BSR,
     LBPDCT,
@@ -100,7 +100,7 @@ def test_the_output_and_all_gradients_are_those_of_the_blocks_written_out(
     finally:
         set_fused_attn(True)
     r = [9, 20, 0, 17]  # of the 35 left to the last, half
-    ToMe([9, 20, 0, 30], proportional=proportional).apply(model)
+    ToMe([9, 20, 0, 30], proportional_attention=proportional).apply(model)
     expected = by_hand(plain, pictures(), r, proportional)
     for mode in (True, False):
         found = model.train(mode)(pictures())
@@ -116,7 +116,7 @@ def test_the_output_and_all_gradients_are_those_of_the_blocks_written_out(
 
 def test_proportional_attention_and_merging_are_not_nothing() -> None:
     outputs = []
-    for method in (None, ToMe(12), ToMe(12, proportional=False)):
+    for method in (None, ToMe(12), ToMe(12, proportional_attention=False)):
         model = small_vit("vit_tiny_patch16_224").eval()
         if method is not None:
             method.apply(model)
@@ -253,7 +253,7 @@ def test_attention_stays_fused_and_merging_keeps_no_activation() -> None:
     with torch.device("meta"):
         model = timm.create_model("deit_small_patch16_224")
     off, on, without = (
-        executed(model, 1, (224, 224), methods=[ToMe(r, proportional=proportional)])
+        executed(model, 1, (224, 224), methods=[ToMe(r, proportional_attention=proportional)])
         for r, proportional in ((0, True), (8, True), (8, False))
     )
     incoming = [197 - 8 * n for n in range(12)]
@@ -271,16 +271,16 @@ def test_attention_stays_fused_and_merging_keeps_no_activation() -> None:
     "other",
     [
         lambda: Checkpointing(),
-        lambda: BackRazor(sparsity=0.0, values="input"),
-        lambda: BackRazor(sparsity=0.0, values="input", norm="input", derive=False),
+        lambda: BackRazor(sparsity=0.0, value_dtype="same"),
+        lambda: BackRazor(sparsity=0.0, value_dtype="same", norm_saves="input", recompute_inputs=False),
     ],
     ids=["checkpointing", "back_razor", "published"],
 )
 @pytest.mark.parametrize("proportional", [True, False])
 def test_how_activations_are_kept_changes_nothing_where_all_is_kept(other: Any, proportional: bool) -> None:
     alone, both = model_of("vit"), model_of("vit")
-    ToMe(12, proportional=proportional).apply(alone)
-    methods: list[Method] = [ToMe(12, proportional=proportional), other()]
+    ToMe(12, proportional_attention=proportional).apply(alone)
+    methods: list[Method] = [ToMe(12, proportional_attention=proportional), other()]
     apply_methods(both, methods)
     assert largest_difference(gradients(alone, "vit"), gradients(both, "vit")) < 1e-10
     # In the other order, and taken away in either.

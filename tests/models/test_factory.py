@@ -18,7 +18,7 @@ from timm.models import VisionTransformer
 from timm.models.vision_transformer_hybrid import ConvStem
 
 from efficient_ft.config import ModelConfig
-from efficient_ft.errors import SettingError, UserError
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.models import factory
 
 SMALL = {"depth": 2, "embed_dim": 16, "num_heads": 2}

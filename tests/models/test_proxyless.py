@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from efficient_ft.config import ModelConfig
-from efficient_ft.errors import UserError
+from efficient_ft.core.errors import UserError
 from efficient_ft.models import factory
 from efficient_ft.models.view import view
 
@@ -101,7 +101,7 @@ def test_the_released_weights_give_the_released_network_s_output(tmp_path, relea
 
 def test_its_own_export_and_another_head_are_taken(tmp_path, release, caplog):
     torch.save({"state_dict": release.state_dict()}, tmp_path / "w.pth")
-    model = factory.create_model(config(tmp_path / "w.pth", drop=0.2), 7)
+    model = factory.create_model(config(tmp_path / "w.pth", drop_rate=0.2), 7)
     assert "classifier (1000 classes in the file)" in caplog.text
     assert model.drop_rate == 0.2
     torch.testing.assert_close(model.conv_head.weight, release.feature_mix_layer.conv.weight)

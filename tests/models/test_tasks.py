@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import efficient_ft.models.small  # noqa: F401  registers vit_digits
-from efficient_ft.errors import SettingError, UserError
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.models.tasks import PerTask, Tasks, for_each_task, give_heads, tasks_of
 from efficient_ft.models.view import view
 from tests.methods.settings import MODELS, batch_of, model_of

@@ -10,7 +10,7 @@ import timm
 import torch
 from torch import nn
 
-from efficient_ft.errors import UserError
+from efficient_ft.core.errors import UserError
 from efficient_ft.models.view import default_image_size, parameters_under, view
 
 

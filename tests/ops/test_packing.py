@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from efficient_ft.errors import UserError
+from efficient_ft.core.errors import UserError
 from efficient_ft.ops import packing, packing_cpu
 from efficient_ft.ops.packing import Dense, EightBits, Half, Overflow, Packer, Place, Ranges, Sparse
 

@@ -10,8 +10,8 @@ import timm
 import torch
 
 from efficient_ft.config import OptimConfig
-from efficient_ft.errors import UserError
-from efficient_ft.seeding import seed_of
+from efficient_ft.core.errors import UserError
+from efficient_ft.core.seeding import seed_of
 from efficient_ft.training import checkpoint
 from efficient_ft.training.module import FineTuner, build_optimizer, lr_factor
 from efficient_ft.training.report import bytes_, number, seconds, table
@@ -23,7 +23,7 @@ def optim(**changes) -> OptimConfig:
 
 
 def test_warm_up_is_linear_and_the_cosine_ends_at_its_floor():
-    settings = optim(warmup_steps=10, warmup_ratio=0.1, min_lr_ratio=0.2)
+    settings = optim(warmup_steps=10, warmup_start_factor=0.1, min_lr_ratio=0.2)
     factors = [lr_factor(step, 110, settings) for step in range(111)]
     assert factors[0] == pytest.approx(0.1)
     assert factors[5] == pytest.approx(0.55)
@@ -34,12 +34,12 @@ def test_warm_up_is_linear_and_the_cosine_ends_at_its_floor():
 
 
 def test_a_constant_schedule_stays_after_its_warm_up():
-    settings = optim(warmup_steps=2, warmup_ratio=0.5, schedule="constant")
+    settings = optim(warmup_steps=2, warmup_start_factor=0.5, schedule="constant")
     assert [lr_factor(s, 5, settings) for s in range(5)] == pytest.approx([0.5, 0.75, 1, 1, 1])
 
 
 def test_a_warm_up_longer_than_the_run_does_not_leave_it():
-    settings = optim(warmup_steps=1000, warmup_ratio=0.001)
+    settings = optim(warmup_steps=1000, warmup_start_factor=0.001)
     assert lr_factor(19, 20, settings) < 1
     assert math.isfinite(lr_factor(20, 20, settings))
 
@@ -73,7 +73,7 @@ def test_layer_decay_gives_deeper_layers_a_larger_rate():
 def test_the_head_has_a_rate_of_its_own():
     model = timm.create_model("vit_digits")
     for settings, block in (({}, 1e-3), ({"layer_decay": 0.5}, 5e-4)):
-        groups = build_optimizer(model, optim(head_lr=10.0, weight_decay=0.1, **settings)).param_groups
+        groups = build_optimizer(model, optim(head_lr_mult=10.0, weight_decay=0.1, **settings)).param_groups
         rates = {id(p): (g["initial_lr"], g["weight_decay"]) for g in groups for p in g["params"]}
         assert len(rates) == sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
         assert rates[id(model.head.weight)] == (pytest.approx(1e-2), 0.1)
@@ -152,7 +152,7 @@ def test_accumulation_equals_one_large_batch(tmp_path, configuration):
         "optim__name": "sgd",
     }
     once = configuration(**quiet)
-    halves = configuration(**quiet, data__batch_size=64, trainer__accumulate=2)
+    halves = configuration(**quiet, data__batch_size=64, trainer__grad_accum_steps=2)
     weights = []
     for name, config in (("once", once), ("halves", halves)):
         run(config, tmp_path / name)

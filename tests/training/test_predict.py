@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from efficient_ft.core.errors import UserError
 from efficient_ft.data import Transform, read_image
-from efficient_ft.errors import UserError
 from efficient_ft.training import export
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "predict.py"

@@ -20,7 +20,7 @@ from timm.layers import HybridEmbed
 from timm.models import VisionTransformer
 from timm.models.vision_transformer_hybrid import ConvStem
 
-from efficient_ft.errors import UserError
+from efficient_ft.core.errors import UserError
 from efficient_ft.training import checkpoint
 from efficient_ft.training.callbacks import Recorder
 from efficient_ft.training.run import run
@@ -139,7 +139,7 @@ def test_a_finished_run_is_shown_not_trained(finished, capsys):
     ("changes", "killed_at"),
     [
         ({}, 18),
-        pytest.param({"trainer__accumulate": 2, "data__workers": 2}, 10, marks=pytest.mark.slow),
+        pytest.param({"trainer__grad_accum_steps": 2, "data__num_workers": 2}, 10, marks=pytest.mark.slow),
     ],
 )
 def test_killed_in_the_middle_of_an_epoch_it_continues_bit_for_bit(
@@ -156,7 +156,7 @@ def test_killed_in_the_middle_of_an_epoch_it_continues_bit_for_bit(
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (broken / "results.json").exists()
     held = checkpoint.read(broken / checkpoint.NAME)
-    per_epoch = -(-11 // plain["trainer"].get("accumulate", 1))
+    per_epoch = -(-11 // plain["trainer"].get("grad_accum_steps", 1))
     assert per_epoch < held["global_step"] < 2 * per_epoch, "the kill was meant for the middle of an epoch"
     run(config, broken)
     if changes:
@@ -205,7 +205,7 @@ def test_what_a_method_learnt_continues_too(tmp_path, configuration):
     assert_same_run(broken, straight)
 
 
-@pytest.mark.parametrize("method", [{"mesa": {}}, {"swat": {"refresh": 4}}], ids=["mesa", "swat"])
+@pytest.mark.parametrize("method", [{"mesa": {}}, {"swat": {"refresh_interval": 4}}], ids=["mesa", "swat"])
 def test_what_packing_remembers_and_rounding_at_random_continue_too(method, tmp_path, configuration):
     config, broken, straight = configuration(method=method), tmp_path / "broken", tmp_path / "straight"
     run(config, straight)
@@ -215,10 +215,10 @@ def test_what_packing_remembers_and_rounding_at_random_continue_too(method, tmp_
 
 
 PER_STEP = {
-    "alast": {"layers": 1, "start": 0.8, "lowest": 0.2, "rate": 0.01, "first_delta": "same"},
-    "lisa": {"layers": 1, "every": 4},
-    "top_layers": {"layers": 1, "profile_steps": 8},
-    "uniform_layers": {"layers": 1},
+    "alast": {"num_layers": 1, "budget_init": 0.8, "budget_min": 0.2, "budget_lr": 0.01, "first_delta": "same"},
+    "lisa": {"num_layers": 1, "interval": 4},
+    "top_layers": {"num_layers": 1, "profile_steps": 8},
+    "uniform_layers": {"num_layers": 1},
 }
 
 
@@ -251,7 +251,7 @@ def test_what_is_chosen_per_step_continues_too(name, tmp_path, configuration):
 def test_killed_it_continues_with_its_choices(name, tmp_path, configuration):
     from tests.training.conftest import plain_config
 
-    changes = {"method": {name: PER_STEP[name]}, "trainer__accumulate": 2}
+    changes = {"method": {name: PER_STEP[name]}, "trainer__grad_accum_steps": 2}
     broken, straight = tmp_path / "broken", tmp_path / "straight"
     for killed_at in (4, 10):
         done = subprocess.run(
@@ -337,8 +337,8 @@ def test_damaged_checkpoints_end_in_one_clear_message(tmp_path, configuration, f
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_says_what_to_try(tmp_path, configuration):
     with pytest.raises(UserError, match=r"loss is (nan|inf) at step \d+ \(epoch 1.*optim\.lr") as caught:
-        run(configuration(optim__lr=1e30, optim__clip=None, optim__warmup_steps=0), tmp_path)
-    assert "optim.clip=1" in str(caught.value)
+        run(configuration(optim__lr=1e30, optim__grad_clip_norm=None, optim__warmup_steps=0), tmp_path)
+    assert "optim.grad_clip_norm=1" in str(caught.value)
     assert not (tmp_path / checkpoint.NAME).exists()
 
 

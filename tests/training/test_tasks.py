@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 import efficient_ft.models.small  # noqa: F401  registers vit_digits
 from efficient_ft.config import Config, check
-from efficient_ft.errors import SettingError, UserError
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods import Full
 from efficient_ft.models.tasks import give_heads
 from efficient_ft.training import checkpoint, export
@@ -31,7 +31,7 @@ from tests.training.conftest import plain_config
 from tests.training.test_predict import predict
 from tests.training.test_run import SCRIPT, assert_same_run, interrupted_at, rows_of
 
-BSR_MOE = {"bsr_moe": {"experts": 4, "top": 2, "blocks": [1, 3], "drop_at": [1, 2]}}
+BSR_MOE = {"bsr_moe": {"num_experts": 4, "top_k": 2, "blocks": [1, 3], "drop_at": [1, 2]}}
 PLANES = {"left": 0, "middle": 1, "right": 2}
 
 
@@ -68,7 +68,7 @@ def plain_of(folders: Path, **changes: Any) -> dict[str, Any]:
         "trainer__epochs": 3,
     }
     plain = plain_config(**{**small, **changes})
-    one = {"name": "folder", "batch_size": 4, "workers": 0, "augment": {"scale": [0.9, 1.0], "flip": False}}
+    one = {"name": "folder", "batch_size": 4, "num_workers": 0, "augment": {"scale": [0.9, 1.0], "flip": False}}
     tasks = {task: {**one, "root": str(folders / task)} for task in ("colours", "planes")}
     plain["tasks"] = {task: {**data, **plain.get("tasks", {}).get(task, {})} for task, data in tasks.items()}
     return plain
@@ -96,7 +96,7 @@ def test_every_step_is_of_the_next_task_and_moves_nothing_of_the_others(tmp_path
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FineTuner, "on_before_optimizer_step", look)
-        run(config_of(folders, method={"full": {}}, trainer__accumulate=2, trainer__epochs=2), tmp_path)
+        run(config_of(folders, method={"full": {}}, trainer__grad_accum_steps=2, trainer__epochs=2), tmp_path)
     # Three steps of two batches each show the larger set once.
     assert [step for step, _, _ in seen] == list(range(2 * 3 * 2))
     assert [task for _, task, _ in seen] == ["colours", "planes"] * 6
@@ -226,9 +226,9 @@ def test_interrupted_anywhere_it_continues_bit_for_bit(
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_and_resumed_equals_straight(workers: int, tmp_path: Path, folders: Path) -> None:
     changes: dict[str, Any] = {
-        "method": {"bsr_moe": {**BSR_MOE["bsr_moe"], "balance": 0.01, "renormalise": True}},
-        "trainer__accumulate": 2,
-        "tasks": {"planes": {"workers": workers}},
+        "method": {"bsr_moe": {**BSR_MOE["bsr_moe"], "aux_loss_coef": 0.01, "norm_topk_prob": True}},
+        "trainer__grad_accum_steps": 2,
+        "tasks": {"planes": {"num_workers": workers}},
     }
     plain = plain_of(folders, **changes)
     broken, whole = tmp_path / "broken", tmp_path / "whole"
@@ -256,7 +256,7 @@ def test_two_processes_equal_one(tmp_path: Path, folders: Path) -> None:
         "model__drop": 0.0,
         "model__drop_path": 0.0,
         "model__frozen_bn": True,
-        "optim": {"name": "sgd", "lr": 0.05, "clip": 1.0},
+        "optim": {"name": "sgd", "lr": 0.05, "grad_clip_norm": 1.0},
     }
     halves = {task: {"batch_size": 2} for task in ("colours", "planes")}
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}

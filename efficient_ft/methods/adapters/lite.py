@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from timm.layers import StdConv2d
 from torch import Tensor, nn
 
-from efficient_ft.errors import UserError
+from efficient_ft.core.errors import UserError
 from efficient_ft.models.view import ModelView
 
 #: Channels of a group of every GroupNorm.

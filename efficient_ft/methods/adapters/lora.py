@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from efficient_ft.errors import SettingError, UserError
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.adapters.lite import refuse_adapted
 from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
 from efficient_ft.models.view import NO_GRID, Layer, ModelView, parameters_under, view

@@ -18,11 +18,11 @@ from timm.layers import GluMlp, Mlp, SwiGLU
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from efficient_ft.errors import SettingError, UserError
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.adapters.lite import refuse_adapted
 from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.forwards import OwnForward, forwards_of, put_inside, take_away
-from efficient_ft.methods.selection.bsr import BSR
+from efficient_ft.methods.recipes.bsr import BSR
 from efficient_ft.methods.selection.static import blocks_at, check_blocks, refuse_twice
 from efficient_ft.models.tasks import Tasks, for_each_task, tasks_of
 from efficient_ft.models.view import view
@@ -45,8 +45,8 @@ class _ExpertsForward(OwnForward):
 
     Args:
         name: of the module in the model.
-        top: experts per token.
-        renormalise: their weights add up to 1.
+        top_k: experts per token.
+        norm_topk_prob: their weights add up to 1.
         unevenness: where the forward pass leaves its balance loss; None: it has none.
     """
 
@@ -106,10 +106,10 @@ class _Experts(Method):
 
     find_unused_parameters = True
     merges = False
-    experts: int
-    top: int
-    renormalise: bool
-    balance: float
+    num_experts: int
+    top_k: int
+    norm_topk_prob: bool
+    aux_loss_coef: float
     _tasks: Tasks | None = None
     _unevenness: _Unevenness | None = None
     #: The feed-forward networks that have experts, by their full names.
@@ -120,19 +120,19 @@ class _Experts(Method):
         chosen = dict.fromkeys(blocks_at(view(model), f"method.{self.name}.blocks", blocks))
         names = tuple(f"{block}.mlp" for block in chosen)
         self._tasks = tasks_of(model)
-        self._unevenness, self._networks = _Unevenness() if self.balance else None, names
+        self._unevenness, self._networks = _Unevenness() if self.aux_loss_coef else None, names
         for name in names:
             mlp: Any = model.get_submodule(name)
             like = next(mlp.parameters())
 
             def gate(like: Tensor = like, mlp: Any = mlp) -> nn.Module:
-                made = nn.Linear(_width(mlp), self.experts, bias=False, device=like.device, dtype=like.dtype)
+                made = nn.Linear(_width(mlp), self.num_experts, bias=False, device=like.device, dtype=like.dtype)
                 nn.init.zeros_(made.weight)
                 return made
 
-            copies = nn.ModuleList(copy.deepcopy(mlp) for _ in range(self.experts - 1))
+            copies = nn.ModuleList(copy.deepcopy(mlp) for _ in range(self.num_experts - 1))
             mlp.gate, mlp.experts = for_each_task(model, gate), copies
-            put_inside(mlp, _ExpertsForward(mlp, name, self.top, self.renormalise, self._unevenness))
+            put_inside(mlp, _ExpertsForward(mlp, name, self.top_k, self.norm_topk_prob, self._unevenness))
         return names
 
     def _check_blocks(self, model: nn.Module, blocks: Sequence[int]) -> None:
@@ -198,7 +198,7 @@ class _Experts(Method):
             )
         uneven = torch.stack(list(self._unevenness.values())).sum()
         self._unevenness.clear()
-        return loss + self.balance * uneven
+        return loss + self.aux_loss_coef * uneven
 
 
 def _width(mlp: nn.Module) -> int:
@@ -206,28 +206,28 @@ def _width(mlp: nn.Module) -> int:
     return next(m.in_features for m in mlp.modules() if isinstance(m, nn.Linear))
 
 
-def _check_routing(experts: Any, top: Any, renormalise: Any, balance: Any) -> None:
+def _check_routing(num_experts: Any, top_k: Any, norm_topk_prob: Any, aux_loss_coef: Any) -> None:
     """Raise SettingError for settings that no model can be given."""
-    if type(experts) is not int or experts < 1:
-        raise SettingError("experts", experts, "a whole number of at least 1")
-    if type(top) is not int or not 1 <= top <= experts:
-        raise SettingError("top", top, f"a whole number from 1 to experts={experts}")
-    if not isinstance(renormalise, bool):
-        raise SettingError("renormalise", renormalise, ("true", "false"))
+    if type(num_experts) is not int or num_experts < 1:
+        raise SettingError("num_experts", num_experts, "a whole number of at least 1")
+    if type(top_k) is not int or not 1 <= top_k <= num_experts:
+        raise SettingError("top_k", top_k, f"a whole number from 1 to num_experts={num_experts}")
+    if not isinstance(norm_topk_prob, bool):
+        raise SettingError("norm_topk_prob", norm_topk_prob, ("true", "false"))
     if (
-        isinstance(balance, bool)
-        or not isinstance(balance, int | float)
-        or not (math.isfinite(balance) and balance >= 0)
+        isinstance(aux_loss_coef, bool)
+        or not isinstance(aux_loss_coef, int | float)
+        or not (math.isfinite(aux_loss_coef) and aux_loss_coef >= 0)
     ):
-        raise SettingError("balance", balance, "a number of at least 0")
+        raise SettingError("aux_loss_coef", aux_loss_coef, "a number of at least 0")
 
 
 class MoE(_Experts):
     """Experts in the place of the feed-forward networks of some blocks: copies, of which each token takes a few.
 
-    A gate without bias, from 0 at first, gives each token a probability for each expert; the ``top`` most probable ones
+    A gate without bias, from 0 at first, gives each token a probability for each expert; the ``top_k`` most probable ones
     run, and their outputs are added, weighted by the probabilities. As published these are not brought to a sum of 1,
-    so that at first the output is top / experts of the feed-forward network's; with ``renormalise`` it is the
+    so that at first the output is top_k / num_experts of the feed-forward network's; with ``norm_topk_prob`` it is the
     feed-forward network's own. Of equal probabilities the expert with the lowest number wins. An expert that no token
     takes in a step is not run, and its gradients are None.
 
@@ -240,12 +240,12 @@ class MoE(_Experts):
     expert, as it was trained.
 
     Args:
-        experts: in each of the blocks.
-        top: of them for each token.
+        num_experts: in each of the blocks.
+        top_k: of them for each token.
         blocks: indices into the model's blocks, counted from 0, negative ones from the end.
-        renormalise: the weights of a token's experts add up to 1.
-        balance: what `total_loss` adds: so much of E · Σ fₑ · Pₑ, the sum over the blocks, with fₑ expert e's share of
-            the tokens (each counted ``top`` times) of the batch of one process and Pₑ its mean probability. 0 as
+        norm_topk_prob: the weights of a token's experts add up to 1.
+        aux_loss_coef: what `total_loss` adds: so much of E · Σ fₑ · Pₑ, the sum over the blocks, with fₑ expert e's share of
+            the tokens (each counted ``top_k`` times) of the batch of one process and Pₑ its mean probability. 0 as
             published, where a balance loss was computed and never added; 0.01 in M³ViT and Switch Transformers.
 
     Raises:
@@ -258,16 +258,17 @@ class MoE(_Experts):
 
     def __init__(
         self,
-        experts: int = 16,
-        top: int = 4,
+        num_experts: int = 16,
+        top_k: int = 4,
         blocks: list[int] = [3, 7, 11],  # noqa: B006
-        renormalise: bool = False,
-        balance: float = 0.0,
+        norm_topk_prob: bool = False,
+        aux_loss_coef: float = 0.0,
     ):
         super().__init__()
         check_blocks(blocks)
-        _check_routing(experts, top, renormalise, balance)
-        self.experts, self.top, self.renormalise, self.balance = experts, top, renormalise, float(balance)
+        _check_routing(num_experts, top_k, norm_topk_prob, aux_loss_coef)
+        self.num_experts, self.top_k = num_experts, top_k
+        self.norm_topk_prob, self.aux_loss_coef = norm_topk_prob, float(aux_loss_coef)
         self.blocks = list(blocks)
 
     def _apply(self, model: nn.Module) -> Applied:
@@ -293,37 +294,38 @@ class BSRMoE(_Experts, BSR):
     """BSR whose trained blocks have experts in the place of their feed-forward networks.
 
     `BSR` and `MoE` in one: the blocks listed (attention, norms, experts, gates), the final norm and the head train, and
-    tokens are dropped on the way. Published costs (Table 6) are those of ``keep=0.7, fuse=False``.
+    tokens are dropped on the way. Published costs (Table 6) are those of ``keep_rate=0.7, fuse=False``.
 
     Args:
-        experts, top, renormalise, balance: as in `MoE`.
+        num_experts, top_k, norm_topk_prob, aux_loss_coef: as in `MoE`.
         blocks: those that train and have experts.
-        drop_at, keep, fuse: as in `BSR`.
+        drop_at, keep_rate, fuse: as in `BSR`.
     """
 
     name = "bsr_moe"
 
     def __init__(
         self,
-        experts: int = 16,
-        top: int = 4,
+        num_experts: int = 16,
+        top_k: int = 4,
         blocks: list[int] = [3, 7, 11],  # noqa: B006
-        renormalise: bool = False,
-        balance: float = 0.0,
+        norm_topk_prob: bool = False,
+        aux_loss_coef: float = 0.0,
         drop_at: list[int] = [3, 6, 9],  # noqa: B006
-        keep: float = 0.5,
+        keep_rate: float = 0.5,
         fuse: bool = True,
     ):
-        BSR.__init__(self, blocks, drop_at, keep, fuse)
-        _check_routing(experts, top, renormalise, balance)
-        self.experts, self.top, self.renormalise, self.balance = experts, top, renormalise, float(balance)
+        BSR.__init__(self, blocks, drop_at, keep_rate, fuse)
+        _check_routing(num_experts, top_k, norm_topk_prob, aux_loss_coef)
+        self.num_experts, self.top_k = num_experts, top_k
+        self.norm_topk_prob, self.aux_loss_coef = norm_topk_prob, float(aux_loss_coef)
 
     def _apply(self, model: nn.Module) -> Applied:
         self._check_blocks(model, self.blocks)
         done = BSR._apply(self, model)
         names = self._put_experts(model, self.blocks)
         return Applied(
-            done.method, done.touched, done.skipped, (*done.notes, f"{self.experts} experts in {', '.join(names)}")
+            done.method, done.touched, done.skipped, (*done.notes, f"{self.num_experts} experts in {', '.join(names)}")
         )
 
     def _remove(self, model: nn.Module) -> None:

@@ -33,7 +33,7 @@ from timm.models.resnet import BasicBlock, Bottleneck
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from efficient_ft.errors import SettingError, UserError
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.adapters.lite import LiteResidual, refuse_adapted, refuse_indivisible, stride_of
 from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
 from efficient_ft.methods.forwards import OwnForward, forwards_of, put_around, take_away
@@ -70,9 +70,9 @@ class RepNet(Method):
     exported weights hold them under names of their own (``….side_module.…``).
 
     Args:
-        places: blocks beside which modules stand, counted from 0 through all stages, negative ones from the end; None:
+        blocks: those beside which modules stand, counted from 0 through all stages, negative ones from the end; None:
             six, spread evenly, in a CNN, and three in a transformer.
-        kernel: side of a CNN's modules' convolutions, odd.
+        kernel_size: side of a CNN's modules' convolutions, odd.
         groups: of these convolutions.
 
     Raises:
@@ -86,19 +86,19 @@ class RepNet(Method):
     axis = "adapters"
     merges = False
 
-    def __init__(self, places: list[int] | None = None, kernel: int = 5, groups: int = 4) -> None:
-        if places is not None and (
-            not isinstance(places, Sequence)
-            or isinstance(places, str)
-            or not places
-            or not all(type(place) is int for place in places)
+    def __init__(self, blocks: list[int] | None = None, kernel_size: int = 5, groups: int = 4) -> None:
+        if blocks is not None and (
+            not isinstance(blocks, Sequence)
+            or isinstance(blocks, str)
+            or not blocks
+            or not all(type(block) is int for block in blocks)
         ):
-            raise SettingError("places", places, "null (spread evenly) or a list of whole numbers, e.g. [3,7,11]")
-        if type(kernel) is not int or kernel < 1 or kernel % 2 == 0:
-            raise SettingError("kernel", kernel, "an odd whole number of at least 1")
+            raise SettingError("blocks", blocks, "null (spread evenly) or a list of whole numbers, e.g. [3,7,11]")
+        if type(kernel_size) is not int or kernel_size < 1 or kernel_size % 2 == 0:
+            raise SettingError("kernel_size", kernel_size, "an odd whole number of at least 1")
         if type(groups) is not int or groups not in (1, 2, 4, 8):
             raise SettingError("groups", groups, ["1", "2", "4", "8"])
-        self.places, self.kernel, self.groups = None if places is None else list(places), kernel, groups
+        self.blocks, self.kernel_size, self.groups = None if blocks is None else list(blocks), kernel_size, groups
         self._before: dict[str, bool] = {}
 
     def _apply(self, model: nn.Module) -> Applied:
@@ -132,20 +132,20 @@ class RepNet(Method):
             raise UserError(
                 f"method {self.name}: the blocks of {seen.name} are all frozen by the selection; choose full."
             )
-        if self.places is None:
+        if self.blocks is None:
             n = len(train)
             if _is_token_block(blocks[train[0]]):
                 wanted = [train[math.ceil((i + 1) * n / 3) - 1] for i in range(3)]
             else:
                 wanted = [train[(2 * i + 1) * n // 12] for i in range(6)]
         else:
-            wanted = [self._at(place, seen, able) for place in self.places]
+            wanted = [self._at(place, seen, able) for place in self.blocks]
             if len(set(wanted)) < len(wanted):
-                raise SettingError(f"method.{self.name}.places", self.places, "each block once")
+                raise SettingError(f"method.{self.name}.blocks", self.blocks, "each block once")
         chosen = [name for name in train if name in wanted]
         if not chosen:
             raise UserError(
-                f"method {self.name}: the blocks at places={self.places} of {seen.name} are all frozen by the"
+                f"method {self.name}: the blocks of blocks={self.blocks} of {seen.name} are all frozen by the"
                 " selection; choose full."
             )
         return chosen, {name: why for name, why in skipped.items() if name not in chosen}
@@ -154,15 +154,15 @@ class RepNet(Method):
         count = len(seen.blocks)
         if not -count <= place < count:
             raise SettingError(
-                f"method.{self.name}.places",
-                self.places,
+                f"method.{self.name}.blocks",
+                self.blocks,
                 f"indices from {-count} to {count - 1}: {seen.name} has {count} blocks",
             )
         name = seen.blocks[place]
         if name not in able:
             raise SettingError(
-                f"method.{self.name}.places",
-                self.places,
+                f"method.{self.name}.blocks",
+                self.blocks,
                 f"blocks of {seen.name} beside which a side module can stand ({', '.join(able)}), which {name} is not",
             )
         return name
@@ -185,7 +185,7 @@ class RepNet(Method):
         first, last = (getattr(block, conv) for conv in _CONVOLUTIONS[type(block)])
         for channels in (first.in_channels, last.out_channels):
             refuse_indivisible(seen, self.name, name, channels)
-        side = LiteResidual(first.in_channels, last.out_channels, self.kernel, self.groups, stride_of(block))
+        side = LiteResidual(first.in_channels, last.out_channels, self.kernel_size, self.groups, stride_of(block))
         return side.to(first.weight.device, first.weight.dtype).train(block.training)
 
     def _remove(self, model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from timm.models._efficientnet_blocks import InvertedResidual
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from efficient_ft.errors import SettingError, UserError
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.adapters.lite import EPS, GROUP, LiteResidual, refuse_adapted, refuse_indivisible, stride_of
 from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
 from efficient_ft.models.frozen_batch_norm import FROZEN
@@ -63,7 +63,7 @@ class TinyTL(Method):
     be merged: exported weights hold them under names of their own (``….lite_residual.…``).
 
     Args:
-        kernel: side of the modules' convolutions, odd; 3 where the block's input is 32 times smaller than the image.
+        kernel_size: side of the modules' convolutions, odd; 3 where the block's input is 32 times smaller than the image.
         groups: of these convolutions.
         norm: of the pretrained network: ``group``, as published (GroupNorm of 8 channels and standardised weights of
             the convolutions before it, for weights that were trained so), or ``batch`` (BatchNorm as it is, which
@@ -78,14 +78,14 @@ class TinyTL(Method):
     axis = "adapters"
     merges = False
 
-    def __init__(self, kernel: int = 5, groups: int = 2, norm: Literal["group", "batch"] = "group") -> None:
-        if type(kernel) is not int or kernel < 1 or kernel % 2 == 0:
-            raise SettingError("kernel", kernel, "an odd whole number of at least 1")
+    def __init__(self, kernel_size: int = 5, groups: int = 2, norm: Literal["group", "batch"] = "group") -> None:
+        if type(kernel_size) is not int or kernel_size < 1 or kernel_size % 2 == 0:
+            raise SettingError("kernel_size", kernel_size, "an odd whole number of at least 1")
         if type(groups) is not int or groups not in (1, 2, 4, 8):
             raise SettingError("groups", groups, ["1", "2", "4", "8"])
         if norm not in ("group", "batch"):
             raise SettingError("norm", norm, ["group", "batch"])
-        self.kernel, self.groups, self.norm = kernel, groups, norm
+        self.kernel_size, self.groups, self.norm = kernel_size, groups, norm
         self._before: dict[str, bool] = {}
         # What each normalisation was, and mean and deviation of each standardised filter.
         self._norms: dict[str, type] = {}
@@ -115,7 +115,7 @@ class TinyTL(Method):
             lite = LiteResidual(
                 block.conv_pw.in_channels,
                 block.conv_pwl.out_channels,
-                min(self.kernel, 3) if stride >= COARSE else self.kernel,
+                min(self.kernel_size, 3) if stride >= COARSE else self.kernel_size,
                 self.groups,
                 stride_of(block),
             )

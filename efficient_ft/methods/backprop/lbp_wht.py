@@ -12,13 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from efficient_ft.errors import SettingError
+from efficient_ft.core.distributed import summed
+from efficient_ft.core.errors import SettingError
 from efficient_ft.methods.backprop.low_rank import LowRank, LowRankBackward, refuse_order
 from efficient_ft.methods.base import Applied
 from efficient_ft.models.view import Layer
 from efficient_ft.ops.projectors import Padding, WalshProjector
 from efficient_ft.ops.transforms import BLOCK, Pairs, low_pass_l1, low_pass_linf, lowest_first
-from efficient_ft.together import summed
 
 ORDERS = {"l1": 15, "linf": 8, "lhe": 15}
 

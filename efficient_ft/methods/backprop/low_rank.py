@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from efficient_ft.errors import SettingError, UserError
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.tokens.base import merges_tokens
 from efficient_ft.models.view import Layer, TokenLayout, view

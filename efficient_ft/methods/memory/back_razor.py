@@ -11,13 +11,13 @@ from typing import Literal
 import torch
 from torch import nn
 
-from efficient_ft.errors import SettingError
+from efficient_ft.core.errors import SettingError
 from efficient_ft.methods.base import Applied
 from efficient_ft.methods.memory.packing import ActivationPacking, refuse_low_rank
 from efficient_ft.ops.packed import Policy
 from efficient_ft.ops.packing import Dense, EightBits, Half, Packer, Sparse
 
-VALUES = ("fp16", "bf16", "input", "int8")
+VALUES = ("fp16", "bf16", "same", "int8")
 
 
 class BackRazor(ActivationPacking):
@@ -29,13 +29,13 @@ class BackRazor(ActivationPacking):
 
     Args:
         sparsity: share of the values dropped, from 0 to below 1.
-        values: type of what is kept: ``fp16`` (as the authors; where it overflows, `step_end` says so, and a
-            run stops), ``bf16``, ``input``
+        value_dtype: type of what is kept: ``fp16`` (as the authors; where it overflows, `step_end` says so, and a
+            run stops), ``bf16``, ``same``
             (as it is), or ``int8`` (Back Razor with Mesa: 8 bits, a running range per tensor; GELU's input too).
-        norm: what normalisations keep: their ``input`` (as published), or x̂, ``normalised``.
+        norm_saves: what normalisations keep: their ``input`` (as published), or x̂, ``normalized``.
         attention: ``unfused`` keeps q, k, v and softmax's output (as published); ``fused`` keeps q, k and v in 8 bits
             and recomputes attention from them by torch's fused kernel.
-        derive: a layer that takes the output of GELU, or of a LayerNorm if ``norm=normalised``, keeps nothing of its
+        recompute_inputs: a layer that takes the output of GELU, or of a LayerNorm if ``norm_saves=normalized``, keeps nothing of its
             own: its input is computed from what is kept before it.
         threshold: ``exact`` (as published), or ``sampled``: estimated from 4096 values of each sample, never over
             budget and a little below it.
@@ -50,10 +50,10 @@ class BackRazor(ActivationPacking):
     def __init__(
         self,
         sparsity: float = 0.8,
-        values: Literal["fp16", "bf16", "input", "int8"] = "fp16",
-        norm: Literal["input", "normalised"] = "normalised",
+        value_dtype: Literal["fp16", "bf16", "same", "int8"] = "fp16",
+        norm_saves: Literal["input", "normalized"] = "normalized",
         attention: Literal["unfused", "fused"] = "unfused",
-        derive: bool = True,
+        recompute_inputs: bool = True,
         threshold: Literal["exact", "sampled"] = "sampled",
         prune: Literal["backward", "both"] = "backward",
     ):
@@ -61,19 +61,24 @@ class BackRazor(ActivationPacking):
         if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0 <= sparsity < 1:
             raise SettingError("sparsity", sparsity, "a number of at least 0 and below 1")
         for setting, value, allowed in (
-            ("values", values, VALUES),
-            ("norm", norm, ("input", "normalised")),
+            ("value_dtype", value_dtype, VALUES),
+            ("norm_saves", norm_saves, ("input", "normalized")),
             ("attention", attention, ("unfused", "fused")),
             ("threshold", threshold, ("exact", "sampled")),
             ("prune", prune, ("backward", "both")),
         ):
             if value not in allowed:
                 raise SettingError(setting, value, allowed)
-        if prune == "both" and (attention == "fused" or values == "int8"):
-            other = "attention=fused" if attention == "fused" else "values=int8"
+        if prune == "both" and (attention == "fused" or value_dtype == "int8"):
+            other = "attention=fused" if attention == "fused" else "value_dtype=int8"
             raise SettingError("prune", prune, f"backward with {other}", "The control prunes, it does not round.")
-        self.sparsity, self.values, self.norm = sparsity, values, norm
-        self.attention, self.derive, self.threshold, self.prune = attention, derive, threshold, prune
+        self.sparsity, self.value_dtype, self.norm_saves = sparsity, value_dtype, norm_saves
+        self.attention, self.recompute_inputs, self.threshold, self.prune = (
+            attention,
+            recompute_inputs,
+            threshold,
+            prune,
+        )
 
     def _apply(self, model: nn.Module) -> Applied:
         if self.prune == "both":
@@ -81,8 +86,8 @@ class BackRazor(ActivationPacking):
         return super()._apply(model)
 
     def policy(self) -> Policy:
-        half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.values)
-        eight_bits = self.values == "int8"
+        half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.value_dtype)
+        eight_bits = self.value_dtype == "int8"
         sparse = Sparse(self.sparsity, half, eight_bits, self.threshold == "exact")
         activation: Packer = EightBits() if eight_bits else Dense() if half is None else Half(half)
         return Policy(
@@ -90,8 +95,8 @@ class BackRazor(ActivationPacking):
             norm=sparse,
             attention=sparse,
             activation=activation,
-            normalised=self.norm == "normalised",
-            derived=self.derive,
+            normalised=self.norm_saves == "normalized",
+            derived=self.recompute_inputs,
             fused=EightBits() if self.attention == "fused" else None,
             forward=self.prune == "both",
         )

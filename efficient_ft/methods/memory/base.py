@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from efficient_ft.errors import UserError
+from efficient_ft.core.errors import UserError
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.forwards import OwnForward, forwards_of, take_away
 from efficient_ft.ops.packed import Session

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from efficient_ft.errors import SettingError, UserError
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied
 from efficient_ft.methods.forwards import put_around
 from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod
@@ -62,23 +62,23 @@ class _RecomputedForward(MemoryForward):
 class Checkpointing(MemoryMethod):
     """Keep only the input of each block and compute the block again in the backward pass.
 
-    Gradients are exact with ``inputs=input``; it costs the blocks' forward pass once more. Never sparse: a block
+    Gradients are exact with ``input_dtype=same``; it costs the blocks' forward pass once more. Never sparse: a block
     recomputed from a pruned input has another gradient altogether.
 
     Args:
         blocks: indices of the blocks, negative ones from the end; None: all of them.
-        inputs: how a block's input is kept: ``input`` (as it is), ``bf16``, or ``int8``.
+        input_dtype: how a block's input is kept: ``same`` (as it is), ``bf16``, or ``int8``.
     """
 
     name = "checkpointing"
 
-    def __init__(self, blocks: list[int] | None = None, inputs: Literal["input", "bf16", "int8"] = "input"):
+    def __init__(self, blocks: list[int] | None = None, input_dtype: Literal["same", "bf16", "int8"] = "same"):
         super().__init__()
         if blocks is not None and (not blocks or not all(type(b) is int for b in blocks)):
             raise SettingError("blocks", blocks, "null (all) or a list of whole numbers, e.g. [0,1,2]")
-        if inputs not in ("input", "bf16", "int8"):
-            raise SettingError("inputs", inputs, ("input", "bf16", "int8"))
-        self.blocks, self.inputs = None if blocks is None else list(blocks), inputs
+        if input_dtype not in ("same", "bf16", "int8"):
+            raise SettingError("input_dtype", input_dtype, ("same", "bf16", "int8"))
+        self.blocks, self.input_dtype = None if blocks is None else list(blocks), input_dtype
 
     def _apply(self, model: nn.Module) -> Applied:
         self._refuse_second(model)
@@ -95,8 +95,8 @@ class Checkpointing(MemoryMethod):
                     f"indices from {-count} to {count - 1}: {seen.name} has {count} blocks",
                 )
         names = [seen.blocks[i] for i in sorted({i % count for i in chosen})]
-        packers: dict[str, Packer] = {"input": Dense(), "bf16": Half(torch.bfloat16), "int8": EightBits()}
-        packer, session = packers[self.inputs], self._begin()
+        packers: dict[str, Packer] = {"same": Dense(), "bf16": Half(torch.bfloat16), "int8": EightBits()}
+        packer, session = packers[self.input_dtype], self._begin()
         for name in names:
             module = model.get_submodule(name)
             put_around(module, _RecomputedForward(module, name, packer, session))

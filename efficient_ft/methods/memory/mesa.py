@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from efficient_ft.errors import SettingError
+from efficient_ft.core.errors import SettingError
 from efficient_ft.methods.memory.packing import ActivationPacking
 from efficient_ft.ops.packed import Policy
 from efficient_ft.ops.packing import EightBits
@@ -23,17 +23,17 @@ class Mesa(ActivationPacking):
     Args:
         attention: ``unfused`` keeps q, k, v and softmax's output (as published); ``fused`` keeps q, k and v and
             recomputes attention from them by torch's fused kernel.
-        derive: a layer that takes the output of GELU or of a LayerNorm keeps nothing of its own: its input is computed
+        recompute_inputs: a layer that takes the output of GELU or of a LayerNorm keeps nothing of its own: its input is computed
             from what is kept before it.
     """
 
     name = "mesa"
 
-    def __init__(self, attention: Literal["unfused", "fused"] = "unfused", derive: bool = True):
+    def __init__(self, attention: Literal["unfused", "fused"] = "unfused", recompute_inputs: bool = True):
         super().__init__()
         if attention not in ("unfused", "fused"):
             raise SettingError("attention", attention, ("unfused", "fused"))
-        self.attention, self.derive = attention, derive
+        self.attention, self.recompute_inputs = attention, recompute_inputs
 
     def policy(self) -> Policy:
         bits = EightBits()
@@ -42,7 +42,7 @@ class Mesa(ActivationPacking):
             norm=bits,
             attention=bits,
             activation=bits,
-            normalised=self.derive,
-            derived=self.derive,
+            normalised=self.recompute_inputs,
+            derived=self.recompute_inputs,
             fused=bits if self.attention == "fused" else None,
         )

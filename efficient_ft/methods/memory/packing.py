@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from efficient_ft.errors import UserError
+from efficient_ft.core.errors import UserError
 from efficient_ft.methods.base import Applied
 from efficient_ft.methods.forwards import put_around
 from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from efficient_ft.errors import SettingError
+from efficient_ft.core.errors import SettingError
 from efficient_ft.methods.base import Applied
 from efficient_ft.methods.forwards import forwards_of
 from efficient_ft.methods.memory.base import MemoryForward
@@ -67,25 +67,25 @@ class SWAT(ActivationPacking):
 
     Args:
         sparsity: share of the weights and of the activations dropped, from 0 to below 1.
-        refresh: optimizer steps for which the thresholds hold.
+        refresh_interval: optimizer steps for which the thresholds hold.
     """
 
     name = "swat"
 
-    def __init__(self, sparsity: float = 0.8, refresh: int = 10):
+    def __init__(self, sparsity: float = 0.8, refresh_interval: int = 10):
         super().__init__()
         if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0 <= sparsity < 1:
             raise SettingError("sparsity", sparsity, "a number of at least 0 and below 1")
-        if type(refresh) is not int or refresh < 1:
-            raise SettingError("refresh", refresh, "a whole number of at least 1")
-        self.sparsity, self.refresh = sparsity, refresh
+        if type(refresh_interval) is not int or refresh_interval < 1:
+            raise SettingError("refresh_interval", refresh_interval, "a whole number of at least 1")
+        self.sparsity, self.refresh_interval = sparsity, refresh_interval
 
     def _apply(self, model: nn.Module) -> Applied:
         refuse_low_rank(model, f"method {self.name}")
         return super()._apply(model)
 
     def _new_session(self) -> Session:
-        return Thresholds(sparsity=self.sparsity, refresh=self.refresh)
+        return Thresholds(sparsity=self.sparsity, refresh=self.refresh_interval)
 
     def _left_plain(self, seen: ModelView) -> dict[str, str]:
         first = next((layer.name for layer in seen.layers if isinstance(layer.module, nn.Conv2d)), seen.layers[0].name)

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from efficient_ft.errors import SettingError, UserError
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.seeding import generator_of
 from efficient_ft.methods.base import Applied, trainable
 from efficient_ft.methods.selection.static import Selection
 from efficient_ft.models.view import ModelView, parameters_under, view
-from efficient_ft.seeding import generator_of
 
 
 class LayersPerStep(Selection):
     """Base: a subclass says which blocks train in a step. The head and the norm before it always do.
 
     Args:
-        layers: K, blocks that train in a step.
-        embeddings: what comes before the blocks (patch embedding, class token, positions) trains, in every step; if
+        num_layers: K, blocks that train in a step.
+        train_embeddings: what comes before the blocks (patch embedding, class token, positions) trains, in every step; if
             not, it is frozen, and the backward pass of a step ends at the lowest block that trains.
         seed: of the choices; None: the run's, and 0 in anyone's own loop.
     """
@@ -35,15 +35,15 @@ class LayersPerStep(Selection):
     #: A step's mask is drawn: its cost is a mean.
     cost_steps = 8
 
-    def __init__(self, layers: int, embeddings: bool, seed: int | None) -> None:
+    def __init__(self, num_layers: int, train_embeddings: bool, seed: int | None) -> None:
         super().__init__()
-        if type(layers) is not int or layers < 1:
-            raise SettingError("layers", layers, "a whole number of at least 1")
-        if not isinstance(embeddings, bool):
-            raise SettingError("embeddings", embeddings, ("true", "false"))
+        if type(num_layers) is not int or num_layers < 1:
+            raise SettingError("num_layers", num_layers, "a whole number of at least 1")
+        if not isinstance(train_embeddings, bool):
+            raise SettingError("train_embeddings", train_embeddings, ("true", "false"))
         if seed is not None and (type(seed) is not int or seed < 0):
             raise SettingError("seed", seed, "null (the run's) or a whole number of at least 0")
-        self.layers, self.embeddings, self.seed = layers, embeddings, seed
+        self.num_layers, self.train_embeddings, self.seed = num_layers, train_embeddings, seed
         self._blocks: dict[str, nn.Module] = {}
         #: What may train in each block, once every method is applied (adapters freeze what they adapt).
         self._trainable: dict[str, list[nn.Parameter]] | None = None
@@ -55,7 +55,7 @@ class LayersPerStep(Selection):
 
     def _chosen(self, model: nn.Module) -> dict[str, Tensor]:
         """What may train."""
-        if self.embeddings:
+        if self.train_embeddings:
             return dict(model.named_parameters())
         seen = view(model)
         return parameters_under(model, [*seen.blocks, *seen.tail, *seen.head])
@@ -69,7 +69,7 @@ class LayersPerStep(Selection):
             self.name,
             names,
             dict.fromkeys(frozen, "frozen: it lies before or between the blocks"),
-            notes=(f"{self.layers} of {len(names)} blocks train in a step", *self._notes()),
+            notes=(f"{self.num_layers} of {len(names)} blocks train in a step", *self._notes()),
         )
 
     def _notes(self) -> tuple[str, ...]:
@@ -79,10 +79,10 @@ class LayersPerStep(Selection):
         """The model's blocks, where there are K of them."""
         if not seen.blocks:
             raise UserError(f"method {self.name}: no blocks were recognised in {seen.name}.")
-        if self.layers > len(seen.blocks):
+        if self.num_layers > len(seen.blocks):
             raise SettingError(
                 f"method.{self.name}.layers",
-                self.layers,
+                self.num_layers,
                 f"a whole number from 1 to {len(seen.blocks)}: {seen.name} has {len(seen.blocks)} blocks",
             )
         return seen.blocks
@@ -114,7 +114,7 @@ class LayersPerStep(Selection):
     def _generator(self, step: int) -> torch.Generator:
         return generator_of(self.seed or 0, step)
 
-    def insight(self) -> dict[str, Any]:
+    def step_stats(self) -> dict[str, Any]:
         return {"trained": [list(self._blocks)[index] for index in self._trained]}
 
 
@@ -123,11 +123,11 @@ class UniformLayers(LayersPerStep):
 
     name = "uniform_layers"
 
-    def __init__(self, layers: int = 9, embeddings: bool = True, seed: int | None = None) -> None:
-        super().__init__(layers, embeddings, seed)
+    def __init__(self, num_layers: int = 9, train_embeddings: bool = True, seed: int | None = None) -> None:
+        super().__init__(num_layers, train_embeddings, seed)
 
     def choose(self, step: int, count: int) -> list[int]:
-        return torch.randperm(count, generator=self._generator(step))[: self.layers].tolist()
+        return torch.randperm(count, generator=self._generator(step))[: self.num_layers].tolist()
 
 
 class LISA(LayersPerStep):
@@ -137,22 +137,24 @@ class LISA(LayersPerStep):
     Language Model Fine-Tuning", NeurIPS 2024.
 
     Args:
-        layers: K, blocks that train at a time.
-        every: optimizer steps from one choice to the next.
-        embeddings, seed: see `LayersPerStep`.
+        num_layers: K, blocks that train at a time.
+        interval: optimizer steps from one choice to the next.
+        train_embeddings, seed: see `LayersPerStep`.
     """
 
     name = "lisa"
 
-    def __init__(self, layers: int = 2, every: int = 20, embeddings: bool = True, seed: int | None = None) -> None:
-        super().__init__(layers, embeddings, seed)
-        if type(every) is not int or every < 1:
-            raise SettingError("every", every, "a whole number of at least 1")
-        self.every = every
+    def __init__(
+        self, num_layers: int = 2, interval: int = 20, train_embeddings: bool = True, seed: int | None = None
+    ) -> None:
+        super().__init__(num_layers, train_embeddings, seed)
+        if type(interval) is not int or interval < 1:
+            raise SettingError("interval", interval, "a whole number of at least 1")
+        self.interval = interval
 
     def choose(self, step: int, count: int) -> list[int]:
         # Choices that hold for several steps come from the first of them.
-        return torch.randperm(count, generator=self._generator(step - step % self.every))[: self.layers].tolist()
+        return torch.randperm(count, generator=self._generator(step - step % self.interval))[: self.num_layers].tolist()
 
 
 class TopLayers(LayersPerStep):
@@ -163,16 +165,16 @@ class TopLayers(LayersPerStep):
     part of the checkpoint.
 
     Args:
-        layers: K.
+        num_layers: K.
         profile_steps: optimizer steps of the profile.
-        embeddings: see `LayersPerStep`; in the profile they train if they do after it.
+        train_embeddings: see `LayersPerStep`; in the profile they train if they do after it.
     """
 
     name = "top_layers"
     cost_steps = 1
 
-    def __init__(self, layers: int = 3, profile_steps: int = 10, embeddings: bool = False) -> None:
-        super().__init__(layers, embeddings, None)
+    def __init__(self, num_layers: int = 3, profile_steps: int = 10, train_embeddings: bool = False) -> None:
+        super().__init__(num_layers, train_embeddings, None)
         if type(profile_steps) is not int or profile_steps < 1:
             raise SettingError("profile_steps", profile_steps, "a whole number of at least 1")
         self.profile_steps = profile_steps
@@ -200,7 +202,7 @@ class TopLayers(LayersPerStep):
         self._steps += 1
         if self._steps == self.profile_steps:
             ranked = sorted(range(len(shares)), key=lambda index: (-self._shares[index], index))
-            self._top = sorted(ranked[: self.layers])
+            self._top = sorted(ranked[: self.num_layers])
 
     def remove(self, model: nn.Module) -> None:
         super().remove(model)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from efficient_ft.errors import SettingError, UserError
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
 from efficient_ft.models.view import ModelView, is_norm, parameters_under, view
 

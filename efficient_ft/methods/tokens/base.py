@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from efficient_ft.errors import SettingError, UserError
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.forwards import OwnForward, forwards_of, put_inside, take_away
 from efficient_ft.models.view import ModelView, default_image_size, view
 from efficient_ft.ops.packed import running

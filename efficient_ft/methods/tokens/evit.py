@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from efficient_ft.errors import SettingError
+from efficient_ft.core.errors import SettingError
 from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.tokens.base import (
     DroppingForward,
@@ -30,14 +30,14 @@ from efficient_ft.ops.tokens import share_kept
 class EViT(Method):
     """Keep in some blocks only the patch tokens that the class token attends to most.
 
-    Between attention and feed-forward network, in training and in evaluation, ``keep`` of the tokens stay, in the
+    Between attention and feed-forward network, in training and in evaluation, ``keep_rate`` of the tokens stay, in the
     order of the attention, mean over the heads; the others become one, weighted by it. Attention stays fused: the
     class token's row is computed beside it. The trained weights are the model's own, but belong with the dropping:
     what is exported notes it.
 
     Args:
         drop_at: blocks in which tokens are dropped, counted from 0, negative ones from the end; not the last.
-        keep: share of the patch tokens kept, above 0 and at most 1.
+        keep_rate: share of the patch tokens kept, above 0 and at most 1.
         fuse: what is dropped becomes one more token.
     """
 
@@ -45,13 +45,13 @@ class EViT(Method):
     axis = "tokens"
     merges = False
 
-    def __init__(self, drop_at: list[int] = [3, 6, 9], keep: float = 0.5, fuse: bool = True):  # noqa: B006
+    def __init__(self, drop_at: list[int] = [3, 6, 9], keep_rate: float = 0.5, fuse: bool = True):  # noqa: B006
         super().__init__()
-        check_dropping(drop_at, keep, fuse)
-        self.drop_at, self.keep, self.fuse = list(drop_at), keep, fuse
+        check_dropping(drop_at, keep_rate, fuse)
+        self.drop_at, self.keep_rate, self.fuse = list(drop_at), keep_rate, fuse
 
     def _apply(self, model: nn.Module) -> Applied:
-        chosen = drop_tokens(model, self.name, self.drop_at, self.keep, self.fuse)
+        chosen = drop_tokens(model, self.name, self.drop_at, self.keep_rate, self.fuse)
         return Applied(
             self.name, chosen, {name: "all tokens flow on" for name in view(model).blocks if name not in chosen}
         )
@@ -60,7 +60,7 @@ class EViT(Method):
         take_forwards(model)
 
 
-def drop_tokens(model: nn.Module, who: str, drop_at: Sequence[int], keep: float, fuse: bool) -> tuple[str, ...]:
+def drop_tokens(model: nn.Module, who: str, drop_at: Sequence[int], keep_rate: float, fuse: bool) -> tuple[str, ...]:
     """Make the blocks at `drop_at` drop tokens, for the method `who`; returns their names.
 
     Raises:
@@ -83,23 +83,23 @@ def drop_tokens(model: nn.Module, who: str, drop_at: Sequence[int], keep: float,
         raise SettingError(f"method.{who}.drop_at", list(drop_at), "each block once")
     chosen = tuple(seen.blocks[b] for b in sorted(places))
     refuse_other_blocks(model, who, chosen)
-    _refuse_few(seen, who, chosen, keep, fuse)
-    settings = partial(share_kept, keep=keep), fuse
+    _refuse_few(seen, who, chosen, keep_rate, fuse)
+    settings = partial(share_kept, keep=keep_rate), fuse
     give_forwards(model, seen, who, dict.fromkeys(chosen, (DroppingForward, settings)))
     return chosen
 
 
-def _refuse_few(seen: ModelView, who: str, chosen: Sequence[str], keep: float, fuse: bool) -> None:
+def _refuse_few(seen: ModelView, who: str, chosen: Sequence[str], keep_rate: float, fuse: bool) -> None:
     """Raise SettingError where a block is left so few tokens that as many flow on as came in."""
     count = grid_positions(seen, who)
     for name in chosen:
-        kept = share_kept(count, keep)
+        kept = share_kept(count, keep_rate)
         left = kept + (fuse and kept < count)
-        if keep < 1 and left >= count:
+        if keep_rate < 1 and left >= count:
             height, width = default_image_size(seen.model)
             raise SettingError(
-                f"method.{who}.keep",
-                keep,
+                f"method.{who}.keep_rate",
+                keep_rate,
                 f"a share that leaves fewer than came in: of the {count} patch tokens of {name} it keeps {kept}"
                 + (" and fuses the rest into one" if fuse else ""),
                 f"Take larger images (here {height}×{width}), or drop in fewer blocks.",
@@ -107,13 +107,13 @@ def _refuse_few(seen: ModelView, who: str, chosen: Sequence[str], keep: float, f
         count = left
 
 
-def check_dropping(drop_at: Any, keep: Any, fuse: Any) -> None:
+def check_dropping(drop_at: Any, keep_rate: Any, fuse: Any) -> None:
     """Raise SettingError for settings that no model can be given."""
     if not isinstance(drop_at, Sequence) or isinstance(drop_at, str) or not all(type(b) is int for b in drop_at):
         raise SettingError("drop_at", drop_at, "a list of whole numbers, e.g. [3,6,9]")
     if not drop_at:
         raise SettingError("drop_at", "[]", "at least one block")
-    if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
-        raise SettingError("keep", keep, "a number above 0 and at most 1")
+    if isinstance(keep_rate, bool) or not isinstance(keep_rate, int | float) or not 0 < keep_rate <= 1:
+        raise SettingError("keep_rate", keep_rate, "a number above 0 and at most 1")
     if not isinstance(fuse, bool):
         raise SettingError("fuse", fuse, ("true", "false"))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from efficient_ft.errors import SettingError, UserError
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.tokens.base import (
     SOFTMAX,
@@ -93,11 +93,11 @@ class _MergingForward(TokenForward):
         positions: int,
         last: bool,
         r: int,
-        proportional: bool,
+        proportional_attention: bool,
         behind: bool = False,
     ) -> None:
         super().__init__(module, prefix, positions, last)
-        self.r, self.proportional, self.behind = r, proportional, behind
+        self.r, self.proportional_attention, self.behind = r, proportional_attention, behind
 
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         if keeps_all():
@@ -111,7 +111,7 @@ class _MergingForward(TokenForward):
             )
         r = merged_of(x.shape[1] - self.prefix, self.r)
         sizes_BN = None if tokens is None else tokens.sizes_BN
-        seen = _SizedAttention(sizes_BN if self.proportional else None, self._acts(r))
+        seen = _SizedAttention(sizes_BN if self.proportional_attention else None, self._acts(r))
         with among(tokens):
             x = self.first_half(x, seen)
         if self._acts(r):
@@ -157,14 +157,14 @@ class ToMe(Method):
         inflect: the second number of the paper's (r, inflect), from −1 to 1: r rises (falls, below 0) linearly from
             block to block, by `inflect` · r about its mean: −1 goes from 2 r to 0 (the paper's decreasing schedule), 1
             from 0 to 2 r. Rounded, the mean still is r.
-        proportional: attention adds log(size), so that a token counts as all the patches it stands for.
+        proportional_attention: attention adds log(size), so that a token counts as all the patches it stands for.
     """
 
     name = "tome"
     axis = "tokens"
     merges = False
 
-    def __init__(self, r: int | list[int] = 8, inflect: float = 0.0, proportional: bool = True):
+    def __init__(self, r: int | list[int] = 8, inflect: float = 0.0, proportional_attention: bool = True):
         super().__init__()
         each = r if isinstance(r, Sequence) and not isinstance(r, str) else [r]
         if not each or not all(type(n) is int and n >= 0 for n in each):
@@ -173,10 +173,10 @@ class ToMe(Method):
             raise SettingError("inflect", inflect, "a number from -1 to 1")
         if inflect and each is r:
             raise SettingError("inflect", inflect, "0 where r is a list, which says it for each block")
-        if not isinstance(proportional, bool):
-            raise SettingError("proportional", proportional, ("true", "false"))
+        if not isinstance(proportional_attention, bool):
+            raise SettingError("proportional_attention", proportional_attention, ("true", "false"))
         self.r = list(each) if each is r else r
-        self.inflect, self.proportional = inflect, proportional
+        self.inflect, self.proportional_attention = inflect, proportional_attention
 
     def _apply(self, model: nn.Module) -> Applied:
         seen = view(model)
@@ -195,7 +195,7 @@ class ToMe(Method):
             seen,
             self.name,
             {
-                name: (_MergingForward, (n, self.proportional, any(r[:place])))
+                name: (_MergingForward, (n, self.proportional_attention, any(r[:place])))
                 for place, (name, n) in enumerate(zip(seen.blocks, r, strict=True))
             },
         )

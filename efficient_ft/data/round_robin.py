@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, Dataset, Sampler
 
+from efficient_ft.core.errors import UserError
 from efficient_ft.data.loading import CountedImages, CounterSampler, Failure, ImageData, Loader, Split, as_it_comes
-from efficient_ft.errors import UserError
 
 
 class TasksData:

@@ -1,12 +1,12 @@
 """Looking into a run: what its methods decided in a step, and what the blocks made of their tokens.
 
-`Insight` writes `insight.jsonl` in the run's folder, an object per recorded optimizer step; its lists follow `blocks`:
+`Insight` writes `step_stats.jsonl` in the run's folder, an object per recorded optimizer step; its lists follow `blocks`:
 
 - ``step``: counted from 1, as in metrics.jsonl.
 - ``blocks``: the model's blocks, by their full names.
 - ``task``: which one this step belonged to, where there are several.
 - ``trained``: those of which something trained in this step.
-- ``budgets``, and whatever else the methods tell (`Method.insight`), as they held in this step.
+- ``budgets``, and whatever else the methods tell (`Method.step_stats`), as they held in this step.
 - ``tokens``: of each image, behind each block (prefix and fused tokens included; positions, where a block gives a map).
 - ``magnitudes``: how much each block adds to what flows through it, the mean over images and tokens of
   ‖f(x)‖ / ‖f(x) + x‖, with f(x) + x the block's output and f(x) the difference to its input (Samragh et al., "Weight
@@ -45,7 +45,7 @@ from efficient_ft.training.callbacks import Rows
 
 log = logging.getLogger(__name__)
 
-NAME = "insight.jsonl"
+NAME = "step_stats.jsonl"
 
 
 # ---------------------------------------------------------------------------------------------- what blocks do
@@ -142,7 +142,7 @@ def _same_tokens(passed: Passed, prefix: int) -> tuple[Tensor, Tensor, Tensor | 
 
 
 # ---------------------------------------------------------------------------------------------- writing it down
-class Insight(L.Callback):
+class StepStats(L.Callback):
     """Writes a row in the first optimizer step and every so many-th after it, and tells the loggers.
 
     Loggers get ``budgets/BLOCK``, ``tokens/BLOCK`` and ``magnitudes/BLOCK``. A model in which no blocks are recognised
@@ -169,7 +169,7 @@ class Insight(L.Callback):
         self._blocks, self._prefix = seen.blocks, seen.prefix_tokens
         if not self._blocks and trainer.is_global_zero:
             log.warning(
-                "insight.every=%d: no blocks were recognised in %s; nothing is recorded.", self.every, seen.name
+                "step_stats.interval=%d: no blocks were recognised in %s; nothing is recorded.", self.every, seen.name
             )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -192,7 +192,7 @@ class Insight(L.Callback):
             ],
         }
         for method in self.methods:
-            self._row.update(method.insight())
+            self._row.update(method.step_stats())
         self._watching.enter_context(watched(network, self._blocks, lambda *seen: self._see(network, *seen)))
 
     def _see(self, network: nn.Module, index: int, passed: Passed) -> None:

@@ -13,9 +13,9 @@ from pictures import SPEC, save, truncate
 from torch.utils.data import BatchSampler
 
 from efficient_ft.config import DataConfig
+from efficient_ft.core.errors import UserError
 from efficient_ft.data import CounterSampler, TasksData, open_data
-from efficient_ft.data.in_turn import BatchesInTurn
-from efficient_ft.errors import UserError
+from efficient_ft.data.round_robin import BatchesInTurn
 
 
 def in_turn(sizes: dict[str, tuple[int, int]], accumulate: int = 1, rank: int = 0, world: int = 1) -> BatchesInTurn:
@@ -93,14 +93,14 @@ def folders(tmp_path: Path, sizes: dict[str, int]) -> dict[str, DataConfig]:
             for i in range(images):
                 save(tmp_path / name / "train" / f"{name}{label}" / f"{i}.png", seed=100 * number + 10 * label + i)
             save(tmp_path / name / "val" / f"{name}{label}" / "v.png", seed=label)
-        made[name] = DataConfig(name="folder", root=str(tmp_path / name), batch_size=4, workers=0)
+        made[name] = DataConfig(name="folder", root=str(tmp_path / name), batch_size=4, num_workers=0)
     return made
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_are_those_of_each_set_whatever_the_workers(tmp_path: Path, workers: int) -> None:
     configs = {
-        name: config.model_copy(update={"workers": workers if name == "b" else 0})
+        name: config.model_copy(update={"num_workers": workers if name == "b" else 0})
         for name, config in folders(tmp_path, {"a": 6, "b": 3}).items()
     }
     parts = {name: open_data(config, SPEC, 3) for name, config in configs.items()}

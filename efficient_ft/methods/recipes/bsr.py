@@ -23,7 +23,7 @@ class BSR(Blocks):
         blocks: those that train, counted from 0, negative ones from the end.
         drop_at: blocks in which tokens are dropped; not the last. None of them ([]): no token is dropped, and any model
             with blocks will do (BSR on ResNet-50; "Ours" in the paper's Table 5).
-        keep: share of the patch tokens kept in each of them, above 0 and at most 1.
+        keep_rate: share of the patch tokens kept in each of them, above 0 and at most 1.
         fuse: what is dropped becomes one more token.
     """
 
@@ -34,24 +34,24 @@ class BSR(Blocks):
         self,
         blocks: list[int] = [3, 7, 11],  # noqa: B006
         drop_at: list[int] = [3, 6, 9],  # noqa: B006
-        keep: float = 0.5,
+        keep_rate: float = 0.5,
         fuse: bool = True,
     ):
         super().__init__(blocks)
-        check_dropping([0] if drop_at == [] else drop_at, keep, fuse)
-        self.drop_at, self.keep, self.fuse = list(drop_at), keep, fuse
+        check_dropping([0] if drop_at == [] else drop_at, keep_rate, fuse)
+        self.drop_at, self.keep_rate, self.fuse = list(drop_at), keep_rate, fuse
 
     def _apply(self, model: nn.Module) -> Applied:
         refuse_adapted(model, self.name)
         self._chosen(model)  # what is wrong with the blocks is said before anything is changed
         refuse_twice(view(model), f"method.{self.name}.blocks", self.blocks)
-        dropping = drop_tokens(model, self.name, self.drop_at, self.keep, self.fuse) if self.drop_at else ()
+        dropping = drop_tokens(model, self.name, self.drop_at, self.keep_rate, self.fuse) if self.drop_at else ()
         selected = super()._apply(model)
         return Applied(
             self.name,
             selected.touched,
             selected.skipped,
-            notes=(f"{self.keep:g} of the patch tokens stay in {', '.join(dropping)}",) if dropping else (),
+            notes=(f"{self.keep_rate:g} of the patch tokens stay in {', '.join(dropping)}",) if dropping else (),
         )
 
     def _remove(self, model: nn.Module) -> None:

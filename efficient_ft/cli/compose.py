@@ -24,37 +24,9 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from efficient_ft import launcher
-from efficient_ft.config import Config, UnknownSetting, check, run_folder, setting_names
-from efficient_ft.errors import SettingError, UserError
-
-
-def register() -> None:
-    """Make known to Hydra what conf/train.yaml refers to; to be called before anything is composed."""
-    OmegaConf.register_new_resolver("run_folder", _run_folder, replace=True)
-    launcher.register()
-
-
-def _run_folder(inside: str = "", *, _root_: DictConfig) -> str:
-    """The run folder of the whole configuration, as a path below `inside`."""
-    folder = run_folder(check(plain(_root_)))
-    return folder.removeprefix(f"{inside}/") if inside else folder
-
-
-def plain(composed: DictConfig) -> dict[str, Any]:
-    """Plain containers, interpolations resolved, without Hydra's own part.
-
-    Raises:
-        UserError: an interpolation that cannot be resolved.
-    """
-    job = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
-    # The copy is a root of its own; interpolations only ever point into the job's part.
-    try:
-        container = OmegaConf.to_container(job, resolve=True)
-    except OmegaConfBaseException as error:
-        raise UserError(f"The configuration cannot be resolved: {_sentence(error)}") from None
-    assert isinstance(container, dict)
-    return {str(key): value for key, value in container.items()}
+from efficient_ft.config import Config, UnknownSetting, check, setting_names
+from efficient_ft.config.plain import plain, sentence
+from efficient_ft.core.errors import SettingError, UserError
 
 
 def configurations(
@@ -194,7 +166,7 @@ def _explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], erro
     try:
         known = compose(name, lines)
     except (HydraException, OmegaConfBaseException) as second:
-        return UserError(_sentence(second))
+        return UserError(sentence(second))
     for override in parsed:
         if override in choices:
             continue
@@ -226,7 +198,7 @@ def _explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], erro
                 return reason
             return UserError(f"{line}: the chosen options do not have it; add it with a plus: +{line}")
         return _unknown(loader, f"{present}.{missing}".lstrip("."), override.value(), siblings)
-    return UserError(_sentence(error))
+    return UserError(sentence(error))
 
 
 def _unknown(loader: ConfigLoader, setting: str, value: object, beside: Iterable[str]) -> UnknownSetting:
@@ -245,16 +217,3 @@ def _walk(config: DictConfig, key: str) -> tuple[str, str | None]:
         present.append(part)
         node = node._get_node(part)
     return key, None
-
-
-def _sentence(error: Exception) -> str:
-    """An error of Hydra or OmegaConf without its list of search paths and object types."""
-    texts = [str(error), *([str(error.__cause__)] if error.__cause__ is not None else [])]
-    lines = [line.strip() for text in texts for line in text.splitlines()]
-    kept = []
-    for line in lines:
-        if line.startswith(("Config search path", "full_key:", "object_type=", "reference_type=")):
-            break
-        if line:
-            kept.append(line)
-    return " ".join(kept) or type(error).__name__

@@ -26,7 +26,8 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from efficient_ft.config import Config, check, fingerprint
-from efficient_ft.errors import UserError
+from efficient_ft.config.plain import plain
+from efficient_ft.core.errors import UserError
 
 #: Names the file into which a job of a sweep writes its outcome (see `tell_sweep`), for the table at the end.
 OUTCOME_FILE = "EFFICIENT_FT_OUTCOME_FILE"
@@ -119,8 +120,6 @@ class ProcessLauncher(Launcher):
         return [_returned(job) for job in jobs]
 
     def _job(self, overrides: Sequence[str], shared: set[str]) -> Job:
-        from efficient_ft.commandline import plain
-
         assert self.context is not None
         assert self.config is not None
         composed = self.context.config_loader.load_sweep_config(self.config, list(overrides))

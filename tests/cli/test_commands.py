@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from efficient_ft import launcher
-from efficient_ft.allocator import keep_freed_memory
-from efficient_ft.commandline import configurations, register
+from efficient_ft.cli import launcher
+from efficient_ft.cli.compose import configurations, register
 from efficient_ft.config import Config
-from efficient_ft.errors import SettingError, UserError
+from efficient_ft.core.allocator import keep_freed_memory
+from efficient_ft.core.errors import SettingError, UserError
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 CONF = REPOSITORY / "conf"
 
 
@@ -59,7 +59,7 @@ def test_every_model_is_known_to_timm_with_its_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "lr", "warmup_steps", "min_lr_ratio", "clip"),
+    ("data", "lr", "warmup_steps", "min_lr_ratio", "grad_clip_norm"),
     [
         ("cifar100", 1e-4, 1000, 0.01, None),
         ("cifar10", 1e-4, 1000, 0.01, 5),
@@ -74,8 +74,18 @@ def test_a_data_set_of_the_paper_brings_its_recipe(
 ) -> None:
     (config,) = composed("method=lbp_wht", "model=efficientformer_l1", f"data={data}")
     optim = config.optim
-    assert (optim.lr, optim.warmup_steps, optim.min_lr_ratio, optim.clip) == (lr, warmup_steps, min_lr_ratio, clip)
-    assert (optim.name, optim.weight_decay, optim.schedule, optim.warmup_ratio) == ("adamw", 1e-5, "cosine", 1e-3)
+    assert (optim.lr, optim.warmup_steps, optim.min_lr_ratio, optim.grad_clip_norm) == (
+        lr,
+        warmup_steps,
+        min_lr_ratio,
+        clip,
+    )
+    assert (optim.name, optim.weight_decay, optim.schedule, optim.warmup_start_factor) == (
+        "adamw",
+        1e-5,
+        "cosine",
+        1e-3,
+    )
     assert (optim.label_smoothing, optim.layer_decay) == (0.1, None)
     assert (config.trainer.epochs, config.data.batch_size, config.seed) == (50, 64, 233)
     assert (config.data.select_best_on, config.method["lbp_wht"]["select"]) == ("test", "last_stage")
@@ -100,8 +110,12 @@ def test_back_razor_s_recipe_of_a_vit(data: str, lr: float, steps: int) -> None:
     (config,) = composed("model=vit_base", f"data={data}", "method=back_razor", "optim=sgd_back_razor")
     optim, augment = config.optim, config.data.augment
     assert (optim.name, optim.lr, optim.momentum, optim.weight_decay) == ("sgd", lr, 0.9, 0.0)
-    assert (optim.schedule, optim.warmup_steps, optim.warmup_ratio, optim.min_lr_ratio) == ("cosine", 500, 0, 0)
-    assert (optim.clip, optim.label_smoothing, optim.head_lr) == (1.0, 0.0, 10.0 if data == "aircraft" else 1.0)
+    assert (optim.schedule, optim.warmup_steps, optim.warmup_start_factor, optim.min_lr_ratio) == ("cosine", 500, 0, 0)
+    assert (optim.grad_clip_norm, optim.label_smoothing, optim.head_lr_mult) == (
+        1.0,
+        0.0,
+        10.0 if data == "aircraft" else 1.0,
+    )
     assert (config.trainer.max_steps, config.data.batch_size) == (steps, 128)
     images = {"food101": 75_750, "cifar10": 50_000, "cifar100": 50_000}.get(data, 8_144)
     assert config.trainer.epochs * (images // 128) > steps, "the steps end the run, not the epochs"
@@ -137,9 +151,9 @@ def test_back_razor_s_recipe_of_a_mobile_network(data: str, lr: float, label_smo
     (config,) = composed(*chosen, f"data={data}", "optim=adam_back_razor")
     optim = config.optim
     assert (optim.name, optim.lr, optim.label_smoothing, optim.weight_decay) == ("adam", lr, label_smoothing, 0.0)
-    assert (optim.schedule, optim.min_lr_ratio, optim.clip) == ("cosine", 0.0, None)
+    assert (optim.schedule, optim.min_lr_ratio, optim.grad_clip_norm) == ("cosine", 0.0, None)
     assert (config.trainer.epochs, config.trainer.max_steps, config.data.batch_size) == (50, -1, 8)
-    assert (config.model.drop, config.data.augment.resize) == (0.2, "input")
+    assert (config.model.drop_rate, config.data.augment.resize) == (0.2, "input")
 
 
 @pytest.mark.parametrize(
@@ -156,7 +170,7 @@ def test_bsr_s_recipe_of_a_vit(data: str, lr: float, steps: int) -> None:
     (config,) = composed("model=vit_base", f"data={data}", "method=bsr", "optim=sgd_bsr")
     optim, augment = config.optim, config.data.augment
     assert (optim.name, optim.lr, optim.momentum, optim.weight_decay) == ("sgd", lr, 0.9, 0.0)
-    assert (optim.schedule, optim.warmup_steps, optim.min_lr_ratio, optim.clip) == ("cosine", 500, 0, 1.0)
+    assert (optim.schedule, optim.warmup_steps, optim.min_lr_ratio, optim.grad_clip_norm) == ("cosine", 500, 0, 1.0)
     assert (config.trainer.max_steps, config.data.batch_size, config.trainer.precision) == (steps, 128, "fp32")
     assert config.model.zero_head
     assert (augment.scale, augment.resize, augment.flip) == ((0.05, 1.0), "none", False)
@@ -334,7 +348,7 @@ sys.path.insert(0, {repository!r})
 import train
 
 def run(config, folder):
-    from efficient_ft.errors import UserError
+    from efficient_ft.core.errors import UserError
     order = config.method.get("lbp_wht", {{}}).get("order")
     if order == 5:
         raise UserError("order 5 is out of luck\\nand says so at length")
@@ -487,7 +501,7 @@ def test_a_sweep_refuses_a_bad_job_first_and_ends_when_interrupted(program: Path
 @pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 def test_ending_a_sweep_ends_its_job(tmp_path: Path) -> None:
     code = (
-        "import sys; from efficient_ft.launcher import _run\n"
+        "import sys; from efficient_ft.cli.launcher import _run\n"
         "_run([sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'])"
     )
     with subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as sweep:
@@ -533,7 +547,7 @@ def test_freed_memory_is_kept() -> None:
     # Resident pages after a large block is freed, in a process of its own.
     code = (
         "import sys, pathlib\n"
-        "from efficient_ft.allocator import keep_freed_memory\n"
+        "from efficient_ft.core.allocator import keep_freed_memory\n"
         "kept = keep_freed_memory() if sys.argv[1] == 'keep' else None\n"
         "resident = lambda: int(pathlib.Path('/proc/self/statm').read_text().split()[1])\n"
         "before = resident(); block = bytearray(b'x') * (64 << 20); held = resident(); del block\n"

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from efficient_ft.methods import BSR, ALaST, Checkpointing
 from efficient_ft.models.view import view
 from efficient_ft.ops.tokens import Tokens
+from efficient_ft.record.step_stats import Passed, StepStats, channel_axis, relative_magnitude, watched
 from efficient_ft.training import checkpoint
-from efficient_ft.training.insight import Insight, Passed, channel_axis, relative_magnitude, watched
 from efficient_ft.training.module import FineTuner
 from efficient_ft.training.run import run
 from tests.training import test_tasks
@@ -42,7 +42,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "insight.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "step_stats.jsonl").read_text().splitlines()]
 
 
 # ---------------------------------------------------------------------------------------------- by hand
@@ -115,9 +115,9 @@ def test_the_record_is_what_one_finds_by_hand(name, tmp_path, configuration, tak
         method=METHODS[name],
         data__batch_size=6,
         trainer__max_steps=5,
-        trainer__accumulate=2,
+        trainer__grad_accum_steps=2,
         trainer__limit_eval_batches=1,
-        insight__every=2,
+        step_stats__interval=2,
     )
     run(config, tmp_path)
     rows = rows_of(tmp_path)
@@ -163,19 +163,19 @@ def test_a_recorded_run_is_the_same_run_and_continues(name, tmp_path, configurat
     """Dropout and drop path on. What was recorded after the checkpoint's step comes again, once."""
     changes = {
         "method": METHODS[name],
-        "model": {**VIT, "drop": 0.1, "drop_path": 0.2},
+        "model": {**VIT, "drop_rate": 0.1, "drop_path_rate": 0.2},
         "trainer__max_steps": 8,
         "trainer__limit_eval_batches": 1,
     }
     plain, straight, broken = tmp_path / "plain", tmp_path / "straight", tmp_path / "broken"
     run(configuration(**changes), plain)
-    recorded = configuration(**changes, insight__every=1)
+    recorded = configuration(**changes, step_stats__interval=1)
     run(recorded, straight)
     assert_same_run(plain, straight)
-    assert not (plain / "insight.jsonl").exists()
+    assert not (plain / "step_stats.jsonl").exists()
     assert [row["step"] for row in rows_of(straight)] == list(range(1, 9))
     interrupted_at(5, recorded, broken)
-    with open(broken / "insight.jsonl", "a") as file:
+    with open(broken / "step_stats.jsonl", "a") as file:
         file.write(json.dumps({**rows_of(broken)[-1], "step": 6, "trained": ["nonsense"]}) + '\n{"step": 7, "blo')
     run(recorded, broken)
     assert rows_of(broken) == rows_of(straight)
@@ -289,7 +289,7 @@ def test_a_network_without_tokens_and_a_logger(tmp_path, configuration):
         trainer__max_steps=2,
         trainer__limit_eval_batches=1,
         logger={"name": "tensorboard"},
-        insight__every=1,
+        step_stats__interval=1,
     )
     run(config, tmp_path)
     rows = rows_of(tmp_path)
@@ -308,18 +308,21 @@ def test_a_network_without_tokens_and_a_logger(tmp_path, configuration):
 
 def test_a_model_without_blocks_is_told_and_leaves_nothing(tmp_path, caplog):
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
-    insight = Insight(tmp_path, [], 1)
+    stats = StepStats(tmp_path, [], 1)
     trainer: Any = SimpleNamespace(is_global_zero=True, global_step=0, loggers=[])
-    insight.setup(trainer, model, "fit")  # type: ignore[arg-type]
-    insight.on_train_start(trainer, model)  # type: ignore[arg-type]
-    insight.on_train_batch_start(trainer, model, None, 0)  # type: ignore[arg-type]
-    insight.on_train_batch_end(trainer, model, None, None, 0)  # type: ignore[arg-type]
+    stats.setup(trainer, model, "fit")  # type: ignore[arg-type]
+    stats.on_train_start(trainer, model)  # type: ignore[arg-type]
+    stats.on_train_batch_start(trainer, model, None, 0)  # type: ignore[arg-type]
+    stats.on_train_batch_end(trainer, model, None, None, 0)  # type: ignore[arg-type]
     assert "no blocks were recognised in Sequential" in caplog.text
     assert not list(tmp_path.iterdir())
 
 
 def test_with_several_tasks_the_row_names_the_step_s(tmp_path, folders):
-    run(test_tasks.config_of(folders, trainer__max_steps=3, insight__every=1, trainer__limit_eval_batches=1), tmp_path)
+    run(
+        test_tasks.config_of(folders, trainer__max_steps=3, step_stats__interval=1, trainer__limit_eval_batches=1),
+        tmp_path,
+    )
     rows = rows_of(tmp_path)
     assert [row["task"] for row in rows] == ["colours", "planes", "colours"]
     assert [row["trained"] for row in rows] == [["blocks.1", "blocks.3"]] * 3
@@ -339,7 +342,11 @@ def test_of_two_processes_the_first_one_writes(tmp_path):
     file = tmp_path / "ddp.py"
     file.write_text(script)
     plain = plain_config(
-        model=VIT, method={"uniform_layers": {"layers": 2}}, trainer__devices=2, trainer__max_steps=4, insight__every=1
+        model=VIT,
+        method={"uniform_layers": {"num_layers": 2}},
+        trainer__devices=2,
+        trainer__max_steps=4,
+        step_stats__interval=1,
     )
     done = subprocess.run(
         [sys.executable, str(file), json.dumps(plain), str(tmp_path / "run")],

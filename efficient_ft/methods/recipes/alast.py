@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from efficient_ft.errors import SettingError
+from efficient_ft.core.distributed import summed
+from efficient_ft.core.errors import SettingError
 from efficient_ft.methods.base import Applied
 from efficient_ft.methods.selection.per_step import LayersPerStep
 from efficient_ft.methods.selection.static import refuse_adapted
@@ -32,7 +33,6 @@ from efficient_ft.methods.tokens.base import (
 from efficient_ft.models.view import ModelView, default_image_size, view
 from efficient_ft.ops.recompute import runs_again
 from efficient_ft.ops.tokens import all_there, among, keeps_all, known
-from efficient_ft.together import summed
 
 
 @dataclass
@@ -99,8 +99,8 @@ class _BudgetedForward(DroppingForward):
 class ALaST(LayersPerStep):
     """In each step K blocks train, drawn by their budgets, and behind each block flows on what its budget allows.
 
-    A block's budget b follows how much it changes the class token: after each step ``b ← b + rate · (Δ − Δ of the step
-    before)``, within [lowest, highest], with Δ the squared change of the class token through the block (the paper's
+    A block's budget b follows how much it changes the class token: after each step ``b ← b + budget_lr · (Δ − Δ of the step
+    before)``, within [budget_min, budget_max], with Δ the squared change of the class token through the block (the paper's
     Equations 5 and 6). Behind a block, ⌊b · N⌋ of the N patch tokens that came in flow on, those its class token
     attended to most; the others are dropped, not fused. Frozen blocks drop tokens too. In evaluation all tokens flow.
     One stays at least in a model that does not classify by its class token alone.
@@ -108,16 +108,16 @@ class ALaST(LayersPerStep):
     The defaults are the authors' later account; ``alast_paper`` has the paper's.
 
     Args:
-        layers: K, blocks that train in a step.
-        start: the budgets at first.
-        lowest, highest: budgets stay within these.
-        rate: α. The paper's is the learning rate, 1e-4; here times 128, the batch it goes with, since Δ is a mean.
+        num_layers: K, blocks that train in a step.
+        budget_init: the budgets at first.
+        budget_min, budget_max: budgets stay within these.
+        budget_lr: α. The paper's is the learning rate, 1e-4; here times 128, the batch it goes with, since Δ is a mean.
         delta: how Δ, a sum over channels and images, is reduced: ``image`` (the mean over the images), ``value`` (over
             images and channels), or ``batch`` (the sum: then α depends on the batch size).
         first_delta: before the first step Δ was ``zero``, or as in it, ``same``: then the first step changes nothing.
-        choice: ``sample`` (K blocks without replacement, with probabilities softmax(b)), or ``highest`` (those of the
+        layer_choice: ``sample`` (K blocks without replacement, with probabilities softmax(b)), or ``highest`` (those of the
             K highest budgets, the first of equals).
-        embeddings: patch embedding, class token and positions train, in every step; if not, the backward pass of a step
+        train_embeddings: patch embedding, class token and positions train, in every step; if not, the backward pass of a step
             ends at the lowest block that trains.
         seed: of the choices; None: the run's, and 0 in anyone's own loop.
     """
@@ -126,36 +126,48 @@ class ALaST(LayersPerStep):
 
     def __init__(
         self,
-        layers: int = 9,
-        start: float = 0.9,
-        lowest: float = 0.5,
-        highest: float = 1.0,
-        rate: float = 0.0128,
+        num_layers: int = 9,
+        budget_init: float = 0.9,
+        budget_min: float = 0.5,
+        budget_max: float = 1.0,
+        budget_lr: float = 0.0128,
         delta: Literal["image", "value", "batch"] = "image",
         first_delta: Literal["zero", "same"] = "zero",
-        choice: Literal["sample", "highest"] = "sample",
-        embeddings: bool = True,
+        layer_choice: Literal["sample", "highest"] = "sample",
+        train_embeddings: bool = True,
         seed: int | None = None,
     ) -> None:
-        super().__init__(layers, embeddings, seed)
-        for setting, value in (("lowest", lowest), ("highest", highest), ("start", start), ("rate", rate)):
+        super().__init__(num_layers, train_embeddings, seed)
+        for setting, value in (
+            ("budget_min", budget_min),
+            ("budget_max", budget_max),
+            ("budget_init", budget_init),
+            ("budget_lr", budget_lr),
+        ):
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
                 raise SettingError(setting, value, "a number of at least 0")
-        if highest > 1:
-            raise SettingError("highest", highest, "a number from 0 to 1")
-        if lowest > highest:
-            raise SettingError("lowest", lowest, f"a number from 0 to highest ({highest})")
-        if not lowest <= start <= highest:
-            raise SettingError("start", start, f"a number from lowest ({lowest}) to highest ({highest})")
+        if budget_max > 1:
+            raise SettingError("budget_max", budget_max, "a number from 0 to 1")
+        if budget_min > budget_max:
+            raise SettingError("budget_min", budget_min, f"a number from 0 to budget_max ({budget_max})")
+        if not budget_min <= budget_init <= budget_max:
+            raise SettingError(
+                "budget_init", budget_init, f"a number from budget_min ({budget_min}) to budget_max ({budget_max})"
+            )
         for setting, word, allowed in (
             ("delta", delta, ("image", "value", "batch")),
             ("first_delta", first_delta, ("zero", "same")),
-            ("choice", choice, ("sample", "highest")),
+            ("layer_choice", layer_choice, ("sample", "highest")),
         ):
             if word not in allowed:
                 raise SettingError(setting, word, allowed)
-        self.start, self.lowest, self.highest, self.rate = start, lowest, highest, rate
-        self.delta, self.first_delta, self.choice = delta, first_delta, choice
+        self.budget_init, self.budget_min, self.budget_max, self.budget_lr = (
+            budget_init,
+            budget_min,
+            budget_max,
+            budget_lr,
+        )
+        self.delta, self.first_delta, self.layer_choice = delta, first_delta, layer_choice
         self._budgets: dict[str, _Budget] = {}
         self._channels = 1
         self._present: list[float] = []
@@ -168,7 +180,7 @@ class ALaST(LayersPerStep):
         names = self._refuse_few(seen)
         refuse_without_blocks(seen, self.name)
         refuse_other_blocks(model, self.name, names)
-        self._budgets = {name: _Budget(float(self.start)) for name in names}
+        self._budgets = {name: _Budget(float(self.budget_init)) for name in names}
         self._channels = int(model.get_parameter("cls_token").shape[-1])
         if self._restored is not None:
             self.load_state_dict(self._restored)
@@ -183,18 +195,18 @@ class ALaST(LayersPerStep):
         """Raise SettingError where the budgets of the start leave no patch token behind a block before the last."""
         positions = left = grid_positions(seen, self.name)
         for name in seen.blocks[:-1]:
-            left = math.floor(self.start * left + 1e-9)
-            if not left and self.start:
+            left = math.floor(self.budget_init * left + 1e-9)
+            if not left and self.budget_init:
                 height, width = default_image_size(seen.model)
                 raise SettingError(
-                    f"method.{self.name}.start",
-                    self.start,
+                    f"method.{self.name}.budget_init",
+                    self.budget_init,
                     f"a share that leaves patch tokens behind all blocks: of {positions} none is left behind {name}",
                     f"Take larger images (here {height}×{width}).",
                 )
 
     def _notes(self) -> tuple[str, ...]:
-        return (f"budgets start at {self.start:g}; in evaluation all tokens flow on",)
+        return (f"budgets start at {self.budget_init:g}; in evaluation all tokens flow on",)
 
     def _remove(self, model: nn.Module) -> None:
         take_forwards(model)
@@ -207,9 +219,9 @@ class ALaST(LayersPerStep):
     def choose(self, step: int, count: int) -> list[int]:
         self._present = [budget.value for budget in self._budgets.values()]
         budgets = torch.tensor(self._present, dtype=torch.float64)
-        if self.choice == "sample":
-            return torch.multinomial(budgets.softmax(0), self.layers, generator=self._generator(step)).tolist()
-        return budgets.argsort(descending=True, stable=True)[: self.layers].tolist()
+        if self.layer_choice == "sample":
+            return torch.multinomial(budgets.softmax(0), self.num_layers, generator=self._generator(step)).tolist()
+        return budgets.argsort(descending=True, stable=True)[: self.num_layers].tolist()
 
     def step_end(self) -> None:
         super().step_end()
@@ -227,7 +239,7 @@ class ALaST(LayersPerStep):
             before = budget.before
             if before is None:
                 before = delta if self.first_delta == "same" else 0.0
-            budget.value = min(self.highest, max(self.lowest, budget.value + self.rate * (delta - before)))
+            budget.value = min(self.budget_max, max(self.budget_min, budget.value + self.budget_lr * (delta - before)))
             budget.before = delta
 
     def _deltas(self, changes: Tensor, images: int) -> list[float]:
@@ -236,8 +248,8 @@ class ALaST(LayersPerStep):
         over = {"image": images_all, "value": images_all * self._channels, "batch": 1.0}[self.delta]
         return [delta / over for delta in deltas]
 
-    def insight(self) -> dict[str, Any]:
-        return {**super().insight(), "budgets": list(self._present)}
+    def step_stats(self) -> dict[str, Any]:
+        return {**super().step_stats(), "budgets": list(self._present)}
 
     def state_dict(self) -> dict[str, Any]:
         return {name: [budget.value, budget.before] for name, budget in self._budgets.items()}

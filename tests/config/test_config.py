@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from efficient_ft import config as configuration
-from efficient_ft.config import Config, build_methods, check, fingerprint, run_folder, setting_names
-from efficient_ft.errors import SettingError, UserError
+from efficient_ft.config import Config, check, fingerprint, run_folder, setting_names
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.methods import build
 from efficient_ft.methods.base import Method
+from efficient_ft.methods.build import build_methods
 
 PLAIN: dict[str, Any] = {
     "model": {"name": "resnet18"},
@@ -49,7 +50,7 @@ def with_settings(**changes: Any) -> dict[str, Any]:
         ("trainer__progress", "yes", "trainer.progress=yes: allowed is true or false."),
         ("trainer__precision", "fp8", "trainer.precision=fp8: allowed are fp32, bf16, fp16."),
         ("trainer__devices", "al", "trainer.devices=al: allowed is a whole number of at least 1 or auto."),
-        ("insight__every", -1, "insight.every=-1: allowed is a whole number of at least 0."),
+        ("step_stats__interval", -1, "step_stats.interval=-1: allowed is a whole number of at least 0."),
         ("trainer__max_steps", 0, "trainer.max_steps=0: allowed is -1 (no limit) or"),
         ("data__name", "cifar1000", "Did you mean 'cifar100'?"),
         ("data__augment__scale", [0.5], "data.augment.scale=[0.5]: allowed is a list of 2"),
@@ -98,7 +99,7 @@ def test_settings_that_exclude_each_other_are_refused() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(name=st.text(st.characters(codec="ascii", categories=["L"]), min_size=1, max_size=8), value=st.integers())
-@pytest.mark.parametrize("group", ["model", "data", "optim", "trainer", "logger", "cost", "insight"])
+@pytest.mark.parametrize("group", ["model", "data", "optim", "trainer", "logger", "cost", "step_stats"])
 def test_unknown_keys_are_refused_everywhere_by_their_full_name(group: str, name: str, value: int) -> None:
     if f"{group}.{name}" in setting_names() or name in ("kwargs", "augment"):
         return
@@ -119,7 +120,7 @@ _MATTERS = {
     "data__val_fraction": 0.3,
     "method": {"full": {}, "lora": {"rank": 3}},
     "optim__lr": 0.5,
-    "optim__clip": 1.0,
+    "optim__grad_clip_norm": 1.0,
     "optim__betas": [0.5, 0.6],
     "trainer__epochs": 3,
     "trainer__precision": "bf16",
@@ -131,13 +132,13 @@ _SHOWN_ONLY = {
     "resume": "never",
     "evaluate": "somewhere",
     "logger__name": "wandb",
-    "data__workers": 0,
+    "data__num_workers": 0,
     "data__download": False,
     "data__eval_batch_size": 7,
     "data__root": "elsewhere",
-    "keep_allocator": False,
+    "keep_freed_memory": False,
     "cost__steps": 9,
-    "insight__every": 4,
+    "step_stats__interval": 4,
 }
 
 
@@ -174,7 +175,7 @@ def test_tasks_are_part_of_the_run_in_their_order_and_the_one_data_set_is_not() 
     assert run_folder(run).startswith("outputs/a+b/resnet18/full/")
     assert check(run.model_dump(mode="json")) == run
     assert fingerprint(check(two_tasks(data__batch_size=3))) == fingerprint(run)
-    assert fingerprint(check(two_tasks(tasks__a__workers=0, tasks__b__root="elsewhere"))) == fingerprint(run)
+    assert fingerprint(check(two_tasks(tasks__a__num_workers=0, tasks__b__root="elsewhere"))) == fingerprint(run)
     turned = check(with_settings(tasks={"b": {"name": "pets"}, "a": {"name": "cifar10"}}))
     others = [turned, check(two_tasks(tasks__b__batch_size=3)), check(two_tasks(seed=1)), check(PLAIN)]
     assert len({fingerprint(other) for other in [run, *others]}) == 5
@@ -356,7 +357,7 @@ def test_the_schema_describes_a_type_that_yaml_cannot_express() -> None:
         def __init__(self, hook: type | None = None) -> None: ...
 
     with pytest.raises(SettingError, match=r"method.odd.x=1: there is no such setting; method.odd has hook."):
-        configuration._build(Odd, "odd", {"x": 1})
+        build._build(Odd, "odd", {"x": 1})
 
 
 def test_configurations_cannot_be_changed_behind_their_folder() -> None:

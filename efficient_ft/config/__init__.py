@@ -1,0 +1,34 @@
+"""The configuration of a run: its schema, its check, and its identity. Importing this loads no torch."""
+
+from efficient_ft.config.check import check, validate
+from efficient_ft.config.explain import UnknownSetting, setting_names
+from efficient_ft.config.identity import fingerprint, run_folder
+from efficient_ft.config.schema import (
+    AugmentConfig,
+    Config,
+    CostConfig,
+    DataConfig,
+    LoggerConfig,
+    ModelConfig,
+    OptimConfig,
+    StepStatsConfig,
+    TrainerConfig,
+)
+
+__all__ = [
+    "AugmentConfig",
+    "Config",
+    "CostConfig",
+    "DataConfig",
+    "LoggerConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "StepStatsConfig",
+    "TrainerConfig",
+    "UnknownSetting",
+    "check",
+    "fingerprint",
+    "run_folder",
+    "setting_names",
+    "validate",
+]

@@ -1,0 +1,59 @@
+"""The identity of a run: a fingerprint of all settings that affect its result, and the folder named after it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from typing import Any
+
+from efficient_ft.config.schema import Config, DataConfig
+
+#: What changes how a run is shown, logged, measured or fed, not what comes out of it.
+_NO_EFFECT: dict[str, Any] = {
+    "resume": True,
+    "evaluate": True,
+    "cost_only": True,
+    "cost": True,
+    "step_stats": True,
+    "logger": True,
+    "keep_freed_memory": True,
+    "trainer": {"progress", "accelerator"},
+}
+
+
+def fingerprint(config: Config) -> str:
+    """8 hex digits of all that affects the result of a run: equal for runs that would train the same."""
+    what = config.model_dump(mode="json", exclude=_NO_EFFECT)
+    what["data"] = _content(config.data)
+    if config.tasks:
+        # As a list: they take turns in their order.
+        what["tasks"] = [[name, _content(data)] for name, data in config.tasks.items()]
+        del what["data"]
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _content(data: DataConfig) -> dict[str, Any]:
+    """What of a data set affects a result."""
+    what = data.model_dump(mode="json", exclude={"num_workers", "download", "eval_batch_size"})
+    # A known data set is the same wherever it lies; a folder is known by its place alone.
+    if data.name == "folder":
+        what["root"] = os.path.normpath(data.root)
+    else:
+        del what["root"]
+    return what
+
+
+def run_folder(config: Config) -> str:
+    """``outputs/DATA/MODEL/METHOD+METHOD/FINGERPRINT``, relative, with forward slashes; DATA+DATA with several tasks.
+
+    The same configuration always gives the same folder, which is how the same command finds what it left.
+    """
+    data: str = config.data.name
+    if data == "folder":
+        data = os.path.basename(os.path.normpath(config.data.root)) or data
+    if config.tasks:
+        data = "+".join(config.tasks)
+    parts = [data, config.model.name, "+".join(sorted(config.method)), fingerprint(config)]
+    return "/".join(["outputs", *(re.sub(r"[^\w.+-]+", "_", part) for part in parts)])

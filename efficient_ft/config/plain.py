@@ -1,0 +1,39 @@
+"""From a configuration composed by Hydra to plain containers. Kept apart from the schema: it needs OmegaConf."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from efficient_ft.core.errors import UserError
+
+
+def plain(composed: DictConfig) -> dict[str, Any]:
+    """Plain containers, interpolations resolved, without Hydra's own part.
+
+    Raises:
+        UserError: an interpolation that cannot be resolved.
+    """
+    job = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+    # The copy is a root of its own; interpolations only ever point into the job's part.
+    try:
+        container = OmegaConf.to_container(job, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"The configuration cannot be resolved: {sentence(error)}") from None
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
+def sentence(error: Exception) -> str:
+    """An error of Hydra or OmegaConf without its list of search paths and object types."""
+    texts = [str(error), *([str(error.__cause__)] if error.__cause__ is not None else [])]
+    lines = [line.strip() for text in texts for line in text.splitlines()]
+    kept = []
+    for line in lines:
+        if line.startswith(("Config search path", "full_key:", "object_type=", "reference_type=")):
+            break
+        if line:
+            kept.append(line)
+    return " ".join(kept) or type(error).__name__

@@ -1,0 +1,1 @@
+"""The callbacks that carry methods in training loops of other libraries."""

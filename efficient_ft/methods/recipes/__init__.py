@@ -1,0 +1,1 @@
+"""Methods on two axes at once."""
