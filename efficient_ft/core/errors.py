@@ -1,4 +1,4 @@
-"""The one kind of error a user's mistake gets: a setting, its value, what is allowed, what to do.
+"""Errors of a user: the setting, the constraint, the value given, and what to do.
 
 Our own mistakes are asserts. Nothing here imports torch: configuration is checked before anything heavy loads.
 """
@@ -15,22 +15,22 @@ class UserError(ValueError):
 
 
 class SettingError(UserError):
-    """A setting that cannot be used.
+    """A setting whose value cannot be used: "<setting> must be <constraint>, got <value>."
 
     Args:
         setting: the full name as it is written on the command line, e.g. ``method.lbp_wht.order``.
-        value: what was given.
-        allowed: what may be given, in words or as a list of names.
-        do: what to do about it, where that is not plain from ``allowed``.
+        value: the value given.
+        allowed: the constraint in words (``"an integer >= 1"``), or the allowed values.
+        do: a sentence that says what to do, where `allowed` does not.
     """
 
     def __init__(self, setting: str, value: object, allowed: str | Iterable[str], do: str | None = None):
         self.setting, self.value = setting, value
         if isinstance(allowed, str):
-            text = f"{setting}={value}: allowed is {allowed}."
+            text = f"{setting} must be {allowed}, got {value}."
         else:
             names = [str(a) for a in allowed]
-            text = f"{setting}={value}: allowed are {', '.join(names)}."
+            text = f"{setting} must be one of {', '.join(names)}, got {value}."
             text += did_you_mean(str(value), names)
         super().__init__(text if do is None else f"{text} {do}")
 
