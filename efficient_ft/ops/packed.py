@@ -1048,3 +1048,8 @@ _OPERATIONS: dict[Any, Callable[..., Any]] = {
     F.max_pool2d: _max_pool2d,
     torch.max_pool2d: _max_pool2d,
 }
+
+
+def packed_operation(function: Any) -> Callable[..., Any] | None:
+    """Return the packed operation for a function of torch, or None."""
+    return _OPERATIONS.get(function)

@@ -319,7 +319,7 @@ def _trainer(
     options = config.trainer
     # Layers that freeze and thaw per step leave some parameters without a gradient, which DDP must be told.
     # So do the classifiers of other tasks.
-    unused = bool(config.tasks) or any(getattr(m, "find_unused_parameters", False) for m in methods)
+    unused = bool(config.tasks) or any(m.find_unused_parameters for m in methods)
     strategy = "ddp_find_unused_parameters_true" if unused and options.devices != 1 else "auto"
     try:
         trainer = L.Trainer(
@@ -354,7 +354,8 @@ def _trainer(
 
 def _applied(applied: Applied | None) -> dict[str, Any]:
     assert applied is not None
-    return {"touched": list(applied.touched), "skipped": dict(applied.skipped), "notes": list(applied.notes)}
+    skipped = {name: str(why) for name, why in applied.skipped.items()}
+    return {"touched": list(applied.touched), "skipped": skipped, "notes": list(applied.notes)}
 
 
 def _environment(config: Config, device: torch.device) -> dict[str, Any]:
