@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from timm.layers import BatchNormAct2d
@@ -40,10 +42,14 @@ FROZEN: dict[type, type] = {nn.BatchNorm2d: FrozenBatchNorm2d, BatchNormAct2d: F
 
 
 def freeze_batch_norm(model: nn.Module) -> list[str]:
-    """Freeze the statistics of every BatchNorm of `model`, in training mode too; returns their names.
+    """Freeze the BatchNorm statistics of `model`, in training mode too.
 
-    Call it again after each `model.train()`: layers of other classes, with a forward of their own, are put in
-    evaluation mode, which `train` undoes. Names and values of the state stay as they are.
+    A later `model.train()` does not undo it: `nn.BatchNorm2d` and timm's `BatchNormAct2d` change their class, and
+    layers of other classes, with a forward of their own, go to evaluation mode before each forward pass. Names and
+    values of the state stay as they are. Scales and shifts still train.
+
+    Returns:
+        The names of the layers.
     """
     names = []
     for name, module in model.named_modules():
@@ -54,4 +60,11 @@ def freeze_batch_norm(model: nn.Module) -> list[str]:
             module.__class__ = FROZEN[type(module)]
         elif type(module) not in FROZEN.values():
             module.eval()
+            if _evaluate not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(_evaluate)
     return names
+
+
+def _evaluate(module: nn.Module, args: tuple[Any, ...]) -> None:
+    if module.training:
+        module.eval()

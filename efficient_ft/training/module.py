@@ -21,14 +21,12 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.seeding import seed_of, seed_step
-from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 from efficient_ft.models.tasks import tasks_of
 from efficient_ft.models.view import view
 
 if TYPE_CHECKING:
     from efficient_ft.config import Config, OptimConfig
     from efficient_ft.data import ImageData, TasksData
-    from efficient_ft.methods.base import Method
 
 #: On an accelerator the losses are read (a synchronisation) once in so many batches; on the CPU at each.
 READ_EVERY = 50
@@ -110,7 +108,7 @@ def build_optimizer(network: nn.Module, optim: OptimConfig, precision: str = "fp
 
 
 class FineTuner(L.LightningModule):
-    """Fine-tunes `model` (the network) by cross-entropy; methods have changed it before the optimizer is built.
+    """Fine-tunes `model` (the network) by cross-entropy; `MethodCallback` carries the methods.
 
     A batch is (images, labels), or (images, labels, task), whose classifier its loss is that of.
 
@@ -119,7 +117,6 @@ class FineTuner(L.LightningModule):
         config: the run's configuration.
         num_classes: of the data; by task where the network has several (`models.tasks`).
         total_steps: optimizer steps of the whole run, for the schedule.
-        methods: those with a loss of their own add it.
     """
 
     def __init__(
@@ -128,13 +125,11 @@ class FineTuner(L.LightningModule):
         config: Config,
         num_classes: int | Mapping[str, int],
         total_steps: int,
-        methods: Sequence[Method] = (),
     ):
         super().__init__()
         self.model = network
         self.config = config
         self.total_steps = total_steps
-        self.methods = list(methods)
         self.tasks = tasks_of(network)
         counts = [num_classes] if isinstance(num_classes, int) else list(num_classes.values())
         # One per task; modules, which Lightning moves to the device.
@@ -149,12 +144,6 @@ class FineTuner(L.LightningModule):
     # ------------------------------------------------------------------ training
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return build_optimizer(self.model, self.config.optim, self.config.trainer.precision)
-
-    def train(self, mode: bool = True) -> FineTuner:
-        super().train(mode)
-        if mode and self.config.model.frozen_bn:
-            freeze_batch_norm(self.model)
-        return self
 
     def on_fit_start(self) -> None:
         self.train()
@@ -172,13 +161,13 @@ class FineTuner(L.LightningModule):
         images, labels, *task = batch
         if self.tasks is not None:
             (self.tasks.now,) = task
-        loss = F.cross_entropy(self.model(images), labels, label_smoothing=self.config.optim.label_smoothing)
-        for method in self.methods:
-            loss = method.total_loss(loss)
+        return F.cross_entropy(self.model(images), labels, label_smoothing=self.config.optim.label_smoothing)
+
+    def on_total_loss(self, loss: Tensor) -> None:
+        """Keep the loss of a micro-batch, those of methods included: called by `MethodCallback`."""
         self._fresh.append(loss.detach())
         if loss.device.type == "cpu" or len(self._fresh) >= READ_EVERY:
-            self.read_losses(batch_idx)
-        return loss
+            self.read_losses(self.trainer.fit_loop.batch_idx)
 
     def read_losses(self, batch_idx: int) -> None:
         """Add the losses since the last call to the sums; `batch_idx` is the batch of the last of them.

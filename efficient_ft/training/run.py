@@ -205,7 +205,7 @@ def _train(config: Config, folder: Path) -> dict[str, Any]:
     run_id = _run_id(folder)
     recorder = Recorder(folder, images.best_split, keep_best, {"run_id": run_id, "version": __version__})
     loggers = _loggers(config, folder, run_id)
-    callbacks: list[L.Callback] = [MethodCallback(methods)]
+    callbacks: list[L.Callback] = [MethodCallback(methods, frozen_bn=config.model.frozen_bn)]
     if config.step_stats.interval:  # after the methods have chosen, before a checkpoint is written
         callbacks.append(StepStats(folder, methods, config.step_stats.interval))
     callbacks.append(recorder)
@@ -215,7 +215,7 @@ def _train(config: Config, folder: Path) -> dict[str, Any]:
     trainer = _trainer(config, folder, methods, callbacks, loggers, epochs)
     if _channels_last(config, trainer.strategy.root_device):
         network.to(memory_format=torch.channels_last)
-    module = FineTuner(network, config, images.num_classes, total_steps, methods)
+    module = FineTuner(network, config, images.num_classes, total_steps)
 
     state = folder / checkpoint.NAME
     resume = str(state) if checkpoint.exists(state) else None
