@@ -27,7 +27,7 @@ from efficient_ft.models.view import view
 
 if TYPE_CHECKING:
     from efficient_ft.config import Config, OptimConfig
-    from efficient_ft.data import ImageData, TasksData
+    from efficient_ft.data import ImageData, RoundRobinData
     from efficient_ft.methods.base import Method
 
 #: On an accelerator the losses are read (a synchronisation) once in so many batches; on the CPU at each.
@@ -171,7 +171,7 @@ class FineTuner(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         images, labels, *task = batch
         if self.tasks is not None:
-            (self.tasks.now,) = task
+            (self.tasks.active,) = task
         loss = F.cross_entropy(self.model(images), labels, label_smoothing=self.config.optim.label_smoothing)
         for method in self.methods:
             loss = method.total_loss(loss)
@@ -223,7 +223,7 @@ class FineTuner(L.LightningModule):
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         images, labels = batch
         if self.tasks is not None:
-            self.tasks.now = self.tasks.names[dataloader_idx]
+            self.tasks.active = self.tasks.names[dataloader_idx]
         logits = self.model(images).float()
         self.accuracy[dataloader_idx].update(logits, labels)
         self.eval_loss[dataloader_idx].update(F.cross_entropy(logits, labels), weight=len(labels))
@@ -248,7 +248,7 @@ class FineTuner(L.LightningModule):
 class Images(L.LightningDataModule):
     """Gives Lightning the loaders, at the place where the run is: also in the middle of an epoch."""
 
-    def __init__(self, images: ImageData | TasksData):
+    def __init__(self, images: ImageData | RoundRobinData):
         super().__init__()
         self.images = images
 
