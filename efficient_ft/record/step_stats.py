@@ -212,7 +212,7 @@ class StepStats(L.Callback):
         row, self._row, seen, self._seen = self._row, None, self._seen, {}
         tasks = tasks_of(_network(pl_module))
         if tasks is not None:
-            row["task"] = tasks.now
+            row["task"] = tasks.active
         found = {index: values for index, (_, values) in seen.items() if values is not None}
         # read at once: an accelerator is waited for a single time
         read = torch.stack([torch.stack(values) for values in found.values()]).tolist() if found else []

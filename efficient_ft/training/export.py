@@ -35,8 +35,8 @@ class Trained:
         class_names: by output index; with several tasks those of the task that was asked for.
         input: size and normalisation of the images.
         notes: what else the file says: epoch, accuracy, split.
-        tasks: class names of each task, where there are several; `models.tasks.tasks_of(model).now` says which of them
-            the model works on.
+        tasks: class names of each task, where there are several; `models.tasks.tasks_of(model).active` says which of
+            them the model works on.
     """
 
     model: nn.Module
@@ -142,8 +142,8 @@ def load(run: Path, task: str | None = None) -> Trained:
         model = create_model(config, classes)
     switch = tasks_of(model)
     if switch is not None:
-        switch.now = task or switch.now
-        names = tasks[switch.now]
+        switch.active = task or switch.active
+        names = tasks[switch.active]
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     return Trained(

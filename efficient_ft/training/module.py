@@ -26,7 +26,7 @@ from efficient_ft.models.view import view
 
 if TYPE_CHECKING:
     from efficient_ft.config import Config, OptimConfig
-    from efficient_ft.data import ImageData, TasksData
+    from efficient_ft.data import ImageData, RoundRobinData
 
 #: On an accelerator the losses are read (a synchronisation) once in so many batches; on the CPU at each.
 READ_EVERY = 50
@@ -160,7 +160,7 @@ class FineTuner(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         images, labels, *task = batch
         if self.tasks is not None:
-            (self.tasks.now,) = task
+            (self.tasks.active,) = task
         return F.cross_entropy(self.model(images), labels, label_smoothing=self.config.optim.label_smoothing)
 
     def on_total_loss(self, loss: Tensor) -> None:
@@ -212,7 +212,7 @@ class FineTuner(L.LightningModule):
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         images, labels = batch
         if self.tasks is not None:
-            self.tasks.now = self.tasks.names[dataloader_idx]
+            self.tasks.active = self.tasks.names[dataloader_idx]
         logits = self.model(images).float()
         self.accuracy[dataloader_idx].update(logits, labels)
         self.eval_loss[dataloader_idx].update(F.cross_entropy(logits, labels), weight=len(labels))
@@ -237,7 +237,7 @@ class FineTuner(L.LightningModule):
 class Images(L.LightningDataModule):
     """Gives Lightning the loaders, at the place where the run is: also in the middle of an epoch."""
 
-    def __init__(self, images: ImageData | TasksData):
+    def __init__(self, images: ImageData | RoundRobinData):
         super().__init__()
         self.images = images
 

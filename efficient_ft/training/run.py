@@ -43,7 +43,7 @@ from efficient_ft.config import Config, check, fingerprint
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.cost.executed import AUTOCAST
-from efficient_ft.data import ImageData, TasksData, class_count, missing_data, open_data
+from efficient_ft.data import ImageData, RoundRobinData, class_count, missing_data, open_data
 from efficient_ft.integrations.lightning import MethodCallback
 from efficient_ft.methods.base import Applied, Method, plain_state_dict
 from efficient_ft.methods.build import build_methods
@@ -279,7 +279,7 @@ def _patient_interrupt(recorder: Recorder) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _open(config: Config, spec: InputSpec) -> ImageData | TasksData:
+def _open(config: Config, spec: InputSpec) -> ImageData | RoundRobinData:
     """The images of the run, as the network takes them."""
     if not config.tasks:
         return open_data(config.data, spec, config.seed)
@@ -292,10 +292,10 @@ def _open(config: Config, spec: InputSpec) -> ImageData | TasksData:
             error.setting = error.setting.replace("data.", f"tasks.{task}.", 1)
             error.args = (str(error).replace("data.", f"tasks.{task}.", 1),)
             raise
-    return TasksData(parts, config.trainer.grad_accum_steps)
+    return RoundRobinData(parts, config.trainer.grad_accum_steps)
 
 
-def _length(config: Config, images: ImageData | TasksData) -> tuple[int, int]:
+def _length(config: Config, images: ImageData | RoundRobinData) -> tuple[int, int]:
     """Epochs and optimizer steps of the run; the last batches of an epoch make a step, however few they are."""
     devices = config.trainer.devices
     world = devices if isinstance(devices, int) else max(1, torch.cuda.device_count())
@@ -396,7 +396,9 @@ def accuracy(
     return float(metric.compute())
 
 
-def _data_report(config: Config, folder: Path, images: ImageData | TasksData, device: torch.device) -> dict[str, Any]:
+def _data_report(
+    config: Config, folder: Path, images: ImageData | RoundRobinData, device: torch.device
+) -> dict[str, Any]:
     """Of the images: sizes, corrupt ones left out, and the accuracy of model.safetensors as written on every split."""
     trained = export.load(folder)
     found = _accuracies(config, trained.model, images, device)
@@ -417,7 +419,7 @@ def _means(found: dict[str, dict[str, float]]) -> dict[str, float]:
 
 
 def _accuracies(
-    config: Config, model: nn.Module, images: ImageData | TasksData, device: torch.device
+    config: Config, model: nn.Module, images: ImageData | RoundRobinData, device: torch.device
 ) -> dict[str, Any]:
     """The accuracy by split, or by task and split."""
     options = config.trainer
@@ -437,7 +439,7 @@ def _accuracies(
     switch, found = tasks_of(model), {}
     assert switch is not None
     for task, part in images.parts.items():
-        switch.now = task
+        switch.active = task
         found[task] = _accuracies(config, model, part, device)
     return found
 
@@ -509,7 +511,7 @@ def _costs(
     """
     switch = tasks_of(network)
     if switch is not None:
-        switch.now = switch.names[0]
+        switch.active = switch.names[0]
     found = cost.compare(
         network,
         methods,

@@ -92,7 +92,7 @@ def test_every_step_is_of_the_next_task_and_moves_nothing_of_the_others(tmp_path
     def look(self: FineTuner, optimizer: Any) -> None:
         moved = {n for n, p in self.model.named_parameters() if p.grad is not None}
         assert self.tasks is not None
-        seen.append((self.global_step, self.tasks.now, moved))
+        seen.append((self.global_step, self.tasks.active, moved))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FineTuner, "on_before_optimizer_step", look)
