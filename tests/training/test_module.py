@@ -144,8 +144,8 @@ def test_frozen_weights_never_get_a_gradient_nor_change(tmp_path, configuration)
 def test_accumulation_equals_one_large_batch(tmp_path, configuration):
     """Two batches of 64 or one of 128, nothing random in the network: the same first step."""
     quiet = {
-        "model__drop": 0.0,
-        "model__drop_path": 0.0,
+        "model__drop_rate": 0.0,
+        "model__drop_path_rate": 0.0,
         "model__frozen_bn": True,
         "trainer__max_steps": 1,
         "optim__warmup_steps": 0,

@@ -130,7 +130,7 @@ def test_results_are_told_by_task_and_as_their_mean(straight: tuple[Path, dict[s
 
 
 def test_both_tasks_are_learnt(tmp_path: Path, folders: Path) -> None:
-    settings: dict[str, Any] = {"method": {"full": {}}, "model__drop": 0.0, "model__drop_path": 0.0}
+    settings: dict[str, Any] = {"method": {"full": {}}, "model__drop_rate": 0.0, "model__drop_path_rate": 0.0}
     results = run(config_of(folders, **settings, trainer__epochs=8), tmp_path)
     assert min(of["best"] for of in results["accuracy"]["tasks"].values()) > 0.8
 
@@ -200,7 +200,7 @@ class _Doubled(Full):
 
 
 def test_a_loss_of_a_method_s_own_is_minimised(folders: Path) -> None:
-    config = config_of(folders, model__drop=0.0, model__drop_path=0.0)
+    config = config_of(folders, model__drop_rate=0.0, model__drop_path_rate=0.0)
     network = timm.create_model("vit_digits", **config.model.kwargs)
     give_heads(network, {"colours": 2, "planes": 3})
     batch = (torch.randn(2, 3, 32, 32), torch.tensor([0, 2]), "planes")
@@ -253,8 +253,8 @@ def test_two_processes_equal_one(tmp_path: Path, folders: Path) -> None:
     file = tmp_path / "ddp.py"
     file.write_text(script)
     exact: dict[str, Any] = {
-        "model__drop": 0.0,
-        "model__drop_path": 0.0,
+        "model__drop_rate": 0.0,
+        "model__drop_path_rate": 0.0,
         "model__frozen_bn": True,
         "optim": {"name": "sgd", "lr": 0.05, "grad_clip_norm": 1.0},
     }
