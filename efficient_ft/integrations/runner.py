@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,6 +12,8 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method, apply_methods, in_order, make_trainable, trainable
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 
+#: The key of a tensor's values in an encoded state.
+_TENSOR = "__tensor__"
 #: Classes that wrap a module or run it through a compiler: methods must be applied before them.
 _WRAPPERS = ("OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
@@ -67,7 +68,7 @@ class MethodRunner:
     @property
     def adds_loss(self) -> list[str]:
         """Names of the methods with a loss of their own."""
-        return [method.name for method in self.methods if method.adds_loss]
+        return [method.name for method in self.methods if _adds_loss(method)]
 
     def check_optimizers(self, optimizers: Iterable[Any]) -> None:
         """Check that the parameters the methods added are in an optimizer.
@@ -196,26 +197,38 @@ def refuse_wrapped_inside(network: nn.Module) -> None:
             )
 
 
-def plain_json(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """`state_dict`, which is written as JSON, checked to come back equal.
+def encode(state: Any) -> Any:
+    """A method's state in what JSON holds: tensors become a dictionary of their values, tuples become lists.
 
     Raises:
-        UserError: a method's state holds more than numbers, strings, lists and dictionaries with string keys.
+        UserError: it holds something else than tensors, numbers, strings, lists and dictionaries with string keys.
     """
-    for key, state in state_dict.items():
-        try:
-            same = json.dumps(json.loads(json.dumps(state))) == json.dumps(state) and _string_keys(state)
-        except TypeError:
-            same = False
-        if not same:
-            raise UserError(
-                f"The state of {key} must be numbers, strings, lists and dictionaries with string keys, to be kept in"
-                " a checkpoint. Mend the method's state_dict."
-            )
-    return state_dict
+    if isinstance(state, Tensor):
+        return {_TENSOR: state.tolist(), "dtype": str(state.dtype).removeprefix("torch.")}
+    if isinstance(state, dict) and all(isinstance(key, str) for key in state):
+        return {key: encode(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [encode(value) for value in state]
+    if state is None or isinstance(state, str | int | float | bool):
+        return state
+    raise UserError(
+        "The state of a method must be tensors, numbers, strings, lists and dictionaries with string keys, got"
+        f" {type(state).__name__} ({state!r:.60}). Mend the method's state_dict."
+    )
 
 
-def _string_keys(tree: Any) -> bool:
-    if isinstance(tree, dict):
-        return all(isinstance(key, str) and _string_keys(value) for key, value in tree.items())
-    return not isinstance(tree, list | tuple) or all(map(_string_keys, tree))
+def decode(state: Any) -> Any:
+    """What `encode` was given, tensors on the CPU."""
+    if isinstance(state, dict):
+        if _TENSOR in state:
+            return torch.tensor(state[_TENSOR], dtype=getattr(torch, state["dtype"]))
+        return {key: decode(value) for key, value in state.items()}
+    return [decode(value) for value in state] if isinstance(state, list) else state
+
+
+def _adds_loss(method: Method) -> bool:
+    """Whether `total_loss` adds something: it is the method's own, and the method does not say that it adds no loss."""
+    if type(method).total_loss is Method.total_loss:
+        return False
+    declared, narrowed = (getattr(of, "adds", frozenset()) for of in (type(method), method))
+    return "loss" in narrowed or "loss" not in declared

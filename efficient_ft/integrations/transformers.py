@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.integrations.runner import MethodRunner, find_network, plain_json
+from efficient_ft.integrations.runner import MethodRunner, decode, encode, find_network
 from efficient_ft.methods.base import Applied, Method
 
 try:
@@ -138,8 +138,9 @@ class MethodCallback(TrainerCallback, ExportableState):
             held = state.stateful_callbacks.get(name, {"attributes": {"methods": {}}})
             if isinstance(held, list):
                 raise UserError("A Trainer takes one MethodCallback: pass all methods in its list.")
-            self._runner.check_state(held["attributes"]["methods"])
-            self._runner.load_state_dict(held["attributes"]["methods"])
+            states = decode(held["attributes"]["methods"])
+            self._runner.check_state(states)
+            self._runner.load_state_dict(states)
         state.stateful_callbacks.setdefault(name, self.state())  # which the Trainer writes over
         self._runner.start()
         if self._runner.adds_loss and self._hook is None:
@@ -189,4 +190,4 @@ class MethodCallback(TrainerCallback, ExportableState):
     # ------------------------------------------------------------------ state
     def state(self) -> dict[str, Any]:
         """The state of the methods that have one, for `trainer_state.json`."""
-        return {"args": {}, "attributes": {"methods": plain_json(self._runner.state_dict())}}
+        return {"args": {}, "attributes": {"methods": encode(self._runner.state_dict())}}

@@ -98,11 +98,6 @@ class Method:
         """What is minimised after a forward pass whose own loss is `loss`: a method may add a loss of its own."""
         return loss
 
-    @property
-    def adds_loss(self) -> bool:
-        """True if `total_loss` adds a loss: a training loop that cannot carry it must refuse the method."""
-        return type(self).total_loss is not Method.total_loss
-
     def state_dict(self) -> dict[str, Any]:
         return {}
 

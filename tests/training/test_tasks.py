@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import timm
 import torch
 import yaml
 from PIL import Image
@@ -23,7 +22,6 @@ import efficient_ft.models.small  # noqa: F401  registers vit_digits
 from efficient_ft.config import Config, check
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods import Full
-from efficient_ft.models.tasks import give_heads
 from efficient_ft.training import checkpoint, export
 from efficient_ft.training.module import FineTuner
 from efficient_ft.training.run import run
@@ -199,16 +197,18 @@ class _Doubled(Full):
         return 2 * loss
 
 
-def test_a_loss_of_a_method_s_own_is_minimised(folders: Path) -> None:
-    config = config_of(folders, model__drop_rate=0.0, model__drop_path_rate=0.0)
-    network = timm.create_model("vit_digits", **config.model.kwargs)
-    give_heads(network, {"colours": 2, "planes": 3})
-    batch = (torch.randn(2, 3, 32, 32), torch.tensor([0, 2]), "planes")
-    plain, doubled = (
-        FineTuner(network, config, {"colours": 2, "planes": 3}, 1, methods).eval().training_step(batch, 0)
-        for methods in ((), (_Doubled(),))
-    )
-    torch.testing.assert_close(doubled, 2 * plain)
+def test_a_loss_of_a_method_s_own_is_minimised(tmp_path: Path, folders: Path) -> None:
+    """And recorded: the first step's loss is twice the plain one."""
+    losses = []
+    for method in (Full(), _Doubled()):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("efficient_ft.training.run.build_methods", lambda config, method=method: [method])
+            patch.setattr("efficient_ft.training.recorder.RECORD_EVERY", 1)
+            config = config_of(folders, model__drop_rate=0.0, model__drop_path_rate=0.0, trainer__max_steps=1)
+            folder = tmp_path / type(method).__name__
+            run(config, folder)
+        losses.append(json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])["train_loss"])
+    assert losses[1] == 2 * losses[0]
 
 
 # ---------------------------------------------------------------------------------------------- continuing

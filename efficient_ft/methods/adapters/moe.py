@@ -185,11 +185,6 @@ class _Experts(Method):
             )
         self._tasks.active = name
 
-    @property
-    def adds_loss(self) -> bool:
-        """True if there is a balance loss."""
-        return self.aux_loss_coef > 0
-
     def total_loss(self, loss: Tensor) -> Tensor:
         """`loss` and, where there is a `balance`, so much of the balance loss of the forward pass before."""
         if self._unevenness is None:
