@@ -116,7 +116,7 @@ def test_batches_are_those_of_each_set_whatever_the_workers(tmp_path: Path, work
     for name, part in parts.items():
         once = part.train_loader()
         own = list(once)
-        if name == "b":  # two batches of four and one image, which is left out; then anew
+        if name == "b":  # two batches of four and one image, which is left out; then from the start
             once.sampler.set_epoch(1)  # type: ignore[attr-defined]
             own.append(next(iter(once)))
         mine = [(images, labels) for images, labels, task in found if task == name]
