@@ -287,7 +287,7 @@ def test_what_is_missing_is_told_of_every_task(tmp_path: Path, folders: Path) ->
 
 def test_a_setting_of_one_task_is_named_as_such(tmp_path: Path, folders: Path) -> None:
     on_test = {task: {"select_best_on": "test"} for task in ("colours", "planes")}
-    with pytest.raises(SettingError, match=r"^tasks\.colours\.select_best_on=test: .*no test images"):
+    with pytest.raises(SettingError, match=r"^tasks\.colours\.select_best_on must be .*got test.*no test images"):
         run(config_of(folders, tasks=on_test), tmp_path / "run")
 
 
