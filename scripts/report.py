@@ -77,7 +77,7 @@ def write(run: Path, out: Path, images: int) -> None:
     """
     record = read(run)
     _require_matplotlib()
-    from efficient_ft.training.checkpoint import write_atomically, write_text_atomically
+    from efficient_ft.record.files import write_atomically, write_text_atomically
 
     facts, config = describe(run, record)
     notes: list[str] = []
@@ -163,8 +163,8 @@ def read(run: Path) -> Record:
     Raises:
         UserError: nothing.
     """
+    from efficient_ft.record.rows import Rows
     from efficient_ft.record.step_stats import NAME
-    from efficient_ft.training.callbacks import Rows
 
     if not run.is_dir():
         raise UserError(f"{run}: no such folder; give the folder that a run named at its end.")
@@ -621,11 +621,11 @@ def _drops(model: Any, blocks: Sequence[str], batch: Any) -> dict[int, np.ndarra
     """
     import torch
 
-    from efficient_ft.record.step_stats import Passed, watched
+    from efficient_ft.training.block_stats import BlockIO, observe_blocks
 
     drops: dict[int, np.ndarray] = {}
 
-    def see(index: int, passed: Passed) -> None:
+    def see(index: int, passed: BlockIO) -> None:
         if passed.after is None or passed.y.shape[1] == passed.x.shape[1]:
             return
         if passed.after.places_BL is None:
@@ -634,7 +634,7 @@ def _drops(model: Any, blocks: Sequence[str], batch: Any) -> dict[int, np.ndarra
             )
         drops[index] = passed.after.places_BL.numpy()
 
-    with torch.no_grad(), watched(model, blocks, see):
+    with torch.no_grad(), observe_blocks(model, blocks, see):
         model(batch)
     return drops
 

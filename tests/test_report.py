@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 from efficient_ft.config import Config, check
-from efficient_ft.training.callbacks import Rows
+from efficient_ft.record.rows import Rows
 from efficient_ft.training.run import run
 from tests.conftest import REPOSITORY
 from tests.record.test_step_stats import METHODS, VIT

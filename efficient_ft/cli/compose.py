@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import shlex
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,24 @@ from omegaconf.errors import OmegaConfBaseException
 
 from efficient_ft.config import Config, UnknownSetting, check, setting_names
 from efficient_ft.config.plain import plain, sentence
+from efficient_ft.config.stored import stored_config
 from efficient_ft.core.errors import SettingError, UserError
 
 
-def configurations(
+@dataclass(frozen=True)
+class ComposedJob:
+    """One job of a command line: its arguments and the configuration that they give."""
+
+    arguments: tuple[str, ...]
+    config: Config
+
+
+def composed_jobs(
     conf: Path, name: str, overrides: Sequence[str], *, sweep: bool, search: str | None = None
-) -> list[Config]:
+) -> list[ComposedJob]:
     """The checked configuration of each job that a command line asks for: one, or those of a sweep.
+
+    The configuration of a job with ``evaluate=RUN`` is that of RUN, changed by the other arguments.
 
     Args:
         conf: the folder of the configuration groups.
@@ -54,9 +66,19 @@ def configurations(
     # As hydra.main does; the public initialize_config_dir knows no second folder.
     loader = Hydra.create_main_hydra2(name, path).config_loader
     try:
-        return [_configuration(loader, name, job) for job in _jobs(loader, overrides, sweep)]
+        return [
+            ComposedJob(tuple(job), _evaluation(loader, name, job) or _configuration(loader, name, job))
+            for job in _jobs(loader, overrides, sweep)
+        ]
     finally:
         GlobalHydra.instance().clear()
+
+
+def configurations(
+    conf: Path, name: str, overrides: Sequence[str], *, sweep: bool, search: str | None = None
+) -> list[Config]:
+    """The configurations of `composed_jobs`."""
+    return [job.config for job in composed_jobs(conf, name, overrides, sweep=sweep, search=search)]
 
 
 def _jobs(loader: ConfigLoader, overrides: Sequence[str], sweep: bool) -> list[list[str]]:
@@ -107,9 +129,74 @@ def _configuration(loader: ConfigLoader, name: str, job: list[str]) -> Config:
         config = check(plain(composed))
     except UnknownSetting as error:
         raise _unknown(loader, error.setting, error.value, error.known) from None
+    if config.evaluate is not None:
+        raise UserError(f"evaluate={config.evaluate} must be given on the command line, not in a configuration file.")
     if config.tasks:
         _refuse_data(parsed, config)
     return config
+
+
+def _evaluation(loader: ConfigLoader, name: str, job: list[str]) -> Config | None:
+    """The configuration of a job with ``evaluate=RUN``: that of RUN, changed by the arguments given now; else None.
+
+    Composition has no part in what RUN holds: Hydra's own keys, interpolations and targets in it mean nothing.
+    """
+    parsed = OverridesParser.create(config_loader=loader).parse_overrides(job)
+    runs = [override.value() for override in parsed if override.key_or_group == "evaluate"]
+    if not runs or runs[-1] is None:
+        return None
+    run = Path(str(runs[-1]))
+    if not (run / "model.safetensors").is_file():
+        what = "it holds no model.safetensors: no epoch has been finished there" if run.is_dir() else "no such folder"
+        raise UserError(f"evaluate={run}: {what}. Pass the run folder printed when training ended.")
+    config = stored_config(run)
+    settings = config.model_dump(mode="json")
+    groups = [override for override in parsed if loader.get_group_options(override.key_or_group)]
+    for override in groups:
+        _check_option(loader, override)
+        group = override.key_or_group
+        if group not in Config.model_fields or override.package not in (None, group) or override.is_delete():
+            raise UserError(
+                f"{override.input_line}: evaluate=RUN takes the settings of RUN; only a whole section"
+                " (data=NAME) or single settings (data.root=DIR) can be changed."
+            )
+    if groups:
+        composed = plain(compose(name, [str(override.input_line) for override in groups]))
+        settings.update({override.key_or_group: composed[override.key_or_group] for override in groups})
+    for override in parsed:
+        if override not in groups:
+            _change(loader, settings, override)
+    settings["evaluate"] = str(run)
+    try:
+        config = check(settings)
+    except UnknownSetting as error:
+        raise _unknown(loader, error.setting, error.value, error.known) from None
+    if config.tasks:
+        _refuse_data(parsed, config)
+    return config
+
+
+def _change(loader: ConfigLoader, settings: dict[str, Any], override: Override) -> None:
+    """Apply one ``KEY=VALUE``, ``+KEY=VALUE`` or ``~KEY`` to plain `settings`; only its own value is interpolated."""
+    line, full = str(override.input_line), override.key_or_group
+    if full.partition(".")[0] == "hydra" or full.startswith("hydra/"):
+        raise UserError(f"{line}: evaluate=RUN makes no folder and needs nothing of Hydra; leave it out.")
+    value = plain(OmegaConf.create({"value": override.value()}))["value"]
+    addable = override.is_add() or override.is_force_add() or full in setting_names()
+    *groups, key = parts = full.split(".")
+    node = settings
+    for depth, part in enumerate(parts):
+        within = depth < len(groups)
+        if part not in node and not addable:
+            raise _unknown(loader, ".".join(parts[: depth + 1]), value, node)
+        if within and not isinstance(node.get(part, {}), dict):
+            raise _unknown(loader, ".".join(parts[: depth + 2]), value, ())
+        if within:
+            node = node.setdefault(part, {})
+    if override.is_delete():
+        node.pop(key, None)
+    else:
+        node[key] = value
 
 
 def _refuse_data(parsed: Sequence[Override], config: Config) -> None:

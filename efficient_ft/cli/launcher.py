@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,8 +94,9 @@ class ProcessLauncher(Launcher):
         Raises:
             SystemExit: after the last job, when one has failed (status 1) or was interrupted (130).
         """
-        shared = set.intersection(*map(set, job_overrides)) if len(job_overrides) > 1 else set()
-        jobs = [self._job(overrides, shared) for overrides in job_overrides]
+        jobs = [
+            self._job(overrides, title) for overrides, title in zip(job_overrides, titles(job_overrides), strict=True)
+        ]
         folders = [job.folder for job in jobs if job.trains]
         for folder in folders:
             if folders.count(folder) > 1:
@@ -103,28 +104,14 @@ class ProcessLauncher(Launcher):
                     f"{folders.count(folder)} jobs of this sweep would share the folder {folder}: they have the same"
                     " settings, or hydra.sweep.subdir does not tell them apart."
                 )
-        for number, job in enumerate(jobs, start=1):
-            title = f"[{number}/{len(jobs)}] {job.title}"
-            if job.trains and job.config.resume == "auto":
-                job.results = finished(job.folder, job.config)
-            if job.results is not None:
-                print(f"{title}: finished before, in {job.folder}", flush=True)
-                continue
-            print(title, flush=True)
-            job.results, job.failure = _run(self._command(job))
-            if job.failure is not None:
-                print(f"{title}: FAILED: {job.failure}", file=sys.stderr, flush=True)
-        print(f"\n{summary(jobs)}", flush=True)
-        if any(job.failure is not None for job in jobs):
-            raise SystemExit(1)
+        run_jobs(jobs, self._command)
         return [_returned(job) for job in jobs]
 
-    def _job(self, overrides: Sequence[str], shared: set[str]) -> Job:
+    def _job(self, overrides: Sequence[str], title: str) -> Job:
         assert self.context is not None
         assert self.config is not None
         composed = self.context.config_loader.load_sweep_config(self.config, list(overrides))
         folder = Path(composed.hydra.sweep.dir) / composed.hydra.sweep.subdir
-        title = " ".join(o for o in overrides if o not in shared)
         return Job(tuple(overrides), title, folder, check(plain(composed)))
 
     def _command(self, job: Job) -> list[str]:
@@ -135,14 +122,49 @@ class ProcessLauncher(Launcher):
         kept = [o for o in self.config.hydra.overrides.hydra if not o.lstrip("+~").startswith(steering)]
         source = next(s for s in self.config.hydra.runtime.config_sources if s.provider == "main")
         name = self.config.hydra.job.config_name
-        flags = ["--config-path", source.path, "--config-name", name]
         extra = [s.path for s in self.config.hydra.runtime.config_sources if s.provider == "command-line"]
-        flags += ["--config-dir", extra[0]] if extra else []
-        command = [sys.executable, sys.argv[0], *flags, *job.overrides, *kept]
         if job.trains:
             folder = job.folder.as_posix().replace("\\", "\\\\").replace("'", "\\'")
-            command.append(f"hydra.run.dir='{folder}'")
-        return command
+            kept.append(f"hydra.run.dir='{folder}'")
+        return command(source.path, name, extra[0] if extra else None, [*job.overrides, *kept])
+
+
+def command(
+    config_path: str | None, config_name: str | None, config_dir: str | None, arguments: Sequence[str]
+) -> list[str]:
+    """The command line of a new process that runs this program with `arguments` and Hydra's flags for its sources."""
+    flags = {"--config-path": config_path, "--config-name": config_name, "--config-dir": config_dir}
+    given = [part for flag, value in flags.items() if value is not None for part in (flag, value)]
+    return [sys.executable, sys.argv[0], *given, *arguments]
+
+
+def titles(jobs: Sequence[Sequence[str]]) -> list[str]:
+    """The arguments in which each job differs from the others."""
+    shared = set.intersection(*map(set, jobs)) if len(jobs) > 1 else set()
+    return [" ".join(argument for argument in arguments if argument not in shared) for arguments in jobs]
+
+
+def run_jobs(jobs: Sequence[Job], command: Callable[[Job], Sequence[str]]) -> None:
+    """Run one `command` per job, one after the other; a failure does not stop the others. Print a table at the end.
+
+    Raises:
+        SystemExit: after the last job, when one has failed (status 1).
+        KeyboardInterrupt: a job was interrupted.
+    """
+    for number, job in enumerate(jobs, start=1):
+        title = f"[{number}/{len(jobs)}] {job.title}"
+        if job.trains and job.config.resume == "auto":
+            job.results = finished(job.folder, job.config)
+        if job.results is not None:
+            print(f"{title}: finished before, in {job.folder}", flush=True)
+            continue
+        print(title, flush=True)
+        job.results, job.failure = _run(command(job))
+        if job.failure is not None:
+            print(f"{title}: FAILED: {job.failure}", file=sys.stderr, flush=True)
+    print(f"\n{summary(jobs)}", flush=True)
+    if any(job.failure is not None for job in jobs):
+        raise SystemExit(1)
 
 
 def summary(jobs: Sequence[Job]) -> str:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
+import yaml
 from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
 
 from efficient_ft.cli import launcher
-from efficient_ft.cli.compose import configurations
+from efficient_ft.cli.compose import ComposedJob, composed_jobs
 from efficient_ft.cli.launcher import INTERRUPTED, tell_sweep
 from efficient_ft.config import Config, check, run_folder
 from efficient_ft.config.plain import plain
@@ -82,8 +85,10 @@ def main() -> None:
     try:
         arguments = get_args_parser().parse_args()
         if not (arguments.help or arguments.hydra_help or arguments.shell_completion or arguments.info):
-            sys.argv[1:1] = recorded = of_evaluated_run(arguments.overrides)
-            sys.argv += check_commandline(arguments, [*recorded, *arguments.overrides])
+            jobs = check_commandline(arguments)
+            if any(one.config.evaluate is not None for one in jobs):
+                return evaluate(arguments, jobs)
+            sys.argv += without_folder(arguments, jobs)
         job()
     except UserError as error:
         fail(str(error))
@@ -102,46 +107,66 @@ def main() -> None:
         raise
 
 
-def check_commandline(arguments: Any, overrides: list[str]) -> list[str]:
-    """Refuse a mistaken command, or any job of a sweep, before a folder is made or a job is started.
-
-    Returns:
-        Arguments to add: what trains nothing needs no folder.
-    """
-    sweep = arguments.multirun or "hydra.mode=MULTIRUN" in overrides
+def check_commandline(arguments: Any) -> list[ComposedJob]:
+    """Refuse a mistaken command, or any job of a sweep, before a folder is made or a job is started."""
     name = arguments.config_name or "train"
     conf = Path(arguments.config_path or CONF)
-    configs = configurations(conf, name, overrides, sweep=sweep, search=arguments.config_dir)
-    if arguments.cfg or not configs:
-        return []
-    for config in configs:
-        prepare(config)
-    first = configs[0]
-    if first.evaluate is not None or first.cost_only:
-        own_folder = any(text.startswith("hydra.run.dir=") for text in overrides)
-        return (
-            [] if own_folder or sweep else ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout"]
-        )
-    if first.model.name == "vit_digits" and first.data.name != "digits":
+    jobs = composed_jobs(conf, name, arguments.overrides, sweep=_sweeps(arguments), search=arguments.config_dir)
+    if arguments.cfg:
+        return jobs
+    for one in jobs:
+        prepare(one.config)
+    first = jobs[0].config if jobs else None
+    if first is not None and first.model.name == "vit_digits" and first.data.name != "digits" and _trains(first):
         print(
             f"note: model=vit_digits starts from random weights at 32×32; for data={first.data.name} choose a"
             " pretrained model, e.g. model=deit_tiny.",
             file=sys.stderr,
         )
-    return []
+    return jobs
 
 
-def of_evaluated_run(overrides: list[str]) -> list[str]:
-    """With ``evaluate=RUN``: the arguments that RUN was started with; those given now come after them and win."""
-    runs = [text.partition("=")[2].strip("'\"") for text in overrides if text.lstrip("+").startswith("evaluate=")]
-    if not runs or runs[-1] in ("", "null"):
+def _sweeps(arguments: Any) -> bool:
+    return arguments.multirun or "hydra.mode=MULTIRUN" in arguments.overrides
+
+
+def _trains(config: Config) -> bool:
+    return config.evaluate is None and not config.cost_only
+
+
+def without_folder(arguments: Any, jobs: Sequence[ComposedJob]) -> list[str]:
+    """Arguments that keep Hydra from making a folder for a job that trains nothing."""
+    if arguments.cfg or _sweeps(arguments) or not jobs or _trains(jobs[0].config):
         return []
-    run = Path(runs[-1])
-    if not (run / "model.safetensors").is_file():
-        what = "it holds no model.safetensors: no epoch has been finished there" if run.is_dir() else "no such folder"
-        raise UserError(f"evaluate={runs[-1]}: {what}. Give the folder that a run named at its end.")
-    recorded = run / ".hydra" / "overrides.yaml"
-    return list(OmegaConf.load(recorded)) if recorded.is_file() else []  # type: ignore[arg-type]
+    if any(text.startswith("hydra.run.dir=") for text in arguments.overrides):
+        return []
+    return ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout"]
+
+
+def evaluate(arguments: Any, jobs: Sequence[ComposedJob]) -> None:
+    """Evaluate one run, or each of a sweep in a process of its own, without Hydra: what a run folder holds is data."""
+    if any(one.config.evaluate is None for one in jobs):
+        raise UserError("evaluate: the jobs of one sweep must all evaluate a run, or none of them.")
+    if arguments.cfg:
+        for one in jobs:
+            print(yaml.safe_dump(one.config.model_dump(mode="json"), sort_keys=False), end="")
+        return
+    if _sweeps(arguments):
+        named = launcher.titles([one.arguments for one in jobs])
+        launcher.run_jobs(
+            [
+                launcher.Job(one.arguments, title, Path(str(one.config.evaluate)), one.config)
+                for one, title in zip(jobs, named, strict=True)
+            ],
+            lambda one: launcher.command(
+                arguments.config_path, arguments.config_name, arguments.config_dir, one.overrides
+            ),
+        )
+        return
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    from efficient_ft.training.run import run
+
+    tell_sweep(results=run(jobs[0].config, Path()))
 
 
 def fail(text: str, status: int = 2) -> NoReturn:

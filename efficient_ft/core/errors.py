@@ -41,6 +41,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" Did you mean '{near[0]}'?" if near else ""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, at most 300 characters; its type's name if the text is empty."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
 def replace_unprintable() -> None:
     """Let output go on where the terminal or file has no Unicode (``> log.txt`` on Windows): signs become ``?``."""
     for stream in (sys.stdout, sys.stderr):

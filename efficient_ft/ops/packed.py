@@ -111,7 +111,10 @@ class Session:
         return {place: [low.tolist(), high.tolist()] for place, (low, high) in self.ranges.of.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.ranges.of = {place: (torch.tensor(low), torch.tensor(high)) for place, (low, high) in state_dict.items()}
+        self.ranges.of = {
+            place: (torch.tensor(low, dtype=torch.float32), torch.tensor(high, dtype=torch.float32))
+            for place, (low, high) in state_dict.items()
+        }
 
 
 _running = threading.local()

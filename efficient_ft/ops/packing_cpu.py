@@ -70,7 +70,7 @@ def quantise(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Tensor:
 
 def dequantise(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """As `packing.dequantise`."""
-    q, x = q.contiguous(), torch.empty(q.shape)
+    q, x = q.contiguous(), torch.empty(q.shape, dtype=torch.float32)  # as the kernel writes it
     shape, ranges = _rows(q, low, (high - low) / 255)
     _run(_kernels().dequantise(), [*shape, *(t.data_ptr() for t in (q, *ranges, x))])
     return x
@@ -80,7 +80,7 @@ def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
     """As `packing.extremes`."""
     x, groups = x.contiguous().float(), x.shape[1]
     shape, _ = _rows(x)
-    low, high = torch.empty(2, shape[0], shape[5]).unbind()
+    low, high = torch.empty(2, shape[0], shape[5], dtype=torch.float32).unbind()
     _run(_kernels().extremes(), [*shape, *(t.data_ptr() for t in (x, low, high))])
     return low.amin(0).view(groups, -1).amin(1), high.amax(0).view(groups, -1).amax(1)
 

@@ -163,7 +163,7 @@ def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
     cuts = min(-(-inner // columns), -(-wanted // parts))
     width = columns * -(-inner // (columns * cuts))
     grid = (-(-rows // share), groups, -(-inner // width))
-    low, high = torch.empty(2, grid[0], grid[2], groups, device=x.device).unbind()
+    low, high = torch.empty(2, grid[0], grid[2], groups, dtype=torch.float32, device=x.device).unbind()
     _kernels().extremes[grid](x, low, high, rows, groups, inner, share, width, R=at_once, C=columns)
     return low.amin((0, 1)), high.amax((0, 1))
 

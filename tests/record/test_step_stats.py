@@ -32,8 +32,14 @@ VIT: dict[str, Any] = {
     "frozen_bn": False,
     "kwargs": {"depth": 4, "embed_dim": 16, "num_heads": 2},
 }
-BSR_SETTINGS: dict[str, Any] = {"blocks": [1, 3], "drop_at": [1, 2], "keep": 0.3}
-ALAST_SETTINGS: dict[str, Any] = {"layers": 2, "start": 0.7, "lowest": 0.2, "highest": 0.9, "rate": 0.05}
+BSR_SETTINGS: dict[str, Any] = {"blocks": [1, 3], "drop_at": [1, 2], "keep_rate": 0.3}
+ALAST_SETTINGS: dict[str, Any] = {
+    "num_layers": 2,
+    "budget_init": 0.7,
+    "budget_min": 0.2,
+    "budget_max": 0.9,
+    "budget_lr": 0.05,
+}
 METHODS: dict[str, dict[str, Any]] = {
     "full": {"full": {}},
     "bsr": {"bsr": BSR_SETTINGS},

@@ -459,8 +459,8 @@ def test_two_processes_choose_and_train_as_one(name, tmp_path, configuration):
     from tests.training.conftest import plain_config
 
     quiet = {
-        "model__drop": 0.0,
-        "model__drop_path": 0.0,
+        "model__drop_rate": 0.0,
+        "model__drop_path_rate": 0.0,
         "model__frozen_bn": True,
         "trainer__max_steps": 9,
         "optim__warmup_steps": 0,

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import timm
 import torch
 import yaml
 from PIL import Image
@@ -23,7 +22,6 @@ import efficient_ft.models.small  # noqa: F401  registers vit_digits
 from efficient_ft.config import Config, check
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods import Full
-from efficient_ft.models.tasks import give_heads
 from efficient_ft.training import checkpoint, export
 from efficient_ft.training.module import FineTuner
 from efficient_ft.training.run import run
@@ -92,7 +90,7 @@ def test_every_step_is_of_the_next_task_and_moves_nothing_of_the_others(tmp_path
     def look(self: FineTuner, optimizer: Any) -> None:
         moved = {n for n, p in self.model.named_parameters() if p.grad is not None}
         assert self.tasks is not None
-        seen.append((self.global_step, self.tasks.now, moved))
+        seen.append((self.global_step, self.tasks.active, moved))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FineTuner, "on_before_optimizer_step", look)
@@ -130,7 +128,7 @@ def test_results_are_told_by_task_and_as_their_mean(straight: tuple[Path, dict[s
 
 
 def test_both_tasks_are_learnt(tmp_path: Path, folders: Path) -> None:
-    settings: dict[str, Any] = {"method": {"full": {}}, "model__drop": 0.0, "model__drop_path": 0.0}
+    settings: dict[str, Any] = {"method": {"full": {}}, "model__drop_rate": 0.0, "model__drop_path_rate": 0.0}
     results = run(config_of(folders, **settings, trainer__epochs=8), tmp_path)
     assert min(of["best"] for of in results["accuracy"]["tasks"].values()) > 0.8
 
@@ -199,16 +197,18 @@ class _Doubled(Full):
         return 2 * loss
 
 
-def test_a_loss_of_a_method_s_own_is_minimised(folders: Path) -> None:
-    config = config_of(folders, model__drop=0.0, model__drop_path=0.0)
-    network = timm.create_model("vit_digits", **config.model.kwargs)
-    give_heads(network, {"colours": 2, "planes": 3})
-    batch = (torch.randn(2, 3, 32, 32), torch.tensor([0, 2]), "planes")
-    plain, doubled = (
-        FineTuner(network, config, {"colours": 2, "planes": 3}, 1, methods).eval().training_step(batch, 0)
-        for methods in ((), (_Doubled(),))
-    )
-    torch.testing.assert_close(doubled, 2 * plain)
+def test_a_loss_of_a_method_s_own_is_minimised(tmp_path: Path, folders: Path) -> None:
+    """And recorded: the first step's loss is twice the plain one."""
+    losses = []
+    for method in (Full(), _Doubled()):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("efficient_ft.training.run.build_methods", lambda config, method=method: [method])
+            patch.setattr("efficient_ft.training.recorder.RECORD_EVERY", 1)
+            config = config_of(folders, model__drop_rate=0.0, model__drop_path_rate=0.0, trainer__max_steps=1)
+            folder = tmp_path / type(method).__name__
+            run(config, folder)
+        losses.append(json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])["train_loss"])
+    assert losses[1] == 2 * losses[0]
 
 
 # ---------------------------------------------------------------------------------------------- continuing
@@ -253,8 +253,8 @@ def test_two_processes_equal_one(tmp_path: Path, folders: Path) -> None:
     file = tmp_path / "ddp.py"
     file.write_text(script)
     exact: dict[str, Any] = {
-        "model__drop": 0.0,
-        "model__drop_path": 0.0,
+        "model__drop_rate": 0.0,
+        "model__drop_path_rate": 0.0,
         "model__frozen_bn": True,
         "optim": {"name": "sgd", "lr": 0.05, "grad_clip_norm": 1.0},
     }

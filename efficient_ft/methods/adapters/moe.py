@@ -174,7 +174,7 @@ class _Experts(Method):
         To be set before a forward pass, in a network that was given several tasks (`models.tasks.give_heads`) before
         the method was applied.
         """
-        return None if self._tasks is None else self._tasks.now
+        return None if self._tasks is None else self._tasks.active
 
     @task.setter
     def task(self, name: str) -> None:
@@ -183,7 +183,7 @@ class _Experts(Method):
                 f"method {self.name}: the network has one task; give it several (models.tasks.give_heads) before the"
                 " method is applied."
             )
-        self._tasks.now = name
+        self._tasks.active = name
 
     def total_loss(self, loss: Tensor) -> Tensor:
         """`loss` and, where there is a `balance`, so much of the balance loss of the forward pass before."""
