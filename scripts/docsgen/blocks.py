@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from docsgen import cards, configuration, labels, records
@@ -297,6 +297,14 @@ def methods(page: Path) -> str:
 
 
 @block
+def header(method: str, page: Path) -> str:
+    """Axis, options and class of a method."""
+    of = cards.card(method)
+    options = ", ".join(f"`method={option}`" for option in of.options)
+    return f"Axis: {of.axes}. Options: {options}. Class: `efficient_ft.methods.{cards.classes()[method].__name__}`."
+
+
+@block
 def settings(method: str, page: Path) -> str:
     """A method's settings, from its YAML files and its constructor."""
     return cards.settings_table(method)
@@ -321,8 +329,3 @@ def recipes(page: Path) -> str:
     found = configuration.recipes()
     rows = [[f"`{optim}`", ", ".join(f"`{d}`" for d in data), text] for optim, (data, text) in found.items()]
     return table(["optim", "data sets with a recipe", "source"], rows, left=3)
-
-
-def names() -> Sequence[str]:
-    """The blocks there are."""
-    return list(BLOCKS)

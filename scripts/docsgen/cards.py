@@ -94,7 +94,7 @@ def card(name: str) -> Card:
     if not file.is_file():
         raise ValueError(f"docs/methods/{name}.md is missing: every method of conf/method has a card")
     text = file.read_text(encoding="utf-8")
-    first = re.search(r"^# .+\n\n(.+?)\n\n", text, re.DOTALL)
+    first = re.match(r"# [^\n]+\n\n(.+?)\n\n", text, re.DOTALL)
     if first is None:
         raise ValueError(f"docs/methods/{name}.md: a card begins with a title and a paragraph that sums the method up")
     summary = " ".join(first[1].split())
@@ -170,10 +170,10 @@ def _meanings(of: Any) -> dict[str, str]:
     for base in reversed(of.__mro__):
         for key, meaning in _arguments(base.__doc__ or ""):
             # "see `LayersPerStep`" is no meaning: the base's stays.
-            if re.match(r"(as in|see) `\w+`", meaning):
-                found.setdefault(key, _meanings_of(meaning, key))
-            else:
+            if not re.match(r"(as in|see) `\w+`", meaning):
                 found[key] = meaning
+            elif key not in found:
+                found[key] = _meanings_of(meaning, key)
     return found
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: A marker in backticks is shown, not filled in.
 BLOCK = re.compile(r"^<!-- generated: (?P<call>.+?) -->\n(?P<old>.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
 VALUE = re.compile(r"(?<!`)(?P<open><!-- = (?P<call>.+?) -->)(?P<old>[^<]*)<!-- / -->")
-MARKER = re.compile(r"(?<!`)<!-- (?:generated: |= |end -->|/ -->)")
+MARKER = re.compile(r"<!-- (?:generated: |= |end -->|/ -->)")
 
 
 def pages() -> list[Path]:
@@ -30,11 +30,11 @@ def filled(page: Path, text: str) -> str:
         ValueError: a marker without its end, at the start of a line, or of a name that nothing has.
     """
     where = page.relative_to(ROOT).as_posix()
-    if VALUE.search(text) and re.search(r"^<!-- = ", text, re.MULTILINE):
+    if VALUE.search(text) and re.search(r"^ {0,3}<!-- = ", text, re.MULTILINE):
         raise ValueError(f"{where}: a number's marker must not begin a line (Markdown would end the paragraph there)")
-    left = VALUE.sub("", BLOCK.sub("", text))
-    if MARKER.search(left):
-        raise ValueError(f"{where}: a marker without its partner: {MARKER.search(left)}")
+    left = re.sub(r"`[^`\n]*`", "", VALUE.sub("", BLOCK.sub("", text)))
+    if lonely := MARKER.search(left):
+        raise ValueError(f"{where}: a marker without its partner: {left[lonely.start() :].splitlines()[0]}")
 
     def block(match: re.Match[str]) -> str:
         name, *arguments = shlex.split(match["call"])

@@ -75,8 +75,12 @@ def seconds(file: str, name: str, part: str = "step") -> float:
 
 def rounds(file: str) -> int:
     """Timed rounds of a file."""
-    first = next(iter(load(file)["recipes"].values()))
-    return len(first["measured"]["step"]["seconds"])
+    data = load(file)
+    if data["kind"] == "loop":
+        return len(data["jobs"]["default"]["bare loop"]["seconds"])
+    if data["kind"] == "layer":
+        return len(next(iter(data["shapes"].values()))["exact"]["measured"]["backward"]["seconds"])
+    return len(next(iter(data["recipes"].values()))["measured"]["step"]["seconds"])
 
 
 def time(file: str, name: str, part: str = "step", baseline: str | None = None) -> float:
@@ -98,14 +102,12 @@ def conditions(file: str) -> str:
     environment = data["environment"]
     device, threads, torch = environment["device"], environment["threads"], environment["torch"].partition("+")[0]
     what = f"{device}, {threads} threads" if "NVIDIA" not in device else device
-    facts = [what, f"torch {torch}", environment["allocator"] + " allocator" if environment["allocator"] == "system" else ""]
-    facts = [fact for fact in facts if fact]
+    facts = [what, f"torch {torch}"]
     if "dtype" in data:
         facts.append(data["dtype"])
     if "batch" in data:
         facts.append(f"batch {data['batch']}")
-    if data["kind"] == "step":
-        facts.append(f"medians of {rounds(file)} rounds, the recipes in turn")
+    facts.append(f"medians of {rounds(file)} rounds, in turn")
     text = f"Measured on {', '.join(facts)}, {environment['date'][:10]}"
     if "NVIDIA" not in device and environment["allocator"].startswith("keeping"):
         text += ", glibc keeping freed memory"

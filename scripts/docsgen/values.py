@@ -157,3 +157,24 @@ def rule(table: str, row: str, column: str = "memory") -> str:
     rows = next(t["rows"] for t in records.load("published")["tables"] if t["title"].startswith(f"{table}:"))
     number = next(r[column] for r in rows if r["label"] == row)
     return f"{number:.0f}" if isinstance(number, float) else str(number)
+
+
+@value
+def saving(file: str, recipe: str) -> str:
+    """By how much a step is shorter than the baseline's, in percent."""
+    return f"{100 * (1 - records.time(file, recipe)):.0f} %"
+
+
+@value
+def rule_exact(table: str, row: str, column: str = "memory") -> str:
+    """The same as `rule`, with two decimals."""
+    rows = next(t["rows"] for t in records.load("published")["tables"] if t["title"].startswith(f"{table}:"))
+    return f"{next(r[column] for r in rows if r['label'] == row):.2f}"
+
+
+@value
+def printed_loss(table: str, baseline: str, row: str) -> str:
+    """Percentage points that a row of a printed table is below another, lowest to highest over the data sets."""
+    rows = {r["label"]: r["values"] for r in next(t for t in records.load("printed")["tables"] if t["id"] == table)["rows"]}
+    lost = sorted(float(a) - float(b) for a, b in zip(rows[baseline], rows[row], strict=True) if a and b)
+    return " to ".join(f"{round(points, 1) + 0.0:.1f}".replace("-", "−") for points in (lost[0], lost[-1]))
