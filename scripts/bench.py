@@ -487,9 +487,13 @@ def _layer(options: argparse.Namespace) -> dict[str, Any]:
 
     from efficient_ft.core.errors import SettingError
     from efficient_ft.cost import Meter
-    from efficient_ft.ops.low_rank import low_rank_conv1x1, low_rank_linear
-    from efficient_ft.ops.projectors import CosineProjector, WalshProjector
-    from efficient_ft.ops.transforms import low_pass_l1
+    from efficient_ft.ops.projection import (
+        CosineProjector,
+        WalshProjector,
+        low_pass_l1,
+        low_rank_conv1x1,
+        low_rank_linear,
+    )
 
     if not re.fullmatch(r"\d+(,\d+)*", options.orders):
         raise SettingError("--orders", options.orders, "whole numbers with commas, e.g. 2,4,6")

@@ -50,8 +50,7 @@ from efficient_ft.methods.backprop.low_rank import LowRankBackward, LowRankConv2
 from efficient_ft.models.factory import create_model, input_of
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 from efficient_ft.models.view import view
-from efficient_ft.ops.projection import Projection
-from efficient_ft.ops.transforms import Grid, Tile, dct_rows
+from efficient_ft.ops.projection import Grid, Projection, Tile, dct_rows
 
 Batch = tuple[Tensor, Tensor]
 Gradients = dict[str, Tensor]

@@ -628,11 +628,11 @@ def _drops(model: Any, blocks: Sequence[str], batch: Any) -> dict[int, np.ndarra
     def see(index: int, passed: Passed) -> None:
         if passed.after is None or passed.y.shape[1] == passed.x.shape[1]:
             return
-        if passed.after.places_BL is None:
+        if passed.after.grid_index_BL is None:
             raise UserError(
                 "The tokens of this run have no places in the image any more: they are merged, or left out at random."
             )
-        drops[index] = passed.after.places_BL.numpy()
+        drops[index] = passed.after.grid_index_BL.numpy()
 
     with torch.no_grad(), watched(model, blocks, see):
         model(batch)

@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMo
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
-from efficient_ft.core.distributed import alone
+from efficient_ft.core.distributed import local_only
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.cost.meter import LayerFlops, LiveTensor, Meter, Phase, SavedTensors, storages
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
@@ -399,7 +399,7 @@ def undisturbed(cuda: Sequence[torch.device] = ()) -> Iterator[None]:
             torch.enable_grad(),
             torch.autocast("cpu", enabled=False),
             torch.random.fork_rng(devices=cuda),
-            alone(),
+            local_only(),
         ):
             torch.default_generator.manual_seed(0)
             yield
