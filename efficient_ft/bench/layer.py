@@ -14,9 +14,7 @@ from torch import Tensor
 from efficient_ft.bench.timing import alternate, summary, waiter
 from efficient_ft.core.errors import SettingError
 from efficient_ft.cost import AUTOCAST, Meter
-from efficient_ft.ops.low_rank import low_rank_conv1x1, low_rank_linear
-from efficient_ft.ops.projectors import CosineProjector, WalshProjector
-from efficient_ft.ops.transforms import low_pass_l1
+from efficient_ft.ops.projection import CosineProjector, WalshProjector, low_pass_l1, low_rank_conv1x1, low_rank_linear
 
 Padding = Literal["ortho", "zero", "reflect"]
 

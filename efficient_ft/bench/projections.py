@@ -16,8 +16,7 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.methods import LBPDCT, LBPWHT
 from efficient_ft.methods.backprop.low_rank import LowRankBackward, LowRankConv2d, LowRankLinear
 from efficient_ft.models.view import view
-from efficient_ft.ops.projection import Projection
-from efficient_ft.ops.transforms import Grid, Tile, dct_rows
+from efficient_ft.ops.projection import Grid, Projection, Tile, dct_rows
 
 #: The methods compared, as users make them; arguments: order, number of batches that LHE profiles.
 METHODS: dict[str, Callable[[int, int], LowRankBackward]] = {

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from efficient_ft.core.distributed import alone
+from efficient_ft.core.distributed import local_only
 from efficient_ft.cost.meter import LayerFlops, LiveTensor, Meter, Phase, SavedTensors, storages
 from efficient_ft.cost.step import StepMethods, StepSpec, forward_and_loss
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
@@ -178,7 +178,7 @@ def undisturbed(cuda: Sequence[torch.device] = ()) -> Iterator[None]:
             torch.enable_grad(),
             torch.autocast("cpu", enabled=False),
             torch.random.fork_rng(devices=cuda),
-            alone(),
+            local_only(),
         ):
             torch.default_generator.manual_seed(0)
             yield
