@@ -56,7 +56,7 @@ class SharedUnpack:
 
 
 def memory_order(x: Tensor) -> tuple[tuple[int, ...], Tensor, tuple[Any, ...]]:
-    """Return what identifies x among the tensors that exist now: a tensor and its transpose are packed once.
+    """Identify x: a tensor and its transpose have the same identity, and are packed once.
 
     Returns:
         order: x's dimensions in the order of its memory; the first one stays first.

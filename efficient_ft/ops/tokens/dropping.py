@@ -28,7 +28,7 @@ def drop(x_BNC: Tensor, scores_BL: Tensor, prefix: int, kept: int, fuse: bool) -
             flow through both.
 
     Returns:
-        Tokens (B, P + K (+ 1), C), and the indices (B, K) of the kept ones among the patch tokens.
+        Tokens (B, P + K (+ 1), C), and the indices (B, K) of the kept patch tokens, from 0 to L − 1.
     """
     patches_BLC = x_BNC[:, prefix:]
     order_BL = scores_BL.argsort(dim=1, descending=True, stable=True)

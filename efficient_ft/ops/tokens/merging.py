@@ -26,7 +26,7 @@ def match(metric_BNC: Tensor, r: int, prefix: int) -> Tensor:
         prefix: P, number of prefix tokens, which are not merged.
 
     Returns:
-        (B, N): the new index of each token among the N − r that are left; both tokens of a pair have the same one.
+        (B, N): the new index of each token, from 0 to N − r − 1; both tokens of a pair have the same one.
         The order is prefix tokens, unmerged tokens of A, then B: not that of the input.
     """
     metric = metric_BNC.to(torch.promote_types(metric_BNC.dtype, torch.float32))

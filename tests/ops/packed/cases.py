@@ -74,7 +74,7 @@ def saved_while(function: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 
 def others(saved: list[Tensor], known: Sequence[Tensor]) -> list[Tensor]:
-    """Those of `saved` that lie in the storage of none of `known`."""
+    """Return those of `saved` that share a storage with none of `known`."""
     storages = {t.untyped_storage().data_ptr() for t in known}
     return [t for t in saved if t.untyped_storage().data_ptr() not in storages]
 

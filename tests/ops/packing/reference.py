@@ -93,7 +93,7 @@ SHAPES = [(3, 4, 17), (5, 1, 1023), (200, 3, 50), (2, 3, 1024), (1, 1, 40001), (
 
 
 def groups(shape: tuple[int, int, int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """x and, for each group, a range that some of the values lie outside, narrower from group to group."""
+    """Return x and a range for each group, narrower from group to group, that does not hold all values."""
     scale = 8.0 ** -torch.arange(shape[1])
     x = data("normal", shape, torch.float64) * scale[:, None]
     high = 1.5 * scale

@@ -30,7 +30,7 @@ def test_eight_bit_kernels_equal_the_reference(shape, dtype):
 
 
 @needs_numba
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     shape=st.tuples(st.integers(1, 40), st.integers(1, 5), st.one_of(st.integers(1, 40), st.integers(1020, 1030))),
     seed=st.integers(0, 2**31 - 1),
@@ -99,7 +99,7 @@ def test_a_constant_group_gives_its_value_back(inner):
     low, high = eight_bits.extremes(x)
     assert torch.equal(low, high)
     for quantize in (eight_bits.quantize, eight_bits.quantize_reference):
-        for values in (x, x + 1, x - 1):  # the last two lie outside of a range without width
+        for values in (x, x + 1, x - 1):  # the last two are outside of a range of width 0
             q = quantize(values, low, high, torch.tensor(3))
             for dequantize in (eight_bits.dequantize, eight_bits.dequantize_reference):
                 assert torch.equal(dequantize(q, low, high), x)

@@ -166,10 +166,10 @@ def test_a_value_too_large_for_fp16_is_an_error_that_names_bf16(packer, large):
     where.overflow.check()  # said once
 
 
-@pytest.mark.parametrize("beside", [torch.inf, -torch.inf, torch.nan])
-def test_what_is_not_finite_hides_no_overflow(beside):
+@pytest.mark.parametrize("other", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_hides_no_overflow(other):
     where = context(1)
-    Half(torch.float16).pack(torch.tensor([[1e5, beside, 1.0]]), where)
+    Half(torch.float16).pack(torch.tensor([[1e5, other, 1.0]]), where)
     with pytest.raises(UserError, match="bf16"):
         where.overflow.check()
 

@@ -29,7 +29,7 @@ from tests.ops.packing.reference import (
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     rows=st.integers(1, 4),
     inner=st.lists(st.integers(1, 7), min_size=1, max_size=3),
@@ -66,7 +66,7 @@ def test_sparse_form_of_long_rows_equals_the_naive_one(dtype, kind):
             assert_same_bits(unpack(*expected, n), torch.where(torch.from_numpy(keep), x, 0))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(n=st.integers(1, 10**6), sparsity=st.floats(0, 1, exclude_max=True))
 def test_values_kept_is_the_papers_formula(n, sparsity):
     kept = sparse.values_kept(n, sparsity)
@@ -204,7 +204,7 @@ STRIDED = [
 ]
 
 
-@pytest.mark.parametrize("channels", [4, 8, 16])  # pieces of 12 values lie across bytes of the bitmap
+@pytest.mark.parametrize("channels", [4, 8, 16])  # pieces of 12 values end inside a byte of the bitmap
 @pytest.mark.parametrize("name", STRIDED)
 def test_strided_input_gives_the_same_as_a_contiguous_one(name, channels):
     x = strided(name, channels)
@@ -225,7 +225,7 @@ def test_q_inside_a_fused_qkv_is_not_copied():
 
 
 # ------------------------------------------------------------------------------------------------ bitmaps
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(shape=st.lists(st.integers(1, 9), min_size=1, max_size=3), seed=st.integers(0, 99))
 def test_bits_come_back(shape, seed):
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.5

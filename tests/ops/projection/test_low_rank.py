@@ -62,7 +62,7 @@ def test_full_rank_cosine_equals_exact(grid):
         torch.testing.assert_close(low, exact, **TOLERANCE)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     grid=st.sampled_from([(7, 7), (5, 9), (20, 20)]),
     prefix=st.integers(0, 2),
@@ -79,7 +79,7 @@ def test_kept_tokens_are_projected_where_they_lie(grid, prefix, kept, fused, ord
     whole = WalshProjector(low_pass_l1(order), padding).projection(grid, prefix, (3, 4))
     positions = grid[0] * grid[1]
     generator = torch.Generator().manual_seed(seed)
-    # Some lie on the grid, the fused ones at places after it, in any order; not every image has every fused token.
+    # Indices on the grid, and after it those of fused tokens, in any order; not every image has every fused token.
     places = torch.stack([torch.randperm(positions + fused, generator=generator)[:kept] for _ in range(2)])
     columns = torch.cat([torch.arange(prefix).expand(2, -1), places + prefix], 1)
     at = columns.numpy()
@@ -140,7 +140,7 @@ def test_every_order_equals_the_dense_reference_and_differs_from_exact(bases, or
         assert torch.allclose(low[1], exact[1], **TOLERANCE) == (full and padding != "reflect")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     grid=st.tuples(st.integers(2, 20), st.integers(2, 20)),
     prefix=st.integers(0, 5),
@@ -163,7 +163,7 @@ def test_any_shape_equals_the_dense_reference(grid, prefix, order, padding, chan
         np.testing.assert_allclose(a.numpy(), b, rtol=1e-7, atol=1e-8)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     grid=st.tuples(st.integers(2, 17), st.integers(2, 17)),
     order=st.integers(1, 15),

@@ -54,7 +54,7 @@ def test_gradients_of_class_attention_are_those_of_the_whole_map():
 
 
 def test_places_follow_the_tokens_through_drops_and_fusions():
-    """On the grid is each token that came from there, whatever it was dropped or fused before."""
+    """Each token left is at its own index of the grid, after any number of drops and fusions."""
     prefix, positions = 2, 12
     x = torch.cat([random(3, prefix, 4), random(3, positions, 4, seed=1)], 1)
     grid = x[:, prefix:].clone()
@@ -68,8 +68,8 @@ def test_places_follow_the_tokens_through_drops_and_fusions():
         for sample in range(3):
             for token, place in zip(x[sample, prefix:], tokens.grid_index_BL[sample].tolist(), strict=True):
                 assert place >= positions or torch.equal(token, grid[sample, place])
-        lying = tokens.on_grid(x, prefix, positions)
-        assert torch.equal(lying[lying.any(-1)], grid[lying.any(-1)])
+        scattered = tokens.on_grid(x, prefix, positions)
+        assert torch.equal(scattered[scattered.any(-1)], grid[scattered.any(-1)])
         assert (tokens.columns_BN(prefix)[:, :prefix] == torch.arange(prefix)).all()
     assert tokens.fused == 3
     assert len(set(tokens.grid_index_BL[0].tolist())) == x.shape[1] - prefix
@@ -86,7 +86,7 @@ def dropped_by_hand(x: np.ndarray, scores: np.ndarray, prefix: int, kept: int, f
     return np.stack(out)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     batch=st.integers(1, 3),
     patches=st.integers(1, 12),
@@ -150,7 +150,7 @@ def merged_by_hand(
     return np.stack(tokens), np.array(sizes)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     batch=st.integers(1, 3),
     patches=st.integers(2, 14),
@@ -188,7 +188,7 @@ def test_gradients_of_merging_are_those_of_the_means():
 
 
 def test_sizes_and_similarity_are_exact_where_tokens_are_not():
-    """bfloat16 has no 257, and would find many pairs equally alike."""
+    """bfloat16 has no 257, and many pairs of tokens with equal similarity."""
     metric = random(1, 1, 4) + 0.02 * random(1, 64, 4, seed=1)
     size = torch.tensor([[200.0, 1, 57, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
     place = torch.tensor([[0, 1, 0, *range(2, 11)]])
