@@ -1,1 +1,4 @@
-"""The callbacks that carry methods in training loops of other libraries."""
+"""Callbacks that carry methods in the training loops of other libraries: `lightning` and `transformers`.
+
+Each module imports its library; nothing here does.
+"""

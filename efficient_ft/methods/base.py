@@ -234,6 +234,11 @@ class Method(ABC):
         """The report of `apply`; None before it and after `remove`."""
         return self._applied
 
+    @property
+    def application_order(self) -> tuple[int, str]:
+        """Sort key of the order in which methods are applied: by axis, then by name."""
+        return ORDER_OF_APPLICATION.index(self.axis), self.name
+
     def remove(self, model: nn.Module) -> None:
         """Give `model` back its own modules, names and `requires_grad`; trained values stay.
 
@@ -276,7 +281,7 @@ class Method(ABC):
 # ---------------------------------------------------------------------------------------------- several methods
 def in_order(methods: Iterable[Method]) -> list[Method]:
     """Sort methods by the order of application that their axes declare; the order of a user's list has no effect."""
-    return sorted(methods, key=lambda m: (ORDER_OF_APPLICATION.index(m.axis), m.name))
+    return sorted(methods, key=lambda m: m.application_order)
 
 
 def apply_methods(model: nn.Module, methods: Iterable[Method]) -> list[Applied]:

@@ -16,7 +16,7 @@ from efficient_ft.methods.base import Applied
 from efficient_ft.methods.forwards import put_around
 from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod
 from efficient_ft.models.view import ModelView, Reason, Skipped, is_norm
-from efficient_ft.ops.packed import PackedOperations, Policy, Session, packed_operation, running
+from efficient_ft.ops.packed import PackedOperations, PackingState, Policy, packed_operation, packing_suspended
 
 #: Why a method that changes the forward pass of layers cannot be stacked with low-rank backward.
 DENSE_FORWARD = "low-rank layers have a dense forward pass of their own and keep their projected input"
@@ -28,7 +28,7 @@ _NO_BATCH = (Reason.NOT_FROM_IMAGES, Reason.ROUTED)
 class _PackedForward(MemoryForward):
     """A forward pass that packs what the module saves, in training."""
 
-    def __init__(self, module: nn.Module, name: str, policy: Policy, session: Session) -> None:
+    def __init__(self, module: nn.Module, name: str, policy: Policy, session: PackingState) -> None:
         super().__init__(module)
         self.name, self.policy, self.session = name, policy, session
         counts = (getattr(m, "num_heads", None) for m in module.modules())
@@ -49,10 +49,7 @@ class _PlainForward(MemoryForward):
     """The plain forward pass of a module inside a packed part whose input has no batch dimension of images."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        mode = running()
-        if mode is None:
-            return self.within(*args, **kwargs)
-        with mode.suspended():
+        with packing_suspended():
             return self.within(*args, **kwargs)
 
 
@@ -76,7 +73,7 @@ class PartwiseMethod(MemoryMethod):
 
     @abstractmethod
     def _forward_of(
-        self, module: nn.Module, name: str, session: Session, layers: dict[str, nn.Module]
+        self, module: nn.Module, name: str, session: PackingState, layers: dict[str, nn.Module]
     ) -> MemoryForward:
         """Return the forward of a part.
 
@@ -126,7 +123,7 @@ class ActivationPacking(PartwiseMethod):
         """Return how each kind of activation is kept."""
 
     def _forward_of(
-        self, module: nn.Module, name: str, session: Session, layers: dict[str, nn.Module]
+        self, module: nn.Module, name: str, session: PackingState, layers: dict[str, nn.Module]
     ) -> MemoryForward:
         return _PackedForward(module, name, self.policy(), session)
 

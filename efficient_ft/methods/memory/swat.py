@@ -19,7 +19,7 @@ from efficient_ft.methods.memory.base import MemoryForward
 from efficient_ft.methods.memory.packing import DENSE_FORWARD, PartwiseMethod
 from efficient_ft.methods.registry import register
 from efficient_ft.models.view import ModelView, Reason, Skipped
-from efficient_ft.ops.packed import Session
+from efficient_ft.ops.packed import PackingState
 from efficient_ft.ops.swat import SparseProducts, Thresholds, largest
 
 
@@ -51,7 +51,7 @@ class _SparseForward(MemoryForward):
     def settle(self) -> None:
         """Set the dropped weights to zero permanently."""
         for name, weight in self.weights().items():
-            weight.copy_(largest(self.thresholds.at_rest(name, weight), weight))
+            weight.copy_(largest(self.thresholds.in_evaluation(name, weight), weight))
 
 
 @register
@@ -88,7 +88,7 @@ class SWAT(PartwiseMethod):
             raise SettingError("refresh_interval", refresh_interval, "an integer >= 1")
         self.sparsity, self.refresh_interval = sparsity, refresh_interval
 
-    def _new_session(self) -> Session:
+    def _new_session(self) -> PackingState:
         return Thresholds(sparsity=self.sparsity, refresh=self.refresh_interval)
 
     def _left_plain(self, view: ModelView) -> dict[str, Skipped]:
@@ -99,7 +99,7 @@ class SWAT(PartwiseMethod):
         return isinstance(module, nn.Linear | nn.Conv2d)
 
     def _forward_of(
-        self, module: nn.Module, name: str, session: Session, layers: dict[str, nn.Module]
+        self, module: nn.Module, name: str, session: PackingState, layers: dict[str, nn.Module]
     ) -> MemoryForward:
         assert isinstance(session, Thresholds)
         return _SparseForward(module, name, session, layers)

@@ -25,7 +25,7 @@ from efficient_ft.methods.tokens.base import (
     take_forwards,
 )
 from efficient_ft.models.view import ModelView, Reason, Skipped
-from efficient_ft.ops.tokens import share_kept
+from efficient_ft.ops.tokens import num_kept
 
 
 @register
@@ -86,7 +86,7 @@ def dropping_blocks(
 
 def drop_tokens(model: nn.Module, view: ModelView, names: Sequence[str], keep_rate: float, fuse: bool) -> None:
     """Make the blocks of these names drop tokens."""
-    settings = partial(share_kept, keep=keep_rate), fuse
+    settings = partial(num_kept, keep_rate=keep_rate), fuse
     give_forwards(model, view, dict.fromkeys(names, (DroppingForward, settings)))
 
 
@@ -94,7 +94,7 @@ def _refuse_few(view: ModelView, method_name: str, chosen: Sequence[str], keep_r
     """Raise SettingError where a block is left so few tokens that as many flow on as came in."""
     count = grid_positions(view)
     for name in chosen:
-        kept = share_kept(count, keep_rate)
+        kept = num_kept(count, keep_rate)
         left = kept + (fuse and kept < count)
         if keep_rate < 1 and left >= count:
             height, width = view.image_size

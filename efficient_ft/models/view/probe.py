@@ -17,7 +17,7 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.models.view.layers import TokenLayout
 from efficient_ft.models.view.reason import Reason, Skipped
 from efficient_ft.models.view.structure import above
-from efficient_ft.ops.tokens import all_tokens
+from efficient_ft.ops.tokens import token_reduction_suspended
 
 BATCH = 2
 
@@ -117,7 +117,7 @@ def probe(model: nn.Module, size: tuple[int, int]) -> Probed:
             module.register_forward_hook(hook(name, _window(fake, name)))
         functions.watch(name, module)
     try:
-        with mode, torch.no_grad(), all_tokens(), functions:
+        with mode, torch.no_grad(), token_reduction_suspended(), functions:
             fake(torch.empty(BATCH, channels, *size, device=parameter.device, dtype=parameter.dtype))
     except Exception as error:
         raise UserError(

@@ -1,0 +1,235 @@
+"""What the callbacks share: methods applied to one network, their work per step, and their state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.methods.base import Applied, Method, apply_methods, in_order, make_trainable, trainable
+from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
+
+#: The key of a tensor's values in an encoded state.
+_TENSOR = "__tensor__"
+#: Classes that wrap a module or run it through a compiler: methods must be applied before them.
+_WRAPPERS = ("OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+
+
+class MethodRunner:
+    """Applies methods to a network and runs their work per step, for a callback of any training library.
+
+    Args:
+        methods: one method or several, in any order.
+        frozen_bn: freeze the BatchNorm statistics of the network.
+
+    Attributes:
+        methods: in their order of application.
+        network: the network they are applied to; None before `apply`.
+        reports: what each method did, in the order of `methods`; empty before `apply`.
+    """
+
+    def __init__(self, methods: Method | Iterable[Method], frozen_bn: bool) -> None:
+        self.methods = in_order([methods] if isinstance(methods, Method) else methods)
+        self.frozen_bn = frozen_bn
+        self.network: nn.Module | None = None
+        self.reports: list[Applied] = []
+        #: Names of the trainable parameters that the methods added.
+        self._added: tuple[str, ...] = ()
+        #: `requires_grad` by name between two steps.
+        self._between_steps: dict[str, bool] = {}
+        self._step: int | None = None
+
+    # ------------------------------------------------------------------ before training
+    def apply(self, network: nn.Module) -> None:
+        """Apply the methods in their order and freeze the BatchNorm statistics; again, it changes nothing.
+
+        Raises:
+            UserError: the network is compiled or wrapped, or a method refuses it.
+        """
+        refuse_wrapped_inside(network)
+        before = {id(p) for p in network.parameters()}
+        first = network is not self.network
+        self.reports = apply_methods(network, self.methods)
+        if first:
+            new = {name: p for name, p in network.named_parameters() if id(p) not in before}
+            self._added = tuple(name for name, p in new.items() if p.requires_grad)
+        if self.frozen_bn:
+            freeze_batch_norm(network)
+        self.network = network
+
+    @property
+    def find_unused_parameters(self) -> list[str]:
+        """Names of the methods under which some trainable parameters get no gradient in some steps."""
+        return [method.name for method in self.methods if method.find_unused_parameters]
+
+    @property
+    def adds_loss(self) -> list[str]:
+        """Names of the methods with a loss of their own."""
+        return [method.name for method in self.methods if _adds_loss(method)]
+
+    def check_optimizers(self, optimizers: Iterable[Any]) -> None:
+        """Check that the parameters the methods added are in an optimizer.
+
+        Raises:
+            UserError: some are not; the optimizer was built before the methods were applied.
+        """
+        if self.network is None or not self._added:
+            return
+        held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        missing = [name for name in self._added if id(self.network.get_parameter(name)) not in held]
+        if missing:
+            raise UserError(
+                f"The optimizer was built before the methods were applied: {len(missing)} parameters that they added"
+                f" are not in it ({', '.join(missing[:3])}). Let the Trainer build the optimizer after the callback"
+                " has applied the methods."
+            )
+
+    # ------------------------------------------------------------------ per step
+    def start(self) -> None:
+        """Begin a training: the next `step_begin` starts its first step."""
+        self.abandon_step()
+        if self.network is not None:
+            self._between_steps = trainable(self.network)
+
+    def step_begin(self, step: int) -> None:
+        """Begin optimizer step `step`; on its further micro-batches nothing happens."""
+        if self._step == step:
+            return
+        self._step = step
+        for method in self.methods:
+            method.step_begin(step)
+
+    def step_end(self) -> None:
+        """End the step, after the optimizer's and before gradients are set to zero."""
+        for method in self.methods:
+            method.step_end()
+        self._step = None
+
+    @property
+    def step(self) -> int | None:
+        """The optimizer step that has begun and not ended."""
+        return self._step
+
+    def abandon_step(self) -> None:
+        """Leave a step that training stopped in: `requires_grad` is again what it is between two steps."""
+        if self._step is not None and self.network is not None:
+            make_trainable(self.network, self._between_steps)
+        self._step = None
+
+    def total_loss(self, loss: Tensor) -> Tensor:
+        """`loss` plus the losses of the methods' own."""
+        for method in self.methods:
+            loss = method.total_loss(loss)
+        return loss
+
+    # ------------------------------------------------------------------ state
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the methods that have one, by their `state_key`."""
+        return {method.state_key: state for method in self.methods if (state := method.state_dict())}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the state of each method that `state_dict` holds one of."""
+        for method in self.methods:
+            if method.state_key in state_dict:
+                method.load_state_dict(state_dict[method.state_key])
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Check that a checkpoint to be resumed holds the state of these methods, and of no others.
+
+        Raises:
+            UserError: it was written with other methods or settings.
+        """
+        carried = {method.state_key for method in self.methods}
+        foreign = sorted(state_dict.keys() - carried)
+        missing = sorted(self.state_dict().keys() - state_dict.keys())
+        if foreign or missing:
+            holds = ", ".join(foreign or sorted(state_dict)) or "no method"
+            raise UserError(
+                "The checkpoint was written with other methods or settings: it holds the state of"
+                f" {holds}, and {', '.join(missing or sorted(carried))} is to be resumed. Pass the methods and settings"
+                " of the interrupted training."
+            )
+
+
+def find_network(module: Any, name: str) -> nn.Module:
+    """The module that `name`, an attribute of `module` (dotted for one of an attribute's), refers to; "": `module`.
+
+    Raises:
+        SettingError: there is no such attribute, or it holds no module.
+    """
+    found = module
+    for depth, part in enumerate(name.split(".") if name else ()):
+        child = getattr(found, part, None)
+        if not isinstance(child, nn.Module):
+            _refuse_name(found, name, ".".join(name.split(".")[:depth]), hasattr(found, part))
+        found = child
+    return found
+
+
+def _refuse_name(holder: Any, name: str, prefix: str, exists: bool) -> None:
+    children = holder.named_children() if isinstance(holder, nn.Module) else ()
+    names = [f"{prefix}.{child}" if prefix else child for child, _ in children]
+    why = (
+        "It holds no module when the callback applies the methods: build the network in __init__."
+        if exists
+        else 'Pass the attribute that holds the timm model, or network="" for the module itself.'
+    )
+    of = f"{type(holder).__name__}" + (f" ({prefix})" if prefix else "")
+    constraint = f"a module of {of}: " + (f"one of {', '.join(names)}" if names else "it has none")
+    raise SettingError("network", repr(name), constraint, why)
+
+
+def refuse_wrapped_inside(network: nn.Module) -> None:
+    """Raise UserError where the network or a part of it is compiled or wrapped already."""
+    for name, module in network.named_modules():
+        wrapper = next((c.__name__ for c in type(module).__mro__ if c.__name__ in _WRAPPERS), None)
+        if wrapper is None and isinstance(module, torch.jit.ScriptModule):
+            wrapper = "ScriptModule"
+        if wrapper is None and getattr(module, "_compiled_call_impl", None) is not None:
+            wrapper = "Module.compile"
+        if wrapper is not None:
+            raise UserError(
+                f"The network must be a plain module, got {wrapper}" + (f" at {name}" if name else "") + ". Apply the"
+                " methods first; compile or wrap it after that."
+            )
+
+
+def encode(state: Any) -> Any:
+    """A method's state in what JSON holds: tensors become a dictionary of their values, tuples become lists.
+
+    Raises:
+        UserError: it holds something else than tensors, numbers, strings, lists and dictionaries with string keys.
+    """
+    if isinstance(state, Tensor):
+        return {_TENSOR: state.tolist(), "dtype": str(state.dtype).removeprefix("torch.")}
+    if isinstance(state, dict) and all(isinstance(key, str) for key in state):
+        return {key: encode(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [encode(value) for value in state]
+    if state is None or isinstance(state, str | int | float | bool):
+        return state
+    raise UserError(
+        "The state of a method must be tensors, numbers, strings, lists and dictionaries with string keys, got"
+        f" {type(state).__name__} ({state!r:.60}). Mend the method's state_dict."
+    )
+
+
+def decode(state: Any) -> Any:
+    """What `encode` was given, tensors on the CPU."""
+    if isinstance(state, dict):
+        if _TENSOR in state:
+            return torch.tensor(state[_TENSOR], dtype=getattr(torch, state["dtype"]))
+        return {key: decode(value) for key, value in state.items()}
+    return [decode(value) for value in state] if isinstance(state, list) else state
+
+
+def _adds_loss(method: Method) -> bool:
+    """Whether `total_loss` adds something: it is the method's own, and the method does not say that it adds no loss."""
+    if type(method).total_loss is Method.total_loss:
+        return False
+    declared: frozenset[str] = getattr(type(method), "adds", frozenset())
+    narrowed: frozenset[str] = getattr(method, "adds", frozenset())
+    return "loss" in narrowed or "loss" not in declared
