@@ -67,7 +67,9 @@ def memory_gpu(page: Path) -> str:
             else:
                 cells += ["", "", ""]
         rows.append(cells)
-    parts = [f"{precision}{what}" for precision in ("fp32", "bf16") for what in (" step", ": × time of `full`", " peak MiB")]
+    parts = [
+        f"{precision}{what}" for precision in ("fp32", "bf16") for what in (" step", ": × time of `full`", " peak MiB")
+    ]
     return table(["recipe", *parts], rows)
 
 
@@ -187,7 +189,9 @@ def projectors_finetuning(page: Path) -> str:
     rows = []
     for grid in (7, 8, 14):
         for order in (4, 6):
-            found = [[error(projector(s, grid, name, order)) for s in ("start", "middle", "end")] for name in _PROJECTORS]
+            found = [
+                [error(projector(s, grid, name, order)) for s in ("start", "middle", "end")] for name in _PROJECTORS
+            ]
             best = [min(column) for column in zip(*found, strict=True)]
             cells = [
                 " / ".join(_bold(f"{e:.3f}", e == b) for e, b in zip(errors, best, strict=True)) for errors in found
@@ -242,7 +246,11 @@ def low_rank_layer(page: Path) -> str:
                 f"{printed[shape][order]:.1f}",
             ]
         rows.append(cells)
-    parts = [f"{name}{what}" for name in ("LP-2", "LP-4", "LP-6") for what in ("", ", times faster", ", paper's times faster")]
+    parts = [
+        f"{name}{what}"
+        for name in ("LP-2", "LP-4", "LP-6")
+        for what in ("", ", times faster", ", paper's times faster")
+    ]
     return table(["layer (channels, grid)", "exact", *parts], rows)
 
 
@@ -260,11 +268,14 @@ def published_rule(title: str, page: Path) -> str:
         ("gmacs", "our GMACs", ".1f"),
     ]
     columns = [c for c in columns if any(row.get(c[0]) is not None for row in rows)]
-    cells = [[row["label"], *(_number(row.get(key), form) for key, _, form in columns), row.get("note", "")] for row in rows]
+    cells = [
+        [row["label"], *(_number(row.get(key), form) for key, _, form in columns), row.get("note", "")] for row in rows
+    ]
     head = ["row", *(name for _, name, _ in columns), "note"]
-    if not any(row[-1] for row in cells):
+    noted = any(row[-1] for row in cells)
+    if not noted:
         cells, head = [row[:-1] for row in cells], head[:-1]
-    return f"**{of['title']}**\n\n{table(head, cells)}"
+    return f"**{of['title']}**\n\n{table(head, cells, text_last=noted)}"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -147,7 +147,11 @@ def _value(value: Any) -> str:
         return "must be given"
     if value == "${model.select}":
         return "`model.select`"
-    text = {True: "true", False: "false", None: "null"}.get(value) if value is None or value is True or value is False else None
+    text = (
+        {True: "true", False: "false", None: "null"}.get(value)
+        if value is None or value is True or value is False
+        else None
+    )
     return f"`{text if text is not None else value}`"
 
 
@@ -253,7 +257,9 @@ def _measured(name: str) -> list[list[str]]:
             if recipe not in shown or not _holds(of["methods"], own, name):
                 continue
             environment = data["environment"]
-            machine = environment["device"] + ("" if "NVIDIA" in environment["device"] else f", {environment['threads']} threads")
+            machine = environment["device"] + (
+                "" if "NVIDIA" in environment["device"] else f", {environment['threads']} threads"
+            )
             precision = "" if data["dtype"] == "fp32" else f", {data['dtype']}"
             rows.append(
                 [

@@ -46,7 +46,8 @@ KINDS = {
 def data() -> list[tuple[str, float, float]]:
     """Label, peak in MiB, and ratio of the step time to full fine-tuning of the same file."""
     return [
-        (label, round(records.peak(file, name), 1), round(records.time(file, name), 4)) for file, name, label, *_ in POINTS
+        (label, round(records.peak(file, name), 1), round(records.time(file, name), 4))
+        for file, name, label, *_ in POINTS
     ]
 
 

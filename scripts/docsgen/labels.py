@@ -123,4 +123,6 @@ def current(recipe: str) -> str:
 def command(arguments: Sequence[str]) -> str:
     """Arguments of the command line, short: the methods, then their settings without their methods' names."""
     methods, *settings = arguments
-    return ", ".join([f"`{methods.removeprefix('method=')}`", *(f"`{re.sub('^method.[a-z_]+.', '', s)}`" for s in settings)])
+    return ", ".join(
+        [f"`{methods.removeprefix('method=')}`", *(f"`{re.sub('^method.[a-z_]+.', '', s)}`" for s in settings)]
+    )

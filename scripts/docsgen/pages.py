@@ -73,5 +73,7 @@ def stale() -> list[str]:
     lines = []
     for file, wanted in _wanted():
         name, old = file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")
-        lines += difflib.unified_diff(old.splitlines(), wanted.splitlines(), name, f"{name} (generated)", lineterm="", n=1)
+        lines += difflib.unified_diff(
+            old.splitlines(), wanted.splitlines(), name, f"{name} (generated)", lineterm="", n=1
+        )
     return [*lines, *figure.stale()]
