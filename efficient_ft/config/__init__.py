@@ -3,6 +3,7 @@
 from efficient_ft.config.check import check, validate
 from efficient_ft.config.explain import UnknownSetting, setting_names
 from efficient_ft.config.identity import fingerprint, run_folder
+from efficient_ft.config.renamed import RenamedSetting
 from efficient_ft.config.schema import (
     AugmentConfig,
     Config,
@@ -14,6 +15,7 @@ from efficient_ft.config.schema import (
     StepStatsConfig,
     TrainerConfig,
 )
+from efficient_ft.config.stored import stored_config
 
 __all__ = [
     "AugmentConfig",
@@ -23,6 +25,7 @@ __all__ = [
     "LoggerConfig",
     "ModelConfig",
     "OptimConfig",
+    "RenamedSetting",
     "StepStatsConfig",
     "TrainerConfig",
     "UnknownSetting",
@@ -30,5 +33,6 @@ __all__ = [
     "fingerprint",
     "run_folder",
     "setting_names",
+    "stored_config",
     "validate",
 ]

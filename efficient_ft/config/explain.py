@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import typing
 from collections.abc import Iterable, Mapping
@@ -84,10 +85,11 @@ def resolved(node: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
     return whole["$defs"][reference.rpartition("/")[2]] if reference else node
 
 
-def setting_names() -> list[str]:
+@functools.cache
+def setting_names() -> tuple[str, ...]:
     """Return the full names of all settings, without those of the methods."""
     whole = json_schema(Config)
-    return _leaves(whole, whole)
+    return tuple(_leaves(whole, whole))
 
 
 def _leaves(node: dict[str, Any], whole: dict[str, Any], prefix: str = "") -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from efficient_ft.config.check import check
+from efficient_ft.config.renamed import RenamedSetting
 from efficient_ft.config.schema import Config
 from efficient_ft.core.errors import UserError
 
@@ -36,5 +37,10 @@ def stored_config(run: Path) -> Config:
         raise UserError(f"{file} cannot be read: it must hold a mapping from settings to values.")
     try:
         return check({str(key): value for key, value in settings.items()})
+    except RenamedSetting as error:
+        raise UserError(
+            f"{run} was written by an earlier version: its setting {error.old} is now {error.now}. Use another folder,"
+            " or resume=never to train again; to read it, use the version that wrote it."
+        ) from None
     except UserError as error:
         raise UserError(f"{file}: {error}") from None

@@ -109,12 +109,14 @@ class Loader(DataLoader[tuple[Tensor, int]]):
 
     No worker starts before the first batch is requested: Lightning creates the first iterator before it sets the epoch
     of a resumed run, and workers running by then would load the wrong epoch.
-
-    Raises (while iterating):
-        UserError: an image cannot be read, or a worker process was killed.
     """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Iterate over the batches.
+
+        Raises:
+            UserError: an image cannot be read, or a worker process was killed.
+        """
         batches = super().__iter__()
         try:
             for batch in batches:

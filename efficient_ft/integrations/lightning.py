@@ -22,7 +22,7 @@ try:
     from lightning.pytorch.strategies import DDPStrategy
 except ImportError as error:
     raise ImportError(
-        "efficient_ft.integrations.lightning needs the package lightning: pip install 'efficient-ft[lightning]'"
+        "efficient_ft.integrations.lightning needs the package lightning: pip install 'lightning>=2.5,!=2.6.2,!=2.6.3'"
     ) from error
 
 log = logging.getLogger(__name__)

@@ -230,5 +230,6 @@ def _adds_loss(method: Method) -> bool:
     """Whether `total_loss` adds something: it is the method's own, and the method does not say that it adds no loss."""
     if type(method).total_loss is Method.total_loss:
         return False
-    declared, narrowed = (getattr(of, "adds", frozenset()) for of in (type(method), method))
+    declared: frozenset[str] = getattr(type(method), "adds", frozenset())
+    narrowed: frozenset[str] = getattr(method, "adds", frozenset())
     return "loss" in narrowed or "loss" not in declared

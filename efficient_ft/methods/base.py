@@ -136,6 +136,11 @@ class Method:
     def applied(self) -> Applied | None:
         return self._applied
 
+    @property
+    def application_order(self) -> tuple[int, str]:
+        """Sort key of the order in which methods are applied: by axis, then by name."""
+        return ORDER_OF_APPLICATION.index(self.axis), self.name
+
     def remove(self, model: nn.Module) -> None:
         """Give `model` back its own modules and names; trained values stay."""
         self._remove(model)
@@ -184,7 +189,7 @@ def refuse_wrapped(model: nn.Module, name: str) -> None:
 
 def in_order(methods: Iterable[Method]) -> list[Method]:
     """Sorted by the order of application their axes declare; the order of a user's list never matters."""
-    return sorted(methods, key=lambda m: (ORDER_OF_APPLICATION.index(m.axis), m.name))
+    return sorted(methods, key=lambda m: m.application_order)
 
 
 def apply_methods(model: nn.Module, methods: Iterable[Method]) -> list[Applied]:

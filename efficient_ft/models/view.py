@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
 from efficient_ft.core.errors import UserError
-from efficient_ft.ops.tokens import all_tokens
+from efficient_ft.ops.tokens import token_reduction_suspended
 
 #: The parameters of a "last stage" follow the papers: EfficientFormerV2's was trained without its downsample.
 LAST_STAGE_WITHOUT = {"EfficientFormerV2": "downsample"}
@@ -224,7 +224,7 @@ def _probe(model: nn.Module, image_size: tuple[int, int] | None) -> tuple[dict[s
         if isinstance(module, nn.Linear | nn.Conv2d):
             module.register_forward_hook(hook(name, _window(probe, name)))
     try:
-        with mode, torch.no_grad(), all_tokens():
+        with mode, torch.no_grad(), token_reduction_suspended():
             probe(torch.empty(_PROBE_BATCH, channels, *size, device=parameter.device, dtype=parameter.dtype))
     except Exception as error:
         raise UserError(

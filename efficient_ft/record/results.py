@@ -63,7 +63,7 @@ class Accuracy(BestLast):
 
 
 class AppliedReport(TypedDict):
-    """What a method touched, what it skipped and why: see `methods.base.Applied`."""
+    """The modules or parameters a method touched, and those it skipped with the reason (`methods.base.Applied`)."""
 
     touched: list[str]
     skipped: dict[str, str]
@@ -71,7 +71,7 @@ class AppliedReport(TypedDict):
 
 
 class TaskData(TypedDict):
-    """Of one data set: images by split, corrupt images left out, and accuracy of model.safetensors by split."""
+    """One data set: images by split, corrupt images left out, and accuracy of model.safetensors by split."""
 
     splits: dict[str, int]
     skipped: int

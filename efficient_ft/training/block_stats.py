@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from efficient_ft.ops.recompute import runs_again
-from efficient_ft.ops.tokens import Tokens, known
+from efficient_ft.core.context import is_recomputing
+from efficient_ft.ops.tokens import Tokens, pop_tokens
 
 
 class BlockIO(NamedTuple):
@@ -45,10 +45,10 @@ def observe_blocks(model: nn.Module, blocks: Sequence[str], callback: Callable[[
     def hook(index: int) -> Callable[..., None]:
         def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-            if x is None or not isinstance(output, Tensor) or runs_again():
+            if x is None or not isinstance(output, Tensor) or is_recomputing():
                 return
             with torch.no_grad():
-                (x, before), (y, after) = known(x), known(output)
+                (x, before), (y, after) = pop_tokens(x), pop_tokens(output)
                 callback(index, BlockIO(x.detach(), before, y.detach(), after))
 
         return observe
@@ -101,13 +101,13 @@ def _same_tokens(io: BlockIO, prefix: int) -> tuple[Tensor, Tensor, Tensor | boo
     if after is None or after is before:  # no token was dropped or merged, or positions are unknown
         if x.shape == y.shape:
             return x, y, True
-    elif after.places_BL is not None and (before is None or before.places_BL is not None):
+    elif after.grid_index_BL is not None and (before is None or before.grid_index_BL is not None):
         old_BL = torch.arange(x.shape[1] - prefix, device=x.device).expand(len(x), -1)
-        if before is not None and before.places_BL is not None:
-            old_BL = before.places_BL
+        if before is not None and before.grid_index_BL is not None:
+            old_BL = before.grid_index_BL
         sorted_BL, order_BL = old_BL.sort(1)
-        found_BK = torch.searchsorted(sorted_BL, after.places_BL.contiguous()).clamp_max(old_BL.shape[1] - 1)
-        kept_BK = sorted_BL.gather(1, found_BK) == after.places_BL
+        found_BK = torch.searchsorted(sorted_BL, after.grid_index_BL.contiguous()).clamp_max(old_BL.shape[1] - 1)
+        kept_BK = sorted_BL.gather(1, found_BK) == after.grid_index_BL
         index_BK = order_BL.gather(1, found_BK) + prefix
         head_BP = torch.arange(prefix, device=x.device).expand(len(x), -1)
         index_BN = torch.cat([head_BP, index_BK], 1)

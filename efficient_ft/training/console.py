@@ -1,4 +1,4 @@
-"""What a run prints: messages of the first process, numbers in human units, and the tables at the end."""
+"""Printing of a run: messages of the first process, numbers in human units, and the tables at the end."""
 
 from __future__ import annotations
 

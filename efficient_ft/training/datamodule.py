@@ -9,7 +9,7 @@ import lightning.pytorch as L
 from torch.utils.data import DataLoader
 
 from efficient_ft.config import Config, DataConfig
-from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.errors import SettingError
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.data import ImageData, RoundRobinData, missing_data, open_data
 
@@ -57,18 +57,9 @@ def run_length(config: Config, images: ImageData | RoundRobinData, world: int) -
         config: the run's configuration.
         images: its images.
         world: number of processes.
-
-    Raises:
-        UserError: the training images fill no batch.
     """
     per_epoch = -(-len(images.train_loader(0, world)) // config.trainer.grad_accum_steps)
-    if not per_epoch:
-        assert isinstance(images, ImageData)  # RoundRobinData refuses an empty task
-        each = f" in each of {world} processes" if world > 1 else ""
-        raise UserError(
-            f"The training set yields no batch: {images.splits['train']} images, data.batch_size="
-            f"{config.data.batch_size}{each}. Reduce data.batch_size."
-        )
+    assert per_epoch, "an opened data set has a training image, and the last batch may be smaller"
     total = config.trainer.epochs * per_epoch
     if config.trainer.max_steps > 0:
         total = min(total, config.trainer.max_steps)

@@ -145,7 +145,11 @@ def _train(config: Config, folder: Path) -> dict[str, Any]:
         "methods": {m.name: _applied_report(m.applied) for m in methods if m.applied is not None},
         "data": data,
         "config": config.model_dump(mode="json"),
-        "environment": environment(device, keep_allocator=config.keep_freed_memory and platform.system() == "Linux"),
+        "environment": environment(
+            device,
+            packages=("torch", "timm", "lightning"),
+            keep_allocator=config.keep_freed_memory and platform.system() == "Linux",
+        ),
     }
     write_summary(loggers, results)
     write_results(folder, results)

@@ -11,28 +11,11 @@ import pytest
 import yaml
 
 from efficient_ft.cli.compose import configurations
-from efficient_ft.cli.main import CONF, register
+from efficient_ft.cli.main import CONF
 from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-
-# The command with a run that only prints: importing torch would take seconds.
-PROGRAM = """
-import sys, types
-sys.path.insert(0, {repository!r})
-import train
-from efficient_ft.cli import main
-
-def run(config, folder):
-    print("evaluated", config.data.root, config.optim.lr, config.evaluate)
-    return {{}}
-
-main.prepare = lambda config: None
-sys.modules["efficient_ft.training.run"] = types.SimpleNamespace(run=run)
-sys.modules["efficient_ft.training"] = types.SimpleNamespace()
-train.main()
-"""
+from tests.cli.program import composed as composed_jobs
+from tests.cli.program import write_program
 
 #: Recorded overrides that make Hydra call or import what they name, in the order in which it reads them.
 PAYLOADS = {
@@ -59,15 +42,14 @@ PAYLOADS = {
 @pytest.fixture(scope="module")
 def settings() -> str:
     """The config.yaml of a run."""
-    register()
-    (config,) = configurations(CONF, "train", ["optim.lr=0.5", "data.root=here"], sweep=False)
+    (config,) = composed_jobs("optim.lr=0.5", "data.root=here")
     return yaml.safe_dump(config.model_dump(mode="json"))
 
 
 @pytest.fixture
 def stored(tmp_path: Path, settings: str) -> Path:
     """A run folder: config.yaml, model.safetensors (empty here)."""
-    (tmp_path / "program.py").write_text(PROGRAM.format(repository=str(REPOSITORY)))
+    write_program(tmp_path)
     run = tmp_path / "a run"
     (run / ".hydra").mkdir(parents=True)
     (run / "config.yaml").write_text(settings)
@@ -82,7 +64,7 @@ def stored(tmp_path: Path, settings: str) -> Path:
 
 
 def composed(run: Path, *arguments: str) -> Config:
-    (config,) = configurations(CONF, "train", [f"evaluate='{run}'", *arguments], sweep=False)
+    (config,) = composed_jobs(f"evaluate='{run}'", *arguments)
     return config
 
 
@@ -110,7 +92,7 @@ def assert_harmless(run: Path, *arguments: str) -> None:
     before = sorted(run.parent.rglob("*"))
     done = evaluated(run, *arguments)
     assert not (run.parent / "MARK").exists(), "code named in a run folder was executed"
-    assert (done.returncode, done.stdout) == (0, f"evaluated here 0.5 {run.name}\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"ran 4 lr 0.5 root here evaluate {run.name}\n"), done.stderr
     assert sorted(run.parent.rglob("*")) == before
 
 
@@ -204,5 +186,5 @@ def test_its_configuration_can_be_shown_and_several_runs_swept_over(stored: Path
     assert (done.returncode, yaml.safe_load(done.stdout)["data"]["root"]) == (0, "elsewhere"), done.stderr
     done = evaluated(stored, "optim.lr=1,2", "-m")
     assert done.returncode == 0, done.stderr
-    assert "evaluated here 1.0 a run\n" in done.stdout
-    assert "evaluated here 2.0 a run\n" in done.stdout
+    assert "ran 4 lr 1.0 root here evaluate a run\n" in done.stdout
+    assert "ran 4 lr 2.0 root here evaluate a run\n" in done.stdout

@@ -87,7 +87,7 @@ def test_two_processes_have_the_same_turns_and_share_the_images() -> None:
     assert {index for share in of_b for _, index in share} == set(range(6))
 
 
-def folders(tmp_path: Path, sizes: dict[str, int]) -> dict[str, DataConfig]:
+def task_configs(tmp_path: Path, sizes: dict[str, int]) -> dict[str, DataConfig]:
     """Image folders with `sizes` training images per class; two classes in the first, one more in each next one."""
     made = {}
     for number, (name, images) in enumerate(sizes.items()):
@@ -103,7 +103,7 @@ def folders(tmp_path: Path, sizes: dict[str, int]) -> dict[str, DataConfig]:
 def test_batches_are_those_of_each_set_whatever_the_workers(tmp_path: Path, workers: int) -> None:
     configs = {
         name: config.model_copy(update={"num_workers": workers if name == "b" else 0})
-        for name, config in folders(tmp_path, {"a": 6, "b": 3}).items()
+        for name, config in task_configs(tmp_path, {"a": 6, "b": 3}).items()
     }
     parts = {name: open_data(config, SPEC, 3) for name, config in configs.items()}
     data = RoundRobinData(parts, 1)
@@ -116,7 +116,7 @@ def test_batches_are_those_of_each_set_whatever_the_workers(tmp_path: Path, work
     for name, part in parts.items():
         once = part.train_loader()
         own = list(once)
-        if name == "b":  # two batches of four and one image, which is left out; then anew
+        if name == "b":  # two batches of four and one image, which is left out; then from the start
             once.sampler.set_epoch(1)  # type: ignore[attr-defined]
             own.append(next(iter(once)))
         mine = [(images, labels) for images, labels, task in found if task == name]
@@ -127,7 +127,7 @@ def test_batches_are_those_of_each_set_whatever_the_workers(tmp_path: Path, work
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
-    configs = folders(tmp_path, {"a": 2, "b": 2})
+    configs = task_configs(tmp_path, {"a": 2, "b": 2})
     data = RoundRobinData({name: open_data(config, SPEC, 3) for name, config in configs.items()}, 1)
     for file in (tmp_path / "b" / "train").rglob("*.png"):
         truncate(file)
@@ -136,7 +136,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_notes_say_whose_they_are(tmp_path: Path) -> None:
-    configs = folders(tmp_path, {"a": 1, "b": 2})
+    configs = task_configs(tmp_path, {"a": 1, "b": 2})
     report = RoundRobinData({name: open_data(config, SPEC, 3) for name, config in configs.items()}, 1).report()
     assert "a: Batches hold all 2 training images, fewer than data.batch_size=4." in report["notes"]
     assert {note[:3] for note in report["notes"]} == {"a: ", "b: "}

@@ -39,7 +39,7 @@ from tests.methods.settings import MODELS, batch_of, gradients, model_of, small_
 from tests.methods.test_contracts import largest_difference
 from tests.methods.test_per_step import DEPTH, C, N, backward_flops, saved_bytes
 from tests.methods.test_tokens import FORMS
-from tests.training.conftest import plain_config
+from tests.training.runs import plain_config
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "method"
 

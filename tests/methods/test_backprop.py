@@ -16,8 +16,7 @@ from efficient_ft.cost import executed, layer_flops
 from efficient_ft.methods import LBPDCT, LBPWHT, Full, LastStage, apply_methods
 from efficient_ft.methods.backprop.low_rank import LowRankConv2d, LowRankLinear
 from efficient_ft.models.view import view
-from efficient_ft.ops.projectors import WalshProjector
-from efficient_ft.ops.transforms import low_pass_l1
+from efficient_ft.ops.projection import WalshProjector, low_pass_l1
 
 # The layers the paper projects (and no others), by model.
 NAMED = {

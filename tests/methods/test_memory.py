@@ -31,7 +31,7 @@ from efficient_ft.methods import (
 )
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 from efficient_ft.models.view import view
-from efficient_ft.ops.packing import Dense, Overflow, Place, Ranges
+from efficient_ft.ops.packing import Dense, Overflow, PackContext, Ranges
 from efficient_ft.ops.recompute import recompute
 from tests.methods.settings import MODELS, batch_of, gradients, model_of
 from tests.methods.test_contracts import largest_difference
@@ -295,7 +295,7 @@ def test_recomputation_repeats_dropout_and_moves_statistics_once() -> None:
 def test_recomputation_hides_no_other_argument_of_a_block() -> None:
     """Masks by position and by keyword, inside a list too, are saved where autograd's hook sees them."""
     x, masks = torch.randn(2, 4, requires_grad=True), [torch.rand(2, 4) for _ in range(3)]
-    place = Place("block", 2, Ranges(), Overflow())
+    place = PackContext("block", 2, Ranges(), Overflow())
 
     def block(x: Tensor, first: Tensor, factor: float, *, rest: list[Tensor]) -> Tensor:
         return (x * first * factor).exp() * rest[0] * rest[1]

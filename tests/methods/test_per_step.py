@@ -30,7 +30,7 @@ from efficient_ft.training import checkpoint
 from efficient_ft.training.module import FineTuner, build_optimizer
 from efficient_ft.training.run import run
 from tests.methods.settings import CLASSES, MODELS, batch_of, gradients, model_of
-from tests.training.conftest import plain_config
+from tests.training.runs import plain_config
 
 # Of the small ViT: 4 blocks of width C and H heads; N tokens are a class token and an 8×8 grid of 4×4 patches.
 DEPTH, C, H, N = 4, 48, 3, 65
@@ -573,7 +573,7 @@ def test_a_cost_is_counted_without_the_other_processes(monkeypatch: pytest.Monke
     gradients(model, "vit")
     with pytest.raises(AssertionError, match="asked"):
         alast.step_end()
-    with together.alone():
+    with together.local_only():
         alast.step_end()
 
 

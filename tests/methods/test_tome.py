@@ -31,7 +31,7 @@ from efficient_ft.methods import (
 )
 from efficient_ft.methods.forwards import forwards_of
 from efficient_ft.methods.tokens.tome import scheduled
-from efficient_ft.ops.tokens import Tokens, among
+from efficient_ft.ops.tokens import Tokens, token_context
 from tests.methods.settings import gradients, model_of, small_vit
 from tests.methods.test_contracts import largest_difference
 
@@ -346,7 +346,7 @@ def test_a_low_rank_layer_never_takes_merged_tokens_for_others() -> None:
     layer = model.blocks[0].attn.qkv
     assert hasattr(layer, "low_rank")
     layer(x)
-    with among(Tokens(sizes_BN=torch.ones(2, 65))), pytest.raises(UserError, match="merged ones"):
+    with token_context(Tokens(sizes_BN=torch.ones(2, 65))), pytest.raises(UserError, match="merged ones"):
         layer(x)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from timm.layers import GluMlp, Mlp, SwiGLU
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from efficient_ft.core.context import is_recomputing
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.adapters.lite import refuse_adapted
 from efficient_ft.methods.base import Applied, Method
@@ -26,8 +26,7 @@ from efficient_ft.methods.recipes.bsr import BSR
 from efficient_ft.methods.selection.static import blocks_at, check_blocks, refuse_twice
 from efficient_ft.models.tasks import Tasks, for_each_task, tasks_of
 from efficient_ft.models.view import view
-from efficient_ft.ops.packed import running
-from efficient_ft.ops.recompute import runs_again
+from efficient_ft.ops.packed import packing_suspended
 
 #: Feed-forward networks that work on each token alone, whatever lies beside it.
 _STANDARD = (Mlp, GluMlp, SwiGLU)
@@ -58,9 +57,8 @@ class _ExpertsForward(OwnForward):
 
     @torch.compiler.disable  # how many tokens an expert gets depends on their values
     def __call__(self, x: Tensor) -> Tensor:
-        mode = running()
-        # What packs activations by image has nothing to hold on to in an expert's tokens.
-        with nullcontext() if mode is None else mode.suspended():
+        # Activations are packed by image, and an expert's tokens are of no one image.
+        with packing_suspended():
             return self._mixed(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
     def _mixed(self, x_TC: Tensor) -> Tensor:
@@ -73,7 +71,7 @@ class _ExpertsForward(OwnForward):
         weight_TK, expert_TK = weight_TE[:, : self.top].contiguous(), expert_TE[:, : self.top].contiguous()
         if self.renormalise:
             weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
-        if self.unevenness is not None and mlp.training and torch.is_grad_enabled() and not runs_again():
+        if self.unevenness is not None and mlp.training and torch.is_grad_enabled() and not is_recomputing():
             self.unevenness[self.name] = _unevenness(probability_TE, expert_TK)
 
         order = expert_TK.flatten().argsort(stable=True)  # of the T·K pairs, expert by expert

@@ -38,7 +38,7 @@ from efficient_ft.methods.adapters.lite import LiteResidual, refuse_adapted, ref
 from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
 from efficient_ft.methods.forwards import OwnForward, forwards_of, put_around, take_away
 from efficient_ft.models.view import ModelView, parameters_under, view
-from efficient_ft.ops.tokens import among, carry, known
+from efficient_ft.ops.tokens import attach_tokens, pop_tokens, token_context
 
 #: First and last convolution of the blocks on maps beside which a module can stand.
 _CONVOLUTIONS = {
@@ -53,13 +53,13 @@ class _SideForward(OwnForward):
 
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         side: Any = self.module.side_module
-        y, tokens = known(self.within(x, *others, **keywords))
+        y, tokens = pop_tokens(self.within(x, *others, **keywords))
         if isinstance(side, LiteResidual):
             return y + side(x, y.shape[-2:])
         # What it adds to the stream, without the stream itself, which is in y.
-        x, before = known(x)
-        with among(before):
-            return carry(y + (side(x, *others, **keywords) - x), tokens)
+        x, before = pop_tokens(x)
+        with token_context(before):
+            return attach_tokens(y + (side(x, *others, **keywords) - x), tokens)
 
 
 class RepNet(Method):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from efficient_ft.methods.backprop.low_rank import LowRankBackward, refuse_order
 from efficient_ft.models.view import Layer
-from efficient_ft.ops.projectors import CosineProjector
+from efficient_ft.ops.projection import CosineProjector
 
 
 class LBPDCT(LowRankBackward):

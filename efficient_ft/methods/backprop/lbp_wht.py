@@ -12,13 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from efficient_ft.core.distributed import summed
+from efficient_ft.core.distributed import all_reduce_sum
 from efficient_ft.core.errors import SettingError
 from efficient_ft.methods.backprop.low_rank import LowRank, LowRankBackward, refuse_order
 from efficient_ft.methods.base import Applied
 from efficient_ft.models.view import Layer
-from efficient_ft.ops.projectors import Padding, WalshProjector
-from efficient_ft.ops.transforms import BLOCK, Pairs, low_pass_l1, low_pass_linf, lowest_first
+from efficient_ft.ops.projection import BLOCK, Padding, Pairs, WalshProjector, low_pass_l1, low_pass_linf, lowest_first
 
 ORDERS = {"l1": 15, "linf": 8, "lhe": 15}
 
@@ -92,7 +91,7 @@ class LBPWHT(LowRankBackward):
         """The R bases of most energy, lowest first; those of LP_L1 for a layer that no gradient on the grid reached."""
         pairs = low_pass_l1(self.order)
         energy = torch.zeros(BLOCK, BLOCK, dtype=torch.float64) if energy is None else energy
-        energy = summed(energy)
+        energy = all_reduce_sum(energy)
         if not energy.any():  # the last block of a model that classifies by its class token, say
             return pairs
         top = energy.flatten().topk(len(pairs)).indices.tolist()

@@ -16,11 +16,16 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.tokens.base import merges_tokens
 from efficient_ft.models.view import Layer, TokenLayout, view
-from efficient_ft.ops.low_rank import low_rank_conv1x1, low_rank_linear
-from efficient_ft.ops.projection import OfKept, Projection
-from efficient_ft.ops.projectors import Projector, backward_flops
-from efficient_ft.ops.spectrum import block_energy
-from efficient_ft.ops.tokens import Tokens, tokens_here
+from efficient_ft.ops.projection import (
+    Projection,
+    Projector,
+    SubsetProjection,
+    backward_flops,
+    block_energy,
+    low_rank_conv1x1,
+    low_rank_linear,
+)
+from efficient_ft.ops.tokens import Tokens, current_tokens
 
 
 @dataclass
@@ -47,9 +52,9 @@ class LowRankLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if not _records(self, x):
             return super().forward(x)
-        how, tokens = self.low_rank, tokens_here()
+        how, tokens = self.low_rank, current_tokens()
         grid = how.tokens.grid if how.tokens.form == "tokens" else (x.shape[1], x.shape[2])
-        if tokens is not None and tokens.places_BL is None:
+        if tokens is not None and tokens.grid_index_BL is None:
             raise UserError(
                 f"a layer with low-rank backward was given {x.shape[1]} tokens of which is not known where they lie:"
                 " merged ones, or those of images of another size than the model was built for"
@@ -57,7 +62,7 @@ class LowRankLinear(nn.Linear):
         if how.projector is None:
             return _profiled(super().forward(x), how, grid, tokens)
         channels = (self.in_features, self.out_features)
-        projection: Projection | OfKept = how.projector.projection(grid, how.tokens.prefix, channels)
+        projection: Projection | SubsetProjection = how.projector.projection(grid, how.tokens.prefix, channels)
         if tokens is not None:
             projection = _of_kept(projection, tokens, how.tokens.prefix, x)
             exact, low_rank = backward_flops(projection, channels)
@@ -94,14 +99,14 @@ def _records(module: nn.Linear | nn.Conv2d, x: Tensor) -> bool:
     return module.training and torch.is_grad_enabled() and (x.requires_grad or module.weight.requires_grad)
 
 
-def _of_kept(whole: Any, tokens: Tokens, prefix: int, x: Tensor) -> OfKept:
+def _of_kept(whole: Any, tokens: Tokens, prefix: int, x: Tensor) -> SubsetProjection:
     """The projection of the tokens left; layers that run on the same ones share it."""
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     key = whole, dtype
-    if key not in tokens.made:
-        tokens.made[key] = OfKept.of(whole, tokens.columns_BN(prefix), tokens.fused, dtype)
-    return tokens.made[key]
+    if key not in tokens.cache:
+        tokens.cache[key] = SubsetProjection.from_columns(whole, tokens.columns_BN(prefix), tokens.fused, dtype)
+    return tokens.cache[key]
 
 
 def _profiled(y: Tensor, how: LowRank, grid: tuple[int, int], tokens: Tokens | None = None) -> Tensor:

@@ -95,7 +95,7 @@ class BackRazor(ActivationPacking):
             norm=sparse,
             attention=sparse,
             activation=activation,
-            normalised=self.norm_saves == "normalized",
+            normalized=self.norm_saves == "normalized",
             derived=self.recompute_inputs,
             fused=EightBits() if self.attention == "fused" else None,
             forward=self.prune == "both",

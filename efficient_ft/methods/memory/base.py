@@ -9,7 +9,7 @@ from torch import nn
 from efficient_ft.core.errors import UserError
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.forwards import OwnForward, forwards_of, take_away
-from efficient_ft.ops.packed import Session
+from efficient_ft.ops.packed import PackingState
 
 
 class MemoryForward(OwnForward):
@@ -27,7 +27,7 @@ class MemoryMethod(Method):
     axis = "memory"
 
     def __init__(self) -> None:
-        self._session: Session | None = None
+        self._session: PackingState | None = None
         self._restored: dict[str, Any] | None = None
 
     def _refuse_second(self, model: nn.Module) -> None:
@@ -38,15 +38,15 @@ class MemoryMethod(Method):
                 " name one of them."
             )
 
-    def _begin(self) -> Session:
+    def _begin(self) -> PackingState:
         """What is remembered from step to step, as it was in the checkpoint where there is one."""
         self._session = self._new_session()
         if self._restored is not None:
             self._session.load_state_dict(self._restored)
         return self._session
 
-    def _new_session(self) -> Session:
-        return Session()
+    def _new_session(self) -> PackingState:
+        return PackingState()
 
     def _remove(self, model: nn.Module) -> None:
         for module in model.modules():

@@ -16,16 +16,16 @@ from efficient_ft.methods.base import Applied
 from efficient_ft.methods.forwards import put_around
 from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod
 from efficient_ft.models.view import view
-from efficient_ft.ops.packed import Session
-from efficient_ft.ops.packing import Dense, EightBits, Half, Packer, Place
+from efficient_ft.ops.packed import PackingState
+from efficient_ft.ops.packing import Dense, EightBits, Half, PackContext, Packer
 from efficient_ft.ops.recompute import recompute
-from efficient_ft.ops.tokens import Tokens, carry, known
+from efficient_ft.ops.tokens import Tokens, attach_tokens, pop_tokens
 
 
 class _RecomputedForward(MemoryForward):
     """Keeps in training only the input of the module."""
 
-    def __init__(self, module: nn.Module, name: str, packer: Packer, session: Session) -> None:
+    def __init__(self, module: nn.Module, name: str, packer: Packer, session: PackingState) -> None:
         super().__init__(module)
         self.name, self.packer, self.session = name, packer, session
 
@@ -36,13 +36,13 @@ class _RecomputedForward(MemoryForward):
         records = torch.is_grad_enabled() and (x.requires_grad or parameters)
         if not module.training or not records or not x.numel():
             return self.within(x, *others, **keywords)
-        place = Place(self.name, x.shape[0], self.session.ranges, self.session.overflow)
-        x, tokens = known(x)
+        place = PackContext(self.name, x.shape[0], self.session.ranges, self.session.overflow)
+        x, tokens = pop_tokens(x)
         return recompute(self._run, x, (tokens, *others), keywords, parameters, self.packer, place)
 
     def _run(self, x: Tensor, tokens: Tokens | None, *args: Any, **keywords: Any) -> Any:
         module = self.module
-        x = carry(x, tokens)
+        x = attach_tokens(x, tokens)
         if not torch.is_grad_enabled():  # the first time
             return self.within(x, *args, **keywords)
         # The second time must not move running statistics again, nor write to them: autograd has them in its keeping.

@@ -42,7 +42,7 @@ class Mesa(ActivationPacking):
             norm=bits,
             attention=bits,
             activation=bits,
-            normalised=self.recompute_inputs,
+            normalized=self.recompute_inputs,
             derived=self.recompute_inputs,
             fused=bits if self.attention == "fused" else None,
         )

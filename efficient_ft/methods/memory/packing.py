@@ -16,13 +16,13 @@ from efficient_ft.methods.base import Applied
 from efficient_ft.methods.forwards import put_around
 from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod
 from efficient_ft.models.view import NOT_OF_IMAGES, OF_EXPERTS, ModelView, is_norm, view
-from efficient_ft.ops.packed import PackedOperations, Policy, Session, running
+from efficient_ft.ops.packed import PackedOperations, PackingState, Policy, packing_suspended
 
 
 class _PackedForward(MemoryForward):
     """Packs in training what the module saves."""
 
-    def __init__(self, module: nn.Module, name: str, policy: Policy, session: Session) -> None:
+    def __init__(self, module: nn.Module, name: str, policy: Policy, session: PackingState) -> None:
         super().__init__(module)
         self.name, self.policy, self.session = name, policy, session
         counts = (getattr(m, "num_heads", None) for m in module.modules())
@@ -43,10 +43,7 @@ class _PlainForward(MemoryForward):
     """Of a module inside a packed part that does not work on the images."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        mode = running()
-        if mode is None:
-            return self.within(*args, **kwargs)
-        with mode.suspended():
+        with packing_suspended():
             return self.within(*args, **kwargs)
 
 
@@ -73,7 +70,7 @@ class ActivationPacking(MemoryMethod):
         return isinstance(module, nn.Linear | nn.Conv2d) or is_norm(module)
 
     def _forward_of(
-        self, module: nn.Module, name: str, session: Session, layers: dict[str, nn.Module]
+        self, module: nn.Module, name: str, session: PackingState, layers: dict[str, nn.Module]
     ) -> MemoryForward:
         """The forward of a part; `layers` are those of the part that are touched, by their full names."""
         return _PackedForward(module, name, self.policy(), session)

@@ -17,7 +17,7 @@ from efficient_ft.methods.forwards import forwards_of
 from efficient_ft.methods.memory.base import MemoryForward
 from efficient_ft.methods.memory.packing import ActivationPacking, refuse_low_rank
 from efficient_ft.models.view import ModelView
-from efficient_ft.ops.packed import Session
+from efficient_ft.ops.packed import PackingState
 from efficient_ft.ops.swat import SparseProducts, Thresholds, largest
 
 
@@ -49,7 +49,7 @@ class _SparseForward(MemoryForward):
     def settle(self) -> None:
         """Set the dropped weights to zero, for good."""
         for name, weight in self.weights().items():
-            weight.copy_(largest(self.thresholds.at_rest(name, weight), weight))
+            weight.copy_(largest(self.thresholds.in_evaluation(name, weight), weight))
 
 
 class SWAT(ActivationPacking):
@@ -84,7 +84,7 @@ class SWAT(ActivationPacking):
         refuse_low_rank(model, f"method {self.name}")
         return super()._apply(model)
 
-    def _new_session(self) -> Session:
+    def _new_session(self) -> PackingState:
         return Thresholds(sparsity=self.sparsity, refresh=self.refresh_interval)
 
     def _left_plain(self, seen: ModelView) -> dict[str, str]:
@@ -95,7 +95,7 @@ class SWAT(ActivationPacking):
         return isinstance(module, nn.Linear | nn.Conv2d)
 
     def _forward_of(
-        self, module: nn.Module, name: str, session: Session, layers: dict[str, nn.Module]
+        self, module: nn.Module, name: str, session: PackingState, layers: dict[str, nn.Module]
     ) -> MemoryForward:
         assert isinstance(session, Thresholds)
         return _SparseForward(module, name, session, layers)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from efficient_ft.core.distributed import summed
+from efficient_ft.core.context import is_recomputing
+from efficient_ft.core.distributed import all_reduce_sum
 from efficient_ft.core.errors import SettingError
 from efficient_ft.methods.base import Applied
 from efficient_ft.methods.selection.per_step import LayersPerStep
@@ -31,8 +32,7 @@ from efficient_ft.methods.tokens.base import (
     take_forwards,
 )
 from efficient_ft.models.view import ModelView, default_image_size, view
-from efficient_ft.ops.recompute import runs_again
-from efficient_ft.ops.tokens import all_there, among, keeps_all, known
+from efficient_ft.ops.tokens import Tokens, is_token_reduction_suspended, pop_tokens, token_context
 
 
 @dataclass
@@ -73,19 +73,19 @@ class _BudgetedForward(DroppingForward):
         return max(self.least, math.floor(self.budget.value * count + 1e-9))
 
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
-        if not self.module.training or keeps_all():
+        if not self.module.training or is_token_reduction_suspended():
             return super(DroppingForward, self).__call__(x, *others, **keywords)
         self.plain(others, keywords)
-        x, tokens = known(x)
+        x, tokens = pop_tokens(x)
         count = x.shape[1] - self.prefix
         drops = self._kept(count) < count
         seen = Attention(self.prefix) if drops else None
-        with among(tokens):
+        with token_context(tokens):
             y = self.second_half(self.first_half(x, seen))
-        if not runs_again():
+        if not is_recomputing():
             self._watch(x.detach()[:, 0], y.detach()[:, 0])
         if seen is not None:
-            y, tokens = self.drop(y, seen, tokens or all_there(x, self.prefix, self.positions))
+            y, tokens = self.drop(y, seen, tokens or Tokens.full(x, self.prefix, self.positions))
         return self.passed_on(y, tokens)
 
     def _watch(self, before_BC: Tensor, after_BC: Tensor) -> None:
@@ -244,7 +244,7 @@ class ALaST(LayersPerStep):
 
     def _deltas(self, changes: Tensor, images: int) -> list[float]:
         """Δ of every block, over the images of all micro-batches and processes."""
-        *deltas, images_all = summed(torch.cat([changes, changes.new_tensor([images])])).tolist()
+        *deltas, images_all = all_reduce_sum(torch.cat([changes, changes.new_tensor([images])])).tolist()
         over = {"image": images_all, "value": images_all * self._channels, "batch": 1.0}[self.delta]
         return [delta / over for delta in deltas]
 

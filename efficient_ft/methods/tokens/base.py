@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -15,8 +15,16 @@ from torch.overrides import TorchFunctionMode
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.forwards import OwnForward, forwards_of, put_inside, take_away
 from efficient_ft.models.view import ModelView, default_image_size, view
-from efficient_ft.ops.packed import running
-from efficient_ft.ops.tokens import Tokens, all_there, among, carry, class_attention, drop, keeps_all, known
+from efficient_ft.ops.packed import current_packing, packing_suspended
+from efficient_ft.ops.tokens import (
+    Tokens,
+    attach_tokens,
+    class_attention,
+    drop,
+    is_token_reduction_suspended,
+    pop_tokens,
+    token_context,
+)
 
 #: What a block may have in which tokens can be dropped or merged between attention and feed-forward network.
 _BLOCK = {"norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path2"}
@@ -43,7 +51,7 @@ class Attention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             q, k, *others = args
-            if running() is not None:
+            if current_packing() is not None:
                 q, k = q.contiguous(), k.contiguous()  # as attention keeps them, so that k is kept once
             self.scores_BL = class_attention(q, k, self.prefix, kwargs.get("scale"))
             return func(q, k, *others, **kwargs)
@@ -51,12 +59,6 @@ class Attention(TorchFunctionMode):
         if func in SOFTMAX and result.dim() == 4:
             self.scores_BL = result[:, :, 0, self.prefix :].mean(1)
         return result
-
-
-def aside() -> AbstractContextManager[Any]:
-    """Plain operations meanwhile, whatever packs what those of the block save."""
-    mode = running()
-    return nullcontext() if mode is None else mode.suspended()
 
 
 class TokenForward(OwnForward):
@@ -76,13 +78,13 @@ class TokenForward(OwnForward):
         self.prefix, self.positions, self.last = prefix, positions, last
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        x, tokens = known(x)
-        with among(tokens):
+        x, tokens = pop_tokens(x)
+        with token_context(tokens):
             return self.passed_on(self.within(x, *args, **kwargs), tokens)
 
     def passed_on(self, x: Tensor, tokens: Tokens | None) -> Tensor:
         """x for the next block, which is told what is known."""
-        return x if self.last else carry(x, tokens)
+        return x if self.last else attach_tokens(x, tokens)
 
     def plain(self, others: Sequence[Any], keywords: dict[str, Any]) -> None:
         """Raise UserError for a call with a mask or positions, which hold for all tokens."""
@@ -121,15 +123,15 @@ class DroppingForward(TokenForward):
         self.keep, self.fuse = keep, fuse
 
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
-        if keeps_all():
+        if is_token_reduction_suspended():
             return super().__call__(x, *others, **keywords)
         self.plain(others, keywords)
-        x, tokens = known(x)
+        x, tokens = pop_tokens(x)
         seen = Attention(self.prefix)
-        with among(tokens):
+        with token_context(tokens):
             x = self.first_half(x, seen)
-        x, tokens = self.drop(x, seen, tokens or all_there(x, self.prefix, self.positions))
-        with among(tokens):
+        x, tokens = self.drop(x, seen, tokens or Tokens.full(x, self.prefix, self.positions))
+        with token_context(tokens):
             return self.passed_on(self.second_half(x), tokens)
 
     def drop(self, x: Tensor, seen: Attention, tokens: Tokens) -> tuple[Tensor, Tokens]:
@@ -137,7 +139,7 @@ class DroppingForward(TokenForward):
         assert seen.scores_BL is not None, "no attention was seen"
         count = seen.scores_BL.shape[1]
         kept = self.keep(count)
-        with aside():
+        with packing_suspended():
             x, index_BK = drop(x, seen.scores_BL, self.prefix, kept, self.fuse)
         return x, tokens.dropped(index_BK, self.positions, self.fuse and kept < count)
 

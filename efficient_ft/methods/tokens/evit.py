@@ -24,7 +24,7 @@ from efficient_ft.methods.tokens.base import (
     take_forwards,
 )
 from efficient_ft.models.view import ModelView, default_image_size, view
-from efficient_ft.ops.tokens import share_kept
+from efficient_ft.ops.tokens import num_kept
 
 
 class EViT(Method):
@@ -84,7 +84,7 @@ def drop_tokens(model: nn.Module, who: str, drop_at: Sequence[int], keep_rate: f
     chosen = tuple(seen.blocks[b] for b in sorted(places))
     refuse_other_blocks(model, who, chosen)
     _refuse_few(seen, who, chosen, keep_rate, fuse)
-    settings = partial(share_kept, keep=keep_rate), fuse
+    settings = partial(num_kept, keep_rate=keep_rate), fuse
     give_forwards(model, seen, who, dict.fromkeys(chosen, (DroppingForward, settings)))
     return chosen
 
@@ -93,7 +93,7 @@ def _refuse_few(seen: ModelView, who: str, chosen: Sequence[str], keep_rate: flo
     """Raise SettingError where a block is left so few tokens that as many flow on as came in."""
     count = grid_positions(seen, who)
     for name in chosen:
-        kept = share_kept(count, keep_rate)
+        kept = num_kept(count, keep_rate)
         left = kept + (fuse and kept < count)
         if keep_rate < 1 and left >= count:
             height, width = default_image_size(seen.model)

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from efficient_ft.core.context import is_recomputing
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.tokens.base import (
     SOFTMAX,
     TokenForward,
-    aside,
     give_forwards,
     grid_positions,
     refuse_other_blocks,
@@ -29,8 +29,8 @@ from efficient_ft.methods.tokens.base import (
     take_forwards,
 )
 from efficient_ft.models.view import ModelView, view
-from efficient_ft.ops.recompute import runs_again
-from efficient_ft.ops.tokens import Tokens, among, keeps_all, known, match, merge
+from efficient_ft.ops.packed import packing_suspended
+from efficient_ft.ops.tokens import Tokens, is_token_reduction_suspended, match, merge, pop_tokens, token_context
 
 #: One of them gives attention in its parts its scores: of queries and, transposed, keys.
 _PRODUCTS = (Tensor.matmul, Tensor.__matmul__, torch.matmul)
@@ -100,11 +100,11 @@ class _MergingForward(TokenForward):
         self.r, self.proportional_attention, self.behind = r, proportional_attention, behind
 
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
-        if keeps_all():
+        if is_token_reduction_suspended():
             return super().__call__(x, *others, **keywords)
         self.plain(others, keywords)
-        x, tokens = known(x)
-        if self.behind and tokens is None and runs_again():
+        x, tokens = pop_tokens(x)
+        if self.behind and tokens is None and is_recomputing():
             raise UserError(
                 "method tome: this checkpointing runs a block again without what is known of its tokens (torch's"
                 " reentrant form); use method=checkpointing, or timm.layers.set_reentrant_ckpt(False)."
@@ -112,12 +112,12 @@ class _MergingForward(TokenForward):
         r = merged_of(x.shape[1] - self.prefix, self.r)
         sizes_BN = None if tokens is None else tokens.sizes_BN
         seen = _SizedAttention(sizes_BN if self.proportional_attention else None, self._acts(r))
-        with among(tokens):
+        with token_context(tokens):
             x = self.first_half(x, seen)
         if self._acts(r):
-            with aside():
+            with packing_suspended():
                 x, tokens = self._merged(x, seen, sizes_BN, r)
-        with among(tokens):
+        with token_context(tokens):
             return self.passed_on(self.second_half(x), tokens)
 
     @staticmethod

@@ -1,0 +1,90 @@
+"""What an import loads: methods stay light, and each callback loads its own library alone."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: Packages that no method needs before it is applied.
+HEAVY = {
+    "lightning", "transformers", "peft", "matplotlib", "scipy", "pydantic", "sklearn", "torchmetrics", "hydra",
+    "omegaconf", "numba", "accelerate", "datasets", "wandb", "triton",
+}  # fmt: skip
+MOST_BYTES = 20 * 2**20
+
+_SCRIPT = """
+import gc, json, sys
+import torch, timm
+
+def resident():
+    gc.collect()
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 if sys.platform == "linux" else 0
+
+before, bytes_before = set(sys.modules), resident()
+from efficient_ft.methods import LBPWHT
+bytes_after = resident()
+loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
+
+messages = {}
+for library in ("lightning", "transformers"):
+    sys.modules[library] = None
+    try:
+        __import__(f"efficient_ft.integrations.{library}")
+    except ImportError as error:
+        messages[library] = str(error)
+print(json.dumps({"loaded": sorted(loaded), "bytes": bytes_after - bytes_before, "messages": messages}))
+"""
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """What the import of a method loads on top of torch and timm, in a process of its own."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_method_loads_nothing_heavy(found: dict[str, Any]) -> None:
+    assert "efficient_ft" in found["loaded"]
+    assert not HEAVY & set(found["loaded"])
+
+
+def test_a_method_takes_little_memory(found: dict[str, Any]) -> None:
+    assert found["bytes"] < MOST_BYTES
+
+
+@pytest.mark.parametrize(
+    ("library", "install"),
+    [("lightning", "pip install 'lightning>="), ("transformers", "'efficient-ft[transformers]'")],
+)
+def test_a_missing_library_is_named_with_what_to_install(library: str, install: str, found: dict[str, Any]) -> None:
+    message = found["messages"][library]
+    assert message.startswith(f"efficient_ft.integrations.{library} needs the package")
+    assert install in message
+
+
+@pytest.mark.parametrize(("library", "other"), [("lightning", "transformers"), ("transformers", "lightning")])
+def test_a_callback_loads_its_own_library_alone(library: str, other: str) -> None:
+    """Read from the source: Lightning's own import loads parts of transformers."""
+    folder = ROOT / "efficient_ft" / "integrations"
+    imported = set()
+    for file in (f"{library}.py", "runner.py", "__init__.py"):
+        for node in ast.walk(ast.parse((folder / file).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported.add(node.module or "")
+    packages = {name.partition(".")[0] for name in imported}
+    assert library in packages
+    assert other not in packages
+    assert f"efficient_ft.integrations.{other}" not in imported
