@@ -109,7 +109,7 @@ def test_the_check_shows_a_table_changed_by_hand(generator, tmp_path):
     ],
 )
 def test_a_broken_marker_is_an_error(generator, tmp_path, wrong):
-    with pytest.raises(ValueError, match="page.md: "):
+    with pytest.raises(ValueError, match=r"page\.md: "):
         generator.filled(tmp_path / "page.md", wrong)
 
 

@@ -140,7 +140,7 @@ def counted(model: str, page: Path) -> str:
     """Executed counts of every recipe on one model."""
     of = records.load("counted")["models"][model]
     rows = []
-    for name, recipe in of["recipes"].items():
+    for recipe in of["recipes"].values():
         executed = recipe["executed"]
         rows.append(
             [
