@@ -170,4 +170,8 @@ def _accuracy(recorder: Recorder) -> Accuracy:
 
 
 def _applied_report(applied: Applied) -> AppliedReport:
-    return {"touched": list(applied.touched), "skipped": dict(applied.skipped), "notes": list(applied.notes)}
+    return {
+        "touched": list(applied.touched),
+        "skipped": {name: str(why) for name, why in applied.skipped.items()},
+        "notes": list(applied.notes),
+    }

@@ -35,8 +35,8 @@ from efficient_ft.methods import (
 )
 from efficient_ft.methods.build import build_methods
 from efficient_ft.methods.forwards import forwards_of
-from tests.methods.settings import MODELS, batch_of, gradients, model_of, small_vit
-from tests.methods.test_contracts import largest_difference
+from efficient_ft.testing import MODELS, batch_of, gradients, largest_difference, model_of
+from tests.methods.settings import small_vit
 from tests.methods.test_per_step import DEPTH, C, N, backward_flops, saved_bytes
 from tests.methods.test_tokens import FORMS
 from tests.training.runs import plain_config

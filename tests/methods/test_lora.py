@@ -27,7 +27,7 @@ from efficient_ft.methods import (
     plain_state_dict,
 )
 from efficient_ft.methods.adapters import lora as lora_module
-from tests.methods.settings import MODELS, USUAL, batch_of, evaluate, gradients, lively, model_of, train_a_little
+from efficient_ft.testing import MODELS, USUAL, batch_of, evaluate, gradients, lively, model_of, train_a_little
 
 Targets = Literal["attention", "all"]
 

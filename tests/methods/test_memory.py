@@ -33,8 +33,7 @@ from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 from efficient_ft.models.view import view
 from efficient_ft.ops.packing import Dense, Overflow, PackContext, Ranges
 from efficient_ft.ops.recompute import recompute
-from tests.methods.settings import MODELS, batch_of, gradients, model_of
-from tests.methods.test_contracts import largest_difference
+from efficient_ft.testing import MODELS, batch_of, gradients, largest_difference, model_of
 
 DROP_NOTHING: dict[str, Any] = {"sparsity": 0.0, "values": "input"}
 PUBLISHED: dict[str, Any] = {"norm": "input", "derive": False}

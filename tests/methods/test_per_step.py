@@ -18,19 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from efficient_ft import together
 from efficient_ft.config import OptimConfig, check
+from efficient_ft.core import distributed
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.cost import compare, executed, layer_flops
 from efficient_ft.integrations.lightning import MethodCallback
 from efficient_ft.methods import LISA, ALaST, LoRA, Method, TopLayers, UniformLayers, apply_methods, plain_state_dict
 from efficient_ft.methods.build import build_methods
 from efficient_ft.methods.selection.per_step import LayersPerStep
+from efficient_ft.testing import CLASSES, MODELS, batch_of, gradients, model_of
 from efficient_ft.training import checkpoint
 from efficient_ft.training.module import FineTuner, build_optimizer
 from efficient_ft.training.run import run
-from tests.methods.settings import CLASSES, MODELS, batch_of, gradients, model_of
-from tests.training.runs import plain_config
+from tests.training.conftest import plain_config
 
 # Of the small ViT: 4 blocks of width C and H heads; N tokens are a class token and an 8×8 grid of 4×4 patches.
 DEPTH, C, H, N = 4, 48, 3, 65
@@ -573,7 +573,7 @@ def test_a_cost_is_counted_without_the_other_processes(monkeypatch: pytest.Monke
     gradients(model, "vit")
     with pytest.raises(AssertionError, match="asked"):
         alast.step_end()
-    with together.local_only():
+    with distributed.alone():
         alast.step_end()
 
 

@@ -34,9 +34,9 @@ from efficient_ft.methods import (
 )
 from efficient_ft.methods.adapters.lite import LiteResidual
 from efficient_ft.models.view import view
+from efficient_ft.testing import batch_of, gradients, largest_difference, model_of
 from efficient_ft.training import export
-from tests.methods.settings import RESNET50, batch_of, gradients, model_of
-from tests.methods.test_contracts import largest_difference
+from tests.methods.settings import RESNET50
 
 
 def sides_of(model: nn.Module) -> dict[str, Any]:

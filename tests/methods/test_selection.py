@@ -14,7 +14,7 @@ from torch import nn
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods import BitFit, Blocks, Full, HeadOnly, LastStage, LoRA, Method, NormLast, apply_methods
 from efficient_ft.methods.selection.static import concise
-from tests.methods.settings import MODELS, batch_of, gradients, model_of
+from efficient_ft.testing import MODELS, batch_of, gradients, model_of
 
 
 def trains(model: nn.Module) -> set[str]:

@@ -32,8 +32,8 @@ from efficient_ft.methods import (
 )
 from efficient_ft.methods.forwards import forwards_of
 from efficient_ft.models.view import view
-from tests.methods.settings import RESNET50, batch_of, gradients, model_of, small_vit
-from tests.methods.test_contracts import largest_difference
+from efficient_ft.testing import batch_of, gradients, largest_difference, model_of
+from tests.methods.settings import RESNET50, small_vit
 
 FORMS = (
     "vit_tiny_patch16_224",

@@ -32,8 +32,8 @@ from efficient_ft.methods import (
 from efficient_ft.methods.forwards import forwards_of
 from efficient_ft.methods.tokens.tome import scheduled
 from efficient_ft.ops.tokens import Tokens, token_context
-from tests.methods.settings import gradients, model_of, small_vit
-from tests.methods.test_contracts import largest_difference
+from efficient_ft.testing import gradients, largest_difference, model_of
+from tests.methods.settings import small_vit
 
 FORMS = (
     "vit_tiny_patch16_224",

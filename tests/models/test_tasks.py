@@ -14,7 +14,7 @@ import efficient_ft.models.small  # noqa: F401  registers vit_digits
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.models.tasks import PerTask, Tasks, for_each_task, give_heads, tasks_of
 from efficient_ft.models.view import view
-from tests.methods.settings import MODELS, batch_of, model_of
+from efficient_ft.testing import MODELS, batch_of, model_of
 
 CLASSES = {"a": 3, "b": 5, "c": 5}
 

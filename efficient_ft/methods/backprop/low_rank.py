@@ -6,6 +6,7 @@ forward in evaluation. So a changed model can be copied, pickled, saved and chan
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method
-from efficient_ft.methods.tokens.base import merges_tokens
-from efficient_ft.models.view import Layer, TokenLayout, view
+from efficient_ft.methods.declarations import Adds, Axis
+from efficient_ft.models.view import Layer, ModelView, Reason, Skipped, TokenLayout
 from efficient_ft.ops.projection import (
     Projection,
     Projector,
@@ -128,9 +129,9 @@ def _profiled(y: Tensor, how: LowRank, grid: tuple[int, int], tokens: Tokens | N
 
 
 def refuse_order(order: int, largest: int, where: str = "") -> None:
-    """Raise SettingError unless `order` is a whole number from 1 to `largest`."""
+    """Raise SettingError unless `order` is an integer from 1 to `largest`."""
     if type(order) is not int or not 1 <= order <= largest:
-        raise SettingError("order", order, f"a whole number from 1 to {largest}{where}")
+        raise SettingError("order", order, f"an integer from 1 to {largest}{where}")
 
 
 class LowRankBackward(Method):
@@ -142,37 +143,33 @@ class LowRankBackward(Method):
     what it costs.
     """
 
-    axis = "backprop"
+    axis = Axis.BACKPROP
+    adds = frozenset({Adds.LOW_RANK_LAYERS})
     as_published: bool = False
 
+    @abstractmethod
     def projector_for(self, layer: Layer) -> Projector:
-        """The projector of a layer, or, for one that is chosen later, a stand-in of the same rank and cost."""
-        raise NotImplementedError  # abstract
+        """Return the projector of a layer; for one that is chosen later, a substitute of the same rank and cost."""
 
     #: Layers profile first (exact backward) and get their projector later.
     profiles: bool = False
 
-    def _apply(self, model: nn.Module) -> Applied:
-        if self._changed(model):
-            raise UserError(
-                f"method {self.name}: the model's layers have a low-rank backward already; name one projector only."
-            )
-        if merges_tokens(model):
-            raise UserError(
-                f"method {self.name}: tokens are merged in this model, and merged tokens lie on no grid along which"
-                " gradients could be projected; name one of the two methods."
-            )
+    def _apply(self, model: nn.Module, view: ModelView) -> Applied:
         chosen: list[tuple[Layer, Projector, TokenLayout]] = []
-        skipped, exact = {}, {}
-        for layer in view(model).layers:
+        skipped: dict[str, Skipped] = {}
+        exact: dict[str, Skipped] = {}
+        for layer in view.layers:
             if layer.tokens is None:
-                skipped[layer.name] = layer.why_not or "no token grid"
+                assert layer.why_not is not None
+                skipped[layer.name] = layer.why_not
             elif type(layer.module) not in CHANGED:
-                skipped[layer.name] = f"its class {type(layer.module).__name__} has a forward of its own"
+                detail = f"its class {type(layer.module).__name__} has a forward of its own"
+                skipped[layer.name] = Skipped(Reason.OTHER_FORM, detail)
             elif layer.reach is not None and self.as_published:
-                skipped[layer.name] = "left exact, as published (its forward was never called)"
+                detail = "left exact, as published (its forward was never called)"
+                skipped[layer.name] = Skipped(Reason.AS_PUBLISHED, detail)
             elif why := self._costs_more(layer, layer.tokens):
-                exact[layer.name] = why
+                exact[layer.name] = Skipped(Reason.EXACT_IS_CHEAPER, why)
             else:
                 chosen.append((layer, self.projector_for(layer), layer.tokens))
         # Nothing is changed before every layer has been decided: a refusal leaves the model as it was.
@@ -192,7 +189,7 @@ class LowRankBackward(Method):
         )
 
     def _costs_more(self, layer: Layer, tokens: TokenLayout) -> str | None:
-        """Why a layer stays exact, or None."""
+        """Return why a layer stays exact; None: it does not."""
         try:
             projection = self.projector_for(layer).projection(tokens.grid, tokens.prefix, layer.channels)
         except ValueError as error:

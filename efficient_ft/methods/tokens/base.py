@@ -5,16 +5,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.methods.forwards import OwnForward, forwards_of, put_inside, take_away
-from efficient_ft.models.view import ModelView, default_image_size, view
+from efficient_ft.core.errors import UserError
+from efficient_ft.methods.forwards import OwnForward, put_inside, take_away
+from efficient_ft.models.marks import added_modules
+from efficient_ft.models.view import ModelView
 from efficient_ft.ops.packed import current_packing, packing_suspended
 from efficient_ft.ops.tokens import (
     Tokens,
@@ -69,9 +70,6 @@ class TokenForward(OwnForward):
         positions: H · W of the whole grid.
         last: no block comes after it.
     """
-
-    #: The tokens behind it lie on no grid.
-    merges: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, prefix: int, positions: int, last: bool) -> None:
         super().__init__(module)
@@ -144,78 +142,49 @@ class DroppingForward(TokenForward):
         return x, tokens.dropped(index_BK, self.positions, self.fuse and kept < count)
 
 
-def refuse_other_blocks(model: nn.Module, who: str, names: Sequence[str]) -> None:
+def refuse_other_blocks(view: ModelView, method_name: str, names: Sequence[str]) -> None:
     """Raise UserError where blocks are not of the form that `TokenForward` runs in parts."""
+    added = added_modules(view.model)
     for name in names:
-        block = model.get_submodule(name)
+        block = view.model.get_submodule(name)
         parts = [child for child, _ in block.named_children()]
-        if hasattr(block, "side_module"):
+        if any(f"{name}.{part}" in added for part in parts):
             raise UserError(
-                f"method {who}: {name} of {view(model).name} holds a side module (Rep-Net); tokens can be dropped in"
+                f"method {method_name}: {name} of {view.name} has a side module (Rep-Net); tokens can be dropped in"
                 " other blocks."
             )
         takes = set(inspect.signature(type(block).forward).parameters) - {"self", "x", "attn_mask", "is_causal"}
-        # timm registers them in the order they run: with norms behind what they normalise it is another block
+        # timm registers them in the order they run: with norms behind what they normalize it is another block
         if takes or set(parts) - _BLOCK or [part for part in parts if part in _ORDER] != _ORDER:
             raise UserError(
-                f"method {who}: the blocks of {view(model).name} ({type(block).__name__}) are not of the form norm1,"
+                f"method {method_name}: the blocks of {view.name} ({type(block).__name__}) are not of the form norm1,"
                 " attn, norm2, mlp, without more, between which tokens can be dropped or merged."
             )
-    if any(isinstance(f, TokenForward) for m in model.modules() for f in forwards_of(m)):
-        raise UserError(f"method {who}: tokens are dropped or merged in this model already.")
 
 
-def merges_tokens(model: nn.Module) -> bool:
-    """Whether a method merges tokens in it, which then lie on no grid."""
-    return any(isinstance(f, TokenForward) and f.merges for m in model.modules() for f in forwards_of(m))
-
-
-def refuse_without_blocks(seen: ModelView, who: str) -> None:
-    """Raise UserError for a model whose blocks are not known, or that sees one patch only."""
-    if not seen.blocks:
-        raise UserError(f"method {who}: no blocks were recognised in {seen.name}.")
-    if tuple(getattr(getattr(seen.model, "patch_embed", None), "grid_size", None) or ()) == (1, 1):
-        height, width = default_image_size(seen.model)
-        raise SettingError(
-            "model.image_size",
-            f"{height}×{width}",
-            f"images of more than one patch with method {who}: a patch of {seen.name} has as many pixels",
-        )
-
-
-def refuse_without_class_token(seen: ModelView, who: str, instead: str = "") -> None:
-    """Raise UserError for a model that has no class token; `instead`: what its user can do."""
-    if getattr(seen.model, "cls_token", None) is None:
-        raise UserError(
-            f"method {who}: {seen.name} has no class token, whose attention says which tokens matter.{instead}"
-        )
-
-
-def grid_positions(seen: ModelView, who: str) -> int:
-    """H · W of the grid that the tokens of the blocks lie on.
-
-    Raises:
-        UserError: they lie on none.
-    """
-    inside = tuple(f"{block}." for block in seen.blocks)
-    layouts = {layer.tokens for layer in seen.layers if layer.tokens is not None and layer.name.startswith(inside)}
-    if len(layouts) != 1 or {(a.form, a.prefix) for a in layouts} != {("tokens", seen.prefix_tokens)}:
-        raise UserError(f"method {who}: the tokens of {seen.name} lie on no one grid from block to block.")
-    (layout,) = layouts
-    return layout.grid[0] * layout.grid[1]
+def grid_positions(view: ModelView) -> int:
+    """Return H · W of the grid that the tokens of the blocks are on; the model has one (`Needs.TOKEN_GRID`)."""
+    assert view.block_grid is not None
+    height, width = view.block_grid
+    return height * width
 
 
 def give_forwards(
-    model: nn.Module, seen: ModelView, who: str, chosen: Mapping[str, tuple[type[TokenForward], tuple[Any, ...]]]
+    model: nn.Module, view: ModelView, chosen: Mapping[str, tuple[type[TokenForward], tuple[Any, ...]]]
 ) -> None:
-    """Give blocks a forward: `chosen` has its kind and settings; the others pass on what is known of the tokens."""
-    positions = grid_positions(seen, who)
-    for name in seen.blocks:
+    """Give every block a forward of its own.
+
+    Args:
+        chosen: kind and settings by name of the block; the other blocks get one that passes on what is known of the
+            tokens.
+    """
+    positions = grid_positions(view)
+    for name in view.blocks:
         block, (kind, settings) = model.get_submodule(name), chosen.get(name, (TokenForward, ()))
-        put_inside(block, kind(block, seen.prefix_tokens, positions, name == seen.blocks[-1], *settings))
+        put_inside(block, kind(block, view.prefix_tokens, positions, name == view.blocks[-1], *settings))
 
 
 def take_forwards(model: nn.Module) -> None:
-    """Let all tokens flow on."""
+    """Take the forwards of the blocks away: all tokens flow on."""
     for module in model.modules():
         take_away(module, TokenForward)
