@@ -140,7 +140,7 @@ def counted(model: str, page: Path) -> str:
     """Executed counts of every recipe on one model."""
     of = records.load("counted")["models"][model]
     rows = []
-    for name, recipe in of["recipes"].items():
+    for recipe in of["recipes"].values():
         executed = recipe["executed"]
         rows.append(
             [
@@ -272,9 +272,10 @@ def published_rule(title: str, page: Path) -> str:
         [row["label"], *(_number(row.get(key), form) for key, _, form in columns), row.get("note", "")] for row in rows
     ]
     head = ["row", *(name for _, name, _ in columns), "note"]
-    if not any(row[-1] for row in cells):
+    noted = any(row[-1] for row in cells)
+    if not noted:
         cells, head = [row[:-1] for row in cells], head[:-1]
-    return f"**{of['title']}**\n\n{table(head, cells)}"
+    return f"**{of['title']}**\n\n{table(head, cells, text_last=noted)}"
 
 
 def _number(value: float | None, form: str) -> str:

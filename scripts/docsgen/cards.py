@@ -147,12 +147,9 @@ def _value(value: Any) -> str:
         return "must be given"
     if value == "${model.select}":
         return "`model.select`"
-    text = (
-        {True: "true", False: "false", None: "null"}.get(value)
-        if value is None or value is True or value is False
-        else None
-    )
-    return f"`{text if text is not None else value}`"
+    if value is None or isinstance(value, bool):
+        return "`null`" if value is None else f"`{str(value).lower()}`"
+    return f"`{value}`"
 
 
 def _kind(hint: Any) -> str:

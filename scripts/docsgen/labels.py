@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-_SPARSE = "`back_razor`"
-
 MEMORY = {
     "full": "`full` (timm as it comes)",
     "bf16": "`full`, `trainer.precision=bf16`",

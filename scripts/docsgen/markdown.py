@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """A Markdown table whose first `left` columns are aligned to the left, the others to the right."""
-    rule = ["---" if column < left else "---:" for column in range(len(head))]
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, text_last: bool = False) -> str:
+    """A Markdown table: the first `left` columns (and the last, if it is text) to the left, the others to the right."""
+    last = len(head) - 1
+    rule = ["---" if column < left or (text_last and column == last) else "---:" for column in range(len(head))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))
 
 

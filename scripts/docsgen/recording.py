@@ -1,7 +1,7 @@
 """Record what has no measurement of its own: executed counts of every method, and the papers' memory rule.
 
-Both are deterministic and need neither data, nor weights, nor an idle machine; together they take some minutes, which is
-why their results are files under benchmarks/ and not computed at every check.
+Both are deterministic and need neither data, nor weights, nor an idle machine. Together they take some minutes, so that
+their results are files under benchmarks/ and are not computed at every check.
 """
 
 from __future__ import annotations
