@@ -1,4 +1,4 @@
-"""What a training step of a model costs with several methods, counted without running it: no data, no weights, no GPU.
+"""Count the cost of a training step with several methods without running it: no data, no weights, no GPU.
 
 Executed FLOPs and bytes kept for the backward pass are the same on any machine.
 

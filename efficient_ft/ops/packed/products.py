@@ -141,6 +141,7 @@ class _Matmul(torch.autograd.Function):
 
 @packs(torch.bmm, Tensor.bmm)
 def bmm(mode: PackedOperations, input: Tensor, mat2: Tensor) -> Any:
+    """Packed `torch.bmm`."""
     return matmul(mode, input, mat2)
 
 
