@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,7 +32,7 @@ from efficient_ft.methods import (
     plain_state_dict,
 )
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
-from efficient_ft.models.view import view
+from efficient_ft.models.view import Reason, view
 from efficient_ft.ops.packing import Dense, Overflow, PackContext, Ranges
 from efficient_ft.ops.recompute import recompute
 from efficient_ft.testing import MODELS, batch_of, gradients, largest_difference, model_of
@@ -442,6 +444,25 @@ def test_after_the_backward_pass_no_dense_tensor_is_held(method: Any, name: str,
     torch.autograd.grad(F.cross_entropy(model(images), labels), trained[-1:])
     packing.step_end()
     assert packing._session.last.held is None
+
+
+def test_normalizations_whose_operation_is_not_packed_are_reported_as_dense() -> None:
+    """GroupNorm's operation has no packed form: it keeps its input in fp32, and the report says so."""
+    group = partial(nn.GroupNorm, 4)
+    settings: dict[str, Any] = {"layers": (1, 1, 1, 1), "channels": (16, 16, 32, 32), "num_classes": 5}
+    model = timm.create_model("resnet26", norm_layer=lambda channels, **_: group(channels), **settings)
+    groups = {name for name, module in model.named_modules() if isinstance(module, nn.GroupNorm)}
+    assert len(groups) > 8
+    for method in (BackRazor(), Mesa()):
+        changed = copy.deepcopy(model)
+        report = method.apply(changed)
+        assert {n for n, why in report.skipped.items() if why.reason == Reason.UNPACKED_OPERATION} == groups
+        assert not groups & set(report.touched)
+        kept = executed(changed, 2, (64, 64), methods=[method]).saved_bytes
+        assert kept > 0
+    for name in ("vit", "resnet", "swinv2", "efficientformer", "mobilenet"):
+        report = BackRazor().apply(model_of(name))
+        assert all(why.reason != Reason.UNPACKED_OPERATION for why in report.skipped.values())
 
 
 def test_a_network_of_sparse_weights_is_seen_and_counted_like_another() -> None:

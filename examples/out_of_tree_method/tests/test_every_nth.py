@@ -20,14 +20,7 @@ class TestContracts(MethodContracts):
             {"n": 2},
             why_no_off="what trains is the choice itself",
             instead=Instead.SAME_GRADIENTS,
-            models=("vit", "swinv2", "resnet"),
-        ),
-        "every_third": Row(
-            EveryNth,
-            {"n": 3},
-            why_no_off="what trains is the choice itself",
-            instead=Instead.SAME_GRADIENTS,
-            models=("vit",),
+            models=("vit", "resnet"),
         ),
     }
     conf = Path(every_nth_method.__file__).parent / "conf" / "method"
