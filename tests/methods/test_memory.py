@@ -308,7 +308,7 @@ def test_recomputation_hides_no_other_argument_of_a_block() -> None:
         assert any(t.data_ptr() == mask.data_ptr() for t in seen)
     exact = torch.autograd.grad(block(x, masks[0], 3.0, rest=masks[1:]).sum(), x)
     torch.testing.assert_close(torch.autograd.grad(y.sum(), x), exact)
-    with pytest.raises(UserError, match="another argument needs a gradient"):
+    with pytest.raises(UserError, match="another argument needs one"):
         recompute(block, x, (masks[0], 3.0), {"rest": [x, x]}, [], Dense(), place)
 
 
@@ -333,7 +333,7 @@ def test_a_value_too_large_for_fp16_is_reported() -> None:
         if values == "bf16":
             method.step_end()
             continue
-        with pytest.raises(UserError, match=r"fp16.*(value_dtype|values)=bf16"):
+        with pytest.raises(UserError, match=r"must be bf16 or same.*, got fp16\."):
             method.step_end()
         method.step_end()  # reported once
 
