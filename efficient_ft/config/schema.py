@@ -149,7 +149,7 @@ class CostConfig(Section):
 
 
 class StepStatsConfig(Section):
-    """Statistics of training steps that a run records in step_stats.jsonl."""
+    """The recording of step statistics (step_stats.jsonl), in addition to the metrics."""
 
     #: The first optimizer step and every n-th after it; 0: none.
     interval: Annotated[int, Field(ge=0)] = 0
