@@ -22,7 +22,8 @@ def report_text(report: Mapping[str, Any]) -> str:
         "loop": _loop,
         "gradient": _gradient,
     }
-    busy = busy_note(report.get("environment", {}))
+    timed = report["kind"] != "gradient"
+    busy = busy_note(report.get("environment", {})) if timed else None
     notes = [*report.get("notes", ()), *([busy] if busy else [])]
     return "\n".join([kinds[report["kind"]](report), *(f"note: {note}" for note in notes)])
 

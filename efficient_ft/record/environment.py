@@ -27,8 +27,8 @@ def environment(device: torch.device | str = "cpu", packages: Iterable[str] = ("
         packages: names of packages whose versions are recorded.
 
     Returns:
-        date (UTC), efficient_ft, the packages, python, platform, device (the model of the GPU or CPU), threads (torch's),
-        load (the last minute's load average; None where the system has none).
+        ``date`` (UTC), ``efficient_ft``, the packages, ``python``, ``platform``, ``device`` (the model of the GPU or
+        CPU), ``threads`` (torch's), ``load`` (the last minute's load average; None if the system has none).
     """
     import torch
 
