@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import sys
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -36,13 +37,18 @@ def environment(device: torch.device | str = "cpu", packages: Iterable[str] = ("
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "efficient_ft": __version__,
-        **{package: version(package) for package in packages},
+        **{package: _version(package) for package in packages},
         "python": platform.python_version(),
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "threads": torch.get_num_threads(),
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
     }
+
+
+def _version(package: str) -> str:
+    """The version of a package, with its build (+cu128) if the module has been imported."""
+    return str(getattr(sys.modules.get(package), "__version__", None) or version(package))
 
 
 def cpu_name() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -136,9 +137,15 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("fuse", [True, False])
+#: Every pair of two settings; the other half of the combinations is slow.
+BSR_CASES = [
+    case if (index + case[1] + case[2]) % 2 else pytest.param(*case, marks=pytest.mark.slow)
+    for index, form in enumerate(FORMS)
+    for case in product([form], [True, False], [True, False])
+]
+
+
+@pytest.mark.parametrize(("form", "fuse", "fused"), BSR_CASES)
 def test_bsr_s_rule_by_hand(form, fuse, fused):
     d, heads, depth, classes = 24, 3, 5, 7
     size = {"img_size": 20, "patch_size": 4, "depth": depth, "embed_dim": d, "num_heads": heads}
@@ -202,33 +209,58 @@ def test_a_method_of_the_memory_axis_and_frozen_statistics_change_nothing():
     assert all(p.device.type == "cpu" and p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["swinv2_tiny_window8_256", "efficientformer_l1", "xcit_nano_12_p16_224"])
-def test_other_models_are_counted(name):
+@pytest.mark.parametrize(
+    ("name", "arguments", "size"),
+    [
+        ("swinv2_tiny_window8_256", {"img_size": 64, "depths": (2, 1), "num_heads": (3, 6)}, (64, 64)),
+        ("efficientformer_l1", {"depths": (1, 1, 2, 2)}, (224, 224)),
+        ("xcit_nano_12_p16_224", {"depth": 3, "cls_attn_layers": 1}, (64, 64)),
+    ],
+)
+def test_other_models_are_counted(name, arguments, size):
     with torch.device("meta"):
-        model = timm.create_model(name, num_classes=3)
-    size = model.pretrained_cfg["input_size"][1:]
+        model = timm.create_model(name, num_classes=3, **arguments)
     ops = operations(model, size)
     assert any(op.kind == "attention" for op in ops)
     assert sum(op.in_block for op in ops) > len(ops) / 2
     assert published(model, 1, size, MESA).bytes < published(model, 1, size).bytes
 
 
-def test_mistakes_are_named():
+PAIR = "a pair (height, width) of integers >= 1"
+
+
+def test_an_image_size_that_the_model_refuses_is_named():
     model = timm.create_model("vit_tiny_patch16_224", depth=1)
-    for call in (
-        lambda: published(model, 0, (224, 224)),
-        lambda: published(model, 1, (224,)),
-        lambda: back_razor(1.0),
-        lambda: back_razor(0.5, 3),
-    ):
-        with pytest.raises(SettingError):
-            call()
     with pytest.raises(UserError, match="cannot be run on images of 100×100"):
         published(model, 1, (100, 100))
 
 
 @pytest.mark.parametrize(
-    ("drop_at", "keep", "gmacs"), [([1, 3, 5, 7, 9], 0.7, 270.0), ([3, 6, 9], 0.5, 295.5), ([5, 7, 9], 0.3, 310.6)]
+    ("call", "message"),
+    [
+        (lambda model: published(model, 0, (2, 2)), "batch_size must be an integer >= 1, got 0."),
+        (lambda model: published(model, 1, (2,)), f"input_size must be {PAIR}, got (2,)."),
+        (lambda model: published(model, 1, (2, 0)), f"input_size must be {PAIR}, got (2, 0)."),
+        (lambda model: published(model, 1, (2, 2), in_chans=0), "in_chans must be an integer >= 1, got 0."),
+        (lambda model: back_razor(1.0), "sparsity must be a number >= 0 and < 1, got 1.0."),
+        (lambda model: back_razor(-0.1), "sparsity must be a number >= 0 and < 1, got -0.1."),
+        (lambda model: back_razor(0.5, 3), "value_bytes must be one of 1, 2, 4, got 3."),
+        (lambda model: back_razor(0.5, norm_bytes=0), "norm_bytes must be one of 1, 2, 4, got 0."),
+    ],
+)
+def test_settings_out_of_range_are_refused(call, message):
+    with pytest.raises(SettingError) as error:
+        call(Flat(nn.Linear(12, 5)))
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("drop_at", "keep", "gmacs"),
+    [
+        pytest.param([1, 3, 5, 7, 9], 0.7, 270.0, marks=pytest.mark.slow),
+        ([3, 6, 9], 0.5, 295.5),
+        pytest.param([5, 7, 9], 0.3, 310.6, marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_executed_agrees_with_bsr_s_table_8(drop_at, keep, gmacs):
     with torch.device("meta"):
