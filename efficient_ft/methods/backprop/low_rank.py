@@ -57,8 +57,8 @@ class LowRankLinear(nn.Linear):
         grid = how.tokens.grid if how.tokens.form == "tokens" else (x.shape[1], x.shape[2])
         if tokens is not None and tokens.grid_index_BL is None:
             raise UserError(
-                f"layer with low-rank backward: grid positions of the {x.shape[1]} input tokens are unknown (merged tokens,"
-                " or another image size)"
+                f"layer with low-rank backward: grid positions of the {x.shape[1]} input tokens are unknown (merged"
+                " tokens, or another image size)"
             )
         if how.projector is None:
             return _profiled(super().forward(x), how, grid, tokens)
