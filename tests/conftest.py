@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+# Before torch is imported, and inherited by every subprocess that a test starts.
+os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+
 import pytest
 import torch
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("WANDB_MODE", "offline")
+torch.set_num_threads(1)
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # GPU kernels run as Python; to be set before Triton is imported
@@ -19,7 +23,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The optional folder of real images beside the checkout; tests that want it are skipped without it."""
+    """The optional folder of real images next to the checkout; tests that need it are skipped without it."""
     folder = Path(os.environ.get("EFFICIENT_FT_SHARED", REPOSITORY.parent / "shared")) / "data"
     if not folder.is_dir():
         pytest.skip(f"needs the optional folder of real images ({folder})")

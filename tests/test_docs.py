@@ -1,26 +1,340 @@
-"""The code in the documentation runs."""
+"""The documentation is true: generated parts are current, commands compose, code runs, names and files exist."""
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+from efficient_ft.cli.compose import configurations
+from efficient_ft.cli.main import CONF, register
+from efficient_ft.config import setting_names
 from tests.conftest import REPOSITORY
 
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+CARDS = sorted(page for page in (REPOSITORY / "docs" / "methods").glob("*.md") if page.stem != "index")
+
+#: The first words of the installed command that are no settings.
+SUBCOMMANDS = ("predict", "report", "bench", "published", "gradient-error")
+
+SECTIONS = ["What it does", "When to use it", "Settings", "Cost", "What it does not do", "Paper", "Our deviations"]
+
+FENCE = re.compile(
+    r"^(?P<skip><!-- not run: .+ -->\n)?(?P<indent> *)```(?P<language>\w*)\n(?P<code>.*?)^ *```$",
+    re.MULTILINE | re.DOTALL,
+)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_python_blocks_run_in_the_order_of_the_page(page, capsys):
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    assert blocks, f"{page.name} shows no code"
-    names: dict[str, object] = {}
-    for block in blocks:
-        exec(compile(block, page.name, "exec"), names)
+def name(page: Path) -> str:
+    return page.relative_to(REPOSITORY).as_posix()
+
+
+def text(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def fences(page: Path, *languages: str, skipped: bool = False) -> list[str]:
+    """The fenced blocks of a page that are meant to run; `skipped`: those too that are marked as not run."""
+    found = FENCE.finditer(text(page))
+    return [m["code"] for m in found if m["language"] in languages and (skipped or not m["skip"])]
+
+
+def inline(page: Path) -> list[str]:
+    """What a page shows in backticks, without fenced blocks and the names of old records."""
+    return re.findall(r"`([^`\n]+)`", FENCE.sub("", text(page)))
+
+
+# ---------------------------------------------------------------------------------------------- generated
+def run_docs(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "scripts/docs.py", *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, env=environment())
+
+
+def environment() -> dict[str, str]:
+    """One thread, and this checkout's package whatever is installed."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+
+
+def test_generated_tables_numbers_and_figures_are_current():
+    done = run_docs("--check")
+    assert done.returncode == 0, f"run: python scripts/docs.py\n{done.stdout}{done.stderr}"
+
+
+@pytest.fixture
+def generator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """The module that fills pages, with a page folder of its own and no figure."""
+    monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
+    from docsgen import pages
+
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    monkeypatch.setattr(pages, "pages", lambda: sorted(tmp_path.glob("*.md")))
+    monkeypatch.setattr(pages.figure, "stale", list)
+    return pages
+
+
+def test_the_check_shows_a_number_changed_by_hand(generator, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("It takes <!-- = time memory full -->1.00×<!-- / --> the time.\n", encoding="utf-8")
+    assert generator.stale() == []
+    page.write_text(text(page).replace("1.00", "0.99"), encoding="utf-8")
+    assert any(line.startswith("+") and "-->1.00×<!--" in line for line in generator.stale())
+
+
+def test_the_check_shows_a_table_changed_by_hand(generator, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- generated: low-rank-layer -->\n<!-- end -->\n", encoding="utf-8")
+    page.write_text(generator.filled(page, text(page)), encoding="utf-8")
+    assert "448 → 1792" in text(page)
+    assert generator.stale() == []
+    page.write_text(text(page).replace("448 →", "449 →"), encoding="utf-8")
+    assert generator.stale()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "<!-- generated: memory -->\n",
+        "a <!-- = time memory full --> b\n",
+        "a <!-- = tyme memory full -->1<!-- / -->\n",
+        "<!-- = time memory full -->1<!-- / --> begins a line\n",
+        "<!-- generated: no-such-block -->\n<!-- end -->\n",
+    ],
+)
+def test_a_broken_marker_is_an_error(generator, tmp_path, wrong):
+    with pytest.raises(ValueError, match=r"page\.md: "):
+        generator.filled(tmp_path / "page.md", wrong)
+
+
+def test_a_ratio_is_the_median_over_rounds_of_the_same_file(generator):
+    from docsgen import records
+
+    full = records.load("tokens")["recipes"]["full"]["measured"]["step"]["seconds"]
+    own = records.load("tokens")["recipes"]["bsr"]["measured"]["step"]["seconds"]
+    ratios = sorted(b / a for a, b in zip(full, own, strict=True))
+    middle = len(ratios) // 2
+    assert records.time("tokens", "bsr") == pytest.approx((ratios[middle - 1] + ratios[middle]) / 2)
+    assert records.time("tokens", "full") == 1
+    assert 1 / records.faster("tokens", "bsr") == pytest.approx(records.time("tokens", "bsr"), rel=0.01)
+
+
+def test_every_cpu_record_says_that_the_machine_was_busy(generator):
+    from docsgen import records
+
+    for file in records.FILES:
+        data = records.load(file)
+        load = (data.get("environment") or {}).get("load")
+        if load is not None and data["kind"] in ("step", "layer", "loop"):
+            assert ("busy" in records.conditions(file)) == (load > records.BUSY)
+
+
+# ---------------------------------------------------------------------------------------------- commands
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Every command line of ours that the pages show, in blocks and in backticks, with the page it stands on."""
+    for page in PAGES:
+        shown = [
+            line for block in fences(page, "bash", skipped=True) for line in block.replace("\\\n", " ").splitlines()
+        ]
+        shown += [code.replace("\\|", "|") for code in inline(page)]
+        for line in shown:
+            words = line.split(" && ")[-1]
+            for begin in ("efficient-ft", "python train.py"):
+                if words == begin or words.startswith(f"{begin} "):
+                    yield name(page), shlex.split(words.removeprefix(begin), comments=True)
+
+
+def test_every_command_composes_and_its_methods_can_be_stacked():
+    from efficient_ft.methods.build import build_methods
+
+    register()
+    composed = 0
+    for page, words in dict.fromkeys((page, tuple(words)) for page, words in commands()):
+        if not words or words[0] in SUBCOMMANDS or "..." in words or words[0] == "...":
+            continue
+        sweep = "-m" in words
+        flags = {"-m", "--help", "--cfg", "job"}
+        overrides = [word for word in words if word not in flags]
+        if any(word.startswith("evaluate=") for word in overrides):
+            continue  # needs a run
+        try:
+            for config in configurations(CONF, "train", overrides, sweep=sweep):
+                build_methods(config)
+                composed += 1
+        except Exception as error:
+            raise AssertionError(f"{page}: efficient-ft {shlex.join(words)}: {error}") from error
+    assert composed > 30
+
+
+def test_subcommands_exist():
+    from efficient_ft.cli.commands import COMMANDS
+
+    shown = {words[0] for _, words in commands() if words and re.fullmatch(r"[a-z][a-z-]*", words[0])}
+    assert shown == set(SUBCOMMANDS)
+    assert shown <= set(COMMANDS)
+
+
+def test_settings_in_backticks_exist():
+    known = {*setting_names(), *(group.name for group in CONF.iterdir())}
+    methods = {path.stem: yaml.safe_load(text(path)) or {} for path in (CONF / "method").glob("*.yaml")}
+    own = {key for given in methods.values() for key in given}
+    top = {key.partition(".")[0] for key in known}
+    wrong = []
+    for page in PAGES:
+        if page.stem in ("style", "writing-a-method", "changelog"):
+            continue  # examples that do not exist
+        for code in inline(page):
+            if "..." in code or re.search(r"\.(safetensors|jsonl?|csv|yaml|ckpt)$", code):
+                continue  # part of a call; a file
+            dotted = re.fullmatch(r"((?:model|data|optim|trainer|logger|cost|step_stats)\.[a-z_.]+)(=.*)?", code)
+            if dotted and dotted[1] not in known:
+                wrong.append((name(page), code))
+            of_method = re.fullmatch(r"method\.([a-z_]+)\.([a-z_]+)(=.*)?", code)
+            if of_method and of_method[2] not in {**methods.get(of_method[1], {}), "select": 0}:
+                wrong.append((name(page), code))
+            short = re.fullmatch(r"([a-z_]+)=[^=\s]+", code)
+            if short and short[1] not in own | top:
+                wrong.append((name(page), code))
+    assert not wrong
+
+
+# ---------------------------------------------------------------------------------------------- code
+def test_python_blocks_run_in_the_order_of_their_page(tmp_path):
+    blocks = [(name(page), block) for page in PAGES for block in fences(page, "python")]
+    assert {page for page, _ in blocks} >= {"README.md", "docs/guides/library.md", "docs/writing-a-method.md"}
+    program = tmp_path / "blocks.py"
+    program.write_text(
+        f"""blocks = {blocks!r}
+spaces = {{}}
+for page, block in blocks:
+    try:
+        exec(compile(block, page, "exec"), spaces.setdefault(page, {{"__name__": "__page__"}}))
+    except Exception as error:
+        raise SystemExit(f"{{page}}: {{type(error).__name__}}: {{error}}\\n{{block}}") from error
+""",
+        encoding="utf-8",
+    )
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment())
+    assert done.returncode == 0, done.stderr
+
+
+def test_yaml_blocks_can_be_read():
+    for page in PAGES:
+        for block in fences(page, "yaml"):
+            assert isinstance(yaml.safe_load(block), dict), name(page)
+
+
+# ---------------------------------------------------------------------------------------------- cards
+def test_every_method_has_a_card_and_every_card_a_method():
+    packages = {
+        re.search(r"^# @package method\.(\w+)$", text(file), re.MULTILINE)[1]
+        for file in (CONF / "method").glob("*.yaml")
+    }
+    assert {card.stem for card in CARDS} == packages
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.stem)
+def test_a_card_says_everything(card):
+    found = re.findall(r"^## (.+)$", text(card), re.MULTILINE)
+    assert [title for title in found if not title.startswith("Accuracy")] == SECTIONS
+    for title, body in re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", text(card), re.MULTILINE | re.DOTALL):
+        assert body.strip(), f"{title} is empty"
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.stem)
+def test_settings_of_a_card_are_those_of_the_yaml(card):
+    options = {
+        file.stem: yaml.safe_load(text(file)) or {}
+        for file in (CONF / "method").glob("*.yaml")
+        if f"# @package method.{card.stem}\n" in text(file)
+    }
+    section = re.search(r"^## Settings\n(.*?)^## ", text(card), re.MULTILINE | re.DOTALL)[1]
+    rows = [
+        [cell.strip() for cell in line.strip("| ").split(" | ")]
+        for line in section.splitlines()
+        if line.startswith("| ")
+    ]
+    if not rows:
+        assert all(not given for given in options.values())
+        assert "None." in section
+        return
+    head, _, *rows = rows
+    columns = [title.strip("`") for title in head[2:-1]]
+    assert columns == (["default"] if len(options) == 1 else sorted(options, key=lambda o: (o != card.stem, o)))
+    shown = {option: {} for option in options}
+    for row in rows:
+        for option, cell in zip(options if len(options) == 1 else columns, row[2:-1], strict=True):
+            shown[option][row[0].strip("`")] = cell.strip("`")
+    for option, given in options.items():
+        wanted = {key: "must be given" if value == "???" else value for key, value in given.items()}
+        assert shown[option].keys() == wanted.keys()
+        for key, value in wanted.items():
+            same = shown[option][key] if isinstance(value, str) else yaml.safe_load(shown[option][key])
+            assert same == (value.strip("${}") if isinstance(value, str) else value), (option, key)
+
+
+# ---------------------------------------------------------------------------------------------- the pages
+def test_the_readme_is_short_and_cites_the_four_papers():
+    readme = text(REPOSITORY / "README.md")
+    assert len(readme.splitlines()) <= 150
+    for title in (
+        "Efficient Low-rank Backpropagation for Vision Transformer",
+        "Back Razor: Memory-Efficient Transfer Learning",
+        "Adaptive Layer Selection for Efficient Vision",
+        "Block Selective Reprogramming for On-device Training",
+    ):
+        assert title in readme
+        assert title.split(":")[0] in text(REPOSITORY / "CITATION.cff")
+    yaml.safe_load(text(REPOSITORY / "CITATION.cff"))
 
 
 def test_nothing_is_left_to_fill_in():
     for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        assert not re.findall(r"\b[A-Z]+_[A-Z_]+\b(?=\n)|placeholder", text), page
+        assert not re.search(r"\b(TODO|FIXME|XXX|TBD|lorem|placeholder)\b", text(page), re.IGNORECASE), name(page)
+
+
+def test_links_and_files_named_exist():
+    missing = []
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", FENCE.sub("", text(page))):
+            if "://" not in link and not (page.parent / link).exists():
+                missing.append((name(page), link))
+        for code in inline(page):
+            path = re.fullmatch(r"((?:benchmarks|scripts|tests|conf|docs|examples|efficient_ft)/[\w./-]+)", code)
+            if path and "every_nth" not in code and not (REPOSITORY / path[1]).exists():
+                missing.append((name(page), code))
+    assert not missing
+
+
+def test_every_page_is_in_the_navigation():
+    class Loader(yaml.SafeLoader):
+        pass
+
+    site = yaml.load(text(REPOSITORY / "mkdocs.yml"), Loader)
+
+    def leaves(tree: Any) -> Iterator[str]:
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            if isinstance(item, str):
+                yield item
+            else:
+                yield from leaves(item)
+
+    assert sorted(leaves(site["nav"])) == sorted(p.relative_to(REPOSITORY / "docs").as_posix() for p in PAGES[2:])
+
+
+@pytest.mark.slow
+def test_the_site_builds_strictly_and_needs_no_network(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, env=environment())
+    assert done.returncode == 0, done.stderr
+    for page in (tmp_path / "site").rglob("*.html"):
+        html = text(page)
+        loaded = re.findall(r"<(?:script|img|iframe|source)[^>]+src=\"?(https?:[^\s\">]+)", html)
+        loaded += re.findall(r"<link[^>]+rel=\"?(?:stylesheet|preload|icon)[^>]+href=\"?(https?:[^\s\">]+)", html)
+        assert not loaded, name(page) if page.is_relative_to(REPOSITORY) else page.name

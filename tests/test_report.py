@@ -19,11 +19,11 @@ import pytest
 from PIL import Image
 
 from efficient_ft.config import Config, check
-from efficient_ft.training.callbacks import Rows
+from efficient_ft.record.rows import Rows
 from efficient_ft.training.run import run
 from tests.conftest import REPOSITORY
-from tests.record.test_step_stats import METHODS, VIT
-from tests.training.conftest import plain_config
+from tests.training.runs import plain_config
+from tests.training.test_step_stats import METHODS, VIT
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 

@@ -1,31 +1,36 @@
-"""The command that runs a training, an evaluation or a sweep: ``efficient-ft --help``, ``python train.py --help``."""
+"""The command ``efficient-ft``, the same as ``python -m efficient_ft`` and ``python train.py`` in a checkout.
+
+Without a further word it trains, evaluates or sweeps, by Hydra's rules: ``efficient-ft --help``. The commands
+``efficient-ft bench``, ``report``, ``predict``, ... are in `efficient_ft.cli.commands`.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-import traceback
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import hydra
+import yaml
 from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
 
-from efficient_ft.cli import launcher
-from efficient_ft.cli.compose import configurations
-from efficient_ft.cli.launcher import INTERRUPTED, tell_sweep
+from efficient_ft.cli import jobs, launcher, plugins
+from efficient_ft.cli.commands import COMMANDS, run_command
+from efficient_ft.cli.compose import ComposedJob, composed_jobs
+from efficient_ft.cli.exits import clean_exits, fail, report_outcome
 from efficient_ft.config import Config, check, run_folder
 from efficient_ft.config.plain import plain
 from efficient_ft.core.errors import UserError, replace_unprintable
 
 # Nothing here may import torch, Lightning or timm before `job`: help and completion answer at once.
 
-INTERRUPTED_TEXT = "Interrupted. The same command continues from the last checkpoint."
-
 
 def configuration_groups() -> Path:
-    """The folder of the configuration groups: within the installed package, or at the top of a checkout."""
+    """Return the folder of the configuration groups: inside the installed package, or at the top of a checkout."""
     package = Path(__file__).resolve().parents[1]
     return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
 
@@ -34,9 +39,14 @@ CONF = configuration_groups()
 
 
 def register() -> None:
-    """Make known to Hydra what conf/train.yaml refers to; to be called before anything is composed."""
+    """Make known to Hydra what conf/train.yaml refers to, and the methods of other packages; call before composing.
+
+    Raises:
+        UserError: another package's method cannot be used.
+    """
     OmegaConf.register_new_resolver("run_folder", _run_folder, replace=True)
     launcher.register()
+    plugins.register(CONF)
 
 
 def _run_folder(inside: str = "", *, _root_: DictConfig) -> str:
@@ -47,7 +57,7 @@ def _run_folder(inside: str = "", *, _root_: DictConfig) -> str:
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def job(composed: DictConfig) -> float | None:
-    """One run in the folder that Hydra made for it; returns the best accuracy, for sweepers that search."""
+    """Do one run in the folder that Hydra made for it; return the best accuracy, for sweepers that search."""
     from hydra.core.hydra_config import HydraConfig
 
     try:
@@ -59,12 +69,16 @@ def job(composed: DictConfig) -> float | None:
     except UserError as error:
         # Left to Hydra, the message would get a line of Hydra's before it.
         fail(str(error))
-    tell_sweep(results=results)
+    report_outcome(results=results)
     return results.get("accuracy", {}).get("best")
 
 
 def prepare(config: Config) -> None:
-    """What has to come before the first tensor, and what can be refused before a folder is made."""
+    """Set up the memory allocator before the first tensor is made, and refuse methods that cannot be built.
+
+    Raises:
+        UserError: unknown methods or settings, or methods that exclude each other.
+    """
     if config.keep_freed_memory:
         from efficient_ft.core.allocator import keep_freed_memory
 
@@ -75,77 +89,94 @@ def prepare(config: Config) -> None:
 
 
 def main() -> None:
+    """Run the command line of this process.
+
+    Raises:
+        SystemExit: status 2 after a mistake of the user, 130 if interrupted, 1 if jobs of a sweep failed.
+    """
+    if len(sys.argv) > 1 and sys.argv[1] in COMMANDS:
+        run_command(sys.argv[1], sys.argv[2:])
+        return
     replace_unprintable()
-    register()
     # Hydra shortens tracebacks, which hides where an error of ours arose.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    try:
+    with clean_exits():
+        register()
         arguments = get_args_parser().parse_args()
         if not (arguments.help or arguments.hydra_help or arguments.shell_completion or arguments.info):
-            sys.argv[1:1] = recorded = of_evaluated_run(arguments.overrides)
-            sys.argv += check_commandline(arguments, [*recorded, *arguments.overrides])
+            composed = check_commandline(arguments)
+            if any(one.config.evaluate is not None for one in composed):
+                evaluate(arguments, composed)
+                return
+            sys.argv += without_folder(arguments, composed)
         job()
-    except UserError as error:
-        fail(str(error))
-    except KeyboardInterrupt:
-        fail(INTERRUPTED_TEXT, INTERRUPTED)
-    except SystemExit as leaving:
-        # Lightning ends an interrupted fit in its own way.
-        if isinstance(leaving.__context__, KeyboardInterrupt):
-            fail(INTERRUPTED_TEXT, INTERRUPTED)
-        raise
-    except BrokenPipeError:  # e.g. `--help | head`: the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(141) from None
-    except Exception as error:
-        tell_sweep(reason="".join(traceback.format_exception_only(error)).strip().splitlines()[-1])
-        raise
 
 
-def check_commandline(arguments: Any, overrides: list[str]) -> list[str]:
-    """Refuse a mistaken command, or any job of a sweep, before a folder is made or a job is started.
+def check_commandline(arguments: Any) -> list[ComposedJob]:
+    """Compose the jobs of a command line; refuse any mistake before a folder is made or a job is started.
 
-    Returns:
-        Arguments to add: what trains nothing needs no folder.
+    Args:
+        arguments: parsed by Hydra.
+
+    Raises:
+        UserError: the first mistake.
     """
-    sweep = arguments.multirun or "hydra.mode=MULTIRUN" in overrides
     name = arguments.config_name or "train"
     conf = Path(arguments.config_path or CONF)
-    configs = configurations(conf, name, overrides, sweep=sweep, search=arguments.config_dir)
-    if arguments.cfg or not configs:
-        return []
-    for config in configs:
-        prepare(config)
-    first = configs[0]
-    if first.evaluate is not None or first.cost_only:
-        own_folder = any(text.startswith("hydra.run.dir=") for text in overrides)
-        return (
-            [] if own_folder or sweep else ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout"]
-        )
-    if first.model.name == "vit_digits" and first.data.name != "digits":
+    composed = composed_jobs(conf, name, arguments.overrides, sweep=_sweeps(arguments), search=arguments.config_dir)
+    if arguments.cfg:
+        return composed
+    for one in composed:
+        prepare(one.config)
+    first = composed[0].config if composed else None
+    if first is not None and first.model.name == "vit_digits" and first.data.name != "digits" and _trains(first):
         print(
             f"note: model=vit_digits starts from random weights at 32×32; for data={first.data.name} choose a"
             " pretrained model, e.g. model=deit_tiny.",
             file=sys.stderr,
         )
-    return []
+    return composed
 
 
-def of_evaluated_run(overrides: list[str]) -> list[str]:
-    """With ``evaluate=RUN``: the arguments that RUN was started with; those given now come after them and win."""
-    runs = [text.partition("=")[2].strip("'\"") for text in overrides if text.lstrip("+").startswith("evaluate=")]
-    if not runs or runs[-1] in ("", "null"):
+def without_folder(arguments: Any, composed: Sequence[ComposedJob]) -> list[str]:
+    """Return the arguments that keep Hydra from making a folder for a job that trains nothing."""
+    if arguments.cfg or _sweeps(arguments) or not composed or _trains(composed[0].config):
         return []
-    run = Path(runs[-1])
-    if not (run / "model.safetensors").is_file():
-        what = "it holds no model.safetensors: no epoch has been finished there" if run.is_dir() else "no such folder"
-        raise UserError(f"evaluate={runs[-1]}: {what}. Give the folder that a run named at its end.")
-    recorded = run / ".hydra" / "overrides.yaml"
-    return list(OmegaConf.load(recorded)) if recorded.is_file() else []  # type: ignore[arg-type]
+    if any(text.startswith("hydra.run.dir=") for text in arguments.overrides):
+        return []
+    return ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout"]
 
 
-def fail(text: str, status: int = 2) -> NoReturn:
-    """Say why, and only that."""
-    print(text, file=sys.stderr)
-    tell_sweep(reason=text.splitlines()[0])
-    raise SystemExit(status)
+def evaluate(arguments: Any, composed: Sequence[ComposedJob]) -> None:
+    """Evaluate one run, or each run of a sweep in a process of its own, without Hydra: a run folder is data.
+
+    Raises:
+        UserError: a run cannot be evaluated; a sweep that also trains.
+    """
+    if any(one.config.evaluate is None for one in composed):
+        raise UserError("evaluate: either all jobs of a sweep evaluate a run, or none.")
+    if arguments.cfg:
+        for one in composed:
+            print(yaml.safe_dump(one.config.model_dump(mode="json"), sort_keys=False), end="")
+        return
+    if _sweeps(arguments):
+        sources = (arguments.config_path, arguments.config_name, arguments.config_dir)
+        named = jobs.titles([one.arguments for one in composed])
+        todo = [
+            jobs.Job(one.arguments, title, Path(str(one.config.evaluate)), one.config)
+            for one, title in zip(composed, named, strict=True)
+        ]
+        jobs.run_jobs(todo, lambda one: jobs.command(*sources, one.arguments))
+        return
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    from efficient_ft.training.run import run
+
+    report_outcome(results=run(composed[0].config, Path()))
+
+
+def _sweeps(arguments: Any) -> bool:
+    return arguments.multirun or "hydra.mode=MULTIRUN" in arguments.overrides
+
+
+def _trains(config: Config) -> bool:
+    return config.evaluate is None and not config.cost_only

@@ -3,6 +3,7 @@
 from efficient_ft.config.check import check, validate
 from efficient_ft.config.explain import UnknownSetting, setting_names
 from efficient_ft.config.identity import fingerprint, run_folder
+from efficient_ft.config.renamed import RenamedSetting
 from efficient_ft.config.schema import (
     AugmentConfig,
     Config,
@@ -23,6 +24,7 @@ __all__ = [
     "LoggerConfig",
     "ModelConfig",
     "OptimConfig",
+    "RenamedSetting",
     "StepStatsConfig",
     "TrainerConfig",
     "UnknownSetting",

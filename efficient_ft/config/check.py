@@ -11,21 +11,27 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from efficient_ft.config.explain import mistake, show
+from efficient_ft.config.renamed import refuse_renamed
 from efficient_ft.config.schema import Config, DataConfig, OptimConfig
 from efficient_ft.core.errors import SettingError
 
 
 def check(plain: Mapping[str, Any]) -> Config:
-    """The configuration `plain` stands for.
+    """Return the configuration that a nested mapping of settings describes.
+
+    Args:
+        plain: groups and settings as in config.yaml. Settings left out have the defaults of the schema; ``???`` counts
+            as left out.
 
     Raises:
-        SettingError: for the first mistake: the full key, its value, what is allowed, and the nearest known name.
-            Method names and settings are checked by `build_methods`, which knows the constructors.
+        SettingError: for the first mistake, with the full key, its value, the constraint, and the nearest known name.
+            Names and settings of methods are checked by `build_methods`, which knows the constructors.
     """
     if not isinstance(plain.get("method", {}), Mapping):
         raise SettingError("method", show(plain["method"]), "a mapping from a method's name to its settings")
+    refuse_renamed(plain)
     plain = _without_missing(plain)
-    # A YAML that says nothing but its package composes to null.
+    # A YAML with nothing but its package composes to null.
     plain = {**plain, "method": {k: {} if v is None else v for k, v in plain.get("method", {}).items()}}
     plain = {**plain, "tasks": {} if plain.get("tasks") is None else plain["tasks"]}
     if isinstance(plain["tasks"], Mapping) and all(isinstance(one, Mapping) for one in plain["tasks"].values()):
@@ -36,70 +42,74 @@ def check(plain: Mapping[str, Any]) -> Config:
 
 
 def _without_missing(value: Any) -> Any:
-    """Without the entries that YAML marks as still to be given (``???``)."""
+    """Remove the entries that YAML marks as missing (``???``)."""
     if not isinstance(value, Mapping):
         return value
     return {key: _without_missing(below) for key, below in value.items() if below != "???"}
 
 
 def _check_together(config: Config) -> None:
-    """What no single value shows: settings that exclude each other, or mean nothing here."""
+    """Refuse settings that exclude each other, or have no meaning together."""
     model, data, optim, trainer = config.model, config.data, config.optim, config.trainer
     if config.evaluate is not None and config.cost_only:
-        raise SettingError("cost_only", True, "false together with evaluate=RUN", "Ask for one of the two.")
+        raise SettingError("cost_only", "true", "false with evaluate=RUN", "Choose one of the two.")
     if (model.mean is None) != (model.std is None):
         missing = "model.std" if model.std is None else "model.mean"
-        raise SettingError(missing, "null", "a list of numbers, one per channel, since the other one is given")
+        raise SettingError(missing, "null", "a list of numbers, one per channel, because the other one is set")
     if model.mean is not None and model.std is not None and len(model.mean) != len(model.std):
-        raise SettingError("model.std", list(model.std), f"as many numbers as model.mean has ({len(model.mean)})")
+        raise SettingError("model.std", list(model.std), f"a list of {len(model.mean)} numbers, as model.mean")
     if model.name in ("vit_digits", "vit_micro") and model.pretrained and model.weights is None:
         raise SettingError(
-            "model.pretrained", True, f"false: {model.name} has no published weights", "Or give model.weights=FILE."
+            "model.pretrained",
+            "true",
+            f"false for {model.name}, which has no published weights",
+            "Or pass model.weights=FILE.",
         )
     for key, one in {f"tasks.{name}": one for name, one in config.tasks.items()}.items() or [("data", data)]:
         _check_data(key, one)
     if config.tasks:
         _check_tasks(config.tasks)
     for setting, owners in (("momentum", ("sgd",)), ("betas", ("adamw", "adam"))):
-        # The default itself is harmless, and stands in every configuration that was written out.
+        # The default is in every configuration that a run has written.
         if getattr(optim, setting) != OptimConfig.model_fields[setting].default and optim.name not in owners:
             raise SettingError(
                 f"optim.{setting}",
                 show(getattr(optim, setting)),
-                f"nothing with optim={optim.name}",
+                f"left out with optim={optim.name}",
                 f"It belongs to optim={' or optim='.join(owners)}.",
             )
     if trainer.max_steps == 0:
-        raise SettingError("trainer.max_steps", 0, "-1 (no limit) or a whole number of at least 1")
+        raise SettingError("trainer.max_steps", 0, "-1 (no limit) or an integer >= 1")
     if trainer.precision == "fp16" and trainer.accelerator == "cpu":
         raise SettingError("trainer.precision", "fp16", "fp32 or bf16 on the CPU")
 
 
 def _check_data(key: str, data: DataConfig) -> None:
     if data.augment.scale[0] > data.augment.scale[1]:
-        raise SettingError(f"{key}.augment.scale", list(data.augment.scale), "[smallest, largest], in that order")
+        raise SettingError(f"{key}.augment.scale", list(data.augment.scale), "[smallest, largest]")
     if data.augment.name == "none" and data.augment.resize != "input":
         raise SettingError(
             f"{key}.augment.resize",
             data.augment.resize,
             f"input with {key}.augment.name=none",
-            "Nothing is cropped there.",
+            "Nothing is cropped then.",
         )
 
 
 def _check_tasks(tasks: Mapping[str, DataConfig]) -> None:
     if len(tasks) == 1:
-        raise SettingError("tasks", ", ".join(tasks), "two data sets or more", "For one: tasks=none data=NAME.")
+        raise SettingError("tasks", ", ".join(tasks), "two data sets or more", "For one, use tasks=none data=NAME.")
     for name in tasks:
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            raise SettingError("tasks", name, "names of letters, digits, _ and -")
+            raise SettingError("tasks", name, "a mapping from names of letters, digits, _ and -")
     first, *others = tasks
     for name in others:
         if tasks[name].select_best_on != tasks[first].select_best_on:
             raise SettingError(
                 f"tasks.{name}.select_best_on",
                 tasks[name].select_best_on,
-                f"{tasks[first].select_best_on}, as for {first}: the best epoch is that of the best mean accuracy",
+                f"{tasks[first].select_best_on}, as for {first}",
+                "The best epoch has the best mean accuracy over the tasks.",
             )
 
 
@@ -107,9 +117,17 @@ _Model = typing.TypeVar("_Model", bound=BaseModel)
 
 
 def validate(schema: type[_Model], plain: Mapping[str, Any], prefix: str) -> _Model:
-    """`plain` as a `schema`; its first mistake as a SettingError, keys below `prefix`.
+    """Return the settings `plain` as an object of the class `schema`.
 
-    Strict, as JSON: no "3" for 3, no true for 1, while a list still serves for a tuple.
+    Strict: "3" is not accepted for 3, nor true for 1; a list is accepted for a tuple.
+
+    Args:
+        schema: a pydantic model.
+        plain: its settings.
+        prefix: full name of the group that they belong to, for messages.
+
+    Raises:
+        SettingError: for the first mistake.
     """
     try:
         return schema.model_validate_json(json.dumps(plain, default=str), strict=True)

@@ -1,7 +1,8 @@
-"""Messages for settings that cannot be used: what is allowed, in words, and the nearest known name."""
+"""Error messages for settings: the constraint in words, and the nearest known name."""
 
 from __future__ import annotations
 
+import functools
 import json
 import typing
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,15 @@ from efficient_ft.core.errors import SettingError, UserError, did_you_mean
 def mistake(
     schema: type[BaseModel], plain: Mapping[str, Any], prefix: str, loc: tuple[int | str, ...], kind: str
 ) -> SettingError:
-    """The message for the mistake at `loc`: walks down to the deepest key that a user would write."""
+    """Return the error for a mistake that pydantic found, named by the deepest key that a user would write.
+
+    Args:
+        schema: what `plain` was checked against.
+        plain: the settings.
+        prefix: full name of the group that `schema` describes; empty for a whole configuration.
+        loc: pydantic's location of the mistake.
+        kind: pydantic's type of the mistake.
+    """
     whole = json_schema(schema)
     key, value, node = prefix, typing.cast(Any, plain), whole
     for part in loc:
@@ -25,18 +34,18 @@ def mistake(
         node = resolved(node, whole)
         below = node.get("properties")
         if below is None and isinstance(value, Mapping) and isinstance(node.get("additionalProperties"), dict):
-            below = dict.fromkeys(value, node["additionalProperties"])  # names of the user's own
+            below = dict.fromkeys(value, node["additionalProperties"])  # names chosen by the user
         if below is None or not isinstance(value, Mapping):
-            break  # inside one setting's value (a list, or a branch of a union)
+            break  # inside the value of one setting (a list, or a branch of a union)
         if name not in below:
             return UnknownSetting(f"{key}.{name}".lstrip("."), value.get(name), below, _leaves(whole, whole))
         key, value, node = f"{key}.{name}".lstrip("."), value.get(name), below[name]
-    allowed = _allowed(resolved(node, whole), whole)
-    if kind == "missing" and value is None:  # not merely an entry of a list too few
-        return SettingError(key, "???", allowed, f"It has no default: give {key}=VALUE.")
+    constraint = _constraint(resolved(node, whole), whole)
+    if kind == "missing" and value is None:  # not merely a list with too few entries
+        return SettingError(key, "nothing", constraint, f"It has no default: pass {key}=VALUE.")
     if "enum" in node:
         return SettingError(key, show(value), node["enum"])
-    return SettingError(key, show(value), allowed)
+    return SettingError(key, show(value), constraint)
 
 
 class UnknownSetting(SettingError):
@@ -44,40 +53,43 @@ class UnknownSetting(SettingError):
 
     Args:
         setting: its full name.
-        known: the names that exist beside it.
-        elsewhere: full names of settings anywhere, for one that was put into the wrong group.
+        value: its value.
+        known: the names that exist at its level.
+        elsewhere: full names of settings anywhere, to recognize one that was put into the wrong group.
     """
 
     def __init__(self, setting: str, value: object, known: Iterable[str], elsewhere: Iterable[str] = ()):
         self.setting, self.value, self.known = setting, value, sorted(known)
         group, _, name = setting.rpartition(".")
-        known = self.known
         same_name = [full for full in elsewhere if full.rpartition(".")[2] == name]
         if same_name:
             hint = f" Did you mean '{same_name[0]}'?"
         else:
-            hint = did_you_mean(name, known) or did_you_mean(setting, elsewhere)
+            hint = did_you_mean(name, self.known) or did_you_mean(setting, elsewhere)
         text = f"{setting}={show(value)}: there is no such setting"
-        text += f"; {group or 'a run'} has {', '.join(known)}." if known else f"; {group} has none."
+        text += f"; {group or 'a run'} has {', '.join(self.known)}." if self.known else f"; {group} has none."
         UserError.__init__(self, text + hint)
 
 
 def json_schema(schema: type[BaseModel]) -> dict[str, Any]:
+    """Return the JSON schema of `schema`; the mere names if it has types that JSON cannot express."""
     try:
         return schema.model_json_schema()
-    except PydanticInvalidForJsonSchema:  # a constructor's type that no YAML can express
+    except PydanticInvalidForJsonSchema:
         return {"properties": {name: {} for name in schema.model_fields}}
 
 
 def resolved(node: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
+    """Return the definition that a node of the JSON schema `whole` refers to, or the node itself."""
     reference = node.get("$ref")
     return whole["$defs"][reference.rpartition("/")[2]] if reference else node
 
 
-def setting_names() -> list[str]:
-    """Full names of all settings but the methods' own."""
+@functools.cache
+def setting_names() -> tuple[str, ...]:
+    """Return the full names of all settings, without those of the methods."""
     whole = json_schema(Config)
-    return _leaves(whole, whole)
+    return tuple(_leaves(whole, whole))
 
 
 def _leaves(node: dict[str, Any], whole: dict[str, Any], prefix: str = "") -> list[str]:
@@ -89,50 +101,50 @@ def _leaves(node: dict[str, Any], whole: dict[str, Any], prefix: str = "") -> li
     return names
 
 
-def _allowed(node: dict[str, Any], whole: dict[str, Any]) -> str:
-    """What a JSON schema allows, in words."""
+#: Bounds of numbers: the keyword of JSON schemas, and how it reads.
+_BOUNDS = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
+
+
+def _constraint(node: dict[str, Any], whole: dict[str, Any]) -> str:
+    """The constraint of a JSON schema in words that follow "must be"."""
     if "anyOf" in node:
-        branches = [resolved(branch, whole) for branch in node["anyOf"]]
-        return " or ".join(_allowed(branch, whole) for branch in branches)
+        branches = [_constraint(resolved(branch, whole), whole) for branch in node["anyOf"]]
+        simple = len(branches) == 2 and not any(", " in branch or " or " in branch for branch in branches)
+        return " or ".join(branches) if simple else f"{', '.join(branches[:-1])}, or {branches[-1]}"
     if "enum" in node:
         return "one of " + ", ".join(map(show, node["enum"]))
     if "const" in node:
         return show(node["const"])
-    bounds = [
-        words.format(show(node[limit]))
-        for limit, words in (
-            ("minimum", "of at least {}"),
-            ("exclusiveMinimum", "above {}"),
-            ("maximum", "of at most {}"),
-            ("exclusiveMaximum", "below {}"),
-        )
-        if limit in node
-    ]
-    within = " " + " and ".join(bounds) if bounds else ""
+    bounds = [f"{sign} {show(node[keyword])}" for keyword, sign in _BOUNDS if keyword in node]
     match node.get("type"):
-        case "integer":
-            return "a whole number" + within
-        case "number":
-            return "a number" + within
+        case "integer" | "number" as kind:
+            words = "an integer" if kind == "integer" else "a number"
+            return f"{words} {' and '.join(bounds)}" if bounds else words
         case "boolean":
             return "true or false"
         case "null":
             return "null"
         case "string":
-            return "a text that is not empty" if node.get("minLength") else "a text"
+            return "a non-empty string" if node.get("minLength") else "a string"
         case "array" if "prefixItems" in node:
-            items = [_allowed(resolved(item, whole), whole) for item in node["prefixItems"]]
-            return f"a list of {len(items)}: {', '.join(items)}"
+            items = [_constraint(resolved(item, whole), whole) for item in node["prefixItems"]]
+            each = f"each {items[0]}" if len(set(items)) == 1 else ", ".join(items)
+            return f"a list of {len(items)} values, {each}"
         case "array":
-            item = _allowed(resolved(node.get("items", {}), whole), whole)
-            return f"a list, each {item}"
+            return f"a list, each value {_constraint(resolved(node.get('items', {}), whole), whole)}"
         case "object":
             below = node.get("additionalProperties")
-            inner = f" to {_allowed(resolved(below, whole), whole)}" if isinstance(below, dict) else ""
-            return f"a mapping from names{inner}" + (", not empty" if node.get("minProperties") else "")
-    return "a value of the type that the constructor names"
+            words = "a non-empty mapping" if node.get("minProperties") else "a mapping"
+            # The mapping of a group has names of its own, which its own messages list.
+            inner = resolved(below, whole) if isinstance(below, dict) else {}
+            return f"{words} from names to {_plural(_constraint(inner, whole))}" if inner else words
+    return "a value of the type in the constructor's signature"
+
+
+def _plural(words: str) -> str:
+    return "mappings" if words == "a mapping" or words.startswith("a mapping ") else f"values, each {words}"
 
 
 def show(value: Any) -> str:
-    """As on the command line and in YAML."""
+    """Return `value` as on the command line and in YAML."""
     return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -1,4 +1,4 @@
-"""The identity of a run: a fingerprint of all settings that affect its result, and the folder named after it."""
+"""The identity of a run: a fingerprint of the settings that affect its result, and the run folder named by it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from efficient_ft.config.schema import Config, DataConfig
 
-#: What changes how a run is shown, logged, measured or fed, not what comes out of it.
+#: Settings of display, logging, measurement and loading, which do not change the result of a run.
 _NO_EFFECT: dict[str, Any] = {
     "resume": True,
     "evaluate": True,
@@ -24,20 +24,20 @@ _NO_EFFECT: dict[str, Any] = {
 
 
 def fingerprint(config: Config) -> str:
-    """8 hex digits of all that affects the result of a run: equal for runs that would train the same."""
+    """Return 8 hex digits of the settings that affect the result of a run: equal for runs that train the same."""
     what = config.model_dump(mode="json", exclude=_NO_EFFECT)
     what["data"] = _content(config.data)
     if config.tasks:
-        # As a list: they take turns in their order.
+        # As a list: the tasks take turns in their order.
         what["tasks"] = [[name, _content(data)] for name, data in config.tasks.items()]
         del what["data"]
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _content(data: DataConfig) -> dict[str, Any]:
-    """What of a data set affects a result."""
+    """The settings of a data set that affect a result."""
     what = data.model_dump(mode="json", exclude={"num_workers", "download", "eval_batch_size"})
-    # A known data set is the same wherever it lies; a folder is known by its place alone.
+    # A published data set is the same in any place; a folder of images is identified by its path.
     if data.name == "folder":
         what["root"] = os.path.normpath(data.root)
     else:
@@ -46,9 +46,9 @@ def _content(data: DataConfig) -> dict[str, Any]:
 
 
 def run_folder(config: Config) -> str:
-    """``outputs/DATA/MODEL/METHOD+METHOD/FINGERPRINT``, relative, with forward slashes; DATA+DATA with several tasks.
+    """Return ``outputs/DATA/MODEL/METHOD+METHOD/FINGERPRINT``, relative, with forward slashes; DATA+DATA for tasks.
 
-    The same configuration always gives the same folder, which is how the same command finds what it left.
+    The same configuration always gives the same folder, so that the same command finds its earlier run.
     """
     data: str = config.data.name
     if data == "folder":

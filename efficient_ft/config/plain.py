@@ -1,4 +1,4 @@
-"""From a configuration composed by Hydra to plain containers. Kept apart from the schema: it needs OmegaConf."""
+"""From a configuration composed by Hydra to plain containers. The only module here that needs OmegaConf."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from efficient_ft.core.errors import UserError
 
 
 def plain(composed: DictConfig) -> dict[str, Any]:
-    """Plain containers, interpolations resolved, without Hydra's own part.
+    """Return plain containers with interpolations resolved, without Hydra's own part.
 
     Raises:
         UserError: an interpolation that cannot be resolved.
     """
     job = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
-    # The copy is a root of its own; interpolations only ever point into the job's part.
+    # The copy is a root of its own; interpolations of ours point into the job's part only.
     try:
         container = OmegaConf.to_container(job, resolve=True)
     except OmegaConfBaseException as error:
@@ -27,7 +27,7 @@ def plain(composed: DictConfig) -> dict[str, Any]:
 
 
 def sentence(error: Exception) -> str:
-    """An error of Hydra or OmegaConf without its list of search paths and object types."""
+    """Return the text of a Hydra or OmegaConf error without its list of search paths and object types."""
     texts = [str(error), *([str(error.__cause__)] if error.__cause__ is not None else [])]
     lines = [line.strip() for text in texts for line in text.splitlines()]
     kept = []

@@ -19,7 +19,7 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """Which network, from which weights. `name` is a timm name or ``vit_digits``."""
+    """The network and its weights. `name` is a timm name, ``vit_digits`` or ``vit_micro``."""
 
     name: Name
     pretrained: bool = True
@@ -31,11 +31,11 @@ class ModelConfig(Section):
     drop_rate: Fraction = 0.0
     #: BatchNorm keeps its running statistics while training.
     frozen_bn: bool = True
-    #: A classifier made anew (for other classes, or without weights) starts at zero.
+    #: A new classifier (for other classes, or without weights) starts at zero.
     zero_head: bool = False
-    #: The default selection of recipes that bring none of their own.
+    #: The default selection of methods whose YAML names no other.
     select: Name = "last_stage"
-    #: Normalisation per channel; null: what the weights were trained with.
+    #: Normalization per channel; null: as in pretraining.
     mean: tuple[float, ...] | None = None
     std: tuple[Positive, ...] | None = None
     #: Further arguments of ``timm.create_model``.
@@ -43,18 +43,21 @@ class ModelConfig(Section):
 
 
 class AugmentConfig(Section):
-    """The transform of training images. ``resize_crop``: resize, crop a part of `scale` of the area and bring it to
-    the input size, flip. ``none``: what evaluation does."""
+    """The transform of training images.
+
+    ``resize_crop``: resize, crop a random part with `scale` of the area, resize it to the input size, flip.
+    ``none``: the transform of evaluation.
+    """
 
     name: Literal["resize_crop", "none"] = "resize_crop"
-    #: To what before the crop: the ``input`` size, so many pixels square, or ``none``: the crop is of the whole image.
+    #: Size before the crop: ``input`` (the network's), pixels (square), or ``none`` (crop the original image).
     resize: Count | Literal["input", "none"] = "input"
     scale: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] = (0.08, 1.0)
     flip: bool = True
 
 
 class DataConfig(Section):
-    """Which images, how they are split, loaded and augmented."""
+    """A data set: images, splits, loading and augmentation."""
 
     name: Literal[
         "folder",
@@ -73,7 +76,7 @@ class DataConfig(Section):
     #: null: as `batch_size`.
     eval_batch_size: Count | None = None
     num_workers: Annotated[int, Field(ge=0)] = 2
-    #: Share of the training images held out for validation: stratified, seeded.
+    #: Share of the training images held out for validation, stratified and seeded.
     val_fraction: Fraction = 0.1
     #: The split on which the best epoch is chosen; ``test`` only to repeat a paper that did so.
     select_best_on: Literal["val", "test"] = "val"
@@ -83,7 +86,7 @@ class DataConfig(Section):
 
 
 class OptimConfig(Section):
-    """Optimizer, learning-rate schedule, loss smoothing and clipping. Warm-up counts optimizer steps."""
+    """Optimizer, learning-rate schedule, label smoothing and gradient clipping. Warm-up counts optimizer steps."""
 
     name: Literal["adamw", "sgd", "adam"]
     lr: Positive
@@ -103,12 +106,12 @@ class OptimConfig(Section):
     grad_clip_norm: Positive | None = None
     #: The classifier's learning rate is `lr` times this.
     head_lr_mult: Positive = 1.0
-    #: Learning rate times this per layer from the head down; null: one rate for all.
+    #: Factor of the learning rate per layer from the head down; null: one rate for all layers.
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
 
 
 class TrainerConfig(Section):
-    """How long, on what, in which precision."""
+    """Length, device and precision of the training."""
 
     epochs: Count
     #: Optimizer steps after which to stop; -1: after `epochs`.
@@ -118,7 +121,7 @@ class TrainerConfig(Section):
     devices: Count | Literal["auto"] = 1
     #: Batches per optimizer step.
     grad_accum_steps: Count = 1
-    #: Convolutional maps in channels-last memory; null: on a CPU, where they run faster so.
+    #: Channels-last memory format for convolutions; null: only on a CPU, where it is faster.
     channels_last: bool | None = None
     progress: bool = True
     deterministic: bool = False
@@ -127,7 +130,7 @@ class TrainerConfig(Section):
 
 
 class LoggerConfig(Section):
-    """Where metrics go besides the CSV and JSONL files that are always written."""
+    """Where metrics go in addition to the CSV and JSONL files of the run folder."""
 
     name: Literal["none", "wandb", "tensorboard"] = "none"
     project: Name = "efficient-ft"
@@ -137,14 +140,14 @@ class LoggerConfig(Section):
 
 
 class CostConfig(Section):
-    """The cost report. `compare_full`: probe plain full fine-tuning as well; `steps`: timed steps of each."""
+    """The cost report. `compare_full`: measure full fine-tuning as well; `steps`: timed steps of each."""
 
     compare_full: bool = True
     steps: Count = 5
 
 
 class StepStatsConfig(Section):
-    """What is recorded of a run besides its metrics, in step_stats.jsonl: see `record.step_stats`."""
+    """What a run records in step_stats.jsonl in addition to its metrics."""
 
     #: The first optimizer step and every n-th after it; 0: none.
     interval: Annotated[int, Field(ge=0)] = 0
@@ -154,9 +157,9 @@ class Config(Section):
     """One run. `method` maps a method's name to its settings (the constructor's arguments, and `select`)."""
 
     model: ModelConfig
-    #: With `tasks` the first of these.
+    #: With `tasks`: the first of them.
     data: DataConfig
-    #: Several data sets by name, trained on in turn, one optimizer step each in this order, with a classifier for each.
+    #: Several data sets by name, each with its own classifier; optimizer steps take turns in this order.
     tasks: dict[Name, DataConfig] = Field(default_factory=dict)
     method: Annotated[dict[Name, dict[str, Any]], Field(min_length=1)]
     optim: OptimConfig
@@ -165,18 +168,18 @@ class Config(Section):
     cost: CostConfig = CostConfig()
     step_stats: StepStatsConfig = StepStatsConfig()
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 233
-    #: auto: the same command continues an interrupted run and shows a finished one; never: start anew.
+    #: auto: the same command continues an interrupted run and shows a finished one; never: start from the beginning.
     resume: Literal["auto", "never"] = "auto"
     #: A run folder to evaluate, without training.
     evaluate: str | None = None
-    #: Print the cost and stop.
+    #: Print the cost; train nothing.
     cost_only: bool = False
     #: glibc keeps freed memory (Linux).
     keep_freed_memory: bool = True
 
     @model_serializer(mode="wrap")
     def _written_out(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A run of one data set says nothing of tasks."""
+        """Leave out `tasks` in a run on one data set."""
         plain: dict[str, Any] = write(self)
         if not self.tasks:
             plain.pop("tasks", None)

@@ -1,8 +1,8 @@
 """Keep freed memory in the process instead of returning it to the system after every training step.
 
-glibc unmaps each large activation when it is freed and faults it in again one step later, which costs about a
-sixth of a CPU training step. Only programs call this, never the library on import: it changes the whole process,
-and resident memory then never falls.
+glibc unmaps each large activation when it is freed and faults it in again one step later, which costs about a sixth of
+a CPU training step. Only programs call this, never the library on import: it changes the whole process, and resident
+memory then never falls.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _M_MMAP_MAX = -4
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc keep what is freed; to be called before the first tensor is made.
+    """Make glibc keep freed memory in the process. Call it before the first tensor is created.
 
     Returns:
-        True when it took effect; False where there is no glibc (macOS, Windows, musl), where nothing changes.
+        True if it took effect; False without glibc (macOS, Windows, musl), where nothing changes.
     """
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return False

@@ -1,37 +1,36 @@
-"""Sums over the processes that train together."""
+"""Sums over all training processes."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch.distributed as dist
 from torch import Tensor
 
-
-class _Here(threading.local):
-    alone: bool = False
+from efficient_ft.core.context import context, set_context
 
 
-_here = _Here()
+def local_only() -> AbstractContextManager[None]:
+    """Make `all_reduce_sum` local inside a ``with`` block.
+
+    For steps that one process takes and the others do not, or when they may have ended: counting the cost of a step.
+    """
+    return set_context("local_only", True)
 
 
-@contextmanager
-def alone() -> Iterator[None]:
-    """Meanwhile this process takes steps that the others do not take, and may have ended: a cost is counted."""
-    before, _here.alone = _here.alone, True
-    try:
-        yield
-    finally:
-        _here.alone = before
+def all_reduce_sum(values: Tensor) -> Tensor:
+    """All-reduce (sum). Collective: every process must call it.
 
+    Args:
+        values: of any shape, the same in all processes; not changed.
 
-def summed(values: Tensor) -> Tensor:
-    """Σ over all processes, the same in each of them; every one must call it. Of one process alone: `values`."""
-    if _here.alone or not (dist.is_available() and dist.is_initialized()):
+    Returns:
+        The sum over all processes, on CUDA with the nccl backend. `values` itself without a process group, or inside
+        `local_only`.
+    """
+    if context.local_only or not (dist.is_available() and dist.is_initialized()):
         return values
-    # nccl knows no other tensors
+    # nccl reduces CUDA tensors only
     sums = values.cuda() if dist.get_backend() == "nccl" else values.clone()
     dist.all_reduce(sums)
     return sums

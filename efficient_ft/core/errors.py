@@ -1,6 +1,6 @@
-"""Errors of a user: the setting, the constraint, the value given, and what to do.
+"""Errors that a user can fix: the setting, the constraint, the value, and what to do.
 
-Our own mistakes are asserts. Nothing here imports torch: configuration is checked before anything heavy loads.
+Mistakes in this package itself are asserts. Imports no torch: configurations are checked before anything heavy loads.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """A mistake or a circumstance the user can mend. The command line prints its text alone, with exit status 2."""
+    """An error that the user can fix. The command line prints its text alone, with exit status 2."""
 
 
 class SettingError(UserError):
@@ -21,7 +21,7 @@ class SettingError(UserError):
         setting: the full name as it is written on the command line, e.g. ``method.lbp_wht.order``.
         value: the value given.
         allowed: the constraint in words (``"an integer >= 1"``), or the allowed values.
-        do: a sentence that says what to do, where `allowed` does not.
+        do: a sentence that says what to do; None where `allowed` says it.
     """
 
     def __init__(self, setting: str, value: object, allowed: str | Iterable[str], do: str | None = None):
@@ -36,13 +36,18 @@ class SettingError(UserError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`` Did you mean 'x'?`` for the nearest of `known`, or an empty string when nothing is near."""
+    """Return `` Did you mean 'x'?`` for the nearest of the `known` names, or an empty string if none is near."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" Did you mean '{near[0]}'?" if near else ""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, at most 300 characters; its type's name if the text is empty."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
 def replace_unprintable() -> None:
-    """Let output go on where the terminal or file has no Unicode (``> log.txt`` on Windows): signs become ``?``."""
+    """Print ``?`` for signs that a terminal or file without Unicode cannot show, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")

@@ -1,4 +1,4 @@
-"""What a network takes as input: shared by models, which know it, and data, which provides it."""
+"""The input of a network: size and normalization of its images. Known by models, provided by data."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class InputSpec:
-    """What a network takes.
+    """Size and normalization of the images that a network takes.
 
     Args:
         size: height and width in pixels.
-        mean: per channel (red, green, blue; or one grey), of values in 0–1.
-        std: per channel, of values in 0–1.
-        interpolation: a name of torchvision's `InterpolationMode`, e.g. `bicubic`.
+        mean: per channel (red, green, blue; or one of gray), of values in [0, 1].
+        std: per channel, of values in [0, 1].
+        interpolation: a name of torchvision's `InterpolationMode`, e.g. ``bicubic``.
     """
 
     size: tuple[int, int]

@@ -1,4 +1,4 @@
-"""Seeds from counters: what is drawn in a step depends on the step alone, so that resumed runs and all ranks agree."""
+"""Seeds from counters: random choices depend on the step alone, so that resumed runs and all ranks agree."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import torch
 
 
 def seed_of(*counters: int) -> int:
-    """A 64-bit seed from counters (seed, rank, batch …): splitmix64, so that neighbours share nothing."""
+    """Hash counters (seed, rank, batch, ...) into a 64-bit seed.
+
+    splitmix64 (Steele, Lea, Flood, OOPSLA 2014), chained over the counters: neighboring counters give independent
+    seeds.
+    """
     state = 0
     for counter in counters:
         state = (state ^ counter) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
@@ -17,9 +21,9 @@ def seed_of(*counters: int) -> int:
 
 
 def seed_step(seed: int, device: torch.device) -> None:
-    """Seed the generators a step draws from: the CPU's and that of `device`.
+    """Seed the generators that a step uses: the CPU's and that of `device`.
 
-    Not `torch.manual_seed`, which queues a seed for every kind of accelerator, with a stack trace, at each call: half a
+    `torch.manual_seed` would queue a seed for every kind of accelerator, with a stack trace, at each call: half a
     millisecond.
     """
     torch.default_generator.manual_seed(seed)
@@ -30,5 +34,5 @@ def seed_step(seed: int, device: torch.device) -> None:
 
 
 def generator_of(*counters: int) -> torch.Generator:
-    """A generator of the CPU that starts from the seed of the counters."""
+    """Create a CPU generator with the seed of the counters (`seed_of`)."""
     return torch.Generator().manual_seed(seed_of(*counters))

@@ -1,12 +1,14 @@
-"""What a training step costs: executed (counted, the same anywhere), measured (timed, always beside another), and
-published (by the papers' own rule)."""
+"""What a training step costs: executed (counted, the same on any machine), measured (timed, always next to another
+step), and published (by the papers' own rule)."""
 
 from efficient_ft.cost.executed import Executed, Kept, executed, kept_after_forward, layer_flops
-from efficient_ft.cost.measured import Cost, Measured, TrainingStep, compare, time_steps
+from efficient_ft.cost.measured import Cost, Measured, compare, time_steps
 from efficient_ft.cost.meter import LayerFlops, LiveTensor, Meter
 from efficient_ft.cost.published import Keeping, Published, published
+from efficient_ft.cost.step import AUTOCAST, StepMethods, StepOptions, StepSpec, TrainingStep
 
 __all__ = [
+    "AUTOCAST",
     "Cost",
     "Executed",
     "Keeping",
@@ -16,6 +18,9 @@ __all__ = [
     "Measured",
     "Meter",
     "Published",
+    "StepMethods",
+    "StepOptions",
+    "StepSpec",
     "TrainingStep",
     "compare",
     "executed",

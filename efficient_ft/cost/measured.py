@@ -1,38 +1,31 @@
-"""What a training step takes on this machine: seconds and peak memory, always measured in turn with another's."""
+"""What a training step takes on this machine: seconds and peak memory, always measured in turn with another step's."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
-from efficient_ft.core.errors import SettingError
-from efficient_ft.cost.executed import AUTOCAST, Executed, Probe, positive, undisturbed
-from efficient_ft.cost.meter import storages
-from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
-
-if TYPE_CHECKING:
-    from efficient_ft.methods.base import Method
-
-BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+from efficient_ft.cost.executed import Executed, count
+from efficient_ft.cost.probe import Probe, undisturbed
+from efficient_ft.cost.step import BuildOptimizer, StepOptions, StepSpec, TrainingStep, require_positive
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured on this machine; only its ratio to another one of the same call says much.
+    """A step as measured on this machine. Only its ratio to another one of the same call means much.
 
     Attributes:
         step_seconds: median seconds of a whole step: forward, loss, backward, optimizer.
         peak_bytes: on CUDA, the most that was allocated in forward and backward, model and batch included, optimizer
-            state not (torch.cuda.max_memory_allocated, less what others hold). Elsewhere the executed peak, counted in
-            the same way: a process's size says little there, since allocators keep freed memory.
+            state not (torch.cuda.max_memory_allocated, minus what others hold). Elsewhere the executed peak, counted
+            in the same way: a process's size means little there, since allocators keep freed memory.
         seconds: of every timed step, in order.
     """
 
@@ -41,18 +34,20 @@ class Measured:
     seconds: tuple[float, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
+        """The attributes, for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Both groups for one recipe; `measured` is None where nothing was timed, and `note` then says why."""
+    """The executed and the measured cost of one recipe; if `measured` is None, `note` says why."""
 
     executed: Executed
     measured: Measured | None
     note: str = ""
 
     def as_dict(self) -> dict[str, Any]:
+        """Both groups by name, and the note if there is one, for JSON."""
         groups: dict[str, Any] = {
             "executed": self.executed.as_dict(),
             "measured": None if self.measured is None else self.measured.as_dict(),
@@ -61,14 +56,20 @@ class Cost:
 
 
 def time_steps(recipes: Mapping[str, Callable[[], object]], steps: int, warmup: int = 1) -> dict[str, list[float]]:
-    """Seconds of each call, alternately: A B A B ..., so that a machine's moods meet all alike.
+    """Time calls alternately (A B A B ...), so that machine drift affects all recipes equally.
 
     Args:
-        recipes: by name, a call that does one step. A CUDA or MPS device is waited for.
+        recipes: by name, a call that takes one step. A CUDA or MPS device is synchronized.
         steps: timed rounds; none is left out.
-        warmup: rounds before that, not timed.
+        warmup: rounds before these, not timed.
+
+    Returns:
+        Seconds of each call, by name.
+
+    Raises:
+        SettingError: `steps` is below 1.
     """
-    positive("steps", steps)
+    require_positive("steps", steps)
     wait = _nothing
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         wait = torch.cuda.synchronize
@@ -90,160 +91,64 @@ def _nothing() -> None:
     pass
 
 
-class TrainingStep:
-    """Plain training steps of a model on one random batch: what is timed, and what a bare loop does.
-
-    The model is trained (changed) by it; give it a copy. Attributes `forward`, `backward`, `update` are the parts of a
-    step, to be called in this order; calling the object does all of them.
-
-    Args:
-        methods: applied to `model`; told of each step, the first of which is number `first_step`.
-        clip: largest norm of the whole gradient.
-        build_optimizer: optimizer over the model's trainable parameters; None: AdamW.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        methods: Sequence[Method] = (),
-        *,
-        batch_size: int,
-        input_size: Sequence[int],
-        precision: str = "fp32",
-        label_smoothing: float = 0.0,
-        in_chans: int = 3,
-        frozen_bn: bool = True,
-        device: torch.device | str = "cpu",
-        first_step: int = 0,
-        clip: float | None = None,
-        build_optimizer: BuildOptimizer | None = None,
-    ) -> None:
-        if precision not in AUTOCAST:
-            raise SettingError("precision", precision, list(AUTOCAST))
-        self.device = torch.device(device)
-        self.model = model.to(self.device).train()
-        if frozen_bn:
-            freeze_batch_norm(self.model)
-        self.methods = list(methods)
-        self.dtype = AUTOCAST[precision]
-        self.label_smoothing = label_smoothing
-        generator = torch.Generator().manual_seed(0)
-        self.images = torch.randn(batch_size, in_chans, *input_size, generator=generator).to(self.device)
-        self.labels = torch.zeros(batch_size, dtype=torch.long, device=self.device)
-        self.steps, self.clip = first_step, clip
-        self.loss: torch.Tensor | None = None
-        self._build_optimizer = build_optimizer
-        self._optimizer: torch.optim.Optimizer | None = None
-
-    def forward(self) -> None:
-        if self._optimizer is None:  # before a method that selects per step freezes what does not train in the first
-            trainable = [p for p in self.model.parameters() if p.requires_grad]
-            build = self._build_optimizer
-            self._optimizer = torch.optim.AdamW(trainable, lr=1e-5) if build is None else build(self.model)
-        for method in self.methods:
-            method.step_begin(self.steps)
-        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None):
-            logits = self.model(self.images)
-            loss = cross_entropy(logits, self.labels, label_smoothing=self.label_smoothing)
-            for method in self.methods:
-                loss = method.total_loss(loss)
-            self.loss = loss
-
-    def backward(self) -> None:
-        assert self.loss is not None
-        self.loss.backward()
-        self.loss = None
-
-    def update(self) -> None:
-        assert self._optimizer is not None
-        if self.clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        self._optimizer.step()
-        for method in self.methods:
-            method.step_end()
-        self._optimizer.zero_grad(set_to_none=True)
-        self.steps += 1
-
-    def __call__(self) -> None:
-        self.forward()
-        self.backward()
-        self.update()
-
-    def cuda_peak(self) -> int:
-        """Bytes at the peak of one forward and backward on CUDA, as `Measured.peak_bytes` defines them."""
-        own = sum(storages([*self.model.parameters(), *self.model.buffers(), self.images, self.labels]).values())
-        torch.cuda.synchronize(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        self.forward()
-        self.backward()
-        torch.cuda.synchronize(self.device)
-        peak = torch.cuda.max_memory_allocated(self.device)
-        self.model.zero_grad(set_to_none=True)
-        return peak - before + own
-
-
 def compare(
     model: nn.Module,
-    methods: Sequence[Method],
+    methods: Iterable[Any],
     full: Callable[[], nn.Module] | None,
     *,
     batch_size: int,
     input_size: Sequence[int],
     steps: int = 5,
-    precision: str = "fp32",
-    label_smoothing: float = 0.0,
-    in_chans: int = 3,
-    frozen_bn: bool = True,
     device: torch.device | str = "cpu",
-    clip: float | None = None,
     build_optimizer: BuildOptimizer | None = None,
+    **options: Unpack[StepOptions],
 ) -> dict[str, Cost]:
-    """The cost of a run's step, beside plain full fine-tuning: ``{"method": Cost, "full": Cost}``.
+    """Count and time a run's step, and that of plain full fine-tuning in turn with it.
 
-    Probes are copies on random images; the run's model, methods and random states are left as they are. The full model
-    is built only here, as it comes from timm, and all that timm leaves trainable trains. Where the machine has not the
-    memory, the counts are given without times, and the note says so.
+    Probes are copies on random images; the run's model, methods and random states are not changed. The full model is
+    built only here, as it comes from timm; all that timm leaves trainable trains. If the machine has too little memory,
+    the counts are given without times, and a note says so.
 
     Args:
-        model, methods: of the run.
+        model: of the run.
+        methods: of the run, see `StepMethods`.
         full: makes the plain model (its weights play no part); None: only the method's cost.
-        steps: timed steps of each, alternately; 0: only counted.
-        clip, build_optimizer: of the run (gradient norm; model → optimizer, None: AdamW).
+        batch_size: images in the batch.
+        input_size: (H, W) of the images in pixels.
+        steps: timed steps of each, alternately; 0: count only.
+        device: where steps are timed.
+        build_optimizer: the run's optimizer over a model's trainable parameters; None: AdamW.
+        options: ``precision``, ``label_smoothing``, ``in_chans``, ``frozen_bn``, ``clip``, with meaning and defaults of
+            `StepSpec`.
+
+    Returns:
+        ``{"method": Cost, "full": Cost}``, or the first alone.
+
+    Raises:
+        SettingError: a setting that is out of range.
     """
-    shape: dict[str, Any] = {
-        "input_size": input_size,
-        "precision": precision,
-        "label_smoothing": label_smoothing,
-        "in_chans": in_chans,
-        "frozen_bn": frozen_bn,
-    }
+    spec = StepSpec(batch_size, input_size, **options)
     device = torch.device(device)
     cuda = [device] if device.type == "cuda" else []
     with undisturbed(cuda):
-        watched: dict[str, Probe] = {"method": Probe(model, methods, **shape)}
+        probes: dict[str, Probe] = {"method": Probe(model, methods, spec)}
         if full is not None:
-            watched["full"] = Probe(full(), (), **shape)
+            probes["full"] = Probe(full(), (), spec)
         counts, training, notes = {}, {}, {}
         free, held = _free_bytes(device), 0
-        for name, probe in watched.items():
+        for name, probe in probes.items():
             probe.warm_up()
-            count = counts[name] = probe.executed(batch_size)
+            counted = counts[name] = count(probe)
             if not steps:
                 continue
             # Weights and two moments stay while both recipes take turns; activations and gradients do not.
-            needed = held + 2 * count.model_bytes + count.peak_bytes
+            needed = held + 2 * counted.model_bytes + counted.peak_bytes
             if free is not None and needed > free:
                 notes[name] = f"not timed: needs about {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} are free"
                 continue
+            first_step = probe.steps_before
             step = TrainingStep(
-                *probe.copy(None),
-                batch_size=batch_size,
-                device=device,
-                first_step=probe.steps_before,
-                clip=clip,
-                build_optimizer=build_optimizer,
-                **shape,
+                *probe.copy(None), spec, device=device, first_step=first_step, build_optimizer=build_optimizer
             )
             try:
                 step()  # a trial, which also makes the optimizer's state
@@ -251,7 +156,7 @@ def compare(
                 notes[name] = f"not timed: {str(error).splitlines()[0]}"
                 continue
             training[name] = step
-            held += 3 * count.model_bytes
+            held += 3 * counted.model_bytes
         seconds = time_steps(training, steps) if training else {}
         measured = {
             name: Measured(
@@ -261,11 +166,11 @@ def compare(
             )
             for name, step in training.items()
         }
-        return {name: Cost(count, measured.get(name), notes.get(name, "")) for name, count in counts.items()}
+        return {name: Cost(counted, measured.get(name), notes.get(name, "")) for name, counted in counts.items()}
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Memory that can still be had on `device`; None where that cannot be told."""
+    """Memory that can still be allocated on `device`; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu":

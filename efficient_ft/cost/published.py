@@ -37,8 +37,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from efficient_ft.core.errors import SettingError
-from efficient_ft.cost.executed import FakeCopyOnCPU, positive
 from efficient_ft.cost.meter import storage_id
+from efficient_ft.cost.probe import FakeCopyOnCPU
+from efficient_ft.cost.step import require_image_size, require_positive
 from efficient_ft.models.view import view
 
 VALUE = 4
@@ -172,7 +173,7 @@ def published(
         SettingError: a batch or image size that cannot be.
         UserError: `model` cannot be run on images of that size.
     """
-    positive("batch_size", batch_size)
+    require_positive("batch_size", batch_size)
     running = operations(model, input_size, in_chans, rule)
     macs = sum(op.macs for op in running)
     return Published(parameter_bytes(model), *peak(running, keeping), macs, batch_size)
@@ -224,10 +225,8 @@ def operations(
 
     Arguments and errors as in `published`.
     """
-    if len(input_size) != 2:
-        raise SettingError("input_size", tuple(input_size), "a pair (height, width)")
-    for side in (*input_size, in_chans):
-        positive("input_size", side)
+    require_image_size(input_size)
+    require_positive("in_chans", in_chans)
     blocks = view(model, (input_size[0], input_size[1])).blocks
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.inference_mode(False), torch.enable_grad():
         with FakeCopyOnCPU(mode):

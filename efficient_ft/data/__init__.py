@@ -1,22 +1,28 @@
-"""Images for training: published data sets, a user's own folders, and the loaders that read them.
+"""Images for training: published data sets, a user's own folders, and their loaders.
 
 >>> data = open_data(config.data, InputSpec((32, 32), (0.5,) * 3, (0.5,) * 3), seed=0)
 >>> for images, labels in data.train_loader(): ...
 
-A corrupt image stops the run with its path when it is first read (`data.on_corrupt=stop`): finding all of
-them up front would cost a full decode of the data set at every start. `data.on_corrupt=skip` pays that: it
-decodes every image once, leaves the bad ones out of their split before anything is counted or shuffled,
-and reports them, so that the run is the same whenever and however the images are read.
+Shuffling and augmentation are functions of (seed, epoch, index): the number of worker processes, the order of access
+and the state of global generators change nothing.
+
+A corrupt image stops the run with its path when it is first read (`data.on_corrupt=stop`): finding all of them in
+advance costs a full decode of the data set. With `data.on_corrupt=skip` every image is decoded once at the start, and
+unreadable ones are removed from their split and reported before anything is counted or shuffled, so that the run does
+not depend on when they are read.
 """
 
+from efficient_ft.data.image_data import ImageData
 from efficient_ft.data.images import Transform, read_image
-from efficient_ft.data.loading import CounterSampler, ImageData, class_count, missing_data, open_data
-from efficient_ft.data.round_robin import TasksData
+from efficient_ft.data.round_robin import RoundRobinData, RoundRobinSampler
+from efficient_ft.data.sampler import CounterSampler
+from efficient_ft.data.sources import class_count, missing_data, open_data
 
 __all__ = [
     "CounterSampler",
     "ImageData",
-    "TasksData",
+    "RoundRobinData",
+    "RoundRobinSampler",
     "Transform",
     "class_count",
     "missing_data",

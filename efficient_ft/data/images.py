@@ -1,7 +1,7 @@
-"""From an image file to the tensor a network takes: reading, resizing, augmenting, normalising.
+"""From an image file to a network's input tensor: reading, resizing, augmenting, normalizing.
 
-Everything up to the normalisation works on PIL images, whatever the data set, so that training, evaluation
-and prediction resample in one and the same way.
+Everything before the normalization works on PIL images, for all data sets, so that training, evaluation and prediction
+resample in the same way.
 """
 
 from __future__ import annotations
@@ -21,29 +21,34 @@ from torchvision.transforms import InterpolationMode, v2
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.input_spec import InputSpec
 
+#: Of the image formats that are read.
 EXTENSIONS = (
     ".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp",
 )  # fmt: skip
+#: Augmentations of training images.
 AUGMENT = ("resize_crop", "none")
 
 
 class Transform:
-    """The way from a PIL image to a normalised tensor, as the recipe of LBP-WHT trains and tests.
+    """Transform a PIL image into a normalized tensor, as the recipe of LBP-WHT trains and tests.
 
-    Evaluation is Resize(size) → normalise; training with `resize_crop` is Resize(size), or as `resize` says →
-    RandomResizedCrop(size) → horizontal flip → normalise. Random draws come from torch's CPU generator:
-    the caller seeds it.
+    Evaluation is Resize(size) → normalize; training with `resize_crop` is Resize(`resize`) → RandomResizedCrop(size) →
+    horizontal flip → normalize. Random numbers come from torch's CPU generator; the caller seeds it.
 
     Args:
-        input: what the network takes.
-        augment: `resize_crop` or `none`.
+        input: the network's input size, normalization and interpolation.
+        augment: ``resize_crop`` or ``none``.
         scale: smallest and largest area of the crop, as fractions of the image.
-        flip: whether half of the images are mirrored left to right.
-        resize: to what an image is brought before the crop: `input` (the network's size), so many pixels square, or
-            `none` (as it is); only with `resize_crop`.
+        flip: mirror half of the images left to right.
+        resize: the size before the crop: ``input`` (the network's), a number of pixels (square), or ``none`` (the
+            image's own, with `resize_crop` only).
 
     Attributes:
-        resized: height and width before the crop; None: the image's own.
+        resize_size: (height, width) before the crop; None: the image's own.
+
+    Raises:
+        SettingError: an unknown augmentation or interpolation, a scale outside of (0, 1], or a mean or std without one
+            value per channel.
     """
 
     def __init__(
@@ -58,21 +63,21 @@ class Transform:
             raise SettingError("data.augment.name", augment, AUGMENT)
         low, high = scale
         if not 0 < low <= high <= 1:
-            raise SettingError("data.augment.scale", list(scale), "two fractions of the area, 0 < low <= high <= 1")
+            raise SettingError("data.augment.scale", list(scale), "[low, high] with 0 < low <= high <= 1")
         channels = len(input.mean)
         for name, values in (("mean", input.mean), ("std", input.std)):
             if len(values) not in (1, 3) or len(values) != channels:
-                raise SettingError(f"model.{name}", list(values), "three values (red, green, blue) or one (grey)")
+                raise SettingError(f"model.{name}", list(values), "three values (red, green, blue) or one (gray)")
         try:
             mode = InterpolationMode(input.interpolation)
         except ValueError:
             known = [m.value for m in InterpolationMode]
-            raise SettingError("interpolation", input.interpolation, known) from None
+            raise SettingError("InputSpec.interpolation", input.interpolation, known) from None
         size = list(input.size)
         self.input = input
-        self._grey = channels == 1
-        self.resized = input.size if resize == "input" else None if resize == "none" else (int(resize), int(resize))
-        self._resize = None if self.resized is None else v2.Resize(list(self.resized), interpolation=mode)
+        self._gray = channels == 1
+        self.resize_size = input.size if resize == "input" else None if resize == "none" else (int(resize), int(resize))
+        self._resize = None if self.resize_size is None else v2.Resize(list(self.resize_size), interpolation=mode)
         steps: list[torch.nn.Module] = []
         if augment == "resize_crop":
             steps.append(v2.RandomResizedCrop(size, scale=(low, high), interpolation=mode))
@@ -83,60 +88,64 @@ class Transform:
         self._std = torch.tensor(input.std, dtype=torch.float32).view(channels, 1, 1)
 
     def resize(self, image: Image.Image) -> Image.Image:
-        """The part without chance, which may be done once and kept."""
-        image = image.convert("L") if self._grey else image
+        """Resize; deterministic, so the result may be cached."""
+        image = image.convert("L") if self._gray else image
         return image if self._resize is None else self._resize(image)
 
     def augment(self, image: Image.Image) -> Image.Image:
-        """The part with chance, on a resized image."""
+        """Augment a resized image at random."""
         return image if self._augment is None else self._augment(image)
 
-    def normalise(self, images: Sequence[Image.Image]) -> Tensor:
-        """B images of the network's size → float32 (B, C, H, W), normalised; C is 3, or 1 for grey."""
+    def normalize(self, images: Sequence[Image.Image]) -> Tensor:
+        """Stack B images of the network's size into float32 (B, C, H, W), normalized; C is 3, or 1 for gray."""
         pixels = torch.from_numpy(np.stack([np.asarray(image) for image in images]))
-        if self._grey:
+        if self._gray:
             pixels = pixels.unsqueeze(-1)
         floats = pixels.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
         return floats.div_(255).sub_(self._mean).div_(self._std)
 
     def __call__(self, image: Image.Image | str | os.PathLike[str]) -> Tensor:
-        """One RGB image, or the path of one → float32 (C, H, W), normalised."""
+        """Transform one RGB image, or the file at a path, into float32 (C, H, W).
+
+        Raises:
+            UserError: the file cannot be read as an image.
+        """
         if not isinstance(image, Image.Image):
-            image = read_image(image, least=self.resized)
-        return self.normalise([self.augment(self.resize(image))])[0]
+            image = read_image(image, target_size=self.resize_size)
+        return self.normalize([self.augment(self.resize(image))])[0]
 
 
-def read_image(path: str | os.PathLike[str], least: tuple[int, int] | None = None) -> Image.Image:
-    """The image at `path` as RGB, upright.
+def read_image(path: str | os.PathLike[str], target_size: tuple[int, int] | None = None) -> Image.Image:
+    """Read the image at `path` as upright RGB.
 
-    EXIF orientation is applied; transparency is laid over white, as a viewer shows it; 16-bit greys are
-    scaled to 8 bits instead of being cut off; of an animation the first frame is taken.
+    EXIF orientation is applied; transparency is composited over white, as viewers do; 16-bit gray values are scaled to
+    8 bits instead of clipped; of an animation the first frame is taken.
 
     Args:
         path: the file.
-        least: (height, width) that the image will be resized to. A JPEG of at least four times that is
-            decoded at a half, a quarter or an eighth of its size, but never below twice `least`.
+        target_size: (height, width) that the image will be resized to. A JPEG of at least four times that size is
+            decoded at a half, a quarter or an eighth of its own, but never below twice `target_size`.
 
     Raises:
-        UserError: the file is missing, unreadable, truncated or no image; the message begins with the path.
+        UserError: the file is missing, unreadable, truncated or not an image; the message begins with the path.
     """
     try:
         with Image.open(path) as image:
-            if least is not None:
-                side = 2 * max(least)
-                image.draft(None, (side, side))  # only JPEG knows it; the others ignore it
+            if target_size is not None:
+                side = 2 * max(target_size)
+                image.draft(None, (side, side))  # JPEG only; other formats ignore it
             image.load()
             _turn_upright(image)
             return _rgb(image)
     except MemoryError:
         raise
-    except Exception as error:  # Pillow's decoders raise nearly anything on damaged files
+    except Exception as error:  # Pillow's decoders raise all kinds on damaged files
         reason = str(error).replace(repr(os.fspath(path)), "it") or type(error).__name__
-        raise UserError(f"{shown(path)}: not readable as an image ({reason}).") from error
+        raise UserError(f"{printable(path)}: not readable as an image ({reason}).") from error
 
 
 def _turn_upright(image: Image.Image) -> None:
-    # a broken EXIF block does not make the picture unreadable
+    # A broken EXIF block does not make the image unreadable.
     with contextlib.suppress(Exception):
         ImageOps.exif_transpose(image, in_place=True)
 
@@ -144,13 +153,13 @@ def _turn_upright(image: Image.Image) -> None:
 def _rgb(image: Image.Image) -> Image.Image:
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
-    if image.mode.startswith("I"):  # 16 bits per pixel; Pillow's own conversion cuts everything above 255 off
+    if image.mode.startswith("I"):  # 16 bits per pixel; Pillow's own conversion clips at 255
         values = np.asarray(image).astype(np.int64)
         if values.min() < 0 or values.max() > 65535:
-            raise ValueError("32-bit values; save it with 8 or 16 bits")
+            raise ValueError("its pixels have 32 bits; save it with 8 or 16 bits")
         return Image.fromarray((values / 257).round().astype(np.uint8)).convert("RGB")
     if image.mode == "F":
-        raise ValueError("floating-point pixels have no fixed range; save it with 8 or 16 bits")
+        raise ValueError("its floating-point pixels have no fixed range; save it with 8 or 16 bits")
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         layer = image.convert("RGBA")
         white = Image.new("RGBA", layer.size, (255, 255, 255, 255))
@@ -158,16 +167,16 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def shown(path: str | os.PathLike[str]) -> str:
-    """A path that can be printed: bytes that are no text (old archives) become a replacement character."""
+def printable(path: str | os.PathLike[str]) -> str:
+    """Return a path that can be printed: undecodable bytes (old archives) become a replacement character."""
     return os.fspath(path).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def class_name(folder: str) -> str:
-    """A folder's name as a class name: one spelling of accents, whichever system packed the folder."""
-    return unicodedata.normalize("NFC", shown(folder))
+    """Return a folder's name as a class name, in Unicode's NFC form: archives differ in how they encode accents."""
+    return unicodedata.normalize("NFC", printable(folder))
 
 
 def is_image(path: str | os.PathLike[str]) -> bool:
-    """By extension."""
+    """Whether the extension is that of a supported image format."""
     return Path(path).suffix.lower() in EXTENSIONS

@@ -1,8 +1,8 @@
-"""Several data sets, of which training takes a batch for one optimizer step after the other, in turn.
+"""Several data sets in round robin: one optimizer step of each task in turn.
 
-Step k belongs to task k mod the number of tasks, in their order. An epoch has as many rounds as the largest set needs
-to be seen once; a smaller one starts anew, in a new order, as often as it is used up, also in the middle of an epoch.
-All follows from counters: a resumed run continues with the batch that was next.
+Step k belongs to task k mod T of the T tasks, in their order. An epoch has as many rounds as the largest set needs for
+one pass; a smaller set starts over, in a new order, each time it is used up, also in the middle of an epoch. Everything
+follows from counters: a resumed run continues with the batch that was next.
 """
 
 from __future__ import annotations
@@ -10,126 +10,136 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, Dataset, Sampler
 
 from efficient_ft.core.errors import UserError
-from efficient_ft.data.loading import CountedImages, CounterSampler, Failure, ImageData, Loader, Split, as_it_comes
+from efficient_ft.data.image_data import ImageData, Split
+from efficient_ft.data.loader import Loader, LoadFailure, SplitDataset, make_loader
+from efficient_ft.data.sampler import CounterSampler
 
 
-class TasksData:
-    """Several data sets by the names of their tasks; what `ImageData` offers, for all of them.
+class RoundRobinData:
+    """Several data sets by task, with the interface of `ImageData`.
 
     Args:
-        parts: by task, in the order of the turns.
-        accumulate: batches per optimizer step.
+        parts: data sets by task, in the order of the round.
+        grad_accum_steps: batches per optimizer step.
 
     Attributes:
         parts: as given.
-        best_split: the split on which the best epoch is chosen, the same for all.
+        best_split: the split on which the best epoch is selected, the same for all tasks.
     """
 
-    def __init__(self, parts: Mapping[str, ImageData], accumulate: int) -> None:
-        self.parts, self._accumulate = dict(parts), accumulate
+    def __init__(self, parts: Mapping[str, ImageData], grad_accum_steps: int) -> None:
+        self.parts, self._grad_accum_steps = dict(parts), grad_accum_steps
         (self.best_split,) = {part.best_split for part in self.parts.values()}
 
     @property
     def class_names(self) -> dict[str, list[str]]:
+        """Class names by task."""
         return {task: part.class_names for task, part in self.parts.items()}
 
     @property
     def num_classes(self) -> dict[str, int]:
+        """Number of classes by task."""
         return {task: part.num_classes for task, part in self.parts.items()}
 
     def train_loader(self, rank: int = 0, world: int = 1) -> Loader:
-        """Batches (images, labels, task) in turn; `loader.sampler` is a `BatchesInTurn`.
+        """Load batches (images, labels, task) in round robin; `loader.sampler` is a `RoundRobinSampler`.
 
-        One set of worker processes, as many as the task that asks for most of them has.
+        All tasks share one set of worker processes, as many as the largest `num_workers`.
+
+        Raises:
+            UserError: the training images of a task yield no batch.
         """
         loaders = {task: part.train_loader(rank, world) for task, part in self.parts.items()}
-        workers = max(loader.num_workers for loader in loaders.values())
         for task, loader in loaders.items():
             if not len(loader):
-                raise UserError(f"There is not one batch of training images of {task}; see tasks.{task}.batch_size.")
-        return Loader(
-            _Images({task: loader.dataset for task, loader in loaders.items()}),  # type: ignore[misc]
+                raise UserError(f"The training set of {task} yields no batch. Add images to tasks.{task}.root.")
+        return make_loader(
+            _RoundRobinDataset({task: loader.dataset for task, loader in loaders.items()}),  # type: ignore[misc]
+            RoundRobinSampler(
+                {task: loader.batch_sampler for task, loader in loaders.items()},  # type: ignore[misc]
+                self._grad_accum_steps,
+            ),
+            num_workers=max(loader.num_workers for loader in loaders.values()),
             batch_size=None,
-            sampler=BatchesInTurn({task: loader.batch_sampler for task, loader in loaders.items()}, self._accumulate),  # type: ignore[misc]
-            num_workers=workers,
-            persistent_workers=workers > 0,
-            collate_fn=as_it_comes,
-            pin_memory=torch.cuda.is_available(),
         )
 
     def eval_loader(self, split: Split, rank: int = 0, world: int = 1) -> list[Loader]:
-        """A loader for each task, in their order."""
+        """Return the evaluation loader of each task, in their order.
+
+        Raises:
+            UserError: a data set has no such split.
+        """
         return [part.eval_loader(split, rank, world) for part in self.parts.values()]
 
     def report(self) -> dict[str, Any]:
-        """`ImageData.report` by task, and their notes, each with its task."""
-        told = {task: part.report() for task, part in self.parts.items()}
-        return {"tasks": told, "notes": [f"{task}: {note}" for task, of in told.items() for note in of["notes"]]}
+        """Return `ImageData.report` by task, and all notes, each with its task's name."""
+        reports = {task: part.report() for task, part in self.parts.items()}
+        notes = [f"{task}: {note}" for task, report in reports.items() for note in report["notes"]]
+        return {"tasks": reports, "notes": notes}
 
 
-class BatchesInTurn(Sampler[tuple[str, list[Any]]]):
+class RoundRobinSampler(Sampler[tuple[str, list[Any]]]):
     """(task, keys of a batch) pairs of one process.
 
     Args:
         batches: by task: the batches of one pass over its images, over a `CounterSampler`.
-        accumulate: so many batches of a task come one after another, for one optimizer step.
+        grad_accum_steps: consecutive batches of a task, for one optimizer step.
 
     Attributes:
-        epoch: what `set_epoch` set.
-        start: how many batches the *next* iteration leaves out, because they were seen before an interruption; 0 again
+        epoch: the epoch of the next iteration, see `set_epoch`.
+        start: number of batches that the *next* iteration skips, because an interrupted run has used them; 0 again
             afterwards. `len` stays that of the whole epoch.
     """
 
-    def __init__(self, batches: Mapping[str, BatchSampler], accumulate: int) -> None:
-        self.batches, self.accumulate = dict(batches), accumulate
-        self.rounds = max(-(-len(of_task) // accumulate) for of_task in self.batches.values())
+    def __init__(self, batches: Mapping[str, BatchSampler], grad_accum_steps: int) -> None:
+        self.batches, self.grad_accum_steps = dict(batches), grad_accum_steps
+        self.rounds = max(-(-len(of_task) // grad_accum_steps) for of_task in self.batches.values())
         self.epoch = 0
         self.start = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch of the next iteration; Lightning calls this by itself."""
+        """Set the epoch of the next iteration. Lightning calls this."""
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return self.rounds * self.accumulate * len(self.batches)
+        return self.rounds * self.grad_accum_steps * len(self.batches)
 
     def __iter__(self) -> Iterator[tuple[str, list[Any]]]:
         start, self.start = self.start, 0
-        tasks, in_a_row = list(self.batches), self.accumulate
+        tasks, in_a_row = list(self.batches), self.grad_accum_steps
         rounds, rest = divmod(start, in_a_row * len(tasks))
         streams = {}
         for number, task in enumerate(tasks):
-            seen = (self.epoch * self.rounds + rounds) * in_a_row + min(max(rest - number * in_a_row, 0), in_a_row)
-            streams[task] = _from(self.batches[task], seen)
+            used = (self.epoch * self.rounds + rounds) * in_a_row + min(max(rest - number * in_a_row, 0), in_a_row)
+            streams[task] = _endless(self.batches[task], used)
         for number in range(start, len(self)):
             task = tasks[number // in_a_row % len(tasks)]
             yield task, next(streams[task])
 
 
-def _from(batches: BatchSampler, seen: int) -> Iterator[list[Any]]:
-    """The batches of one pass after another without end, the first `seen` of them left out."""
+def _endless(batches: BatchSampler, used: int) -> Iterator[list[Any]]:
+    """The batches of pass after pass without end, from number `used` on."""
     sampler: Any = batches.sampler
     assert isinstance(sampler, CounterSampler)
-    epoch, seen = divmod(seen, len(batches))
+    epoch, used = divmod(used, len(batches))
     while True:
         sampler.set_epoch(epoch)
-        sampler.start = seen * batches.batch_size
+        sampler.start = used * batches.batch_size
         yield from batches
-        epoch, seen = epoch + 1, 0
+        epoch, used = epoch + 1, 0
 
 
-class _Images(Dataset[Any]):
+class _RoundRobinDataset(Dataset[Any]):
     """Whole batches of images by (task, keys)."""
 
-    def __init__(self, parts: Mapping[str, CountedImages]) -> None:
+    def __init__(self, parts: Mapping[str, SplitDataset]) -> None:
         self._parts = dict(parts)
 
-    def __getitem__(self, key: tuple[str, list[tuple[int, int]]]) -> tuple[Tensor, Tensor, str] | Failure:
+    def __getitem__(self, key: tuple[str, list[tuple[int, int]]]) -> tuple[Tensor, Tensor, str] | LoadFailure:
         task, keys = key
         batch = self._parts[task].__getitems__(keys)
-        return batch if isinstance(batch, Failure) else (*batch, task)
+        return batch if isinstance(batch, LoadFailure) else (*batch, task)

@@ -1,82 +1,43 @@
-"""Every method, by the name it has on the command line."""
+"""Methods: small parts, each on one axis of a training step, that can be stacked.
 
-from efficient_ft.methods.adapters.lora import LoRA
-from efficient_ft.methods.adapters.moe import BSRMoE, MoE
-from efficient_ft.methods.adapters.repnet import RepNet
-from efficient_ft.methods.adapters.tinytl import TinyTL
-from efficient_ft.methods.backprop.lbp_dct import LBPDCT
-from efficient_ft.methods.backprop.lbp_wht import LBPWHT
+Every class of every method can be imported from here (``from efficient_ft.methods import LBPWHT, BackRazor``);
+`METHODS` has them by the name they have on the command line.
+"""
+
+from typing import Any
+
 from efficient_ft.methods.base import Applied, Method, apply_methods, in_order, plain_state_dict
-from efficient_ft.methods.memory.back_razor import BackRazor
-from efficient_ft.methods.memory.checkpointing import Checkpointing
-from efficient_ft.methods.memory.mesa import Mesa
-from efficient_ft.methods.memory.swat import SWAT
-from efficient_ft.methods.recipes.alast import ALaST
-from efficient_ft.methods.recipes.bsr import BSR
-from efficient_ft.methods.selection.per_step import LISA, TopLayers, UniformLayers
-from efficient_ft.methods.selection.static import BitFit, Blocks, Full, HeadOnly, LastStage, NormLast
-from efficient_ft.methods.tokens.evit import EViT
-from efficient_ft.methods.tokens.tome import ToMe
-
-METHODS: dict[str, type[Method]] = {
-    m.name: m
-    for m in (
-        Full,
-        HeadOnly,
-        LastStage,
-        Blocks,
-        BitFit,
-        NormLast,
-        LoRA,
-        TinyTL,
-        RepNet,
-        LBPWHT,
-        LBPDCT,
-        BackRazor,
-        SWAT,
-        Mesa,
-        Checkpointing,
-        EViT,
-        ToMe,
-        BSR,
-        ALaST,
-        LISA,
-        UniformLayers,
-        TopLayers,
-        MoE,
-        BSRMoE,
-    )
-}
+from efficient_ft.methods.declarations import Adds, Axis, Needs
+from efficient_ft.methods.registry import METHODS, own_classes, register
+from efficient_ft.methods.stack import check_stack
+from efficient_ft.models.view import ModelView, Reason, Skipped
 
 __all__ = [
-    "BSR",
-    "LBPDCT",
-    "LBPWHT",
-    "LISA",
     "METHODS",
-    "SWAT",
-    "ALaST",
+    "Adds",
     "Applied",
-    "BSRMoE",
-    "BackRazor",
-    "BitFit",
-    "Blocks",
-    "Checkpointing",
-    "EViT",
-    "Full",
-    "HeadOnly",
-    "LastStage",
-    "LoRA",
-    "Mesa",
+    "Axis",
     "Method",
-    "MoE",
-    "NormLast",
-    "RepNet",
-    "TinyTL",
-    "ToMe",
-    "TopLayers",
-    "UniformLayers",
+    "ModelView",
+    "Needs",
+    "Reason",
+    "Skipped",
     "apply_methods",
+    "check_stack",
     "in_order",
     "plain_state_dict",
+    "register",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Find the classes of this package's methods, which register themselves, on first use."""
+    if not name.startswith("_"):
+        found = own_classes().get(name)
+        if found is not None:
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *own_classes()])

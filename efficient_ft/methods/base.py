@@ -1,54 +1,60 @@
-"""The contract every method keeps: a plain object that changes a model, and a Lightning callback.
+"""The contract of a method: a plain object that changes a model, and says what it did.
 
-In anyone's own loop a method is two lines::
+In any training loop a method is two lines::
 
     method = LBPWHT(bases="l1", order=4)
     print(method.apply(model))
 
-and, for those that act per step, ``step_begin(step)`` before and ``step_end()`` after each optimizer step (before
-gradients are set to zero); for those with a loss of their own, ``loss = method.total_loss(loss)``. The optimizer is
-built between the two lines and the first step, over all that trains then.
-With Lightning it is passed in ``Trainer(callbacks=[...])``: surgery happens in ``setup``, once, after the
-weights are loaded and before the optimizer is built.
+Methods that act per step also need ``step_begin(step)`` before the forward pass of each optimizer step and
+``step_end()`` after it, before gradients are set to zero; methods with a loss of their own need
+``loss = method.total_loss(loss)``. Build the optimizer after ``apply`` and before the first ``step_begin``, over all
+parameters that require gradients at that moment.
+
+`efficient_ft.integrations` has callbacks that do all this in Lightning and in the Hugging Face `Trainer`.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from efficient_ft.core.errors import UserError
-
-Axis = Literal["selection", "adapters", "backprop", "memory", "tokens"]
-
-# A selection decides what trains before adapters freeze what they adapt; low-rank backward then serves the
-# adapters' base layers; packers wrap what is left to save; token methods rewrite whole blocks.
-ORDER_OF_APPLICATION: tuple[Axis, ...] = ("selection", "adapters", "backprop", "memory", "tokens")
-
-#: The attribute of a model that names the methods applied to it.
-_MARKS = "efficient_ft_methods"
+from efficient_ft.methods.declarations import ORDER_OF_APPLICATION, Adds, Axis, Needs
+from efficient_ft.methods.stack import check_needs, check_removal, check_stack
+from efficient_ft.models.marks import Mark, add_mark, marks_of, remove_mark
+from efficient_ft.models.view import ModelView, Skipped, view
 
 
 @dataclass(frozen=True)
 class Applied:
-    """What ``apply`` did: full names of the modules or parameters touched, and those left alone with the reason.
+    """The report of `Method.apply`: the one record of what a method did to a model.
 
     Attributes:
-        none_needed: why it is right that nothing was touched (full rank: plain layers are exact and cheaper); without
-            it, touching nothing is an error.
+        method: the method's name.
+        touched: full names of the modules or parameters it works on, each once.
+        skipped: full names of those it left alone although it could have been expected to work on them, with the
+            reason (`Reason`, for code) and its text (for people).
+        notes: further sentences for the user.
+        none_needed: why it is right that nothing was touched (at full rank plain layers are exact and cheaper). Where
+            it is empty, touching nothing is an error.
+        modules: full names of the modules it put into the model. The view of the model leaves them out.
+        routed: full names of modules whose input it routes, so that their tokens come from any images.
     """
 
     method: str
     touched: tuple[str, ...]
-    skipped: dict[str, str] = field(default_factory=dict)
+    skipped: Mapping[str, Skipped] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     none_needed: str = ""
+    modules: tuple[str, ...] = ()
+    routed: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.method}: {len(self.touched)} touched, {len(self.skipped)} skipped"]
@@ -57,93 +63,209 @@ class Applied:
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
 
-class Method:
-    """Base of all methods. A subclass gives ``name``, ``axis``, ``_apply`` and, where it changes modules, ``_remove``.
+class Method(ABC):
+    """Base of all methods: a plain object that changes a model in place and can be removed again.
 
-    The constructor's arguments are the method's settings: each is kept as an attribute of the same name.
+    A subclass declares `name` and `axis`, implements `_apply` and `_remove`, and overrides the per-step and state
+    methods it needs. Its constructor's arguments are its settings: each has a default from the paper, is checked in
+    the constructor (raise `SettingError` with the argument's name) and is stored in an attribute of the same name.
+    Decorate it with `efficient_ft.methods.register` to give it its name on the command line.
+
+    What it declares is the same for all settings, or is narrowed by the constructor for some of them (BSR that drops
+    no tokens is not on the token axis).
+
+    Attributes:
+        name: its name on the command line and in reports: lower-case letters, digits and underscores.
+        axis: the question it answers. It decides the place in the order of application.
+        other_axes: further axes that a recipe decides on as well (BSR and ALaST select and drop tokens).
+        adds: what it adds to the model or to the step.
+        needs: what it needs of the model or of the training loop.
+        conflicts: what it cannot be stacked with, each with the reason: axes (`Axis`), additions (`Adds`) or names of
+            methods.
+        hints: for a need that a model does not meet, a sentence that says what else the user can do.
+        warmup_steps: optimizer steps still to come before the cost of a step no longer changes (profiles).
+        cost_steps: steps over which the mean of its cost is taken, where steps differ.
+        merges: what it does is merged into the model's own weights, or leaves no trace in them. If False, exported
+            weights hold what it adds, and are loaded into a model that it is applied to first.
     """
 
     name: ClassVar[str]
     axis: ClassVar[Axis]
-    #: Optimizer steps still to come before the cost of a step no longer changes (LHE profiles first).
+    other_axes: tuple[Axis, ...] = ()
+    adds: frozenset[Adds] = frozenset()
+    needs: frozenset[Needs] = frozenset()
+    conflicts: Mapping[str, str] = {}
+    hints: ClassVar[Mapping[Needs, str]] = {}
     warmup_steps: int = 0
-    #: Steps over which the mean of its cost is taken, where steps differ.
     cost_steps: ClassVar[int] = 1
-    #: Some trainable parameters get no gradient in some steps, which DistributedDataParallel must be told.
-    find_unused_parameters: ClassVar[bool] = False
-    #: What it does is merged into the model's own weights, or leaves no trace; if not, exported weights hold what it
-    #: adds, and whoever loads them applies it first.
     merges: ClassVar[bool] = True
 
     _applied: Applied | None = None
 
-    # ------------------------------------------------------------------ to be given by a method
-    def _apply(self, model: nn.Module) -> Applied:
-        raise NotImplementedError  # abstract
+    # ------------------------------------------------------------------ to be implemented by a method
+    @abstractmethod
+    def _apply(self, model: nn.Module, view: ModelView) -> Applied:
+        """Change `model` in place and report what was done.
 
+        Called once per application, after the declared conflicts and needs have been checked. Decide about every part
+        first and change the model last, so that a refusal leaves it as it was.
+
+        Args:
+            model: the plain model: not compiled, not wrapped.
+            view: the view of `model`, the only one of this application. Its structure is free; its `layers` cost one
+                forward pass on fake tensors, once.
+
+        Returns:
+            The report. Touching nothing is an error unless `Applied.none_needed` says why it is right.
+
+        Raises:
+            SettingError: a setting does not fit this model. Name it in full: ``method.<name>.<setting>``.
+            UserError: the method cannot work on this model; the text names method, model and reason.
+        """
+
+    @abstractmethod
     def _remove(self, model: nn.Module) -> None:
-        """Undo the surgery on `model` (or on a deep copy of the model it was applied to)."""
+        """Undo `_apply` on `model`, or on a deep copy of the model that `_apply` changed; trained values stay.
 
-    def step_begin(self, step: int) -> None:
-        """Per-step work before the forward pass of optimizer step `step` (the same on all micro-batches and ranks)."""
+        Must not change `self`: exports call it on a copy of the model while training goes on. What a method knows of
+        the model belongs into names and the model's own modules, not into references to them. A method that changed
+        nothing has an empty `_remove`.
+        """
 
-    def step_end(self) -> None:
-        """Per-step work after the optimizer step, before gradients are set to zero."""
+    # ------------------------------------------------------------------ what a training loop calls
+    def step_begin(self, step: int) -> None:  # noqa: B027
+        """Prepare an optimizer step, before its first forward pass.
 
-    def step_stats(self) -> dict[str, Any]:
-        """What it decided for the present step, in plain containers, to be recorded (budgets, chosen layers)."""
-        return {}
+        Args:
+            step: number of the optimizer step, from 0. The same on all micro-batches and processes; random choices
+                that hold for a step are drawn from (seed, step).
+        """
+
+    def step_end(self) -> None:  # noqa: B027
+        """Finish an optimizer step, after the optimizer has stepped and before gradients are set to zero.
+
+        Raises:
+            UserError: what the step showed means that training cannot go on (a value too large for fp16).
+        """
 
     def total_loss(self, loss: Tensor) -> Tensor:
-        """What is minimised after a forward pass whose own loss is `loss`: a method may add a loss of its own."""
+        """Return the loss to minimize after a forward pass in training.
+
+        Call it exactly once after each forward pass.
+
+        Args:
+            loss: the loss of that forward pass, a scalar.
+
+        Returns:
+            `loss`, plus the method's own loss where it has one; a scalar.
+
+        Raises:
+            UserError: the forward pass left no loss of the method's own.
+        """
         return loss
 
-    def state_dict(self) -> dict[str, Any]:
+    def step_stats(self) -> dict[str, Any]:
+        """Return what it decided for the current step, in plain containers (budgets, chosen blocks)."""
         return {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        pass
+    def state_dict(self) -> dict[str, Any]:
+        """Return what must survive a restart, in plain containers and tensors; empty for a method without state.
+
+        Settings and parameters of the model are not part of it.
+        """
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: B027
+        """Restore what `state_dict` returned; may be called before or after `apply`.
+
+        Args:
+            state_dict: of a method with the same settings, on a model of the same architecture.
+        """
 
     # ------------------------------------------------------------------ what users call
     def apply(self, model: nn.Module) -> Applied:
-        """Apply to `model` in place; a second call is a no-op that returns the same report.
+        """Apply to `model` in place.
+
+        Call it after the weights are loaded and before the optimizer is built. The model object, its device, its
+        weights and its evaluation stay, save for what the method's description says. A second call is a no-op that
+        returns the same report.
+
+        Args:
+            model: an image classifier: (B, channels, H, W) to logits (B, classes); any timm model, on any device.
+
+        Returns:
+            The report of what was touched and what was skipped, and why.
 
         Raises:
-            UserError: the model is compiled or wrapped, nothing in it can be touched, or this object has been applied
-                to another model.
+            UserError: the model is compiled or wrapped (DataParallel, DDP, FSDP); it does not have what the method
+                needs; a method applied before cannot be stacked with this one; nothing in the model can be touched;
+                or this object has been applied to another model. The model is unchanged then.
+            SettingError: a setting does not fit this model (a block index outside it).
         """
-        marks: tuple[str, ...] = getattr(model, _MARKS, ())
         if self._applied is not None:
-            if self.state_key not in marks:
+            if all(mark.key != self.state_key for mark in marks_of(model)):
                 raise UserError(
                     f"method {self.name}: this object has been applied to another model; make a new one for this model."
                 )
             return self._applied
         refuse_wrapped(model, self.name)
-        applied = self._apply(model)
+        check_stack([self], model)
+        looked = view(model)
+        check_needs(self, looked)
+        applied = self._apply(model, looked)
         if not applied.touched and not applied.none_needed:
-            reasons = sorted(set(applied.skipped.values()))
+            reasons = sorted({str(why) for why in applied.skipped.values()})
             raise UserError(
                 f"method {self.name}: nothing in {type(model).__name__} can be touched"
                 + (f" ({'; '.join(reasons[:3])})." if reasons else ".")
             )
         self._applied = applied
-        # on the model, so that copies of both still know each other
-        setattr(model, _MARKS, (*marks, self.state_key))
+        # On the model, so that copies of both still belong together.
+        add_mark(
+            model,
+            Mark(
+                self.name, self.state_key, self.axes, self.adds, dict(self.conflicts), applied.modules, applied.routed
+            ),
+        )
         return applied
 
     @property
     def applied(self) -> Applied | None:
+        """The report of `apply`; None before it and after `remove`."""
         return self._applied
 
+    @property
+    def application_order(self) -> tuple[int, str]:
+        """Sort key of the order in which methods are applied: by axis, then by name."""
+        return ORDER_OF_APPLICATION.index(self.axis), self.name
+
     def remove(self, model: nn.Module) -> None:
-        """Give `model` back its own modules and names; trained values stay."""
+        """Give `model` back its own modules, names and `requires_grad`; trained values stay.
+
+        Args:
+            model: the model the method was applied to. Methods that build on each other are removed in the opposite
+                order of application.
+
+        Raises:
+            UserError: a method that was applied on top of this one is still there.
+        """
+        check_removal(self, model)
         self._remove(model)
         self._applied = None
-        setattr(model, _MARKS, tuple(m for m in getattr(model, _MARKS, ()) if m != self.state_key))
+        remove_mark(model, self.state_key)
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """`axis` and `other_axes`."""
+        return (self.axis, *self.other_axes)
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        """True if some trainable parameters get no gradient in some steps (an option of DistributedDataParallel)."""
+        return Needs.FIND_UNUSED_PARAMETERS in self.needs
 
     def settings(self) -> dict[str, Any]:
-        """The constructor's arguments and their values."""
+        """Return the constructor's arguments and their values: ``type(m)(**m.settings())`` equals ``m``."""
         names = [p for p in inspect.signature(type(self).__init__).parameters if p != "self"]
         return {n: getattr(self, n) for n in names}
 
@@ -152,12 +274,45 @@ class Method:
 
     @property
     def state_key(self) -> str:
-        """Name and settings: under it the state of this method is kept in a checkpoint."""
+        """Name and settings: the key of this method's state in a checkpoint and of its mark on a model."""
         return f"{self.name}{sorted(self.settings().items())}"
 
 
+# ---------------------------------------------------------------------------------------------- several methods
+def in_order(methods: Iterable[Method]) -> list[Method]:
+    """Sort methods by the order of application that their axes declare; the order of a user's list has no effect."""
+    return sorted(methods, key=lambda m: m.application_order)
+
+
+def apply_methods(model: nn.Module, methods: Iterable[Method]) -> list[Applied]:
+    """Apply several methods in their declared order.
+
+    Returns:
+        Their reports, in that order.
+
+    Raises:
+        UserError: methods that cannot be stacked (before anything is changed), or as in `Method.apply`.
+    """
+    ordered = in_order(methods)
+    check_stack(ordered, model)
+    return [m.apply(model) for m in ordered]
+
+
+def plain_state_dict(model: nn.Module, methods: Sequence[Method]) -> dict[str, torch.Tensor]:
+    """Return the weights under the pretrained model's own names (adapters merged), on the CPU.
+
+    `model` is not changed. What a method adds that cannot be merged (``merges = False``) stays, under its own names.
+    """
+    plain = copy.deepcopy(model)
+    for method in reversed(in_order(methods)):
+        if method.merges:
+            method._remove(plain)
+    return {k: v.detach().cpu().contiguous() for k, v in plain.state_dict().items()}
+
+
+# ---------------------------------------------------------------------------------------------- helpers for methods
 def trainable(model: nn.Module) -> dict[str, bool]:
-    """`requires_grad` of every parameter, by name."""
+    """Return `requires_grad` of every parameter, by name."""
     return {name: parameter.requires_grad for name, parameter in model.named_parameters()}
 
 
@@ -180,25 +335,3 @@ def refuse_wrapped(model: nn.Module, name: str) -> None:
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise UserError(f"method {name}: a scripted model cannot be changed; apply the method before scripting it.")
-
-
-def in_order(methods: Iterable[Method]) -> list[Method]:
-    """Sorted by the order of application their axes declare; the order of a user's list never matters."""
-    return sorted(methods, key=lambda m: (ORDER_OF_APPLICATION.index(m.axis), m.name))
-
-
-def apply_methods(model: nn.Module, methods: Iterable[Method]) -> list[Applied]:
-    """Apply several methods in their declared order; returns their reports in that order."""
-    return [m.apply(model) for m in in_order(methods)]
-
-
-def plain_state_dict(model: nn.Module, methods: Sequence[Method]) -> dict[str, torch.Tensor]:
-    """The weights under the pretrained model's own names (adapters merged), on the CPU; `model` is not changed.
-
-    What a method adds that cannot be merged (``merges = False``) stays, under names of its own.
-    """
-    plain = copy.deepcopy(model)
-    for method in reversed(in_order(methods)):
-        if method.merges:
-            method._remove(plain)
-    return {k: v.detach().cpu().contiguous() for k, v in plain.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Freezing the BatchNorm statistics of a pretrained model, as every recipe of the papers does."""
+"""Frozen BatchNorm statistics of a pretrained model, as in every recipe of the papers."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from efficient_ft.ops.frozen_batch_norm import frozen_batch_norm
 
 
 class FrozenBatchNorm2d(nn.BatchNorm2d):
-    """`nn.BatchNorm2d` that uses its running statistics in training too; scale and shift may still train."""
+    """`nn.BatchNorm2d` with its running statistics in training mode too; weight and bias may still train."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _normalised(self, x)
+        """Normalize x (B, C, H, W) with the running statistics."""
+        return _frozen(self, x)
 
 
 class FrozenBatchNormAct2d(BatchNormAct2d):
-    """The same for timm's normalisation and activation in one layer."""
+    """timm's `BatchNormAct2d` (normalization and activation in one layer) with its running statistics, likewise."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.drop(_normalised(self, x)))
+        """Normalize x (B, C, H, W) with the running statistics, then drop and activate."""
+        return self.act(self.drop(_frozen(self, x)))
 
 
-def _normalised(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
+def _frozen(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
     assert norm.running_mean is not None
     assert norm.running_var is not None
     arguments = (x, norm.running_mean, norm.running_var, norm.weight, norm.bias)
@@ -37,7 +39,7 @@ def _normalised(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
     return F.batch_norm(*arguments, False, 0.0, norm.eps)
 
 
-#: What a layer becomes, by its class.
+#: The frozen class of each class of layer.
 FROZEN: dict[type, type] = {nn.BatchNorm2d: FrozenBatchNorm2d, BatchNormAct2d: FrozenBatchNormAct2d}
 
 

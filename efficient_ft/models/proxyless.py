@@ -31,7 +31,7 @@ STAGES = [
 
 default_cfgs = generate_default_cfgs(
     {
-        # What the entry point `proxyless_mobile` of torch.hub's mit-han-lab/ProxylessNAS downloads.
+        # The download of the entry point `proxyless_mobile` of torch.hub's mit-han-lab/ProxylessNAS.
         "proxyless_mobile.mit_in1k": {
             "url": "https://raw.githubusercontent.com/han-cai/files/master/proxylessnas/proxyless_mobile.pth",
             "num_classes": 1000,
@@ -47,8 +47,8 @@ default_cfgs = generate_default_cfgs(
     }
 )
 
-# Where the release has its layers, and where timm has them, in a block with and without expansion.
-_AROUND = {
+# The release's names → timm's: outside of blocks, in a block with expansion, and in one without.
+_OUTSIDE = {
     "first_conv.conv.": "conv_stem.",
     "first_conv.bn.": "bn1.",
     "feature_mix_layer.conv.": "conv_head.",
@@ -73,27 +73,27 @@ _BLOCK = re.compile(r"blocks\.(\d+)\.mobile_inverted_conv\.(\w+\.\w+\.)(.+)")
 
 
 def timm_names(weights: dict[str, Tensor], *_: Any) -> dict[str, Tensor]:
-    """The state dict of the ProxylessNAS release under timm's names; one that has them already is left as it is.
+    """Rename the state dict of the ProxylessNAS release to timm's names.
 
-    The release numbers blocks that hold nothing, too: blocks are matched by their order. Names that it does not know
-    stay, and are refused when the weights are loaded.
+    The release also numbers blocks without weights, so blocks are matched by their order. Unknown names stay, and are
+    refused when the weights are loaded. A state dict with timm's names is returned unchanged.
 
     Raises:
-        ValueError: another number of blocks: another network of the release.
+        ValueError: another number of blocks, as in another network of the release.
     """
     if not any(name.startswith("first_conv.") for name in weights):
         return weights
     places = [(stage, k) for stage, blocks in enumerate(decode_arch_def(STAGES)) for k in range(len(blocks))]
     numbers = sorted({int(found[1]) for name in weights if (found := _BLOCK.fullmatch(name))})
     if len(numbers) != len(places):
-        raise ValueError(f"{len(numbers)} blocks hold weights, and ProxylessNAS-Mobile has {len(places)}")
+        raise ValueError(f"{len(numbers)} blocks have weights, ProxylessNAS-Mobile has {len(places)}")
     place_of = dict(zip(numbers, places, strict=True))
 
     def renamed(name: str) -> str:
         found = _BLOCK.fullmatch(name)
         if found is None:
-            start = next((old for old in _AROUND if name.startswith(old)), None)
-            return name if start is None else _AROUND[start] + name.removeprefix(start)
+            start = next((old for old in _OUTSIDE if name.startswith(old)), None)
+            return name if start is None else _OUTSIDE[start] + name.removeprefix(start)
         stage, k = place_of[int(found[1])]
         layer = (_EXPANDING if stage else _SEPARABLE).get(found[2])
         return name if layer is None else f"blocks.{stage}.{k}.{layer}{found[3]}"
@@ -103,7 +103,7 @@ def timm_names(weights: dict[str, Tensor], *_: Any) -> dict[str, Tensor]:
 
 @register_model
 def proxyless_mobile(pretrained: bool = False, **kwargs: Any) -> EfficientNet:
-    """4.1 M parameters with 1000 classes, 320 M multiply-adds at 224 px."""
+    """Create ProxylessNAS-Mobile: 4.1 M parameters with 1000 classes, 320 M multiply-adds at 224 px."""
     own = {
         "block_args": decode_arch_def(STAGES),
         "stem_size": 32,

@@ -1,8 +1,8 @@
 """Small vision transformers for 32×32 images, registered with timm: `vit_digits` and `vit_micro`.
 
-A class token, an 8×8 token grid, and a convolutional stem, which trains far faster from scratch than plain
-patches (Xiao et al., "Early convolutions help transformers see better", 2021). Both are timm's VisionTransformer
-with timm's own ConvStem, so that their weights load into plain timm without this package.
+They have a class token, an 8×8 token grid, and a convolutional stem, which trains far faster from scratch than a linear
+patch embedding (Xiao et al., "Early convolutions help transformers see better", 2021). Both are timm's
+VisionTransformer with timm's own ConvStem, so that their weights load into plain timm without this package.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ default_cfgs = generate_default_cfgs(
     }
 )
 
-# A stem written as one plain Sequential: conv, BN, GELU, conv, BN, GELU, conv.
+# Names of a stem that is one plain Sequential (conv, BN, GELU, conv, BN, GELU, conv) → names of ConvStem.
 _SEQUENTIAL_STEM = {
     "net.0.": "backbone.0.conv.",
     "net.1.": "backbone.0.bn.",
@@ -55,7 +55,7 @@ _SEQUENTIAL_STEM = {
 
 
 def _filter(state_dict: dict[str, torch.Tensor], model: VisionTransformer) -> dict[str, torch.Tensor]:
-    """Names of a sequential stem become ConvStem's; position embeddings are resized by timm's own filter."""
+    """Rename a sequential stem to ConvStem's names; timm's own filter resizes position embeddings."""
     renamed = {}
     for key, value in state_dict.items():
         for old, new in _SEQUENTIAL_STEM.items():
@@ -74,7 +74,7 @@ def _create(variant: str, pretrained: bool, strides: tuple[int, ...], **kwargs: 
         stride=strides,
         act_layer=nn.GELU,
     )
-    # A standard deviation of .02, timm's default, is made for wide models; narrow ones learn slowly from it.
+    # timm's default, a standard deviation of .02, suits wide models; narrow ones learn slowly from it.
     kwargs.setdefault("weight_init", "jax")
     return build_model_with_cfg(
         VisionTransformer,
@@ -89,13 +89,13 @@ def _create(variant: str, pretrained: bool, strides: tuple[int, ...], **kwargs: 
 
 @register_model
 def vit_digits(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    """0.6 M parameters; the model of the default job."""
+    """Create a ViT with 0.6 M parameters, width 96 and 4 blocks: the model of the default job."""
     sizes = {"embed_dim": 96, "depth": 4, "num_heads": 3}
     return _create("vit_digits", pretrained, strides=(1, 2, 2, 1), **{**sizes, **kwargs})
 
 
 @register_model
 def vit_micro(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    """2.9 M parameters, for experiments on natural images of 32×32."""
+    """Create a ViT with 2.9 M parameters, width 192 and 6 blocks, for natural images of 32×32."""
     sizes = {"embed_dim": 192, "depth": 6, "num_heads": 3}
     return _create("vit_micro", pretrained, strides=(1, 2, 2), **{**sizes, **kwargs})

@@ -1,12 +1,12 @@
-"""One network for several tasks: a classifier for each, and a switch that says which of them it works on now.
+"""One network for several tasks: a classifier for each, of which the active task's runs.
 
 >>> tasks = give_heads(model, {"cifar10": 10, "pets": 37})
->>> tasks.now = "pets"
+>>> tasks.active = "pets"
 >>> model(images).shape  # (B, 37)
 
-What differs from task to task (classifiers, the routers of experts) is a `PerTask` module in the place of one, whose
-parameters have the task in their names (``head.pets.weight``). All share the one switch, which the network carries: it
-is copied and pickled with it.
+Every module that differs between tasks (classifiers, routers of experts) is a `PerTask`, whose parameters carry the
+task in their names (``head.pets.weight``). All of them share one `Tasks` object, which is copied and pickled with the
+network.
 """
 
 from __future__ import annotations
@@ -22,41 +22,56 @@ from efficient_ft.models.view import view
 
 
 class Tasks:
-    """The tasks of a network, and the one it works on.
+    """The tasks of a network and the active one.
 
     Args:
-        names: at least one, each once, of letters, digits, ``_`` and ``-``: they become parts of parameters' names.
+        names: at least one, without repetition, of letters, digits, ``_`` and ``-``: they become parts of parameter
+            names.
+
+    Attributes:
+        names: as given.
 
     Raises:
-        SettingError: names that will not do.
+        SettingError: no names, repeated or unusable ones.
     """
+
+    __slots__ = ("_active", "names")  # a mistyped `active` is an error
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = tuple(names)
         if not self.names or len(set(self.names)) < len(self.names):
-            raise SettingError("tasks", list(self.names), "names, each once")
+            raise SettingError("tasks", list(self.names), "a non-empty list of different names")
         for name in self.names:
             # A ModuleDict refuses names of its own attributes.
             if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or hasattr(nn.ModuleDict, name) or name == "training":
                 raise SettingError(
-                    "tasks", name, "names of letters, digits, _ and -, other than those of a module's own attributes"
+                    "tasks", repr(name), "names of letters, digits, _ and -, other than attributes of nn.ModuleDict"
                 )
-        self._now = self.names[0]
+        self._active = self.names[0]
 
     @property
-    def now(self) -> str:
-        """The task of the next forward pass; at first the first one."""
-        return self._now
+    def active(self) -> str:
+        """The task of the next forward pass; initially the first.
 
-    @now.setter
-    def now(self, name: str) -> None:
+        Raises:
+            SettingError: set to a name that is not one of `names`.
+        """
+        return self._active
+
+    @active.setter
+    def active(self, name: str) -> None:
         if name not in self.names:
             raise SettingError("task", name, list(self.names))
-        self._now = name
+        self._active = name
 
 
 class PerTask(nn.ModuleDict):
-    """A module for each task, of which the present task's runs."""
+    """A module per task; the forward pass runs the active task's.
+
+    Args:
+        tasks: shared by all such modules of a network.
+        modules: by task.
+    """
 
     def __init__(self, tasks: Tasks, modules: Mapping[str, nn.Module]) -> None:
         assert set(modules) == set(tasks.names)
@@ -64,55 +79,64 @@ class PerTask(nn.ModuleDict):
         self.tasks = tasks
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self[self.tasks.now](*args, **kwargs)
+        """Run the active task's module."""
+        return self[self.tasks.active](*args, **kwargs)
 
 
 def tasks_of(model: nn.Module) -> Tasks | None:
-    """The switch of a network for several tasks; None: it has one task."""
+    """Return the tasks of a network with several; None if it has one task."""
     return next((module.tasks for module in model.modules() if isinstance(module, PerTask)), None)
 
 
 def for_each_task(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
-    """What `make` gives, once for each task of `model`, in one module; of a network of one task, as it is."""
+    """Call `make` once per task of `model` and return a `PerTask` of the results; with one task, the single result."""
     tasks = tasks_of(model)
     return make() if tasks is None else PerTask(tasks, {name: make() for name in tasks.names})
 
 
 def give_heads(model: nn.Module, classes: Mapping[str, int], zero: bool = False) -> Tasks:
-    """Give `model` a classifier for each task, in the place of its own.
+    """Replace the classifier of `model` by one per task.
 
-    The first task with as many classes as the model has takes over its classifier; the others are made anew.
+    The first task with as many classes as the model has keeps the model's own classifier; the others are newly
+    initialized.
 
     Args:
         model: of timm, before any method is applied to it.
-        classes: by task, in the order of the switch.
-        zero: those made anew give 0 for every class.
+        classes: number of classes by task, in the order of the tasks.
+        zero: newly initialized classifiers give 0 for every class.
 
     Raises:
-        UserError: a network that cannot be given another classifier, or has several tasks already.
+        SettingError: unusable names of tasks.
+        UserError: the classifier cannot be replaced, or the network already has several tasks.
     """
     if tasks_of(model) is not None:
-        raise UserError(f"{type(model).__name__} has several tasks already.")
+        raise UserError(f"{type(model).__name__} already has several tasks. Call give_heads once.")
     reset: Any = getattr(model, "reset_classifier", None)
     if reset is None:
         raise UserError(
-            f"{type(model).__name__} cannot be given classifiers: it has no reset_classifier, as timm's have."
+            f"{type(model).__name__} has no reset_classifier, so its classifier cannot be replaced. Use a timm model."
         )
     tasks = Tasks(classes)
     own = getattr(model, "num_classes", None)
     heads: dict[str, dict[str, nn.Module]] = {}  # by full name of the classifier, then by task
-    # The model's own classifier first, before another one takes its place.
+    # The task that keeps the model's own classifier first, before another one replaces it.
     for task in sorted(classes, key=lambda task: classes[task] != own):
-        made_anew = classes[task] != own or bool(heads)
-        if made_anew:
+        is_new = classes[task] != own or bool(heads)
+        if is_new:
             reset(classes[task])
         names = list(heads) or view(model).head
         for name in names:
             head = model.get_submodule(name)
-            for parameter in head.parameters() if made_anew and zero else ():
-                nn.init.zeros_(parameter)
+            if is_new and zero:
+                zero_parameters(head)
             heads.setdefault(name, {})[task] = head
-    for name, made in heads.items():
+    for name, by_task in heads.items():
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, PerTask(tasks, {task: made[task] for task in tasks.names}))
+        setattr(model.get_submodule(parent), child, PerTask(tasks, {task: by_task[task] for task in tasks.names}))
     return tasks
+
+
+def zero_parameters(module: nn.Module) -> None:
+    """Set all parameters of `module` to 0."""
+    for parameter in module.parameters():
+        nn.init.zeros_(parameter)

@@ -1,7 +1,7 @@
-"""BatchNorm with frozen statistics and a frozen scale: a per-channel affine map that keeps nothing of its input.
+"""BatchNorm with frozen statistics and a frozen scale: an affine map per channel that keeps nothing of its input.
 
-torch's evaluating BatchNorm keeps its input even where only the input's gradient is wanted. (Where the scale trains
-too, torch's own fused backward is the faster one and is used.)
+torch's BatchNorm in evaluation mode keeps its input even if only the input's gradient is needed. (If the scale trains
+too, torch's fused backward is faster and is used.)
 """
 
 from __future__ import annotations
@@ -17,11 +17,20 @@ from torch.autograd.function import once_differentiable
 def frozen_batch_norm(
     x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """`F.batch_norm` with running statistics for x (B, C, H, W); gradients for x and `bias`, none for `weight`."""
+    """Compute `F.batch_norm` with running statistics; gradients for x and `bias`, none for `weight`.
+
+    Args:
+        x: (B, C, H, W).
+        mean, variance: (C,) running statistics.
+        weight, bias: (C,) or None; `weight` must not need a gradient.
+        eps: added to the variance.
+    """
     return _FrozenBatchNorm.apply(x, mean, variance, weight, bias, eps)
 
 
 class _FrozenBatchNorm(Function):
+    """g_x = g · γ / √(σ² + ε), g_b = Σ g."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float

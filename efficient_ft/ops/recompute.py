@@ -1,7 +1,7 @@
-"""Recomputation: of a part of a model only the input is kept, packed, and the part runs again in the backward pass.
+"""Recomputation: only the input of a part of a model is kept, packed, and the part runs again in the backward pass.
 
-Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016. torch.utils.checkpoint cannot keep its
-input in another form; and it keeps it in a closure, where no one who counts saved tensors sees it.
+Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016. `torch.utils.checkpoint`
+cannot keep its input in another form, and it keeps it in a closure, hidden from the meter of saved tensors.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.ops.autocast import current_autocast
 from efficient_ft.ops.packed import load, save
-from efficient_ft.ops.packing import Packer, Place
+from efficient_ft.ops.packing import PackContext, Packer
 
 
 def recompute(
@@ -27,36 +28,36 @@ def recompute(
     keywords: dict[str, Any],
     parameters: Sequence[Tensor],
     packer: Packer,
-    place: Place,
+    context: PackContext,
 ) -> Tensor:
-    """`function(x, *others, **keywords)`, recomputed in the backward pass from x as `packer` keeps it.
+    """Return `function(x, *others, **keywords)`, recomputed in the backward pass from the packed x.
 
-    The forward pass is the plain one; the backward pass differs from it by what `packer` loses of x. Dropout is the
-    same in both: the state of the random generators is kept.
+    The forward pass uses x itself, and the recomputed one the unpacked x. Dropout is the same in both: the state of the
+    random generators is kept.
 
     Args:
         function: a module's forward; it returns one tensor.
         x: (B, ...) activations.
-        others, keywords: its other arguments. Tensors among them are kept as they are.
-        parameters: those inside that need a gradient.
+        others, keywords: the other arguments of `function`. Tensors in them are kept as they are.
+        parameters: the parameters of the part that need a gradient.
+        packer: packs x.
+        context: in which x is packed.
 
     Raises:
-        UserError: the function returns something else than one tensor, or another argument needs a gradient.
+        UserError: the function does not return a tensor, or another argument needs a gradient.
     """
     leaves, form = tree_flatten((others, keywords))
     if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
         raise UserError(
-            "a block of which another argument needs a gradient cannot be recomputed; leave it out by `blocks`."
+            "The first argument of a recomputed block must be the only one that needs a gradient, got another one."
+            " Leave the block out of `blocks`."
         )
-    return _Recompute.apply(function, leaves, form, packer, place, x, *parameters)
-
-
-def runs_again() -> bool:
-    """Whether this forward pass is one of the backward pass: a part that is recomputed, here or by torch."""
-    return torch._C._current_graph_task_id() != -1
+    return _Recompute.apply(function, leaves, form, packer, context, x, *parameters)
 
 
 class _Recompute(torch.autograd.Function):
+    """Runs a function without recording it, and once more, recorded, in the backward pass."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -64,22 +65,22 @@ class _Recompute(torch.autograd.Function):
         leaves: list[Any],
         form: TreeSpec,
         packer: Packer,
-        place: Place,
+        context: PackContext,
         x: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
         ctx.state = _RandomState(x.device)
-        ctx.autocast = _autocast_of(x.device.type)
+        ctx.autocast = current_autocast(x.device.type)
         others, keywords = tree_unflatten(leaves, form)
         y = function(x, *others, **keywords)
         if not isinstance(y, Tensor):
             raise UserError(
-                f"a block that returns {type(y).__name__} instead of a tensor cannot be recomputed; leave it out by"
-                " `blocks`."
+                f"The output of a recomputed block must be a tensor, got {type(y).__name__}."
+                " Leave the block out of `blocks`."
             )
-        # Tensors go where autograd, and who counts what it keeps, can see them; the rest stays in its place.
+        # Tensors are saved where autograd and the meter can see them; other leaves stay in their positions.
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        save(ctx, packer.pack(x, place), *tensors, *parameters)
+        save(ctx, packer.pack(x, context), *tensors, *parameters)
         ctx.leaves, ctx.form = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves], form
         ctx.gaps = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         ctx.function, ctx.type = function, x.dtype
@@ -96,9 +97,8 @@ class _Recompute(torch.autograd.Function):
         x = x.detach().to(ctx.type).requires_grad_(ctx.needs_input_grad[5])
         wanted = [*([x] if ctx.needs_input_grad[5] else []), *parameters]
         with ExitStack() as stack:
-            stack.enter_context(ctx.state.again())
-            for autocast in ctx.autocast:
-                stack.enter_context(autocast())
+            stack.enter_context(ctx.state.restored())
+            stack.enter_context(ctx.autocast())
             stack.enter_context(torch.enable_grad())
             y = ctx.function(x, *others, **keywords)
         found = list(torch.autograd.grad(y, wanted, g, allow_unused=True))
@@ -107,25 +107,17 @@ class _Recompute(torch.autograd.Function):
 
 
 class _RandomState:
-    """The random generators' states, of the CPU and of one device."""
+    """The states of the random generators of the CPU and of one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.cpu = device, torch.get_rng_state()
         self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
-    def again(self) -> Any:
-        """A context in which they are as they were, and after which as before it."""
+    def restored(self) -> ExitStack:
+        """Restore these states inside a ``with`` block, and the current ones at its end."""
         stack = ExitStack()
         stack.enter_context(torch.random.fork_rng(devices=[self.device] if self.cuda is not None else []))
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, self.device)
         return stack
-
-
-def _autocast_of(device: str) -> list[Callable[[], Any]]:
-    """What enters the autocast that holds now."""
-    if not torch.is_autocast_enabled(device):
-        return []
-    dtype, cache = torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
-    return [lambda: torch.autocast(device, dtype, cache_enabled=cache)]

@@ -1,12 +1,12 @@
 """Sparse weights and activations in training (SWAT: Raihan, Aamodt, NeurIPS 2020).
 
-A linear layer or convolution computes with the largest of its weights, w̃, and keeps the largest values of its input, x̃,
-for the backward pass::
+A linear layer or convolution computes with the largest of its weights, w̃, and keeps the largest values of its input,
+x̃, for the backward pass::
 
     y = x ∗ w̃ + b,    g_x from g_y and w̃,    g_w from g_y and x̃ (dense: dropped weights train too),    g_b exact
 
-What is dropped lies below a threshold, one for a weight and one for an input over the whole batch, that holds for
-several steps. So the number of values kept follows the data between two refreshes; zeros are never kept.
+Values below a threshold are dropped. There is one threshold per weight and one per input, over the whole batch, each
+used for several steps: the number of values kept varies with the data between two refreshes. Zeros are never kept.
 """
 
 from __future__ import annotations
@@ -21,48 +21,48 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from efficient_ft.ops.packed import _OPERATIONS, PackedOperations, Policy, Session
-from efficient_ft.ops.packing import Dense, Packed, Place, bitmap_bytes, magnitude_bits, pack_bits, unpack_bits
+from efficient_ft.ops.packed import PackedOperations, PackingState, Policy, packed_operation
+from efficient_ft.ops.packing import Dense, PackContext, Packed, bitmap_bytes, magnitude_bits, pack_bits, unpack_bits
 
 _PRODUCTS = (F.linear, F.conv2d, torch.conv2d)
-#: What is not SWAT's to make sparse is served where it keeps less without a change of its result.
-_SERVED = (
+#: The other operations are not sparse in SWAT; these have a packed form with an unchanged result that keeps less.
+_SUPPORTED = (
     *(*_PRODUCTS, F.relu, torch.relu, Tensor.relu, F.relu6, F.hardtanh),
     *(F.batch_norm, F.avg_pool2d, F.adaptive_avg_pool2d, F.max_pool2d, torch.max_pool2d),
 )
 
 
 @dataclass
-class Thresholds(Session):
-    """The smallest magnitudes kept, by place, from step to step.
+class Thresholds(PackingState):
+    """The smallest magnitudes kept, from step to step.
 
     Attributes:
         sparsity: share of the values dropped.
-        refresh: they are taken anew in every step whose number is a multiple of this.
-        step: optimizer steps done.
-        of: by parameter name, or by the place of an input.
+        refresh: thresholds are computed again in every step whose number is a multiple of this.
+        step: number of optimizer steps done.
+        by_name: threshold by parameter name, or by the name of an input's `PackContext`.
     """
 
     sparsity: float = 0.8
     refresh: int = 10
     step: int = 0
-    of: dict[str, float] = field(default_factory=dict)
+    by_name: dict[str, float] = field(default_factory=dict)
 
     def in_training(self, name: str, x: Tensor) -> float:
-        """The threshold of x, refreshed where that is due."""
+        """Return the threshold of x in a training step, refreshed if it is due."""
         if isinstance(x, FakeTensor):
             return 0.0
-        if name not in self.of or self.step % self.refresh == 0:
-            self.of[name] = self._taken(x)
-        return self.of[name]
+        if name not in self.by_name or self.step % self.refresh == 0:
+            self.by_name[name] = self._compute(x)
+        return self.by_name[name]
 
-    def at_rest(self, name: str, x: Tensor) -> float:
-        """That of the last step, or, before training, x's own."""
+    def in_evaluation(self, name: str, x: Tensor) -> float:
+        """Return the threshold of the last step; before training, that of x itself."""
         if isinstance(x, FakeTensor):
             return 0.0
-        return self.of[name] if name in self.of else self._taken(x)
+        return self.by_name[name] if name in self.by_name else self._compute(x)
 
-    def _taken(self, x: Tensor) -> float:
+    def _compute(self, x: Tensor) -> float:
         dropped = self.dropped(x.numel())
         if not dropped:
             return 0.0
@@ -70,34 +70,37 @@ class Thresholds(Session):
         return float(x[magnitude_bits(x).kthvalue(dropped + 1).indices].abs())
 
     def dropped(self, n: int) -> int:
-        """Of n values."""
+        """Return how many of n values are dropped."""
         return math.floor(n * self.sparsity)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "of": dict(self.of)}
+        """Return the step and the thresholds."""
+        return {"step": self.step, "of": dict(self.by_name)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.step, self.of = state_dict["step"], dict(state_dict["of"])
+        """Restore the step and the thresholds."""
+        self.step, self.by_name = state_dict["step"], dict(state_dict["of"])
 
 
 def largest(threshold: float, x: Tensor) -> Tensor:
-    """x where its magnitude is at least `threshold`, and 0 elsewhere."""
+    """Return x with 0 where its magnitude is below `threshold`."""
     return torch.where(x.abs() >= threshold, x, 0)
 
 
 @dataclass(frozen=True, eq=False)
 class LargestOfBatch:
-    """A packer: the values from a threshold up, over the whole batch, and a bitmap."""
+    """A packer that keeps the values from a threshold up, one for the whole batch, and a bitmap."""
 
     thresholds: Thresholds
 
-    def pack(self, x: Tensor, place: Place) -> Packed:
+    def pack(self, x: Tensor, context: PackContext) -> Packed:
+        """Pack all samples of x with one threshold."""
         n = x.numel()
-        if isinstance(x, FakeTensor):  # the budget, which holds in steps of a refresh
+        if isinstance(x, FakeTensor):  # the budget, which is exact in steps with a refresh
             values = x.new_empty(n - self.thresholds.dropped(n))
             bits = x.new_empty(bitmap_bytes(n), dtype=torch.uint8)
         else:
-            mask = (x.abs() >= self.thresholds.in_training(place.name, x)) & (x != 0)
+            mask = (x.abs() >= self.thresholds.in_training(context.name, x)) & (x != 0)
             values, bits = x[mask], pack_bits(mask)
         return Packed((values, bits), partial(_spread, x.shape))
 
@@ -109,13 +112,13 @@ def _spread(shape: torch.Size, values: Tensor, bits: Tensor) -> Tensor:
 
 
 class SparseProducts(PackedOperations):
-    """While entered, linear layers and convolutions are SWAT's, and ReLU keeps a bit for each element.
+    """While entered, linear layers and convolutions are SWAT's, and ReLU keeps one bit per element.
 
     Args:
         thresholds: kept from step to step.
         region, samples: see `PackedOperations`.
-        weights: names of the weights that are sparse, by the identity of the parameter.
-        training: else the forward pass is plain, with sparse weights.
+        weights: names of the sparse weights, by the id of the parameter.
+        training: pack activations; if False, the forward pass with sparse weights is all that changes.
     """
 
     def __init__(
@@ -129,10 +132,11 @@ class SparseProducts(PackedOperations):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _SERVED or self._suspended:
+        operation = packed_operation(func) if func in _SUPPORTED else None
+        if operation is None or self._suspended:
             return func(*args, **kwargs)
         if self.training and torch.is_grad_enabled():
-            result = _OPERATIONS[func](self, *args, **kwargs)
+            result = operation(self, *args, **kwargs)
             if result is not NotImplemented:
                 return result
         return self._with_sparse_weight(func, *args, **kwargs) if func in _PRODUCTS else func(*args, **kwargs)
@@ -141,9 +145,10 @@ class SparseProducts(PackedOperations):
         return func(input, self.weight(weight)[0], *args, **kwargs)
 
     def weight(self, weight: Tensor) -> tuple[Tensor, Tensor | Packed]:
+        """Return the sparse weight, and the weight itself as the form that is saved."""
         name = self.weights.get(id(weight))
         if name is None:  # computed from a parameter, or another module's
             return weight, weight
-        threshold = (self.thresholds.in_training if self.training else self.thresholds.at_rest)(name, weight)
-        # The weight lives anyway: its sparse form is made again in the backward pass.
+        threshold = (self.thresholds.in_training if self.training else self.thresholds.in_evaluation)(name, weight)
+        # The weight is in memory in any case: the backward pass computes its sparse form again.
         return largest(threshold, weight), Packed((weight,), partial(largest, threshold))

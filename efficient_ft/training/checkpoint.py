@@ -1,13 +1,12 @@
-"""Checkpoints that survive a kill at any moment: written beside, made durable, moved into place, the last one kept.
+"""Checkpoints that survive a kill at any moment; the previous one is kept.
 
-Lightning writes through $TMPDIR and copies where that is another filesystem: a kill then leaves half a file.
+Lightning writes through $TMPDIR and copies if that is another filesystem: a kill then leaves half a file.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,65 +14,35 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.record.files import write_atomically
+from efficient_ft.record.formats import FORMAT, START_AGAIN, check_format
 
 log = logging.getLogger(__name__)
 
 NAME = "checkpoint.ckpt"
-
-
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """`write` to a file beside `path`, make it durable, and move it into place; `path` is whole at any moment.
-
-    One process writes into a folder at a time, so that what a killed one left beside is written over.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.tmp")
-    try:
-        write(beside)
-        with open(beside, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
-    _sync_folder(path.parent)
-
-
-def write_text_atomically(path: Path, text: str) -> None:
-    write_atomically(path, lambda beside: _write_text(beside, text))
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the move itself durable; Windows cannot open a folder for it."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)
+#: The key of the format number in a checkpoint.
+_FORMAT_KEY = "efficient_ft_format"
 
 
 def previous(path: Path) -> Path:
-    """Where the checkpoint before the one at `path` is kept."""
+    """The file that keeps the checkpoint before the one at `path`."""
     return path.with_name(path.name + ".prev")
 
 
 def exists(path: Path) -> bool:
-    """Whether there is anything to continue from; between two moves only the previous one is there."""
+    """Whether there is a checkpoint to continue from; between the two renames of a save there is only the previous."""
     return path.is_file() or previous(path).is_file()
 
 
 def read(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
-    """The checkpoint at `path`, or the one before where it is damaged, which is said. Runs no code from the file.
+    """Load the checkpoint at `path`, or the previous one with a warning if it is damaged. Runs no code from the file.
+
+    Args:
+        path: the checkpoint.
+        map_location: as for `torch.load`.
 
     Raises:
+        OtherVersionError: another version of this package wrote it.
         UserError: neither can be read.
     """
     failures = []
@@ -82,36 +51,39 @@ def read(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
             continue
         try:
             checkpoint = torch.load(candidate, map_location=map_location, weights_only=True)
-        except Exception as error:  # a damaged file raises zip, pickle, EOF, key and value errors alike
+        except Exception as error:  # a damaged file raises zip, pickle, EOF, key or value errors
             failures.append(f"{candidate}: {(str(error).splitlines() or ['unreadable'])[0][:200]}")
             continue
+        found = checkpoint.get(_FORMAT_KEY) if isinstance(checkpoint, dict) else None
+        check_format(candidate, found, START_AGAIN)
         if failures:
-            log.warning("The checkpoint %s is damaged; continuing from the one before (%s).", path, candidate.name)
-        return checkpoint
-    found = "\n  ".join(failures) or f"no file {path}"
-    raise UserError(
-        f"No checkpoint can be read:\n  {found}\nresume=never starts anew (the old folder is kept under another name)."
-    )
+            log.warning("The checkpoint %s is damaged; continuing from the previous one (%s).", path, candidate.name)
+        return dict(checkpoint)
+    found_text = "\n  ".join(failures) or f"no file {path}"
+    raise UserError(f"No checkpoint can be read:\n  {found_text}\n{START_AGAIN}")
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Lightning's reading and writing of checkpoints, through `write_atomically` and `read`."""
+    """Lightning's checkpoint plugin: writes with `write_atomically` and keeps the previous file, loads with `read`."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write `checkpoint`, with the format number, to `path`."""
         target = Path(path)
 
-        def write(beside: Path) -> None:
-            torch.save(checkpoint, beside)
-            with open(beside, "rb+") as file:
-                os.fsync(file.fileno())  # before the old one loses its place
+        def write(temporary: Path) -> None:
+            torch.save({**checkpoint, _FORMAT_KEY: FORMAT}, temporary)
+            with open(temporary, "rb+") as file:
+                os.fsync(file.fileno())  # before the old checkpoint is renamed
             if target.is_file():
                 os.replace(target, previous(target))
 
         write_atomically(target, write)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """See `read`."""
         return read(Path(path), map_location or "cpu")
 
     def remove_checkpoint(self, path: Any) -> None:
+        """Remove the checkpoint and the previous one."""
         for file in (Path(path), previous(Path(path))):
             file.unlink(missing_ok=True)

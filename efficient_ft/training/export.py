@@ -1,13 +1,14 @@
-"""The result of a run in use: `model.safetensors` with timm's own names, and what is needed to use it."""
+"""``model.safetensors``: the trained weights under timm's own names, with all that is needed to use them."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,13 +16,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from efficient_ft import __version__
+from efficient_ft.config import ModelConfig
 from efficient_ft.core.errors import UserError
-from efficient_ft.training.checkpoint import write_atomically
-
-if TYPE_CHECKING:
-    from efficient_ft.config import ModelConfig
-    from efficient_ft.core.input_spec import InputSpec
-    from efficient_ft.methods.base import Method
+from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.methods import METHODS
+from efficient_ft.methods.base import Method, in_order
+from efficient_ft.models.factory import create_model, random_model, read_state_dict
+from efficient_ft.models.tasks import tasks_of
+from efficient_ft.record.files import write_atomically
+from efficient_ft.record.formats import OtherVersionError
 
 NAME = "model.safetensors"
 
@@ -31,12 +34,12 @@ class Trained:
     """A trained network, ready to use.
 
     Attributes:
-        model: in evaluation mode, on the CPU.
-        class_names: by output index; with several tasks those of the task that was asked for.
-        input: size and normalisation of the images.
-        notes: what else the file says: epoch, accuracy, split.
-        tasks: class names of each task, where there are several; `models.tasks.tasks_of(model).now` says which of them
-            the model works on.
+        model: in evaluation mode, on the CPU; its parameters require no gradient.
+        class_names: by output index; with several tasks those of the chosen task.
+        input: size and normalization of the images.
+        notes: further metadata of the file: epoch, accuracy, split.
+        tasks: class names by task, where there are several; `models.tasks.tasks_of(model).active` is the task that the
+            model works on.
     """
 
     model: nn.Module
@@ -48,20 +51,25 @@ class Trained:
 
 def save(
     path: Path,
-    weights: dict[str, Tensor],
+    weights: Mapping[str, Tensor],
     model: ModelConfig,
     class_names: list[str] | dict[str, list[str]],
     input: InputSpec,
     notes: dict[str, Any],
     methods: Sequence[Method] = (),
 ) -> None:
-    """Write `weights` (timm's names) with all that `load` needs in the file's metadata.
+    """Write `weights`, with all that `load` needs in the file's metadata.
 
-    `class_names` are by task where there are several. Of `methods`, those that cannot be merged are noted with their
-    settings: `weights` hold what they added. So is the selection that said to which part of the model.
+    Args:
+        path: the file.
+        weights: under timm's own names (`plain_state_dict`).
+        model: the model's configuration.
+        class_names: by output index; with several tasks, by task.
+        input: size and normalization of the images.
+        notes: further metadata.
+        methods: those that cannot be merged into the model's own weights are noted with their settings, since
+            `weights` hold what they added, and with them the selection that chose the adapted layers.
     """
-    from efficient_ft.methods.base import in_order
-
     adapted = any(m.axis == "adapters" and not m.merges for m in methods)
     added = [m for m in in_order(methods) if not m.merges or (adapted and m.axis == "selection")]
     about = {
@@ -77,45 +85,32 @@ def save(
         "efficient_ft": __version__,
     }
     metadata = {"format": "pt", **{k: v if isinstance(v, str) else json.dumps(v) for k, v in about.items()}}
-    # Shared storages (tied weights) are refused by the format.
+    # The format refuses shared storages (tied weights).
     separate = {k: v.clone() for k, v in weights.items()}
 
-    def write(beside: Path) -> None:
-        save_file(separate, beside, metadata)
-        # safetensors lets nobody but the owner read; like any other file, it is for whom the umask allows.
+    def write(temporary: Path) -> None:
+        save_file(separate, temporary, metadata)
+        # safetensors creates files that only their owner can read; use the umask as for any other file.
         umask = os.umask(0)
         os.umask(umask)
-        beside.chmod(0o666 & ~umask)
+        temporary.chmod(0o666 & ~umask)
 
     write_atomically(path, write)
 
 
 def load(run: Path, task: str | None = None) -> Trained:
-    """The network of a run folder, or of its model.safetensors.
+    """The trained network of a run.
 
     Args:
-        task: of a run on several data sets, the one whose classes are meant; None: the first.
+        run: a run folder, or its model.safetensors.
+        task: with several tasks, the one whose classes are meant; None: the first.
 
     Raises:
-        UserError: there is none, it is damaged, or it does not come from a run; or there is no such task.
+        OtherVersionError: the file notes a method or a setting that this version does not know.
+        UserError: there is no such file, it is damaged, or no run wrote it; or there is no such task.
     """
-    from efficient_ft.config import ModelConfig
-    from efficient_ft.core.input_spec import InputSpec
-    from efficient_ft.methods import METHODS
-    from efficient_ft.models.factory import create_model, random_model, read_state_dict
-    from efficient_ft.models.tasks import tasks_of
-
     file = run / NAME if run.is_dir() else run
-    if not file.is_file():
-        what = "no such folder" if not run.exists() else f"holds no {NAME}; has the run finished an epoch?"
-        raise UserError(f"{run}: {what}")
-    try:
-        with safe_open(file, "pt") as opened:
-            about = dict(opened.metadata() or {})
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file}: cannot be read ({error}).") from error
-    if "architecture" not in about or "class_names" not in about:
-        raise UserError(f"{file}: was not written by a run: its metadata names no architecture and classes.")
+    about = _metadata(run, file)
     known = ("model_kwargs", "class_names", "image_size", "mean", "std")
     values = {k: json.loads(about[k]) for k in known}
     size = (values["image_size"][0], values["image_size"][1])
@@ -126,24 +121,24 @@ def load(run: Path, task: str | None = None) -> Trained:
         image_size=size,
         kwargs=values["model_kwargs"],
     )
-    added = json.loads(about.get("added", "[]"))
+    added = [_noted_method(file, part) for part in json.loads(about.get("added", "[]"))]
     names = values["class_names"]
     tasks = names if isinstance(names, dict) else {}
     if task is not None and task not in tasks:
         has = f"its tasks are {', '.join(tasks)}" if tasks else "it was trained on one data set"
-        raise UserError(f"{run}: has no task {task}; {has}.")
+        raise UserError(f"{run} has no task {task}: {has}.")
     classes = {name: len(of_task) for name, of_task in tasks.items()} or len(names)
     if added or tasks:
         model = random_model(config, classes)
-        for part in added:
-            METHODS[part["method"]](**part["settings"]).apply(model)
+        for method in added:
+            method.apply(model)
         model.load_state_dict(read_state_dict(file))
     else:
         model = create_model(config, classes)
     switch = tasks_of(model)
     if switch is not None:
-        switch.now = task or switch.now
-        names = tasks[switch.now]
+        switch.active = task or switch.active
+        names = tasks[switch.active]
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     return Trained(
@@ -155,8 +150,40 @@ def load(run: Path, task: str | None = None) -> Trained:
     )
 
 
+def _metadata(run: Path, file: Path) -> dict[str, str]:
+    """The metadata of `file`, the model.safetensors of `run`."""
+    if not file.is_file():
+        if not run.exists():
+            raise UserError(f"{run}: no such folder. Pass the run folder printed when training ended.")
+        raise UserError(f"{run} holds no {NAME}: the run has finished no epoch.")
+    try:
+        with safe_open(file, "pt") as opened:
+            about = dict(opened.metadata() or {})
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} cannot be read ({error}).") from error
+    if "architecture" not in about or "class_names" not in about:
+        raise UserError(f"{file} was not written by a run: its metadata names no architecture and classes.")
+    return about
+
+
+def _noted_method(file: Path, part: dict[str, Any]) -> Method:
+    """The method that the metadata of `file` notes, with its settings."""
+    name, settings = part["method"], part["settings"]
+    do = "Train again with this version, or use the version that wrote the file."
+    if name not in METHODS:
+        raise OtherVersionError(file, f"it notes the method {name}, unknown to this version", do)
+    unknown = sorted(set(settings) - set(inspect.signature(METHODS[name]).parameters))
+    if unknown:
+        which = ", ".join(f"method.{name}.{setting}" for setting in unknown)
+        raise OtherVersionError(file, f"it notes {which}, unknown to this version", do)
+    try:
+        return METHODS[name](**settings)
+    except UserError as error:
+        raise OtherVersionError(file, f"it notes the method {name} with {error}", do) from error
+
+
 @torch.inference_mode()
 def probabilities(model: nn.Module, images: Tensor) -> Tensor:
-    """Images (B, 3, H, W) → probabilities (B, classes), on the model's device."""
+    """Images (B, 3, H, W) → probabilities (B, classes) on the CPU; computed on the model's device."""
     device = next(model.parameters()).device
     return model(images.to(device)).float().softmax(-1).cpu()

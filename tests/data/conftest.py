@@ -1,15 +1,17 @@
-"""Configurations of the data part, and folders of small real images."""
+"""Configurations of the data section, folders of small images, and published sets with small files."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pictures import save
 
 from efficient_ft.config import DataConfig
+from efficient_ft.data.published import PUBLISHED
+from tests.data.pictures import save
 
 
 @pytest.fixture
@@ -37,3 +39,14 @@ def folders(tmp_path: Path) -> Callable[..., Path]:
         return root
 
     return make
+
+
+@pytest.fixture
+def change_archives(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """change_archives("food101", **fields): change every archive of a set, e.g. to the checksums of small files."""
+
+    def change(name: str, **fields: object) -> None:
+        archives = tuple(replace(a, **fields) for a in PUBLISHED[name].archives)  # type: ignore[arg-type]
+        monkeypatch.setitem(PUBLISHED, name, replace(PUBLISHED[name], archives=archives))
+
+    return change

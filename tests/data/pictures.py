@@ -1,19 +1,21 @@
-"""Small pictures and the files that hold them."""
+"""Small pictures, the files that hold them, and what a loader makes of them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 
 from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.data import ImageData
 
 SPEC = InputSpec((16, 16), (0.5, 0.4, 0.3), (0.2, 0.25, 0.3))
 
 
 def picture(seed: int, height: int = 20, width: int = 24) -> Image.Image:
-    """A smooth random colour picture: survives JPEG, differs for every seed."""
+    """A smooth random color picture: survives JPEG, differs for every seed."""
     coarse = np.random.default_rng(seed).integers(0, 256, (3, 3, 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
@@ -27,3 +29,11 @@ def save(path: Path, seed: int, **size: int) -> Path:
 def truncate(path: Path, keep: float = 0.5) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[: int(len(whole) * keep)])
+
+
+def epoch_of(data: ImageData, epoch: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """All images and labels of one epoch of training."""
+    loader = data.train_loader()
+    loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+    images, labels = zip(*loader, strict=True)
+    return torch.cat(images), torch.cat(labels)

@@ -9,22 +9,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pictures import SPEC, save, truncate
 from torch.utils.data import BatchSampler
 
 from efficient_ft.config import DataConfig
 from efficient_ft.core.errors import UserError
-from efficient_ft.data import CounterSampler, TasksData, open_data
-from efficient_ft.data.round_robin import BatchesInTurn
+from efficient_ft.data import CounterSampler, RoundRobinData, open_data
+from efficient_ft.data.round_robin import RoundRobinSampler
+from tests.data.pictures import SPEC, save, truncate
 
 
-def in_turn(sizes: dict[str, tuple[int, int]], accumulate: int = 1, rank: int = 0, world: int = 1) -> BatchesInTurn:
+def round_robin(
+    sizes: dict[str, tuple[int, int]], grad_accum_steps: int = 1, rank: int = 0, world: int = 1
+) -> RoundRobinSampler:
     """Of `sizes`, by task: images, and images in a batch."""
     batches = {
         task: BatchSampler(CounterSampler(images, 7, rank, world), batch, False)
         for task, (images, batch) in sizes.items()
     }
-    return BatchesInTurn(batches, accumulate)
+    return RoundRobinSampler(batches, grad_accum_steps)
 
 
 SIZES = st.dictionaries(
@@ -33,19 +35,19 @@ SIZES = st.dictionaries(
 
 
 @settings(max_examples=60, deadline=None)
-@given(sizes=SIZES, accumulate=st.integers(1, 3))
+@given(sizes=SIZES, grad_accum_steps=st.integers(1, 3))
 def test_tasks_take_turns_and_every_set_is_gone_through_again_and_again(
-    sizes: dict[str, tuple[int, int]], accumulate: int
+    sizes: dict[str, tuple[int, int]], grad_accum_steps: int
 ) -> None:
-    sampler = in_turn(sizes, accumulate)
-    rounds = max(math.ceil(math.ceil(images / batch) / accumulate) for images, batch in sizes.values())
+    sampler = round_robin(sizes, grad_accum_steps)
+    rounds = max(math.ceil(math.ceil(images / batch) / grad_accum_steps) for images, batch in sizes.values())
     seen: dict[str, list[tuple[int, int]]] = {task: [] for task in sizes}
     for epoch in range(3):
         sampler.set_epoch(epoch)
         found = list(sampler)
-        assert len(found) == len(sampler) == rounds * accumulate * len(sizes)
+        assert len(found) == len(sampler) == rounds * grad_accum_steps * len(sizes)
         tasks = [task for task, _ in found]
-        assert tasks == [task for _ in range(rounds) for task in sizes for _ in range(accumulate)]
+        assert tasks == [task for _ in range(rounds) for task in sizes for _ in range(grad_accum_steps)]
         for task, keys in found:
             seen[task] += keys
     for task, (images, batch) in sizes.items():
@@ -60,15 +62,15 @@ def test_tasks_take_turns_and_every_set_is_gone_through_again_and_again(
 
 
 @settings(max_examples=60, deadline=None)
-@given(sizes=SIZES, accumulate=st.integers(1, 3), epoch=st.integers(0, 4), data=st.data())
+@given(sizes=SIZES, grad_accum_steps=st.integers(1, 3), epoch=st.integers(0, 4), data=st.data())
 def test_it_continues_wherever_it_was(
-    sizes: dict[str, tuple[int, int]], accumulate: int, epoch: int, data: st.DataObject
+    sizes: dict[str, tuple[int, int]], grad_accum_steps: int, epoch: int, data: st.DataObject
 ) -> None:
-    whole = in_turn(sizes, accumulate)
+    whole = round_robin(sizes, grad_accum_steps)
     whole.set_epoch(epoch)
     expected = list(whole)
     at = data.draw(st.integers(0, len(whole)))
-    resumed = in_turn(sizes, accumulate)
+    resumed = round_robin(sizes, grad_accum_steps)
     resumed.set_epoch(epoch)
     resumed.start = at
     assert list(resumed) == expected[at:]
@@ -78,15 +80,15 @@ def test_it_continues_wherever_it_was(
 
 def test_two_processes_have_the_same_turns_and_share_the_images() -> None:
     sizes = {"a": (8, 2), "b": (6, 1)}
-    shares = [list(in_turn(sizes, rank=rank, world=2)) for rank in (0, 1)]
+    shares = [list(round_robin(sizes, rank=rank, world=2)) for rank in (0, 1)]
     assert [task for task, _ in shares[0]] == [task for task, _ in shares[1]] == ["a", "b"] * 3
     of_b = [{key for task, keys in share for key in keys if task == "b"} for share in shares]
     assert of_b[0].isdisjoint(of_b[1])
     assert {index for share in of_b for _, index in share} == set(range(6))
 
 
-def folders(tmp_path: Path, sizes: dict[str, int]) -> dict[str, DataConfig]:
-    """Image folders of so many training images per class: of two classes, and one class more from set to set."""
+def task_configs(tmp_path: Path, sizes: dict[str, int]) -> dict[str, DataConfig]:
+    """Image folders with `sizes` training images per class; two classes in the first, one more in each next one."""
     made = {}
     for number, (name, images) in enumerate(sizes.items()):
         for label in range(2 + number):
@@ -97,14 +99,14 @@ def folders(tmp_path: Path, sizes: dict[str, int]) -> dict[str, DataConfig]:
     return made
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_batches_are_those_of_each_set_whatever_the_workers(tmp_path: Path, workers: int) -> None:
     configs = {
         name: config.model_copy(update={"num_workers": workers if name == "b" else 0})
-        for name, config in folders(tmp_path, {"a": 6, "b": 3}).items()
+        for name, config in task_configs(tmp_path, {"a": 6, "b": 3}).items()
     }
     parts = {name: open_data(config, SPEC, 3) for name, config in configs.items()}
-    data = TasksData(parts, 1)
+    data = RoundRobinData(parts, 1)
     assert data.num_classes == {"a": 2, "b": 3}
     assert data.class_names == {"a": ["a0", "a1"], "b": ["b0", "b1", "b2"]}
     loader = data.train_loader()
@@ -114,7 +116,7 @@ def test_batches_are_those_of_each_set_whatever_the_workers(tmp_path: Path, work
     for name, part in parts.items():
         once = part.train_loader()
         own = list(once)
-        if name == "b":  # two batches of four and one image, which is left out; then anew
+        if name == "b":  # two batches of four and one image, which is left out; then from the start
             once.sampler.set_epoch(1)  # type: ignore[attr-defined]
             own.append(next(iter(once)))
         mine = [(images, labels) for images, labels, task in found if task == name]
@@ -125,8 +127,8 @@ def test_batches_are_those_of_each_set_whatever_the_workers(tmp_path: Path, work
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
-    configs = folders(tmp_path, {"a": 2, "b": 2})
-    data = TasksData({name: open_data(config, SPEC, 3) for name, config in configs.items()}, 1)
+    configs = task_configs(tmp_path, {"a": 2, "b": 2})
+    data = RoundRobinData({name: open_data(config, SPEC, 3) for name, config in configs.items()}, 1)
     for file in (tmp_path / "b" / "train").rglob("*.png"):
         truncate(file)
     with pytest.raises(UserError, match="b/train"):
@@ -134,11 +136,11 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_notes_say_whose_they_are(tmp_path: Path) -> None:
-    configs = folders(tmp_path, {"a": 1, "b": 2})
-    told = TasksData({name: open_data(config, SPEC, 3) for name, config in configs.items()}, 1).report()
-    assert "a: Batches hold 2 images, all there are, not data.batch_size=4." in told["notes"]
-    assert {note[:3] for note in told["notes"]} == {"a: ", "b: "}
-    assert {task: of["splits"] for task, of in told["tasks"].items()} == {
+    configs = task_configs(tmp_path, {"a": 1, "b": 2})
+    report = RoundRobinData({name: open_data(config, SPEC, 3) for name, config in configs.items()}, 1).report()
+    assert "a: Batches hold all 2 training images, fewer than data.batch_size=4." in report["notes"]
+    assert {note[:3] for note in report["notes"]} == {"a: ", "b: "}
+    assert {task: of["splits"] for task, of in report["tasks"].items()} == {
         "a": {"train": 2, "val": 2},
         "b": {"train": 6, "val": 3},
     }

@@ -1,72 +1,20 @@
-"""One table: a row per method (and per variant that takes another path), and the small models they are tried on.
+"""One table: a row per method (and per variant that takes another path).
 
-`test_contracts` drives every row through every contract; a method without a row fails there.
+`test_contracts` drives every row through every contract of `efficient_ft.testing`; a method without a row fails there.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import timm
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from efficient_ft.methods import METHODS
-from efficient_ft.methods.base import Method
 from efficient_ft.methods.tokens.tome import _MergingForward
-
-CLASSES = 5
-
-
-# ------------------------------------------------------------------------------------------------ models
-@dataclass(frozen=True)
-class Model:
-    """A timm model made small: `create(**changes)` builds it, images are `size` pixels square."""
-
-    architecture: str
-    size: int
-    kwargs: dict[str, Any] = field(default_factory=dict)
-
-    def create(self, **changes: Any) -> nn.Module:
-        return timm.create_model(self.architecture, **{"num_classes": CLASSES, **self.kwargs, **changes})
-
-
-MODELS = {
-    # A class token before an 8×8 grid.
-    "vit": Model(
-        "vit_tiny_patch16_224",
-        32,
-        {"img_size": 32, "patch_size": 4, "depth": 4, "embed_dim": 48, "num_heads": 3},
-    ),
-    # Convolutions on maps, then attention on tokens; two heads. Its attention biases fix the size.
-    "efficientformer": Model(
-        "efficientformer_l1",
-        224,
-        {"depths": (1, 1, 1, 2), "embed_dims": (16, 16, 32, 64), "num_vit": 1},
-    ),
-    # Windows of 4×4, patch merging, qkv whose forward is not called by default.
-    "swinv2": Model(
-        "swinv2_tiny_window8_256",
-        64,
-        {
-            "img_size": 64,
-            "window_size": 4,
-            "embed_dim": 32,
-            "depths": (1, 2),
-            "num_heads": (1, 2),
-            "drop_path_rate": 0.0,
-        },
-    ),
-    # A network without attention.
-    "resnet": Model("resnet26", 64, {"layers": (1, 1, 1, 1), "channels": (16, 16, 32, 32)}),
-    # Inverted residual blocks; normalisation and activation in one layer.
-    "mobilenet": Model("mobilenetv2_035", 64),
-}
+from efficient_ft.testing import CLASSES, MODELS, USUAL, Instead, Row
 
 #: For counts by hand: of each block of ResNet-50 at 224 px its channels in and out, the width of its 3×3 convolution,
 #: and the sides of its map before and after.
@@ -75,41 +23,6 @@ RESNET50 = [
     for i, (m, side, count) in enumerate([(64, 56, 3), (128, 28, 4), (256, 14, 6), (512, 7, 3)])
     for j in range(count)
 ]
-
-#: Those that a row is tried on where it says nothing else.
-USUAL = ("vit", "efficientformer", "swinv2", "resnet")
-
-
-@functools.cache
-def _prototype(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    return lively(MODELS[name].create().double())
-
-
-def model_of(name: str) -> nn.Module:
-    """A float64 copy of the small model `name` in training mode, always with the same weights."""
-    return copy.deepcopy(_prototype(name))
-
-
-def lively(model: nn.Module) -> nn.Module:
-    """`model` with no weight at a value that hides a mistake: scales of 0 or 1e-5, biases of 0."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.uniform_(-0.2, 0.2)
-            elif "logit_scale" not in name and (parameter.dim() == 1 or parameter.abs().max() < 1e-3):
-                parameter.uniform_(0.5, 1.5)
-    return model.train()
-
-
-def batch_of(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Two smooth images and their labels: on noise alone a low-pass method would keep next to nothing."""
-    generator = torch.Generator().manual_seed(seed)
-    size = MODELS[name].size
-    coarse = torch.randn(2, 3, 6, 6, generator=generator, dtype=torch.float64)
-    images = F.interpolate(coarse, size=(size, size), mode="bicubic")
-    return images.to(dtype), torch.randint(0, CLASSES, (2,), generator=generator)
-
 
 #: Forms of a plain vision transformer: a timm name and, after a space, in which way another one.
 _FORMS: dict[str, dict[str, Any]] = {
@@ -133,96 +46,14 @@ def small_vit(form: str, **kwargs: Any) -> nn.Module:
     return model.double()
 
 
-# ------------------------------------------------------------------------------------------------ one step
-def gradients(model: nn.Module, name: str, seed: int = 0) -> dict[str, Tensor | None]:
-    """Gradient of every parameter, by name, after the forward and backward pass of one training step."""
-    torch.manual_seed(seed)  # rounding at random
-    model.train()
-    for parameter in model.parameters():
-        parameter.grad = None
-    images, labels = batch_of(name, next(model.parameters()).dtype, seed)
-    F.cross_entropy(model(images), labels).backward()
-    return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
-
-
-def warm_up(model: nn.Module, method: Method, name: str) -> None:
-    """The steps after which `method` does what it does for good, and the begin of the next; no parameter moves."""
-    steps = method.warmup_steps
-    for step in range(steps):
-        method.step_begin(step)
-        gradients(model, name, seed=step)
-        method.step_end()
-    method.step_begin(steps)
-
-
-def train_a_little(model: nn.Module, method: Method, name: str, steps: int = 2, lr: float = 0.05) -> None:
-    """A few steps in anyone's own loop."""
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
-    for step in range(steps):
-        method.step_begin(step)
-        gradients(model, name, seed=step)
-        optimizer.step()
-        method.step_end()
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, name: str) -> Tensor:
-    """Logits in evaluation mode; `model` stays in training mode."""
-    model.eval()
-    logits = model(batch_of(name, next(model.parameters()).dtype, seed=99)[0])
-    model.train()
-    return logits
-
-
 # ------------------------------------------------------------------------------------------------ methods
-@dataclass(frozen=True)
-class Row:
-    """What the contracts need to know of a method.
-
-    Attributes:
-        method: its class.
-        settings: at which it differs from plain training.
-        off: changes of `settings` at which it equals plain training (the shortcuts named are disabled meanwhile), or
-            None with `why_no_off`, and `instead`, the property that is tested in its place.
-        shortcuts: (class, attribute, what it returns in the test) that would skip the off case's own path.
-        models: those it is tried on.
-        refused: models that it must refuse, with a part of the message.
-        what_trains: it sets `requires_grad`.
-        own_evaluation: why evaluation is not the pretrained model's own.
-        adds_parameters: evaluation includes what it adds to the model.
-        reference: what the model is at first, where that is not the pretrained one.
-    """
-
-    method: type[Method]
-    settings: dict[str, Any] = field(default_factory=dict)
-    off: dict[str, Any] | None = None
-    why_no_off: str = ""
-    instead: Literal[
-        "",
-        "gradients of what trains are the plain ones",
-        "output unchanged at first",
-        "gradients are near the plain ones",
-    ] = ""
-    shortcuts: tuple[tuple[type, str, Callable[..., Any]], ...] = ()
-    models: tuple[str, ...] = USUAL
-    refused: dict[str, str] = field(default_factory=dict)
-    what_trains: bool = False
-    own_evaluation: str = ""
-    adds_parameters: bool = False
-    reference: Callable[[nn.Module], nn.Module] = lambda model: model
-
-    def create(self, **changes: Any) -> Method:
-        return self.method(**{**self.settings, **changes})
-
-
 def _selection(name: str, *models: str, **settings: Any) -> Row:
     return Row(
         METHODS[name],
         settings,
         why_no_off="what trains is the choice itself",
-        instead="gradients of what trains are the plain ones",
+        instead=Instead.SAME_GRADIENTS,
         models=models,
-        what_trains=True,
     )
 
 
@@ -231,11 +62,9 @@ def _adapter(**settings: Any) -> Row:
         METHODS["lora"],
         settings,
         why_no_off="adapters of rank 0 do not exist",
-        instead="output unchanged at first",
+        instead=Instead.SAME_OUTPUT,
         models=("vit", "efficientformer", "swinv2") if settings["targets"] == "attention" else USUAL,
         refused={"resnet": "no attention layers"} if settings["targets"] == "attention" else {},
-        what_trains=True,
-        adds_parameters=True,
     )
 
 
@@ -259,11 +88,9 @@ def _tinytl(reference: Callable[[nn.Module], nn.Module] = lambda model: model, *
         METHODS["tinytl"],
         settings,
         why_no_off="a module of no width does not exist",
-        instead="output unchanged at first",
+        instead=Instead.SAME_OUTPUT,
         models=("mobilenet",),
         refused={name: "no inverted residual blocks" for name in MODELS if name != "mobilenet"},
-        what_trains=True,
-        adds_parameters=True,
         reference=reference,
     )
 
@@ -273,11 +100,9 @@ def _side(**settings: Any) -> Row:
         METHODS["repnet"],
         settings,
         why_no_off="a network without side modules is the head alone",
-        instead="output unchanged at first",
+        instead=Instead.SAME_OUTPUT,
         models=("vit", "resnet", "mobilenet"),
         refused=dict.fromkeys(("efficientformer", "swinv2"), "no blocks of a form beside which"),
-        what_trains=True,
-        adds_parameters=True,
     )
 
 
@@ -295,13 +120,11 @@ def _experts(
 ) -> Row:
     return Row(
         METHODS[name],
-        {"experts": 4, "top": 2, "blocks": [-1], **settings},
+        {"num_experts": 4, "top_k": 2, "blocks": [-1], **settings},
         why_no_off="experts are parameters of their own",
-        instead="output unchanged at first",
+        instead=Instead.SAME_OUTPUT,
         models=models,
         refused={"resnet": "has no mlp"},
-        what_trains=True,
-        adds_parameters=True,
         reference=reference,
     )
 
@@ -316,7 +139,7 @@ def _low_rank(name: str, off: dict[str, Any], *models: str, **settings: Any) -> 
 
 
 def _near(name: str, why: str, *models: str, **settings: Any) -> Row:
-    return Row(METHODS[name], settings, why_no_off=why, instead="gradients are near the plain ones", models=models)
+    return Row(METHODS[name], settings, why_no_off=why, instead=Instead.NEAR_GRADIENTS, models=models)
 
 
 def _merging(**settings: Any) -> Row:
@@ -337,10 +160,10 @@ def _always(*_: Any) -> bool:
     return True
 
 
-_KEEP_ALL = {"sparsity": 0.0, "values": "input"}
+_KEEP_ALL = {"sparsity": 0.0, "value_dtype": "same"}
 
 ROWS = {
-    "full": Row(METHODS["full"], off={}, models=("vit",), what_trains=True),
+    "full": Row(METHODS["full"], off={}, models=("vit",)),
     "head": _selection("head", "vit", "efficientformer"),
     "last_stage": _selection("last_stage", *USUAL),
     "blocks": _selection("blocks", "vit", "swinv2", blocks=[0, -1]),
@@ -349,33 +172,33 @@ ROWS = {
     "lora": _adapter(rank=2, targets="attention"),
     "lora_all": _adapter(rank=2, targets="all"),
     "tinytl": _tinytl(_with_group_norm),
-    "tinytl_batch_norm": _tinytl(norm="batch", kernel=3, groups=4),
+    "tinytl_batch_norm": _tinytl(norm="batch", kernel_size=3, groups=4),
     "repnet": _side(),
-    "repnet_places": _side(places=[1, -1], kernel=3, groups=2),
+    "repnet_places": _side(blocks=[1, -1], kernel_size=3, groups=2),
     "lbp_wht": _low_rank("lbp_wht", {"order": 15}, *USUAL, order=3),
     "lbp_wht_zero": _low_rank("lbp_wht", {"order": 8}, "vit", "efficientformer", bases="linf", order=2, padding="zero"),
     "lbp_wht_lhe": _low_rank("lbp_wht", {"order": 15}, "vit", "swinv2", bases="lhe", order=2, profile_steps=1),
     "lbp_dct": _low_rank("lbp_dct", {"order": 15}, "vit", "efficientformer", order=3),
     "back_razor": Row(METHODS["back_razor"], off=_KEEP_ALL, models=(*USUAL, "mobilenet")),
     "back_razor_published": Row(
-        METHODS["back_razor"], {"norm": "input", "derive": False, "threshold": "exact"}, off=_KEEP_ALL
+        METHODS["back_razor"], {"norm_saves": "input", "recompute_inputs": False, "threshold": "exact"}, off=_KEEP_ALL
     ),
     "back_razor_exact": Row(METHODS["back_razor"], {"threshold": "exact"}, off=_KEEP_ALL, models=("vit", "resnet")),
     "back_razor_both": Row(METHODS["back_razor"], {"prune": "both", "sparsity": 0.5}, off=_KEEP_ALL),
     "back_razor_both_published": Row(
         METHODS["back_razor"],
-        {"prune": "both", "sparsity": 0.5, "norm": "input", "derive": False},
+        {"prune": "both", "sparsity": 0.5, "norm_saves": "input", "recompute_inputs": False},
         off=_KEEP_ALL,
         models=("vit", "resnet"),
     ),
     "back_razor_fused": _near("back_razor", "q, k, v are in 8 bits", "vit", **_KEEP_ALL, attention="fused"),
-    "back_razor_mesa": _near("back_razor", "8 bits are not exact", "vit", "resnet", sparsity=0.0, values="int8"),
-    "checkpointing": Row(METHODS["checkpointing"], {"inputs": "int8"}, off={"inputs": "input"}),
-    "checkpointing_bf16": _near("checkpointing", "the inputs are rounded", "vit", "swinv2", inputs="bf16"),
+    "back_razor_mesa": _near("back_razor", "8 bits are not exact", "vit", "resnet", sparsity=0.0, value_dtype="int8"),
+    "checkpointing": Row(METHODS["checkpointing"], {"input_dtype": "int8"}, off={"input_dtype": "same"}),
+    "checkpointing_bf16": _near("checkpointing", "the inputs are rounded", "vit", "swinv2", input_dtype="bf16"),
     "checkpointing_some": Row(
         METHODS["checkpointing"],
-        {"inputs": "int8", "blocks": [0, -1]},
-        off={"inputs": "input"},
+        {"input_dtype": "int8", "blocks": [0, -1]},
+        off={"input_dtype": "same"},
         models=("vit", "resnet"),
     ),
     "swat": Row(
@@ -383,53 +206,48 @@ ROWS = {
     ),
     "bsr": Row(
         METHODS["bsr"],
-        {"blocks": [1, -1], "drop_at": [1, 2], "keep": 1.0},
+        {"blocks": [1, -1], "drop_at": [1, 2], "keep_rate": 1.0},
         why_no_off="what trains is the choice itself",
-        instead="gradients of what trains are the plain ones",
+        instead=Instead.SAME_GRADIENTS,
         models=("vit",),
         refused=dict.fromkeys(("efficientformer", "swinv2", "resnet", "mobilenet"), "no class token"),
-        what_trains=True,
     ),
     "bsr_cnn": _selection("bsr", "resnet", "swinv2", blocks=[1, -1], drop_at=[]),
     "evit": Row(
         METHODS["evit"],
         {"drop_at": [1, 2]},
-        off={"keep": 1.0},
+        off={"keep_rate": 1.0},
         models=("vit",),
         refused=dict.fromkeys(("efficientformer", "swinv2", "resnet", "mobilenet"), "no class token"),
         own_evaluation="tokens are dropped there too",
     ),
     "tome": _merging(),
-    "tome_plain": _merging(proportional=False, inflect=-0.5),
+    "tome_plain": _merging(proportional_attention=False, inflect=-0.5),
     "alast": Row(
         METHODS["alast"],
-        {"layers": 2, "start": 0.7},
-        off={"layers": 4, "start": 1.0},
+        {"num_layers": 2, "budget_init": 0.7},
+        off={"num_layers": 4, "budget_init": 1.0},
         models=("vit",),
         refused=dict.fromkeys(("efficientformer", "swinv2", "resnet", "mobilenet"), "no class token"),
-        what_trains=True,
     ),
     "uniform_layers": Row(
-        METHODS["uniform_layers"], {"layers": 2}, off={"layers": 4}, models=("vit", "resnet"), what_trains=True
+        METHODS["uniform_layers"], {"num_layers": 2}, off={"num_layers": 4}, models=("vit", "resnet")
     ),
     "lisa": Row(
         METHODS["lisa"],
-        {"layers": 1, "embeddings": False},
-        off={"layers": 4, "embeddings": True},
+        {"num_layers": 1, "train_embeddings": False},
+        off={"num_layers": 4, "train_embeddings": True},
         models=("vit",),
-        what_trains=True,
     ),
     "top_layers": Row(
         METHODS["top_layers"],
-        {"layers": 2, "profile_steps": 1},
-        off={"layers": 4, "embeddings": True},
+        {"num_layers": 2, "profile_steps": 1},
+        off={"num_layers": 4, "train_embeddings": True},
         models=("vit",),
-        what_trains=True,
     ),
-    "moe": _experts("moe", "vit", "swinv2", renormalise=True),
-    "moe_published": _experts("moe", "vit", top=1, reference=_quarter),
-    "bsr_moe": _experts("bsr_moe", "vit", blocks=[1, -1], drop_at=[1, 2], keep=1.0, renormalise=True),
+    "moe": _experts("moe", "vit", "swinv2", norm_topk_prob=True),
+    "moe_published": _experts("moe", "vit", top_k=1, reference=_quarter),
+    "bsr_moe": _experts("bsr_moe", "vit", blocks=[1, -1], drop_at=[1, 2], keep_rate=1.0, norm_topk_prob=True),
     "mesa": _near("mesa", "8 bits are not exact", *USUAL),
-    "mesa_published": _near("mesa", "8 bits are not exact", "vit", "swinv2", derive=False),
+    "mesa_published": _near("mesa", "8 bits are not exact", "vit", "swinv2", recompute_inputs=False),
 }
-CASES = [(row, model) for row, r in ROWS.items() for model in r.models]

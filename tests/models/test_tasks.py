@@ -1,4 +1,4 @@
-"""One network with a classifier for each task, and the switch between them."""
+"""One network with a classifier per task, of which the active task's runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import efficient_ft.models.small  # noqa: F401  registers vit_digits
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.models.tasks import PerTask, Tasks, for_each_task, give_heads, tasks_of
 from efficient_ft.models.view import view
-from tests.methods.settings import MODELS, batch_of, model_of
+from efficient_ft.testing import MODELS, batch_of, model_of
 
 CLASSES = {"a": 3, "b": 5, "c": 5}
 
@@ -25,7 +25,7 @@ def test_each_task_has_its_own_classifier_on_one_trunk(name: str) -> None:
     heads = view(plain).head
     tasks = give_heads(model, CLASSES)
     assert tasks_of(model) is tasks
-    assert (tasks.names, tasks.now) == (("a", "b", "c"), "a")
+    assert (tasks.names, tasks.active) == (("a", "b", "c"), "a")
     assert view(model).head == heads
     own = set(plain.state_dict())
     added = {n for n in model.state_dict() if n not in own}
@@ -34,7 +34,7 @@ def test_each_task_has_its_own_classifier_on_one_trunk(name: str) -> None:
 
     images, _ = batch_of(name)
     for task, classes in CLASSES.items():
-        tasks.now = task
+        tasks.active = task
         found = model.eval()(images)
         assert found.shape == (2, classes)
         if task == "b":  # five classes, as the model had: it took over the model's own
@@ -49,7 +49,7 @@ def test_new_classifiers_may_start_at_zero() -> None:
     tasks = give_heads(model, CLASSES, zero=True)
     logits = {}
     for task in CLASSES:
-        tasks.now = task
+        tasks.active = task
         logits[task] = model(batch_of("vit")[0])
     assert not logits["a"].any()
     assert logits["b"].all()
@@ -57,18 +57,18 @@ def test_new_classifiers_may_start_at_zero() -> None:
 
 
 @pytest.mark.parametrize("through", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_has_a_switch_of_its_own(through) -> None:
+def test_a_copy_has_tasks_of_its_own(through) -> None:
     model = model_of("vit")
     tasks = give_heads(model, CLASSES)
     model.gate = for_each_task(model, lambda: nn.Linear(2, 2))
-    tasks.now = "c"
+    tasks.active = "c"
     other = through(model)
-    switch = tasks_of(other)
-    assert switch is not None
-    assert (switch is tasks, switch.now) == (False, "c")
-    switch.now = "a"
-    assert tasks.now == "c"
-    assert {m.tasks for m in other.modules() if isinstance(m, PerTask)} == {switch}
+    copied = tasks_of(other)
+    assert copied is not None
+    assert (copied is tasks, copied.active) == (False, "c")
+    copied.active = "a"
+    assert tasks.active == "c"
+    assert {m.tasks for m in other.modules() if isinstance(m, PerTask)} == {copied}
 
 
 def test_a_network_of_one_task_stays_as_it_is() -> None:
@@ -79,16 +79,18 @@ def test_a_network_of_one_task_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("names", [[], ["a", "a"], ["a b"], ["a.b"], [""], ["keys"], ["forward"], ["training"]])
 def test_names_that_will_not_do(names: list[str]) -> None:
-    with pytest.raises(SettingError, match=r"^tasks="):
+    with pytest.raises(SettingError, match=r"^tasks must be "):
         Tasks(names)
 
 
 def test_mistakes() -> None:
     model = model_of("vit")
     tasks = give_heads(model, CLASSES)
-    with pytest.raises(SettingError, match=r"^task=d: allowed are a, b, c\."):
-        tasks.now = "d"
-    with pytest.raises(UserError, match="several tasks already"):
+    with pytest.raises(SettingError, match=r"^task must be one of a, b, c, got d\."):
+        tasks.active = "d"
+    with pytest.raises(AttributeError):
+        tasks.now = "b"  # a mistyped name would silently keep the active task
+    with pytest.raises(UserError, match="already has several tasks"):
         give_heads(model, CLASSES)
     with pytest.raises(UserError, match="reset_classifier"):
         give_heads(nn.Linear(2, 2), CLASSES)

@@ -11,10 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from efficient_ft.ops.swat import LargestOfBatch, SparseProducts, Thresholds
-from tests.ops.test_packed import (
+from tests.ops.packed.cases import (
     EXACT,
-    by_hand_conv,
-    by_hand_linear,
     bytes_of,
     gradients,
     others,
@@ -22,6 +20,7 @@ from tests.ops.test_packed import (
     tensors,
     upstream,
 )
+from tests.ops.packed.formulas import by_hand_conv, by_hand_linear
 
 
 def top(x: Tensor, sparsity: float) -> Tensor:
@@ -69,7 +68,7 @@ def test_thresholds_hold_until_the_step_in_which_they_are_refreshed() -> None:
             w.mul_(1.1)
         with around(thresholds, w):
             y = F.linear(x * scale, w)
-        seen.append(dict(thresholds.of))
+        seen.append(dict(thresholds.by_name))
         held = 1.1 ** (step % 3)
         expected = (upstream(y).flatten(0, 1).T @ _from(x * scale, seen[step]["r/1"]).flatten(0, 1),)
         torch.testing.assert_close(gradients(y, (w,)), expected, **EXACT)
@@ -103,13 +102,13 @@ def test_evaluation_uses_the_weights_of_training_and_moves_nothing() -> None:
     with torch.no_grad(), around(thresholds, w, training=False):
         y = F.linear(x, weight=w)
     torch.testing.assert_close(y, F.linear(x, top(w, 0.5)), **EXACT)
-    assert thresholds.of == {}
-    thresholds.of["w0"] = 1.0
+    assert thresholds.by_name == {}
+    thresholds.by_name["w0"] = 1.0
     for context in (torch.no_grad(), torch.enable_grad()):
         with context, around(thresholds, w, training=False):
             y = F.linear(x, w)
         torch.testing.assert_close(y, F.linear(x, _from(w, 1.0)), **EXACT)
-    assert thresholds.of == {"w0": 1.0}
+    assert thresholds.by_name == {"w0": 1.0}
 
 
 def test_below_what_trains_weights_are_sparse_and_nothing_is_kept() -> None:
@@ -136,9 +135,9 @@ def packed_in(mode: SparseProducts, function: Callable[[], Tensor]) -> Tensor:
 
 
 def test_thresholds_travel() -> None:
-    one = Thresholds(sparsity=0.5, step=7, of={"a": 0.1 + 0.2})
+    one = Thresholds(sparsity=0.5, step=7, by_name={"a": 0.1 + 0.2})
     other = Thresholds(sparsity=0.5)
     other.load_state_dict(one.state_dict())
-    assert (other.step, other.of) == (7, {"a": 0.1 + 0.2})
-    one.of["a"] = 0.0
-    assert other.of["a"] == 0.1 + 0.2
+    assert (other.step, other.by_name) == (7, {"a": 0.1 + 0.2})
+    one.by_name["a"] = 0.0
+    assert other.by_name["a"] == 0.1 + 0.2

@@ -1,4 +1,4 @@
-"""A real run that takes seconds: a narrow vit_digits on the handwritten digits, with every source of chance on."""
+"""A real run that takes seconds: a narrow vit_digits on the handwritten digits, with every source of randomness on."""
 
 from __future__ import annotations
 
@@ -6,52 +6,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
+from PIL import Image
 
 from efficient_ft.config import Config, check
+from tests.training.runs import plain_config
+
+__all__ = ["plain_config"]
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _quick():
-    """One thread; rows and looks at the clock at a pace that fits runs of 22 steps."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _often():
+    """Rows of training loss at a pace that fits runs of 22 steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("efficient_ft.training.callbacks.RECORD_EVERY", 4)
+        patch.setattr("efficient_ft.training.recorder.RECORD_EVERY", 4)
         yield
-    torch.set_num_threads(before)
-
-
-def plain_config(**changes: Any) -> dict[str, Any]:
-    """A configuration as plain containers; `changes` are dotted keys with `__` for the dot."""
-    plain: dict[str, Any] = {
-        "model": {
-            "name": "vit_digits",
-            "pretrained": False,
-            "frozen_bn": False,
-            "drop_rate": 0.1,
-            "drop_path_rate": 0.2,
-            "kwargs": {"depth": 2, "embed_dim": 16, "num_heads": 2},
-        },
-        "data": {
-            "name": "digits",
-            "batch_size": 128,
-            "num_workers": 0,
-            "augment": {"scale": [0.6, 1.0], "flip": False},
-        },
-        "method": {"full": {}},
-        "optim": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.05, "warmup_steps": 5, "grad_clip_norm": 1.0},
-        "trainer": {"epochs": 2, "accelerator": "cpu", "progress": False},
-        "cost": {"compare_full": False, "steps": 1},
-    }
-    for key, value in changes.items():
-        *path, last = key.split("__")
-        inner = plain
-        for part in path:
-            inner = inner.setdefault(part, {})
-        inner[last] = value
-    return plain
 
 
 @pytest.fixture(scope="session")
@@ -62,10 +32,47 @@ def configuration() -> Callable[..., Config]:
 @pytest.fixture(scope="session")
 def finished(
     tmp_path_factory: pytest.TempPathFactory, configuration: Callable[..., Config]
-) -> tuple[Path, Config, dict]:
+) -> tuple[Path, Config, dict[str, Any]]:
     """One finished run: folder, configuration, results. Not to be changed; copy it."""
     from efficient_ft.training.run import run
 
     folder = tmp_path_factory.mktemp("run") / "finished"
     config = configuration(cost__compare_full=True)
     return folder, config, run(config, folder)
+
+
+@pytest.fixture
+def without_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that count no cost: for tests that compare what is trained."""
+    step = {
+        "executed": {"forward_flops": 1.0, "backward_flops": 2.0, "saved_bytes": 3.0},
+        "measured": {"step_seconds": 4.0, "peak_bytes": 5.0},
+    }
+    monkeypatch.setattr("efficient_ft.training.run.cost_report", lambda *args: {**step, "full": None})
+
+
+PLANES = {"left": 0, "middle": 1, "right": 2}
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`colours`: 24 images of 2 classes; `planes`: 15 of 3, where the bright third of the image is."""
+    root = tmp_path_factory.mktemp("tasks")
+    chance = np.random.default_rng(0)
+
+    def save(path: Path, pixels: np.ndarray) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        noisy = pixels + chance.integers(0, 60, pixels.shape)
+        Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(path)
+
+    for split, count in (("train", 12), ("val", 4)):
+        for i in range(count):
+            for channel, name in enumerate(("red", "green")):
+                pixels = np.zeros((32, 32, 3))
+                pixels[:, :, channel] = 180
+                save(root / "colours" / split / name / f"{i}.png", pixels)
+            for name, third in PLANES.items() if i < 5 else ():
+                pixels = np.zeros((32, 32, 3))
+                pixels[:, third * 10 : third * 10 + 10] = 180
+                save(root / "planes" / split / name / f"{i}.png", pixels)
+    return root

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import runpy
-import shutil
-import stat
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from efficient_ft.core.errors import UserError
 from efficient_ft.data import Transform, read_image
 from efficient_ft.training import export
 
@@ -78,33 +73,3 @@ def test_a_folder_without_a_result_is_refused(tmp_path, digits, capsys):
     assert "model.safetensors" in capsys.readouterr().err
     assert predict(tmp_path / "nowhere", digits) == 2
     assert "no such folder" in capsys.readouterr().err
-
-
-def test_a_file_that_no_run_wrote_is_refused(tmp_path, finished):
-    from safetensors.torch import load_file, save_file
-
-    save_file(load_file(finished[0] / export.NAME), tmp_path / export.NAME)
-    with pytest.raises(UserError, match="not written by a run"):
-        export.load(tmp_path)
-    shutil.copy(finished[0] / export.NAME, tmp_path / export.NAME)
-    os.truncate(tmp_path / export.NAME, 1000)
-    with pytest.raises(UserError, match="cannot be read"):
-        export.load(tmp_path)
-
-
-@pytest.mark.skipif(os.name == "nt", reason="no umask on Windows")
-def test_the_exported_file_has_the_rights_of_any_other(finished):
-    folder, _, _ = finished
-    rights = {stat.S_IMODE((folder / name).stat().st_mode) for name in (export.NAME, "results.json")}
-    assert len(rights) == 1
-
-
-def test_loaded_weights_do_not_train(finished):
-    trained = export.load(finished[0])
-    assert not trained.model.training
-    assert not any(p.requires_grad for p in trained.model.parameters())
-    assert trained.class_names == [str(k) for k in range(10)]
-    assert trained.input.size == (32, 32)
-    assert torch.equal(
-        export.probabilities(trained.model, torch.zeros(1, 3, 32, 32)).sum(-1).round(decimals=5), torch.ones(1)
-    )

@@ -3,61 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
-from PIL import Image
 from safetensors.torch import load_file
 
-import efficient_ft.models.small  # noqa: F401  registers vit_digits
 from efficient_ft.config import Config, check
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods import Full
 from efficient_ft.training import checkpoint, export
 from efficient_ft.training.module import FineTuner
 from efficient_ft.training.run import run
-from tests.training.conftest import plain_config
+from tests.training.runs import assert_same_run, interrupted_at, killed_at, plain_config, rows_of
 from tests.training.test_predict import predict
-from tests.training.test_run import SCRIPT, assert_same_run, interrupted_at, rows_of
 
 BSR_MOE = {"bsr_moe": {"num_experts": 4, "top_k": 2, "blocks": [1, 3], "drop_at": [1, 2]}}
-PLANES = {"left": 0, "middle": 1, "right": 2}
 
 
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`colours`: 24 images of 2 classes; `planes`: 15 of 3, where the bright third of the image is."""
-    root = tmp_path_factory.mktemp("tasks")
-    chance = np.random.default_rng(0)
-
-    def save(path: Path, pixels: np.ndarray) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        noisy = pixels + chance.integers(0, 60, pixels.shape)
-        Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(path)
-
-    for split, count in (("train", 12), ("val", 4)):
-        for i in range(count):
-            for channel, name in enumerate(("red", "green")):
-                pixels = np.zeros((32, 32, 3))
-                pixels[:, :, channel] = 180
-                save(root / "colours" / split / name / f"{i}.png", pixels)
-            for name, third in PLANES.items() if i < 5 else ():
-                pixels = np.zeros((32, 32, 3))
-                pixels[:, third * 10 : third * 10 + 10] = 180
-                save(root / "planes" / split / name / f"{i}.png", pixels)
-    return root
-
-
-def plain_of(folders: Path, **changes: Any) -> dict[str, Any]:
+def plain_tasks(folders: Path, **changes: Any) -> dict[str, Any]:
     """Six batches of `colours` in an epoch, and as many of `planes`, which has four (the last of three images)."""
     small: dict[str, Any] = {
         "method": BSR_MOE,
@@ -73,7 +39,7 @@ def plain_of(folders: Path, **changes: Any) -> dict[str, Any]:
 
 
 def config_of(folders: Path, **changes: Any) -> Config:
-    return check(plain_of(folders, **changes))
+    return check(plain_tasks(folders, **changes))
 
 
 @pytest.fixture(scope="session")
@@ -90,7 +56,7 @@ def test_every_step_is_of_the_next_task_and_moves_nothing_of_the_others(tmp_path
     def look(self: FineTuner, optimizer: Any) -> None:
         moved = {n for n, p in self.model.named_parameters() if p.grad is not None}
         assert self.tasks is not None
-        seen.append((self.global_step, self.tasks.now, moved))
+        seen.append((self.global_step, self.tasks.active, moved))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FineTuner, "on_before_optimizer_step", look)
@@ -103,7 +69,7 @@ def test_every_step_is_of_the_next_task_and_moves_nothing_of_the_others(tmp_path
         assert "blocks.0.attn.qkv.weight" in moved
 
 
-def test_results_are_told_by_task_and_as_their_mean(straight: tuple[Path, dict[str, Any]]) -> None:
+def test_results_are_given_by_task_and_as_their_mean(straight: tuple[Path, dict[str, Any]]) -> None:
     folder, results = straight
     accuracy = results["accuracy"]
     assert set(accuracy["tasks"]) == {"colours", "planes"}
@@ -118,9 +84,9 @@ def test_results_are_told_by_task_and_as_their_mean(straight: tuple[Path, dict[s
     assert accuracy["last"] == rows[-1]["val_accuracy"]
     for task, of in accuracy["tasks"].items():
         assert of == {"best": best[f"val_accuracy_{task}"], "last": rows[-1][f"val_accuracy_{task}"]}
-        # The exported file, read anew, gives the same.
-        told = results["data"]["tasks"][task]
-        assert told["accuracy"]["val"] == pytest.approx(of["best"], abs=1e-6)
+        # The exported file, loaded again, gives the same.
+        data = results["data"]["tasks"][task]
+        assert data["accuracy"]["val"] == pytest.approx(of["best"], abs=1e-6)
     assert results["data"]["tasks"]["planes"]["splits"] == {"train": 15, "val": 12}
     assert results["data"]["accuracy"]["val"] == pytest.approx(accuracy["best"], abs=1e-6)
     assert json.loads((folder / "results.json").read_text()) == results
@@ -128,7 +94,7 @@ def test_results_are_told_by_task_and_as_their_mean(straight: tuple[Path, dict[s
 
 
 def test_both_tasks_are_learnt(tmp_path: Path, folders: Path) -> None:
-    settings: dict[str, Any] = {"method": {"full": {}}, "model__drop": 0.0, "model__drop_path": 0.0}
+    settings: dict[str, Any] = {"method": {"full": {}}, "model__drop_rate": 0.0, "model__drop_path_rate": 0.0}
     results = run(config_of(folders, **settings, trainer__epochs=8), tmp_path)
     assert min(of["best"] for of in results["accuracy"]["tasks"].values()) > 0.8
 
@@ -148,26 +114,22 @@ def test_the_file_holds_all_heads_and_their_classes(
         assert trained.model(torch.zeros(1, 3, 32, 32)).shape == (1, len(names))
         assert json.loads(trained.notes["task_accuracy"])[task] == results["accuracy"]["tasks"][task]["best"]
     assert export.load(folder).class_names == ["green", "red"]
-    with pytest.raises(UserError, match="has no task cats; its tasks are colours, planes"):
+    with pytest.raises(UserError, match="has no task cats: its tasks are colours, planes"):
         export.load(folder, "cats")
 
     image = folders / "planes" / "val" / "left" / "0.png"
     assert predict(folder, image, "--device", "cpu") == 2
-    assert "give --task colours or planes" in capsys.readouterr().err
+    assert "--task colours or planes" in capsys.readouterr().err
     assert predict(folder, image, "--device", "cpu", "--task", "planes") == 0
     assert {line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]} == {"left", "middle", "right"}
 
 
-def test_a_file_of_one_task_has_no_other(finished: tuple[Path, Config, dict[str, Any]]) -> None:
-    assert export.load(finished[0]).tasks == {}
-    with pytest.raises(UserError, match="no task a; it was trained on one data set"):
-        export.load(finished[0], "a")
+def test_a_run_of_one_data_set_does_not_mention_tasks(finished: tuple[Path, Config, dict[str, Any]]) -> None:
     assert "tasks" not in yaml.safe_load((finished[0] / "config.yaml").read_text())
     assert "tasks" not in finished[2]["config"]
-    assert set(finished[2]["accuracy"]) == {"best", "last", "split"}
 
 
-def test_evaluate_tells_the_accuracy_of_each_task(
+def test_evaluate_gives_the_accuracy_of_each_task(
     straight: tuple[Path, dict[str, Any]], folders: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, results = straight
@@ -197,13 +159,13 @@ class _Doubled(Full):
         return 2 * loss
 
 
-def test_a_loss_of_a_method_s_own_is_minimised(tmp_path: Path, folders: Path) -> None:
-    """And recorded: the first step's loss is twice the plain one."""
+def test_a_method_s_own_loss_is_minimized_and_recorded(tmp_path: Path, folders: Path) -> None:
+    """The first step's loss is twice the plain one."""
     losses = []
     for method in (Full(), _Doubled()):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("efficient_ft.training.run.build_methods", lambda config, method=method: [method])
-            patch.setattr("efficient_ft.training.callbacks.RECORD_EVERY", 1)
+            patch.setattr("efficient_ft.training.recorder.RECORD_EVERY", 1)
             config = config_of(folders, model__drop_rate=0.0, model__drop_path_rate=0.0, trainer__max_steps=1)
             folder = tmp_path / type(method).__name__
             run(config, folder)
@@ -223,61 +185,25 @@ def test_interrupted_anywhere_it_continues_bit_for_bit(
     assert json.loads((tmp_path / "results.json").read_text())["accuracy"] == straight[1]["accuracy"]
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1])
 def test_killed_and_resumed_equals_straight(workers: int, tmp_path: Path, folders: Path) -> None:
     changes: dict[str, Any] = {
         "method": {"bsr_moe": {**BSR_MOE["bsr_moe"], "aux_loss_coef": 0.01, "norm_topk_prob": True}},
         "trainer__grad_accum_steps": 2,
         "tasks": {"planes": {"num_workers": workers}},
     }
-    plain = plain_of(folders, **changes)
+    plain = plain_tasks(folders, **changes)
     broken, whole = tmp_path / "broken", tmp_path / "whole"
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(plain), str(broken), "10"], capture_output=True, text=True
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    killed_at(10, plain, broken)
     assert checkpoint.read(broken / checkpoint.NAME)["global_step"] == 8, "in the second epoch of six steps"
     run(check(plain), broken)
     run(check(plain), whole)
     assert_same_run(broken, whole)
 
 
-@pytest.mark.slow
-def test_two_processes_equal_one(tmp_path: Path, folders: Path) -> None:
-    """DDP over gloo, half a batch each: the same images in the same steps, the same weights but for rounding."""
-    script = (
-        "import json, sys; from pathlib import Path; import torch; torch.set_num_threads(1)\n"
-        "from efficient_ft.config import check\nfrom efficient_ft.training.run import run\n"
-        "run(check(json.loads(sys.argv[1])), Path(sys.argv[2]))\n"
-    )
-    file = tmp_path / "ddp.py"
-    file.write_text(script)
-    exact: dict[str, Any] = {
-        "model__drop": 0.0,
-        "model__drop_path": 0.0,
-        "model__frozen_bn": True,
-        "optim": {"name": "sgd", "lr": 0.05, "grad_clip_norm": 1.0},
-    }
-    halves = {task: {"batch_size": 2} for task in ("colours", "planes")}
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    for name, changes in (("one", {}), ("two", {"trainer__devices": 2, "tasks": halves})):
-        # 16 images of `planes` for two processes are 15 and the first once more: the last batches are left out.
-        plain = plain_of(folders, **exact, **changes, trainer__max_steps=6)
-        done = subprocess.run(
-            [sys.executable, str(file), json.dumps(plain), str(tmp_path / name)],
-            capture_output=True, text=True, timeout=300, env=env,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-    one, two = (load_file(tmp_path / name / export.NAME) for name in ("one", "two"))
-    for key, value in one.items():
-        torch.testing.assert_close(two[key], value, rtol=1e-4, atol=1e-5, msg=key)
-    results = [json.loads((tmp_path / name / "results.json").read_text())["accuracy"] for name in ("one", "two")]
-    assert results[0] == results[1]
-    assert one["blocks.3.mlp.gate.planes.weight"].any()
-
-
 # ---------------------------------------------------------------------------------------------- mistakes
-def test_what_is_missing_is_told_of_every_task(tmp_path: Path, folders: Path) -> None:
+def test_the_missing_images_of_every_task_are_named(tmp_path: Path, folders: Path) -> None:
     nowhere = {task: {"root": str(tmp_path / f"no_{task}")} for task in ("colours", "planes")}
     with pytest.raises(UserError) as caught:
         run(config_of(folders, tasks=nowhere), tmp_path / "run")
@@ -287,14 +213,13 @@ def test_what_is_missing_is_told_of_every_task(tmp_path: Path, folders: Path) ->
 
 def test_a_setting_of_one_task_is_named_as_such(tmp_path: Path, folders: Path) -> None:
     on_test = {task: {"select_best_on": "test"} for task in ("colours", "planes")}
-    with pytest.raises(SettingError, match=r"^tasks\.colours\.select_best_on=test: .*no test images"):
+    with pytest.raises(SettingError, match=r"^tasks\.colours\.select_best_on must be .*val, got test\. There are no"):
         run(config_of(folders, tasks=on_test), tmp_path / "run")
 
 
 def test_evaluate_refuses_other_classes(tmp_path: Path, folders: Path, straight: tuple[Path, dict[str, Any]]) -> None:
     swapped = {"colours": {"root": str(folders / "planes")}}
-    shutil.copytree(straight[0], tmp_path / "run")
-    (tmp_path / "run" / ".hydra").mkdir()  # started from the command line, whose settings count
-    (tmp_path / "run" / ".hydra" / "overrides.yaml").touch()
-    with pytest.raises(UserError, match="now holds other classes"):
-        run(config_of(folders, evaluate=str(tmp_path / "run"), tasks=swapped), tmp_path)
+    with pytest.raises(UserError, match=r"the classes in .*planes.* must be those of the run"):
+        run(config_of(folders, evaluate=str(straight[0]), tasks=swapped), tmp_path)
+    with pytest.raises(UserError, match=r"tasks\.planes\.val_fraction=0\.5 \(the run has 0\.1\)"):
+        run(config_of(folders, evaluate=str(straight[0]), tasks={"planes": {"val_fraction": 0.5}}), tmp_path)

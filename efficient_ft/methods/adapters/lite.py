@@ -1,6 +1,6 @@
-"""The small module that TinyTL and Rep-Net put beside the blocks of a CNN, and what adapters ask of a model.
+"""The lite residual module that TinyTL and Rep-Net run in parallel with the blocks of a CNN.
 
-Sources: Cai, Gan, Zhu, Han, "TinyTL", NeurIPS 2020; weight standardisation: Qiao, Wang, Liu, Shen, Yuille, 2019.
+Sources: Cai, Gan, Zhu, Han, "TinyTL", NeurIPS 2020; weight standardization: Qiao, Wang, Liu, Shen, Yuille, 2019.
 """
 
 from __future__ import annotations
@@ -16,25 +16,20 @@ from efficient_ft.models.view import ModelView
 #: Channels of a group of every GroupNorm.
 GROUP = 8
 
-#: Added to the variance of a filter that is standardised.
+#: Added to the variance of a filter that is standardized.
 EPS = 1e-6
-
-#: The attribute by which a module shows that an adapter has been put into it, and whose it is.
-_ADAPTERS = {
-    "lora_A": "LoRA's adapters",
-    "lite_residual": "TinyTL's lite residual modules",
-    "side_module": "Rep-Net's side modules",
-    "experts": "experts",
-}
 
 
 class LiteResidual(nn.Module):
-    """Pooled map → k×k convolution → GroupNorm → ReLU → 1×1 convolution → GroupNorm, from 0 at first; weights of both
-    convolutions are standardised.
+    """Pooled map → k×k convolution → GroupNorm → ReLU → 1×1 convolution → GroupNorm.
+
+    Its output is 0 at initialization; the weights of both convolutions are standardized.
 
     Args:
         inputs, outputs: channels; the module is as wide as its input.
-        stride: of the block it stands beside.
+        kernel: side of the first convolution.
+        groups: of the first convolution.
+        stride: of the block it runs in parallel with.
     """
 
     def __init__(self, inputs: int, outputs: int, kernel: int, groups: int, stride: int) -> None:
@@ -54,22 +49,15 @@ class LiteResidual(nn.Module):
         return F.interpolate(x, size=size, mode="bilinear", align_corners=False)
 
 
-def refuse_adapted(seen: ModelView, who: str) -> None:
-    """Raise UserError where the model holds adapters already: each kind decides what trains beside it."""
-    for module in seen.model.modules():
-        for attribute, whose in _ADAPTERS.items():
-            if hasattr(module, attribute):
-                raise UserError(f"method {who}: {seen.name} holds {whose} already; name one of the two.")
-
-
-def refuse_indivisible(seen: ModelView, who: str, name: str, channels: int) -> None:
+def refuse_indivisible(view: ModelView, method_name: str, name: str, channels: int) -> None:
     """Raise UserError where the channels of the layer or block `name` do not divide into groups."""
     if channels % GROUP:
         raise UserError(
-            f"method {who}: {name} of {seen.name} has {channels} channels, which do not divide into groups of {GROUP}."
+            f"method {method_name}: {name} of {view.name} has {channels} channels, which do not divide into groups of"
+            f" {GROUP}."
         )
 
 
 def stride_of(module: nn.Module) -> int:
-    """Of a convolution, or of a block, whose convolutions of several kernels stand side by side (MixNet)."""
+    """Return the stride of a convolution, or of a block, also of one with parallel convolutions (MixNet)."""
     return max((m.stride[0] for m in module.modules() if isinstance(m, nn.Conv2d)), default=1)

@@ -34,11 +34,14 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.methods.adapters.lite import LiteResidual, refuse_adapted, refuse_indivisible, stride_of
+from efficient_ft.methods.adapters.lite import LiteResidual, refuse_indivisible, stride_of
 from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
+from efficient_ft.methods.blocks import blocks_at, check_indices
+from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.forwards import OwnForward, forwards_of, put_around, take_away
-from efficient_ft.models.view import ModelView, parameters_under, view
-from efficient_ft.ops.tokens import among, carry, known
+from efficient_ft.methods.registry import register
+from efficient_ft.models.view import ModelView, Reason, Skipped, parameters_under
+from efficient_ft.ops.tokens import attach_tokens, pop_tokens, token_context
 
 #: First and last convolution of the blocks on maps beside which a module can stand.
 _CONVOLUTIONS = {
@@ -53,15 +56,16 @@ class _SideForward(OwnForward):
 
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         side: Any = self.module.side_module
-        y, tokens = known(self.within(x, *others, **keywords))
+        y, tokens = pop_tokens(self.within(x, *others, **keywords))
         if isinstance(side, LiteResidual):
             return y + side(x, y.shape[-2:])
         # What it adds to the stream, without the stream itself, which is in y.
-        x, before = known(x)
-        with among(before):
-            return carry(y + (side(x, *others, **keywords) - x), tokens)
+        x, before = pop_tokens(x)
+        with token_context(before):
+            return attach_tokens(y + (side(x, *others, **keywords) - x), tokens)
 
 
+@register
 class RepNet(Method):
     """Side modules beside some blocks of a frozen network; they and the head train, nothing else.
 
@@ -83,54 +87,50 @@ class RepNet(Method):
     """
 
     name = "repnet"
-    axis = "adapters"
+    axis = Axis.ADAPTERS
+    adds = frozenset({Adds.MODULES})
+    needs = frozenset({Needs.BLOCKS})
     merges = False
 
     def __init__(self, blocks: list[int] | None = None, kernel_size: int = 5, groups: int = 4) -> None:
-        if blocks is not None and (
-            not isinstance(blocks, Sequence)
-            or isinstance(blocks, str)
-            or not blocks
-            or not all(type(block) is int for block in blocks)
-        ):
-            raise SettingError("blocks", blocks, "null (spread evenly) or a list of whole numbers, e.g. [3,7,11]")
+        if blocks is not None:
+            check_indices("blocks", blocks, do="null spreads the modules evenly.")
         if type(kernel_size) is not int or kernel_size < 1 or kernel_size % 2 == 0:
-            raise SettingError("kernel_size", kernel_size, "an odd whole number of at least 1")
+            raise SettingError("kernel_size", kernel_size, "an odd integer >= 1")
         if type(groups) is not int or groups not in (1, 2, 4, 8):
             raise SettingError("groups", groups, ["1", "2", "4", "8"])
         self.blocks, self.kernel_size, self.groups = None if blocks is None else list(blocks), kernel_size, groups
         self._before: dict[str, bool] = {}
 
-    def _apply(self, model: nn.Module) -> Applied:
-        seen = view(model)
-        refuse_adapted(seen, self.name)
-        chosen, skipped = self._chosen(seen)
-        sides = {name: self._side(seen, name) for name in chosen}
+    def _apply(self, model: nn.Module, view: ModelView) -> Applied:
+        chosen, skipped = self._chosen(view)
+        sides = {name: self._side(view, name) for name in chosen}
         self._before = trainable(model)
-        head = parameters_under(model, seen.head)
+        head = parameters_under(model, view.head)
         make_trainable(model, {name: name in head and before for name, before in self._before.items()})
         for name, side in sides.items():
             block = model.get_submodule(name)
             block.side_module = side.requires_grad_(True)
             put_around(block, _SideForward(block))
-        return Applied(self.name, tuple(f"{name}.side_module" for name in chosen), skipped)
+        added = tuple(f"{name}.side_module" for name in chosen)
+        return Applied(self.name, added, skipped, modules=added)
 
-    def _chosen(self, seen: ModelView) -> tuple[list[str], dict[str, str]]:
-        """Blocks that get a module, in order; others, with the reason."""
-        blocks = {name: seen.model.get_submodule(name) for name in seen.blocks}
+    def _chosen(self, view: ModelView) -> tuple[list[str], dict[str, Skipped]]:
+        """Return the blocks that get a module, in order, and the others with the reason."""
+        blocks = {name: view.model.get_submodule(name) for name in view.blocks}
         able = [name for name, block in blocks.items() if _is_token_block(block) or _is_map_block(block)]
         if not able:
             raise UserError(
-                f"method {self.name}: {seen.name} has no blocks of a form beside which a side module can stand"
+                f"method {self.name}: {view.name} has no blocks of a form that a side module fits"
                 " (those of ResNet, MobileNet, ViT and DeiT have it); use lora or bitfit."
             )
-        skipped = dict.fromkeys(blocks, "no place of a side module")
-        skipped |= {name: "a block of another form" for name in blocks if name not in able}
+        skipped = dict.fromkeys(blocks, Skipped(Reason.NOT_CHOSEN, "gets no side module"))
+        skipped |= {name: Skipped(Reason.OTHER_FORM, "a block of another form") for name in blocks if name not in able}
         train = [name for name in able if any(p.requires_grad for p in blocks[name].parameters())]
-        skipped |= {name: "frozen by the selection" for name in able if name not in train}
+        skipped |= {name: Skipped(Reason.FROZEN) for name in able if name not in train}
         if not train:
             raise UserError(
-                f"method {self.name}: the blocks of {seen.name} are all frozen by the selection; choose full."
+                f"method {self.name}: the blocks of {view.name} are all {Reason.FROZEN.value}; choose full."
             )
         if self.blocks is None:
             n = len(train)
@@ -139,42 +139,33 @@ class RepNet(Method):
             else:
                 wanted = [train[(2 * i + 1) * n // 12] for i in range(6)]
         else:
-            wanted = [self._at(place, seen, able) for place in self.blocks]
-            if len(set(wanted)) < len(wanted):
-                raise SettingError(f"method.{self.name}.blocks", self.blocks, "each block once")
+            wanted = self._listed(view, able)
         chosen = [name for name in train if name in wanted]
         if not chosen:
             raise UserError(
-                f"method {self.name}: the blocks of blocks={self.blocks} of {seen.name} are all frozen by the"
-                " selection; choose full."
+                f"method {self.name}: blocks={self.blocks} of {view.name} are all {Reason.FROZEN.value}; choose full."
             )
         return chosen, {name: why for name, why in skipped.items() if name not in chosen}
 
-    def _at(self, place: int, seen: ModelView, able: Sequence[str]) -> str:
-        count = len(seen.blocks)
-        if not -count <= place < count:
-            raise SettingError(
-                f"method.{self.name}.blocks",
-                self.blocks,
-                f"indices from {-count} to {count - 1}: {seen.name} has {count} blocks",
-            )
-        name = seen.blocks[place]
-        if name not in able:
-            raise SettingError(
-                f"method.{self.name}.blocks",
-                self.blocks,
-                f"blocks of {seen.name} beside which a side module can stand ({', '.join(able)}), which {name} is not",
-            )
-        return name
+    def _listed(self, view: ModelView, able: Sequence[str]) -> list[str]:
+        """Return the names of the blocks listed in the settings."""
+        assert self.blocks is not None
+        setting = f"method.{self.name}.blocks"
+        names = blocks_at(view, setting, self.blocks)
+        unable = next((name for name in names if name not in able), None)
+        if unable is not None:
+            allowed = f"blocks of {view.name} that a side module fits ({', '.join(able)}), not {unable}"
+            raise SettingError(setting, self.blocks, allowed)
+        return list(names)
 
-    def _side(self, seen: ModelView, name: str) -> nn.Module:
-        """The module to stand beside the block `name`."""
-        block: Any = seen.model.get_submodule(name)
+    def _side(self, view: ModelView, name: str) -> nn.Module:
+        """Return the side module of the block `name`."""
+        block: Any = view.model.get_submodule(name)
         if any(forwards_of(module) for module in block.modules()):
             raise UserError(
-                f"method {self.name}: another method has changed the forward pass of {name} of {seen.name}. Methods"
-                " that drop tokens beside a side block cannot be stacked with it; others come after it (apply_methods"
-                " does so)."
+                f"method {self.name}: another method has changed the forward pass of {name} of {view.name}. Methods"
+                " that drop tokens in a block with a side module cannot be stacked with it; others come after it"
+                " (apply_methods does so)."
             )
         if _is_token_block(block):
             side = copy.deepcopy(block)
@@ -184,7 +175,7 @@ class RepNet(Method):
             return side
         first, last = (getattr(block, conv) for conv in _CONVOLUTIONS[type(block)])
         for channels in (first.in_channels, last.out_channels):
-            refuse_indivisible(seen, self.name, name, channels)
+            refuse_indivisible(view, self.name, name, channels)
         side = LiteResidual(first.in_channels, last.out_channels, self.kernel_size, self.groups, stride_of(block))
         return side.to(first.weight.device, first.weight.dtype).train(block.training)
 

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.methods.adapters.lite import EPS, GROUP, LiteResidual, refuse_adapted, refuse_indivisible, stride_of
+from efficient_ft.methods.adapters.lite import EPS, GROUP, LiteResidual, refuse_indivisible, stride_of
 from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
+from efficient_ft.methods.declarations import Adds, Axis, Needs
+from efficient_ft.methods.registry import register
 from efficient_ft.models.frozen_batch_norm import FROZEN
-from efficient_ft.models.view import ModelView, parameters_under, view
+from efficient_ft.models.view import ModelView, Reason, Skipped, parameters_under
 
 #: Blocks whose input is this much smaller than the image get kernels of 3: their pooled map is 3×3 at 224 px. The paper
 #: leaves this open; so, and with modules as wide as their input, all four published memories that depend on it come out
@@ -55,6 +57,7 @@ _GROUPED: dict[type, type] = {nn.BatchNorm2d: GroupNorm2d, BatchNormAct2d: Group
 _GROUPED |= {FROZEN[norm]: grouped for norm, grouped in _GROUPED.items()}
 
 
+@register
 class TinyTL(Method):
     """Lite residual modules beside the inverted residual blocks of a CNN; they, all biases and the head train.
 
@@ -63,7 +66,8 @@ class TinyTL(Method):
     be merged: exported weights hold them under names of their own (``….lite_residual.…``).
 
     Args:
-        kernel_size: side of the modules' convolutions, odd; 3 where the block's input is 32 times smaller than the image.
+        kernel_size: side of the modules' convolutions, odd; 3 where the block's input is 32 times smaller than the
+            image.
         groups: of these convolutions.
         norm: of the pretrained network: ``group``, as published (GroupNorm of 8 channels and standardised weights of
             the convolutions before it, for weights that were trained so), or ``batch`` (BatchNorm as it is, which
@@ -75,12 +79,14 @@ class TinyTL(Method):
     """
 
     name = "tinytl"
-    axis = "adapters"
+    axis = Axis.ADAPTERS
+    adds = frozenset({Adds.MODULES})
+    needs = frozenset({Needs.BLOCKS})
     merges = False
 
     def __init__(self, kernel_size: int = 5, groups: int = 2, norm: Literal["group", "batch"] = "group") -> None:
         if type(kernel_size) is not int or kernel_size < 1 or kernel_size % 2 == 0:
-            raise SettingError("kernel_size", kernel_size, "an odd whole number of at least 1")
+            raise SettingError("kernel_size", kernel_size, "an odd integer >= 1")
         if type(groups) is not int or groups not in (1, 2, 4, 8):
             raise SettingError("groups", groups, ["1", "2", "4", "8"])
         if norm not in ("group", "batch"):
@@ -91,19 +97,14 @@ class TinyTL(Method):
         self._norms: dict[str, type] = {}
         self._filters: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def _apply(self, model: nn.Module) -> Applied:
-        seen = view(model)
-        refuse_adapted(seen, self.name)
-        chosen, skipped = self._chosen(seen)
-        norms = self._to_group(seen) if self.norm == "group" else {}
+    def _apply(self, model: nn.Module, view: ModelView) -> Applied:
+        chosen, skipped = self._chosen(view)
+        norms = self._to_group(view) if self.norm == "group" else {}
         self._before = trainable(model)
         self._norms = {name: type(model.get_submodule(name)) for name in norms}
         trains = {n for n, p in model.named_parameters() if p.requires_grad and p.dim() == 1 and n.endswith("bias")}
-        trains |= {n for n in parameters_under(model, seen.head) if self._before[n]}
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name in trains)
-            if not parameter.requires_grad:
-                parameter.grad = None
+        trains |= {n for n in parameters_under(model, view.head) if self._before[n]}
+        make_trainable(model, {name: name in trains for name in self._before})
         for name in norms:
             module = model.get_submodule(name)
             module.__class__ = _GROUPED[type(module)]
@@ -122,50 +123,50 @@ class TinyTL(Method):
             block.lite_residual = lite.to(like.device, like.dtype).train(block.training)
             block.__class__ = InvertedResidualWithLite
         notes = ("every BatchNorm gave way to GroupNorm: made for weights that were trained with it",) if norms else ()
-        return Applied(self.name, tuple(f"{name}.lite_residual" for name in chosen), skipped, notes)
+        added = tuple(f"{name}.lite_residual" for name in chosen)
+        return Applied(self.name, added, skipped, notes, modules=added)
 
-    def _chosen(self, seen: ModelView) -> tuple[dict[str, int], dict[str, str]]:
-        """Blocks that get a module, with how much smaller than the image their input is; others, with the reason."""
+    def _chosen(self, view: ModelView) -> tuple[dict[str, int], dict[str, Skipped]]:
+        """Return the blocks that get a module, with the downsampling of their input, and the others with the reason."""
         chosen: dict[str, int] = {}
-        skipped: dict[str, str] = {}
+        skipped: dict[str, Skipped] = {}
         smaller = 1
-        for name, module in seen.model.named_modules():
-            if name in seen.blocks:
+        for name, module in view.model.named_modules():
+            if name in view.blocks:
                 if type(module) is not InvertedResidual or module.conv_s2d is not None:
-                    skipped[name] = "not an inverted residual block with expansion"
+                    skipped[name] = Skipped(Reason.OTHER_FORM, "not an inverted residual block with expansion")
                 elif not any(p.requires_grad for p in module.parameters()):
-                    skipped[name] = "frozen by the selection"
+                    skipped[name] = Skipped(Reason.FROZEN)
                 else:
                     chosen[name] = smaller
                     for channels in (module.conv_pw.in_channels, module.conv_pwl.out_channels):
-                        refuse_indivisible(seen, self.name, name, channels)
+                        refuse_indivisible(view, self.name, name, channels)
                 smaller *= stride_of(module)
-            elif isinstance(module, nn.Conv2d) and not name.startswith(tuple(f"{b}." for b in seen.blocks)):
+            elif isinstance(module, nn.Conv2d) and not name.startswith(tuple(f"{b}." for b in view.blocks)):
                 smaller *= stride_of(module)
-        if not chosen:
-            frozen = "frozen by the selection" in skipped.values()
+        if not chosen and any(why.reason == Reason.FROZEN for why in skipped.values()):
             raise UserError(
-                f"method {self.name}: "
-                + (
-                    f"the inverted residual blocks of {seen.name} are all frozen by the selection; choose full."
-                    if frozen
-                    else f"{seen.name} has no inverted residual blocks (as MobileNetV2, ProxylessNAS, EfficientNet"
-                    " have); use lora or bitfit."
-                )
+                f"method {self.name}: the inverted residual blocks of {view.name} are all {Reason.FROZEN.value};"
+                " choose full."
+            )
+        if not chosen:
+            raise UserError(
+                f"method {self.name}: {view.name} has no inverted residual blocks (as MobileNetV2, ProxylessNAS,"
+                " EfficientNet have); use lora or bitfit."
             )
         return chosen, skipped
 
-    def _to_group(self, seen: ModelView) -> list[str]:
+    def _to_group(self, view: ModelView) -> list[str]:
         """Names of the BatchNorms; all of them can become GroupNorms."""
         found = []
-        for name, module in seen.model.named_modules():
+        for name, module in view.model.named_modules():
             if isinstance(module, _BatchNorm):
                 if type(module) not in _GROUPED or not module.affine:
                     raise UserError(
-                        f"method {self.name}: {name} of {seen.name} is a {type(module).__name__}, which cannot become"
+                        f"method {self.name}: {name} of {view.name} is a {type(module).__name__}, which cannot become"
                         " a GroupNorm; use method.tinytl.norm=batch."
                     )
-                refuse_indivisible(seen, self.name, name, module.num_features)
+                refuse_indivisible(view, self.name, name, module.num_features)
                 found.append(name)
         return found
 

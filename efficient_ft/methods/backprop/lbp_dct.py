@@ -7,10 +7,12 @@ single 8×8 block. Source of the scheme: LBP-WHT (see `lbp_wht`); the projector 
 from __future__ import annotations
 
 from efficient_ft.methods.backprop.low_rank import LowRankBackward, refuse_order
+from efficient_ft.methods.registry import register
 from efficient_ft.models.view import Layer
-from efficient_ft.ops.projectors import CosineProjector
+from efficient_ft.ops.projection import CosineProjector
 
 
+@register
 class LBPDCT(LowRankBackward):
     """Gradients of linear layers through the lowest DCT-II components of the token grid.
 

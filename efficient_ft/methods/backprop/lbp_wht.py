@@ -12,17 +12,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from efficient_ft.core.distributed import summed
+from efficient_ft.core.distributed import all_reduce_sum
 from efficient_ft.core.errors import SettingError
 from efficient_ft.methods.backprop.low_rank import LowRank, LowRankBackward, refuse_order
 from efficient_ft.methods.base import Applied
-from efficient_ft.models.view import Layer
-from efficient_ft.ops.projectors import Padding, WalshProjector
-from efficient_ft.ops.transforms import BLOCK, Pairs, low_pass_l1, low_pass_linf, lowest_first
+from efficient_ft.methods.registry import register
+from efficient_ft.models.view import Layer, ModelView
+from efficient_ft.ops.projection import BLOCK, Padding, Pairs, WalshProjector, low_pass_l1, low_pass_linf, lowest_first
 
 ORDERS = {"l1": 15, "linf": 8, "lhe": 15}
 
 
+@register
 class LBPWHT(LowRankBackward):
     """Gradients of linear layers through a few Walsh–Hadamard bases of each 8×8 block of the token grid.
 
@@ -54,7 +55,7 @@ class LBPWHT(LowRankBackward):
         if padding not in ("ortho", "zero", "reflect"):
             raise SettingError("padding", padding, ("ortho", "zero", "reflect"))
         if type(profile_steps) is not int or profile_steps < 1:
-            raise SettingError("profile_steps", profile_steps, "1 or more")
+            raise SettingError("profile_steps", profile_steps, "an integer >= 1")
         self.bases, self.order, self.padding = bases, order, padding
         self.as_published, self.profile_steps = as_published, profile_steps
         self.profiles = bases == "lhe"
@@ -71,8 +72,8 @@ class LBPWHT(LowRankBackward):
             low_pass_linf(self.order) if self.bases == "linf" else low_pass_l1(self.order), self.padding
         )
 
-    def _apply(self, model: nn.Module) -> Applied:
-        applied = super()._apply(model)
+    def _apply(self, model: nn.Module, view: ModelView) -> Applied:
+        applied = super()._apply(model, view)
         if self.profiles:
             self._layers = self._changed(model)
             if self._restored is not None:
@@ -92,7 +93,7 @@ class LBPWHT(LowRankBackward):
         """The R bases of most energy, lowest first; those of LP_L1 for a layer that no gradient on the grid reached."""
         pairs = low_pass_l1(self.order)
         energy = torch.zeros(BLOCK, BLOCK, dtype=torch.float64) if energy is None else energy
-        energy = summed(energy)
+        energy = all_reduce_sum(energy)
         if not energy.any():  # the last block of a model that classifies by its class token, say
             return pairs
         top = energy.flatten().topk(len(pairs)).indices.tolist()

@@ -6,6 +6,7 @@ forward in evaluation. So a changed model can be copied, pickled, saved and chan
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +15,18 @@ from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method
-from efficient_ft.methods.tokens.base import merges_tokens
-from efficient_ft.models.view import Layer, TokenLayout, view
-from efficient_ft.ops.low_rank import low_rank_conv1x1, low_rank_linear
-from efficient_ft.ops.projection import OfKept, Projection
-from efficient_ft.ops.projectors import Projector, backward_flops
-from efficient_ft.ops.spectrum import block_energy
-from efficient_ft.ops.tokens import Tokens, tokens_here
+from efficient_ft.methods.declarations import Adds, Axis
+from efficient_ft.models.view import Layer, ModelView, Reason, Skipped, TokenLayout
+from efficient_ft.ops.projection import (
+    Projection,
+    Projector,
+    SubsetProjection,
+    backward_flops,
+    block_energy,
+    low_rank_conv1x1,
+    low_rank_linear,
+)
+from efficient_ft.ops.tokens import Tokens, current_tokens
 
 
 @dataclass
@@ -47,9 +53,9 @@ class LowRankLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if not _records(self, x):
             return super().forward(x)
-        how, tokens = self.low_rank, tokens_here()
+        how, tokens = self.low_rank, current_tokens()
         grid = how.tokens.grid if how.tokens.form == "tokens" else (x.shape[1], x.shape[2])
-        if tokens is not None and tokens.places_BL is None:
+        if tokens is not None and tokens.grid_index_BL is None:
             raise UserError(
                 f"a layer with low-rank backward was given {x.shape[1]} tokens of which is not known where they lie:"
                 " merged ones, or those of images of another size than the model was built for"
@@ -57,7 +63,7 @@ class LowRankLinear(nn.Linear):
         if how.projector is None:
             return _profiled(super().forward(x), how, grid, tokens)
         channels = (self.in_features, self.out_features)
-        projection: Projection | OfKept = how.projector.projection(grid, how.tokens.prefix, channels)
+        projection: Projection | SubsetProjection = how.projector.projection(grid, how.tokens.prefix, channels)
         if tokens is not None:
             projection = _of_kept(projection, tokens, how.tokens.prefix, x)
             exact, low_rank = backward_flops(projection, channels)
@@ -94,14 +100,14 @@ def _records(module: nn.Linear | nn.Conv2d, x: Tensor) -> bool:
     return module.training and torch.is_grad_enabled() and (x.requires_grad or module.weight.requires_grad)
 
 
-def _of_kept(whole: Any, tokens: Tokens, prefix: int, x: Tensor) -> OfKept:
+def _of_kept(whole: Any, tokens: Tokens, prefix: int, x: Tensor) -> SubsetProjection:
     """The projection of the tokens left; layers that run on the same ones share it."""
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     key = whole, dtype
-    if key not in tokens.made:
-        tokens.made[key] = OfKept.of(whole, tokens.columns_BN(prefix), tokens.fused, dtype)
-    return tokens.made[key]
+    if key not in tokens.cache:
+        tokens.cache[key] = SubsetProjection.from_columns(whole, tokens.columns_BN(prefix), tokens.fused, dtype)
+    return tokens.cache[key]
 
 
 def _profiled(y: Tensor, how: LowRank, grid: tuple[int, int], tokens: Tokens | None = None) -> Tensor:
@@ -123,9 +129,9 @@ def _profiled(y: Tensor, how: LowRank, grid: tuple[int, int], tokens: Tokens | N
 
 
 def refuse_order(order: int, largest: int, where: str = "") -> None:
-    """Raise SettingError unless `order` is a whole number from 1 to `largest`."""
+    """Raise SettingError unless `order` is an integer from 1 to `largest`."""
     if type(order) is not int or not 1 <= order <= largest:
-        raise SettingError("order", order, f"a whole number from 1 to {largest}{where}")
+        raise SettingError("order", order, f"an integer from 1 to {largest}{where}")
 
 
 class LowRankBackward(Method):
@@ -137,37 +143,33 @@ class LowRankBackward(Method):
     what it costs.
     """
 
-    axis = "backprop"
+    axis = Axis.BACKPROP
+    adds = frozenset({Adds.LOW_RANK_LAYERS})
     as_published: bool = False
 
+    @abstractmethod
     def projector_for(self, layer: Layer) -> Projector:
-        """The projector of a layer, or, for one that is chosen later, a stand-in of the same rank and cost."""
-        raise NotImplementedError  # abstract
+        """Return the projector of a layer; for one that is chosen later, a substitute of the same rank and cost."""
 
     #: Layers profile first (exact backward) and get their projector later.
     profiles: bool = False
 
-    def _apply(self, model: nn.Module) -> Applied:
-        if self._changed(model):
-            raise UserError(
-                f"method {self.name}: the model's layers have a low-rank backward already; name one projector only."
-            )
-        if merges_tokens(model):
-            raise UserError(
-                f"method {self.name}: tokens are merged in this model, and merged tokens lie on no grid along which"
-                " gradients could be projected; name one of the two methods."
-            )
+    def _apply(self, model: nn.Module, view: ModelView) -> Applied:
         chosen: list[tuple[Layer, Projector, TokenLayout]] = []
-        skipped, exact = {}, {}
-        for layer in view(model).layers:
+        skipped: dict[str, Skipped] = {}
+        exact: dict[str, Skipped] = {}
+        for layer in view.layers:
             if layer.tokens is None:
-                skipped[layer.name] = layer.why_not or "no token grid"
+                assert layer.why_not is not None
+                skipped[layer.name] = layer.why_not
             elif type(layer.module) not in CHANGED:
-                skipped[layer.name] = f"its class {type(layer.module).__name__} has a forward of its own"
+                detail = f"its class {type(layer.module).__name__} has a forward of its own"
+                skipped[layer.name] = Skipped(Reason.OTHER_FORM, detail)
             elif layer.reach is not None and self.as_published:
-                skipped[layer.name] = "left exact, as published (its forward was never called)"
+                detail = "left exact, as published (its forward was never called)"
+                skipped[layer.name] = Skipped(Reason.AS_PUBLISHED, detail)
             elif why := self._costs_more(layer, layer.tokens):
-                exact[layer.name] = why
+                exact[layer.name] = Skipped(Reason.EXACT_IS_CHEAPER, why)
             else:
                 chosen.append((layer, self.projector_for(layer), layer.tokens))
         # Nothing is changed before every layer has been decided: a refusal leaves the model as it was.
@@ -187,7 +189,7 @@ class LowRankBackward(Method):
         )
 
     def _costs_more(self, layer: Layer, tokens: TokenLayout) -> str | None:
-        """Why a layer stays exact, or None."""
+        """Return why a layer stays exact; None: it does not."""
         try:
             projection = self.projector_for(layer).projection(tokens.grid, tokens.prefix, layer.channels)
         except ValueError as error:

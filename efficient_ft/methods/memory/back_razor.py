@@ -9,40 +9,44 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import nn
 
 from efficient_ft.core.errors import SettingError
-from efficient_ft.methods.base import Applied
-from efficient_ft.methods.memory.packing import ActivationPacking, refuse_low_rank
+from efficient_ft.methods.declarations import Adds
+from efficient_ft.methods.memory.packing import DENSE_FORWARD, ActivationPacking
+from efficient_ft.methods.registry import register
 from efficient_ft.ops.packed import Policy
 from efficient_ft.ops.packing import Dense, EightBits, Half, Packer, Sparse
 
 VALUES = ("fp16", "bf16", "same", "int8")
 
 
+@register
 class BackRazor(ActivationPacking):
-    """Keep of each sample's activation the largest values and a bitmap; the forward pass is not changed.
+    """Keep the largest values of each sample's activations and a bitmap; the forward pass is not changed.
 
-    Pruned are the inputs of linear layers, convolutions and normalisations, q, k, v and softmax's output; GELU's input
+    Pruned are the inputs of linear layers, convolutions and normalizations, q, k, v and softmax's output; GELU's input
     is kept whole, in half precision, and ReLU keeps a bit per element. Gradients to a layer's input do not depend on
-    what is pruned, except through normalisations and attention.
+    what is pruned, except through normalizations and attention.
 
     Args:
         sparsity: share of the values dropped, from 0 to below 1.
-        value_dtype: type of what is kept: ``fp16`` (as the authors; where it overflows, `step_end` says so, and a
-            run stops), ``bf16``, ``same``
-            (as it is), or ``int8`` (Back Razor with Mesa: 8 bits, a running range per tensor; GELU's input too).
-        norm_saves: what normalisations keep: their ``input`` (as published), or x̂, ``normalized``.
+        value_dtype: type of the values kept: ``fp16`` (as the authors; where it overflows, `step_end` raises an error),
+            ``bf16``, ``same`` (the activation's own), or ``int8`` (Back Razor with Mesa: 8 bits, a running range per
+            tensor; GELU's input too).
+        norm_saves: what normalizations keep: their ``input`` (as published), or x̂, ``normalized``.
         attention: ``unfused`` keeps q, k, v and softmax's output (as published); ``fused`` keeps q, k and v in 8 bits
             and recomputes attention from them by torch's fused kernel.
-        recompute_inputs: a layer that takes the output of GELU, or of a LayerNorm if ``norm_saves=normalized``, keeps nothing of its
-            own: its input is computed from what is kept before it.
+        recompute_inputs: a layer that takes the output of GELU, or of a LayerNorm if ``norm_saves=normalized``, keeps
+            no input of its own: it is computed from what the layer before keeps.
         threshold: ``exact`` (as published), or ``sampled``: estimated from 4096 values of each sample, never over
             budget and a little below it.
         prune: ``backward``, or ``both``: the paper's negative control (its Figure 3), in which the forward pass of
-            training, too, computes with the pruned tensors; the formulas of the backward pass are the same, pruning
-            passes gradients straight through. Evaluation stays dense, so that the two differ in nothing but the forward
-            pass of training, and what is evaluated is the exported model.
+            training also computes with the pruned tensors. The formulas of the backward pass are the same: pruning
+            passes gradients straight through. Evaluation stays dense, so that the two differ only in the forward pass
+            of training, and the exported model is what is evaluated.
+
+    Raises:
+        SettingError: a value outside these, or ``prune=both`` with ``attention=fused`` or ``value_dtype=int8``.
     """
 
     name = "back_razor"
@@ -59,7 +63,7 @@ class BackRazor(ActivationPacking):
     ):
         super().__init__()
         if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0 <= sparsity < 1:
-            raise SettingError("sparsity", sparsity, "a number of at least 0 and below 1")
+            raise SettingError("sparsity", sparsity, "a number >= 0 and < 1")
         for setting, value, allowed in (
             ("value_dtype", value_dtype, VALUES),
             ("norm_saves", norm_saves, ("input", "normalized")),
@@ -73,17 +77,10 @@ class BackRazor(ActivationPacking):
             other = "attention=fused" if attention == "fused" else "value_dtype=int8"
             raise SettingError("prune", prune, f"backward with {other}", "The control prunes, it does not round.")
         self.sparsity, self.value_dtype, self.norm_saves = sparsity, value_dtype, norm_saves
-        self.attention, self.recompute_inputs, self.threshold, self.prune = (
-            attention,
-            recompute_inputs,
-            threshold,
-            prune,
-        )
-
-    def _apply(self, model: nn.Module) -> Applied:
-        if self.prune == "both":
-            refuse_low_rank(model, f"method {self.name}: prune=both")
-        return super()._apply(model)
+        self.attention, self.recompute_inputs = attention, recompute_inputs
+        self.threshold, self.prune = threshold, prune
+        if prune == "both":
+            self.conflicts = {Adds.LOW_RANK_LAYERS: f"prune=both: {DENSE_FORWARD}"}
 
     def policy(self) -> Policy:
         half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.value_dtype)
@@ -95,7 +92,7 @@ class BackRazor(ActivationPacking):
             norm=sparse,
             attention=sparse,
             activation=activation,
-            normalised=self.norm_saves == "normalized",
+            normalized=self.norm_saves == "normalized",
             derived=self.recompute_inputs,
             fused=EightBits() if self.attention == "fused" else None,
             forward=self.prune == "both",

@@ -1,4 +1,4 @@
-"""What the methods of the memory axis share: one of them at a time, and state."""
+"""What the methods of the memory axis share: how they change a forward pass, and their state."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from efficient_ft.core.errors import UserError
 from efficient_ft.methods.base import Method
-from efficient_ft.methods.forwards import OwnForward, forwards_of, take_away
-from efficient_ft.ops.packed import Session
+from efficient_ft.methods.declarations import Axis
+from efficient_ft.methods.forwards import OwnForward, take_away
+from efficient_ft.ops.packed import PackingState
 
 
 class MemoryForward(OwnForward):
@@ -24,29 +24,21 @@ class MemoryForward(OwnForward):
 class MemoryMethod(Method):
     """Base of the methods that decide how a model keeps its activations."""
 
-    axis = "memory"
+    axis = Axis.MEMORY
 
     def __init__(self) -> None:
-        self._session: Session | None = None
+        self._session: PackingState | None = None
         self._restored: dict[str, Any] | None = None
 
-    def _refuse_second(self, model: nn.Module) -> None:
-        """Raise UserError where a method of the memory axis has changed the model already."""
-        if any(isinstance(f, MemoryForward) for m in model.modules() for f in forwards_of(m)):
-            raise UserError(
-                f"method {self.name}: another method decides already how this model keeps its activations;"
-                " name one of them."
-            )
-
-    def _begin(self) -> Session:
+    def _begin(self) -> PackingState:
         """What is remembered from step to step, as it was in the checkpoint where there is one."""
         self._session = self._new_session()
         if self._restored is not None:
             self._session.load_state_dict(self._restored)
         return self._session
 
-    def _new_session(self) -> Session:
-        return Session()
+    def _new_session(self) -> PackingState:
+        return PackingState()
 
     def _remove(self, model: nn.Module) -> None:
         for module in model.modules():

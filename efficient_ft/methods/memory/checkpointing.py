@@ -11,21 +11,24 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.errors import SettingError
 from efficient_ft.methods.base import Applied
+from efficient_ft.methods.blocks import blocks_at, check_indices
+from efficient_ft.methods.declarations import Needs
 from efficient_ft.methods.forwards import put_around
 from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod
-from efficient_ft.models.view import view
-from efficient_ft.ops.packed import Session
-from efficient_ft.ops.packing import Dense, EightBits, Half, Packer, Place
+from efficient_ft.methods.registry import register
+from efficient_ft.models.view import ModelView, Reason, Skipped
+from efficient_ft.ops.packed import PackingState
+from efficient_ft.ops.packing import Dense, EightBits, Half, PackContext, Packer
 from efficient_ft.ops.recompute import recompute
-from efficient_ft.ops.tokens import Tokens, carry, known
+from efficient_ft.ops.tokens import Tokens, attach_tokens, pop_tokens
 
 
 class _RecomputedForward(MemoryForward):
     """Keeps in training only the input of the module."""
 
-    def __init__(self, module: nn.Module, name: str, packer: Packer, session: Session) -> None:
+    def __init__(self, module: nn.Module, name: str, packer: Packer, session: PackingState) -> None:
         super().__init__(module)
         self.name, self.packer, self.session = name, packer, session
 
@@ -36,13 +39,13 @@ class _RecomputedForward(MemoryForward):
         records = torch.is_grad_enabled() and (x.requires_grad or parameters)
         if not module.training or not records or not x.numel():
             return self.within(x, *others, **keywords)
-        place = Place(self.name, x.shape[0], self.session.ranges, self.session.overflow)
-        x, tokens = known(x)
+        place = PackContext(self.name, x.shape[0], self.session.ranges, self.session.overflow)
+        x, tokens = pop_tokens(x)
         return recompute(self._run, x, (tokens, *others), keywords, parameters, self.packer, place)
 
     def _run(self, x: Tensor, tokens: Tokens | None, *args: Any, **keywords: Any) -> Any:
         module = self.module
-        x = carry(x, tokens)
+        x = attach_tokens(x, tokens)
         if not torch.is_grad_enabled():  # the first time
             return self.within(x, *args, **keywords)
         # The second time must not move running statistics again, nor write to them: autograd has them in its keeping.
@@ -59,6 +62,7 @@ class _RecomputedForward(MemoryForward):
                     m.num_batches_tracked -= 1
 
 
+@register
 class Checkpointing(MemoryMethod):
     """Keep only the input of each block and compute the block again in the backward pass.
 
@@ -71,33 +75,24 @@ class Checkpointing(MemoryMethod):
     """
 
     name = "checkpointing"
+    needs = frozenset({Needs.BLOCKS})
 
     def __init__(self, blocks: list[int] | None = None, input_dtype: Literal["same", "bf16", "int8"] = "same"):
         super().__init__()
-        if blocks is not None and (not blocks or not all(type(b) is int for b in blocks)):
-            raise SettingError("blocks", blocks, "null (all) or a list of whole numbers, e.g. [0,1,2]")
+        if blocks is not None:
+            check_indices("blocks", blocks, "[0,1,2]", do="null means all blocks.")
         if input_dtype not in ("same", "bf16", "int8"):
             raise SettingError("input_dtype", input_dtype, ("same", "bf16", "int8"))
         self.blocks, self.input_dtype = None if blocks is None else list(blocks), input_dtype
 
-    def _apply(self, model: nn.Module) -> Applied:
-        self._refuse_second(model)
-        seen = view(model)
-        count = len(seen.blocks)
-        if not count:
-            raise UserError(f"method {self.name}: no blocks were recognised in {seen.name}.")
-        chosen = range(count) if self.blocks is None else self.blocks
-        for index in chosen:
-            if not -count <= index < count:
-                raise SettingError(
-                    f"method.{self.name}.blocks",
-                    self.blocks,
-                    f"indices from {-count} to {count - 1}: {seen.name} has {count} blocks",
-                )
-        names = [seen.blocks[i] for i in sorted({i % count for i in chosen})]
+    def _apply(self, model: nn.Module, view: ModelView) -> Applied:
+        names = view.blocks
+        if self.blocks is not None:
+            names = blocks_at(view, f"method.{self.name}.blocks", self.blocks, once=False)
         packers: dict[str, Packer] = {"same": Dense(), "bf16": Half(torch.bfloat16), "int8": EightBits()}
         packer, session = packers[self.input_dtype], self._begin()
         for name in names:
             module = model.get_submodule(name)
             put_around(module, _RecomputedForward(module, name, packer, session))
-        return Applied(self.name, tuple(names), {b: "not chosen" for b in seen.blocks if b not in names})
+        skipped = {block: Skipped(Reason.NOT_CHOSEN) for block in view.blocks if block not in names}
+        return Applied(self.name, names, skipped)

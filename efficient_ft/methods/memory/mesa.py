@@ -9,22 +9,27 @@ from typing import Literal
 
 from efficient_ft.core.errors import SettingError
 from efficient_ft.methods.memory.packing import ActivationPacking
+from efficient_ft.methods.registry import register
 from efficient_ft.ops.packed import Policy
 from efficient_ft.ops.packing import EightBits
 
 
+@register
 class Mesa(ActivationPacking):
-    """Keep in 8 bits what the backward pass needs; the forward pass is not changed.
+    """Keep what the backward pass needs in 8 bits; the forward pass is not changed.
 
-    Inputs of linear layers, convolutions, normalisations and smooth activation functions, q, k, v and softmax's output
+    Inputs of linear layers, convolutions, normalizations and smooth activation functions, q, k, v and softmax's output
     are rounded at random to 255 steps of a running range (mean with factor 0.9), one for each attention head; ReLU
     keeps a bit per element.
 
     Args:
         attention: ``unfused`` keeps q, k, v and softmax's output (as published); ``fused`` keeps q, k and v and
             recomputes attention from them by torch's fused kernel.
-        recompute_inputs: a layer that takes the output of GELU or of a LayerNorm keeps nothing of its own: its input is computed
-            from what is kept before it.
+        recompute_inputs: a layer that takes the output of GELU or of a LayerNorm keeps no input of its own: it is
+            computed from what the layer before keeps.
+
+    Raises:
+        SettingError: a value outside these.
     """
 
     name = "mesa"
@@ -42,7 +47,7 @@ class Mesa(ActivationPacking):
             norm=bits,
             attention=bits,
             activation=bits,
-            normalised=self.recompute_inputs,
+            normalized=self.recompute_inputs,
             derived=self.recompute_inputs,
             fused=bits if self.attention == "fused" else None,
         )

@@ -1,28 +1,34 @@
-"""What every method that packs activations shares: where in a model, and for how long.
+"""What the methods that pack activations share: in which parts of a model, and for how long.
 
 In training, parts of the model (blocks, stem, downsampling) run their forward pass inside a `PackedOperations` mode.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from efficient_ft.core.errors import UserError
 from efficient_ft.methods.base import Applied
 from efficient_ft.methods.forwards import put_around
 from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod
-from efficient_ft.models.view import NOT_OF_IMAGES, OF_EXPERTS, ModelView, is_norm, view
-from efficient_ft.ops.packed import PackedOperations, Policy, Session, running
+from efficient_ft.models.view import ModelView, Reason, Skipped, is_norm
+from efficient_ft.ops.packed import PackedOperations, PackingState, Policy, packed_operation, packing_suspended
+
+#: Why a method that changes the forward pass of layers cannot be stacked with low-rank backward.
+DENSE_FORWARD = "low-rank layers have a dense forward pass of their own and keep their projected input"
+
+#: Reasons for which a layer inside a packed part runs as it is: its input has no batch dimension of images.
+_NO_BATCH = (Reason.NOT_FROM_IMAGES, Reason.ROUTED)
 
 
 class _PackedForward(MemoryForward):
-    """Packs in training what the module saves."""
+    """A forward pass that packs what the module saves, in training."""
 
-    def __init__(self, module: nn.Module, name: str, policy: Policy, session: Session) -> None:
+    def __init__(self, module: nn.Module, name: str, policy: Policy, session: PackingState) -> None:
         super().__init__(module)
         self.name, self.policy, self.session = name, policy, session
         counts = (getattr(m, "num_heads", None) for m in module.modules())
@@ -40,50 +46,48 @@ class _PackedForward(MemoryForward):
 
 
 class _PlainForward(MemoryForward):
-    """Of a module inside a packed part that does not work on the images."""
+    """The plain forward pass of a module inside a packed part whose input has no batch dimension of images."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        mode = running()
-        if mode is None:
-            return self.within(*args, **kwargs)
-        with mode.suspended():
+        with packing_suspended():
             return self.within(*args, **kwargs)
 
 
-class ActivationPacking(MemoryMethod):
-    """Base of the methods that pack what the backward pass needs, by a `Policy`.
+class PartwiseMethod(MemoryMethod):
+    """Base of the methods that give parts of a model a forward pass which keeps its activations in another way.
 
     In a model with attention, blocks and what lies between stages are packed, and a stem of several convolutions; the
     patch embedding, the final normalisation and the head stay dense and exact, as published. In a network without
     attention everything is packed, the stem and the classifier too, as published. Layers of which nothing needs a
-    gradient keep nothing, whatever the method: what trains is not its business. torch.compile leaves packed parts as
-    they are.
+    gradient keep nothing anyway; what trains is decided by the selection. torch.compile leaves packed parts as they
+    are.
     """
 
-    def policy(self) -> Policy:
-        """How each kind of activation is kept."""
-        raise NotImplementedError  # abstract
-
-    def _left_plain(self, seen: ModelView) -> dict[str, str]:
-        """Layers that this method leaves as they are, wherever they lie, with the reason."""
+    def _left_plain(self, view: ModelView) -> dict[str, Skipped]:
+        """Return further layers that this method leaves as they are, with the reason."""
         return {}
 
     def _packs(self, module: nn.Module) -> bool:
-        """Whether this kind of module is what the method is about: what the report names."""
+        """Return True for the kinds of modules that the report names."""
         return isinstance(module, nn.Linear | nn.Conv2d) or is_norm(module)
 
+    @abstractmethod
     def _forward_of(
-        self, module: nn.Module, name: str, session: Session, layers: dict[str, nn.Module]
+        self, module: nn.Module, name: str, session: PackingState, layers: dict[str, nn.Module]
     ) -> MemoryForward:
-        """The forward of a part; `layers` are those of the part that are touched, by their full names."""
-        return _PackedForward(module, name, self.policy(), session)
+        """Return the forward of a part.
 
-    def _apply(self, model: nn.Module) -> Applied:
-        self._refuse_second(model)
-        seen = view(model)
-        parts, skipped = _parts(seen)
-        plain = {x.name: x.why_not for x in seen.layers if x.why_not in (NOT_OF_IMAGES, OF_EXPERTS)}
-        plain.update(self._left_plain(seen))
+        Args:
+            module: the part.
+            name: its full name.
+            session: what is remembered from step to step.
+            layers: those of the part that run packed, by their full names.
+        """
+
+    def _apply(self, model: nn.Module, view: ModelView) -> Applied:
+        parts, skipped = _parts(view)
+        plain = {x.name: x.why_not for x in view.layers if x.why_not is not None and x.why_not.reason in _NO_BATCH}
+        plain.update(self._left_plain(view))
         inside = {
             part: [
                 f"{part}.{name}" if name else part
@@ -93,8 +97,9 @@ class ActivationPacking(MemoryMethod):
             for part in parts
         }
         names = [name for part in parts for name in inside[part]]
-        skipped.update({name: why for name, why in plain.items() if name in names})
-        touched = tuple(name for name in names if name not in plain)
+        unpacked = {name: Skipped(Reason.UNPACKED_OPERATION) for name in names if not _runs_packed(view, name)}
+        skipped.update({name: why for name, why in (unpacked | plain).items() if name in names})
+        touched = tuple(name for name in names if name not in skipped)
         if not touched:
             return Applied(self.name, (), skipped)
         session = self._begin()
@@ -110,29 +115,41 @@ class ActivationPacking(MemoryMethod):
         return Applied(self.name, touched, skipped)
 
 
-def refuse_low_rank(model: nn.Module, who: str) -> None:
-    """Raise UserError for a model with low-rank backward, whose layers compute and keep what no mode changes."""
-    if any(hasattr(module, "low_rank") for module in model.modules()):
-        raise UserError(
-            f"{who} cannot be stacked with low-rank backward, whose layers have a dense forward pass of their own and"
-            " keep their projected input."
-        )
+class ActivationPacking(PartwiseMethod):
+    """Base of the methods that pack what the backward pass needs, by a `Policy`."""
+
+    @abstractmethod
+    def policy(self) -> Policy:
+        """Return how each kind of activation is kept."""
+
+    def _forward_of(
+        self, module: nn.Module, name: str, session: PackingState, layers: dict[str, nn.Module]
+    ) -> MemoryForward:
+        return _PackedForward(module, name, self.policy(), session)
 
 
-def _parts(seen: ModelView) -> tuple[list[str], dict[str, str]]:
-    """Full names of the modules to be packed, none inside another, and those left dense, with the reason."""
-    inner = [*seen.blocks, *(name for extras in seen.stage_extras for name in extras)]
+def _runs_packed(view: ModelView, name: str) -> bool:
+    """Return False for a normalization that runs, but by functions none of which is packed (GroupNorm)."""
+    functions = view.functions(name)
+    if functions is None or not is_norm(view.model.get_submodule(name)):
+        return True
+    return any(packed_operation(function) is not None for function in functions)
+
+
+def _parts(view: ModelView) -> tuple[list[str], dict[str, Skipped]]:
+    """Return the names of the modules to be packed, none inside another, and those left dense, with the reason."""
+    inner = [*view.blocks, *(name for extras in view.stage_extras for name in extras)]
     holders = {name.split(".")[0] for name in inner}
-    around = [name for name, _ in seen.model.named_children() if name not in holders]
-    if not any(layer.in_attention for layer in seen.layers):
+    around = [name for name, _ in view.model.named_children() if name not in holders]
+    if not any(layer.in_attention for layer in view.layers):
         return [*around, *inner] if inner else around, {}
     parts, dense = list(inner), {}
     for name in around:
-        convolutions = sum(isinstance(m, nn.Conv2d) for m in seen.model.get_submodule(name).modules())
-        if name in seen.tail or any(h == name or h.startswith(f"{name}.") for h in seen.head):
-            dense[name] = "the final normalisation or the head: dense, as published"
+        convolutions = sum(isinstance(m, nn.Conv2d) for m in view.model.get_submodule(name).modules())
+        if name in view.tail or any(h == name or h.startswith(f"{name}.") for h in view.head):
+            dense[name] = Skipped(Reason.AS_PUBLISHED, "the final normalization or the head: dense, as published")
         elif convolutions > 1:
             parts.append(name)
         elif convolutions:
-            dense[name] = "the patch embedding: dense, as published"
+            dense[name] = Skipped(Reason.AS_PUBLISHED, "the patch embedding: dense, as published")
     return parts, dense

@@ -5,6 +5,7 @@ Source: Raihan, Aamodt, "Sparse Weight Activation Training", NeurIPS 2020; as th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,24 +13,25 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from efficient_ft.core.errors import SettingError
-from efficient_ft.methods.base import Applied
+from efficient_ft.methods.declarations import Adds
 from efficient_ft.methods.forwards import forwards_of
 from efficient_ft.methods.memory.base import MemoryForward
-from efficient_ft.methods.memory.packing import ActivationPacking, refuse_low_rank
-from efficient_ft.models.view import ModelView
-from efficient_ft.ops.packed import Session
+from efficient_ft.methods.memory.packing import DENSE_FORWARD, PartwiseMethod
+from efficient_ft.methods.registry import register
+from efficient_ft.models.view import ModelView, Reason, Skipped
+from efficient_ft.ops.packed import PackingState
 from efficient_ft.ops.swat import SparseProducts, Thresholds, largest
 
 
 class _SparseForward(MemoryForward):
-    """Runs the module with sparse weights, in evaluation too."""
+    """A forward pass with sparse weights, in evaluation too."""
 
     def __init__(self, module: nn.Module, name: str, thresholds: Thresholds, layers: dict[str, nn.Module]) -> None:
         super().__init__(module)
         self.name, self.thresholds, self.layers = name, thresholds, layers
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """By name, those that two layers share once."""
+        """Return the weights by name, shared ones once."""
         found: dict[int, tuple[str, nn.Parameter]] = {}
         for name, layer in self.layers.items():
             assert isinstance(layer.weight, nn.Parameter)
@@ -47,55 +49,57 @@ class _SparseForward(MemoryForward):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Set the dropped weights to zero, for good."""
+        """Set the dropped weights to zero permanently."""
         for name, weight in self.weights().items():
-            weight.copy_(largest(self.thresholds.at_rest(name, weight), weight))
+            weight.copy_(largest(self.thresholds.in_evaluation(name, weight), weight))
 
 
-class SWAT(ActivationPacking):
+@register
+class SWAT(PartwiseMethod):
     """Compute with the largest weights of each layer, and keep the largest activations for the backward pass.
 
     Linear layers and convolutions drop the smallest weights in the forward pass and in the gradient to their input,
     and the smallest activations in the gradient to their weight, which is dense: a dropped weight trains and may come
-    back. Thresholds are of a whole weight and of a whole batch. The network's first layer, the patch embedding and the
-    head of a model with attention, and everything but these two kinds of layers are exact; ReLU keeps a bit per
+    back. Thresholds are taken over a whole weight and over a whole batch. The network's first layer, the patch
+    embedding and the head of a model with attention, and all other kinds of layers are exact; ReLU keeps a bit per
     element.
 
     The result is a network of sparse weights: evaluation uses them, exported weights have zeros for what is dropped,
-    and `remove` leaves those zeros. The share dropped is `sparsity` in the steps that take the thresholds anew; in
+    and `remove` leaves those zeros. The share dropped is `sparsity` in the steps that refresh the thresholds; in
     between, and at the end, it follows the weights.
 
     Args:
         sparsity: share of the weights and of the activations dropped, from 0 to below 1.
         refresh_interval: optimizer steps for which the thresholds hold.
+
+    Raises:
+        SettingError: a value outside these.
     """
 
     name = "swat"
+    adds = frozenset({Adds.SPARSE_WEIGHTS})
+    conflicts: Mapping[str, str] = {Adds.LOW_RANK_LAYERS: DENSE_FORWARD}
 
     def __init__(self, sparsity: float = 0.8, refresh_interval: int = 10):
         super().__init__()
         if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0 <= sparsity < 1:
-            raise SettingError("sparsity", sparsity, "a number of at least 0 and below 1")
+            raise SettingError("sparsity", sparsity, "a number >= 0 and < 1")
         if type(refresh_interval) is not int or refresh_interval < 1:
-            raise SettingError("refresh_interval", refresh_interval, "a whole number of at least 1")
+            raise SettingError("refresh_interval", refresh_interval, "an integer >= 1")
         self.sparsity, self.refresh_interval = sparsity, refresh_interval
 
-    def _apply(self, model: nn.Module) -> Applied:
-        refuse_low_rank(model, f"method {self.name}")
-        return super()._apply(model)
-
-    def _new_session(self) -> Session:
+    def _new_session(self) -> PackingState:
         return Thresholds(sparsity=self.sparsity, refresh=self.refresh_interval)
 
-    def _left_plain(self, seen: ModelView) -> dict[str, str]:
-        first = next((layer.name for layer in seen.layers if isinstance(layer.module, nn.Conv2d)), seen.layers[0].name)
-        return {first: "the first layer: dense, as published"}
+    def _left_plain(self, view: ModelView) -> dict[str, Skipped]:
+        first = next((layer.name for layer in view.layers if isinstance(layer.module, nn.Conv2d)), view.layers[0].name)
+        return {first: Skipped(Reason.AS_PUBLISHED, "the first layer: dense, as published")}
 
     def _packs(self, module: nn.Module) -> bool:
         return isinstance(module, nn.Linear | nn.Conv2d)
 
     def _forward_of(
-        self, module: nn.Module, name: str, session: Session, layers: dict[str, nn.Module]
+        self, module: nn.Module, name: str, session: PackingState, layers: dict[str, nn.Module]
     ) -> MemoryForward:
         assert isinstance(session, Thresholds)
         return _SparseForward(module, name, session, layers)

@@ -1,8 +1,8 @@
-"""ALaST: a budget for every block says how many tokens flow on behind it and how likely it is to train.
+"""ALaST: a budget for every block says how many tokens flow on after it and how likely it is to train.
 
 Source: Devoto, Alvetreti, Pomponi, Di Lorenzo, Minervini, Scardapane, "Adaptive Layer Selection for Efficient Vision
-Transformer Fine-Tuning", 2024. Where the paper leaves open what is done, or the authors' later account of it differs,
-a setting says which.
+Transformer Fine-Tuning", 2024. Where the paper leaves a choice open, or the authors' later account differs, there is a
+setting.
 """
 
 from __future__ import annotations
@@ -15,35 +15,34 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from efficient_ft.core.distributed import summed
+from efficient_ft.core.context import is_recomputing
+from efficient_ft.core.distributed import all_reduce_sum
 from efficient_ft.core.errors import SettingError
 from efficient_ft.methods.base import Applied
+from efficient_ft.methods.declarations import Adds, Axis, Needs
+from efficient_ft.methods.registry import register
 from efficient_ft.methods.selection.per_step import LayersPerStep
-from efficient_ft.methods.selection.static import refuse_adapted
 from efficient_ft.methods.tokens.base import (
     Attention,
     DroppingForward,
     give_forwards,
     grid_positions,
     refuse_other_blocks,
-    refuse_without_blocks,
-    refuse_without_class_token,
     take_forwards,
 )
-from efficient_ft.models.view import ModelView, default_image_size, view
-from efficient_ft.ops.recompute import runs_again
-from efficient_ft.ops.tokens import all_there, among, keeps_all, known
+from efficient_ft.models.view import ModelView
+from efficient_ft.ops.tokens import Tokens, is_token_reduction_suspended, pop_tokens, token_context
 
 
 @dataclass
 class _Budget:
-    """Of one block.
+    """The budget of one block.
 
     Attributes:
         value: b, the share of the incoming patch tokens that flows on.
-        change: Σ over the images of the step of ‖CLS_l − CLS_{l−1}‖², so far; kept from step to step.
-        images: of the step, so far.
-        before: Δ of the step before; None: there was none.
+        change: Σ of ‖CLS_l − CLS_{l−1}‖² over the images of the step, so far; one buffer for all steps.
+        images: images of the step, so far.
+        before: Δ of the step before; None in the first step.
     """
 
     value: float
@@ -53,7 +52,7 @@ class _Budget:
 
 
 class _BudgetedForward(DroppingForward):
-    """A block behind which, in training, as many tokens flow on as its budget allows."""
+    """A block after which, in training, as many tokens flow on as its budget allows."""
 
     def __init__(
         self,
@@ -73,19 +72,19 @@ class _BudgetedForward(DroppingForward):
         return max(self.least, math.floor(self.budget.value * count + 1e-9))
 
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
-        if not self.module.training or keeps_all():
+        if not self.module.training or is_token_reduction_suspended():
             return super(DroppingForward, self).__call__(x, *others, **keywords)
         self.plain(others, keywords)
-        x, tokens = known(x)
+        x, tokens = pop_tokens(x)
         count = x.shape[1] - self.prefix
         drops = self._kept(count) < count
         seen = Attention(self.prefix) if drops else None
-        with among(tokens):
+        with token_context(tokens):
             y = self.second_half(self.first_half(x, seen))
-        if not runs_again():
+        if not is_recomputing():
             self._watch(x.detach()[:, 0], y.detach()[:, 0])
         if seen is not None:
-            y, tokens = self.drop(y, seen, tokens or all_there(x, self.prefix, self.positions))
+            y, tokens = self.drop(y, seen, tokens or Tokens.full(x, self.prefix, self.positions))
         return self.passed_on(y, tokens)
 
     def _watch(self, before_BC: Tensor, after_BC: Tensor) -> None:
@@ -96,33 +95,41 @@ class _BudgetedForward(DroppingForward):
         budget.images += len(before_BC)
 
 
+@register
 class ALaST(LayersPerStep):
-    """In each step K blocks train, drawn by their budgets, and behind each block flows on what its budget allows.
+    """Train K blocks in each step, drawn by their budgets, and let as many tokens flow on as each budget allows.
 
-    A block's budget b follows how much it changes the class token: after each step ``b ← b + budget_lr · (Δ − Δ of the step
-    before)``, within [budget_min, budget_max], with Δ the squared change of the class token through the block (the paper's
-    Equations 5 and 6). Behind a block, ⌊b · N⌋ of the N patch tokens that came in flow on, those its class token
-    attended to most; the others are dropped, not fused. Frozen blocks drop tokens too. In evaluation all tokens flow.
-    One stays at least in a model that does not classify by its class token alone.
+    A block's budget b follows how much it changes the class token: after each step
+    ``b ← b + budget_lr · (Δ − Δ of the step before)``, within [budget_min, budget_max], with Δ the squared change of
+    the class token through the block (the paper's Equations 5 and 6). After a block, ⌊b · N⌋ of its N patch tokens
+    flow on, those that the class token attended to most; the others are dropped, not fused. Frozen blocks drop tokens
+    too. In evaluation all tokens flow on. At least one stays in a model that does not classify by its class token
+    alone.
 
     The defaults are the authors' later account; ``alast_paper`` has the paper's.
 
     Args:
         num_layers: K, blocks that train in a step.
-        budget_init: the budgets at first.
+        budget_init: the budgets of the first step.
         budget_min, budget_max: budgets stay within these.
-        budget_lr: α. The paper's is the learning rate, 1e-4; here times 128, the batch it goes with, since Δ is a mean.
+        budget_lr: α. The paper's is the learning rate, 1e-4; here times 128, its batch size, since Δ is a mean.
         delta: how Δ, a sum over channels and images, is reduced: ``image`` (the mean over the images), ``value`` (over
             images and channels), or ``batch`` (the sum: then α depends on the batch size).
-        first_delta: before the first step Δ was ``zero``, or as in it, ``same``: then the first step changes nothing.
-        layer_choice: ``sample`` (K blocks without replacement, with probabilities softmax(b)), or ``highest`` (those of the
-            K highest budgets, the first of equals).
-        train_embeddings: patch embedding, class token and positions train, in every step; if not, the backward pass of a step
-            ends at the lowest block that trains.
-        seed: of the choices; None: the run's, and 0 in anyone's own loop.
+        first_delta: Δ before the first step: ``zero``, or the ``same`` as in it, so that it changes no budget.
+        layer_choice: ``sample`` (K blocks without replacement, with probabilities softmax(b)), or ``highest`` (the K
+            highest budgets, the first of equals).
+        train_embeddings, seed: see `LayersPerStep`.
+
+    Raises:
+        SettingError: a value outside these; or, when applied, more blocks than the model has, or budgets that leave no
+            token.
+        UserError: when applied: the model has no class token, no token grid, or blocks of another form.
     """
 
     name = "alast"
+    other_axes: tuple[Axis, ...] = (Axis.TOKENS,)
+    adds = frozenset({Adds.TOKEN_DROPPING})
+    needs = LayersPerStep.needs | {Needs.CLASS_TOKEN, Needs.TOKEN_GRID}
 
     def __init__(
         self,
@@ -145,7 +152,7 @@ class ALaST(LayersPerStep):
             ("budget_lr", budget_lr),
         ):
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-                raise SettingError(setting, value, "a number of at least 0")
+                raise SettingError(setting, value, "a number >= 0")
         if budget_max > 1:
             raise SettingError("budget_max", budget_max, "a number from 0 to 1")
         if budget_min > budget_max:
@@ -173,35 +180,30 @@ class ALaST(LayersPerStep):
         self._present: list[float] = []
         self._restored: dict[str, Any] | None = None
 
-    def _apply(self, model: nn.Module) -> Applied:
-        refuse_adapted(model, self.name)
-        seen = view(model)
-        refuse_without_class_token(seen, self.name)
-        names = self._refuse_few(seen)
-        refuse_without_blocks(seen, self.name)
-        refuse_other_blocks(model, self.name, names)
-        self._budgets = {name: _Budget(float(self.budget_init)) for name in names}
+    def _apply(self, model: nn.Module, view: ModelView) -> Applied:
+        self._check_count(view)
+        refuse_other_blocks(view, self.name, view.blocks)
+        self._check_start(view)
+        self._budgets = {name: _Budget(float(self.budget_init)) for name in view.blocks}
         self._channels = int(model.get_parameter("cls_token").shape[-1])
         if self._restored is not None:
             self.load_state_dict(self._restored)
         # an average of patch tokens needs one
         least = 0 if getattr(model, "global_pool", "token") == "token" else 1
-        forwards = {name: (_BudgetedForward, (self._budgets, name, least)) for name in names}
-        self._refuse_small(seen)
-        give_forwards(model, seen, self.name, forwards)
-        return super()._apply(model)
+        give_forwards(model, view, {name: (_BudgetedForward, (self._budgets, name, least)) for name in view.blocks})
+        return super()._apply(model, view)
 
-    def _refuse_small(self, seen: ModelView) -> None:
-        """Raise SettingError where the budgets of the start leave no patch token behind a block before the last."""
-        positions = left = grid_positions(seen, self.name)
-        for name in seen.blocks[:-1]:
+    def _check_start(self, view: ModelView) -> None:
+        """Raise SettingError where the first budgets leave no patch token after a block before the last."""
+        positions = left = grid_positions(view)
+        for name in view.blocks[:-1]:
             left = math.floor(self.budget_init * left + 1e-9)
             if not left and self.budget_init:
-                height, width = default_image_size(seen.model)
+                height, width = view.image_size
                 raise SettingError(
                     f"method.{self.name}.budget_init",
                     self.budget_init,
-                    f"a share that leaves patch tokens behind all blocks: of {positions} none is left behind {name}",
+                    f"a share that leaves patch tokens after all blocks: of {positions} none is left after {name}",
                     f"Take larger images (here {height}×{width}).",
                 )
 
@@ -214,7 +216,7 @@ class ALaST(LayersPerStep):
 
     def remove(self, model: nn.Module) -> None:
         super().remove(model)
-        self._restored = None  # another model begins anew
+        self._restored = None  # a new model starts from budget_init
 
     def choose(self, step: int, count: int) -> list[int]:
         self._present = [budget.value for budget in self._budgets.values()]
@@ -244,7 +246,7 @@ class ALaST(LayersPerStep):
 
     def _deltas(self, changes: Tensor, images: int) -> list[float]:
         """Δ of every block, over the images of all micro-batches and processes."""
-        *deltas, images_all = summed(torch.cat([changes, changes.new_tensor([images])])).tolist()
+        *deltas, images_all = all_reduce_sum(torch.cat([changes, changes.new_tensor([images])])).tolist()
         over = {"image": images_all, "value": images_all * self._channels, "batch": 1.0}[self.delta]
         return [delta / over for delta in deltas]
 

@@ -1,34 +1,53 @@
-"""BSR: a few blocks train, and tokens that matter little are dropped on the way.
+"""BSR: a few blocks train, and unimportant tokens are dropped on the way.
 
 Source: "Block Selective Reprogramming for On-device Training of Vision Transformers", CVPR Workshops 2024.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from torch import nn
 
 from efficient_ft.methods.base import Applied
-from efficient_ft.methods.selection.static import Blocks, refuse_adapted, refuse_twice
+from efficient_ft.methods.declarations import Adds, Axis, Needs
+from efficient_ft.methods.registry import register
+from efficient_ft.methods.selection.static import Blocks
 from efficient_ft.methods.tokens.base import take_forwards
-from efficient_ft.methods.tokens.evit import check_dropping, drop_tokens
-from efficient_ft.models.view import view
+from efficient_ft.methods.tokens.evit import check_dropping, drop_tokens, dropping_blocks
+from efficient_ft.models.view import ModelView
 
 
+@register
 class BSR(Blocks):
     """Train the blocks listed, the final norm and the head, and drop tokens as `EViT` does, in evaluation too.
 
-    The selection of `Blocks` and the dropping of `EViT` in one; each can be had alone, and stacked.
+    It is the selection of `Blocks` and the dropping of `EViT` in one; each is available alone, and can be stacked.
 
     Args:
         blocks: those that train, counted from 0, negative ones from the end.
-        drop_at: blocks in which tokens are dropped; not the last. None of them ([]): no token is dropped, and any model
-            with blocks will do (BSR on ResNet-50; "Ours" in the paper's Table 5).
+        drop_at: blocks in which tokens are dropped; not the last. With an empty list no token is dropped, and any
+            model with blocks will do (BSR on ResNet-50; "Ours" in the paper's Table 5).
         keep_rate: share of the patch tokens kept in each of them, above 0 and at most 1.
         fuse: what is dropped becomes one more token.
+
+    Raises:
+        SettingError: a value outside these, or (when applied) a block outside the model or listed twice.
+        UserError: when applied: the model has no recognized blocks; or, where tokens are dropped, no class token, no
+            token grid, or blocks of another form.
     """
 
     name = "bsr"
+    other_axes: tuple[Axis, ...] = (Axis.TOKENS,)
+    adds = frozenset({Adds.TOKEN_DROPPING})
+    needs = frozenset({Needs.BLOCKS, Needs.CLASSIFIER, Needs.CLASS_TOKEN, Needs.TOKEN_GRID})
+    hints: ClassVar[Mapping[Needs, str]] = {
+        **Blocks.hints,
+        Needs.CLASS_TOKEN: "Without dropping: method.bsr.drop_at=[] (ResNet-50: method=bsr_cnn).",
+    }
     merges = False
+    _each_once = True
 
     def __init__(
         self,
@@ -40,19 +59,20 @@ class BSR(Blocks):
         super().__init__(blocks)
         check_dropping([0] if drop_at == [] else drop_at, keep_rate, fuse)
         self.drop_at, self.keep_rate, self.fuse = list(drop_at), keep_rate, fuse
+        if not drop_at:
+            self.other_axes = tuple(axis for axis in self.other_axes if axis != Axis.TOKENS)
+            self.adds = self.adds - {Adds.TOKEN_DROPPING}
+            self.needs = self.needs - {Needs.CLASS_TOKEN, Needs.TOKEN_GRID}
 
-    def _apply(self, model: nn.Module) -> Applied:
-        refuse_adapted(model, self.name)
-        self._chosen(model)  # what is wrong with the blocks is said before anything is changed
-        refuse_twice(view(model), f"method.{self.name}.blocks", self.blocks)
-        dropping = drop_tokens(model, self.name, self.drop_at, self.keep_rate, self.fuse) if self.drop_at else ()
-        selected = super()._apply(model)
-        return Applied(
-            self.name,
-            selected.touched,
-            selected.skipped,
-            notes=(f"{self.keep_rate:g} of the patch tokens stay in {', '.join(dropping)}",) if dropping else (),
-        )
+    def _apply(self, model: nn.Module, view: ModelView) -> Applied:
+        self._names(view)  # a mistake in `blocks` is refused before anything is changed
+        if not self.drop_at:
+            return super()._apply(model, view)
+        dropping = dropping_blocks(view, self.name, self.drop_at, self.keep_rate, self.fuse)
+        drop_tokens(model, view, dropping, self.keep_rate, self.fuse)
+        selected = super()._apply(model, view)
+        note = f"{self.keep_rate:g} of the patch tokens stay in {', '.join(dropping)}"
+        return Applied(self.name, selected.touched, selected.skipped, notes=(note,))
 
     def _remove(self, model: nn.Module) -> None:
         take_forwards(model)

@@ -1,13 +1,14 @@
-"""Selections that change from step to step: in each, some blocks train and the others are frozen.
+"""Selections that change from step to step: in each step some blocks train and the others are frozen.
 
-Within a step a frozen parameter has ``requires_grad = False``: no gradient is computed for it, and below the lowest one
-that trains nothing is recorded or kept. Between steps all that may train has ``requires_grad``, so that the optimizer
-is built over all of it, and its groups never change. Choices come from (seed, step).
+Within a step a frozen parameter has ``requires_grad = False``: no gradient is computed for it, and below the lowest
+parameter that trains nothing is recorded or kept. Between steps all that may train has ``requires_grad``, so that the
+optimizer is built over all of it and its groups never change. Choices are drawn from (seed, step).
 """
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -17,75 +18,86 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.seeding import generator_of
 from efficient_ft.methods.base import Applied, trainable
+from efficient_ft.methods.declarations import Needs
+from efficient_ft.methods.registry import register
 from efficient_ft.methods.selection.static import Selection
-from efficient_ft.models.view import ModelView, parameters_under, view
+from efficient_ft.models.view import ModelView, Reason, Skipped, parameters_under
 
 
 class LayersPerStep(Selection):
-    """Base: a subclass says which blocks train in a step. The head and the norm before it always do.
+    """Base of the selections that change from step to step: a subclass says in `choose` which blocks train.
+
+    The head and the norm before it train in every step.
 
     Args:
         num_layers: K, blocks that train in a step.
-        train_embeddings: what comes before the blocks (patch embedding, class token, positions) trains, in every step; if
-            not, it is frozen, and the backward pass of a step ends at the lowest block that trains.
-        seed: of the choices; None: the run's, and 0 in anyone's own loop.
+        train_embeddings: what comes before the blocks (patch embedding, class token, positions) trains, in every step.
+            If False it is frozen, and the backward pass of a step ends at the lowest block that trains.
+        seed: of the choices; None: the run's, and 0 outside of runs.
+
+    Raises:
+        SettingError: a value outside these, or (when applied) more blocks than the model has.
+        UserError: when applied: the model's blocks are not recognized.
     """
 
-    find_unused_parameters = True
-    #: A step's mask is drawn: its cost is a mean.
+    needs = frozenset({Needs.BLOCKS, Needs.FIND_UNUSED_PARAMETERS})
+    #: A step's blocks are drawn: its cost is a mean.
     cost_steps = 8
 
     def __init__(self, num_layers: int, train_embeddings: bool, seed: int | None) -> None:
         super().__init__()
         if type(num_layers) is not int or num_layers < 1:
-            raise SettingError("num_layers", num_layers, "a whole number of at least 1")
+            raise SettingError("num_layers", num_layers, "an integer >= 1")
         if not isinstance(train_embeddings, bool):
             raise SettingError("train_embeddings", train_embeddings, ("true", "false"))
         if seed is not None and (type(seed) is not int or seed < 0):
-            raise SettingError("seed", seed, "null (the run's) or a whole number of at least 0")
+            raise SettingError("seed", seed, "null (the run's) or an integer >= 0")
         self.num_layers, self.train_embeddings, self.seed = num_layers, train_embeddings, seed
         self._blocks: dict[str, nn.Module] = {}
         #: What may train in each block, once every method is applied (adapters freeze what they adapt).
         self._trainable: dict[str, list[nn.Parameter]] | None = None
         self._trained: tuple[int, ...] = ()
 
+    @abstractmethod
     def choose(self, step: int, count: int) -> list[int]:
-        """The blocks, counted from 0, that train in a step; `count`: all of the model."""
-        raise NotImplementedError  # abstract
+        """Return the blocks that train in a step, counted from 0.
 
-    def _chosen(self, model: nn.Module) -> dict[str, Tensor]:
-        """What may train."""
+        Args:
+            step: number of the optimizer step.
+            count: blocks of the model.
+        """
+
+    def chosen(self, view: ModelView) -> dict[str, Tensor]:
+        """Return what may train."""
         if self.train_embeddings:
-            return dict(model.named_parameters())
-        seen = view(model)
-        return parameters_under(model, [*seen.blocks, *seen.tail, *seen.head])
+            return dict(view.model.named_parameters())
+        return parameters_under(view.model, [*view.blocks, *view.tail, *view.head])
 
-    def _apply(self, model: nn.Module) -> Applied:
-        names = self._refuse_few(view(model))
-        super()._apply(model)
-        self._blocks, self._trainable = {name: model.get_submodule(name) for name in names}, None
+    def _apply(self, model: nn.Module, view: ModelView) -> Applied:
+        self._check_count(view)
+        super()._apply(model, view)
+        self._blocks, self._trainable = {name: model.get_submodule(name) for name in view.blocks}, None
         frozen = [name for name, trains in trainable(model).items() if not trains]
+        why = Skipped(Reason.FROZEN, "frozen: before or between the blocks")
         return Applied(
             self.name,
-            names,
-            dict.fromkeys(frozen, "frozen: it lies before or between the blocks"),
-            notes=(f"{self.num_layers} of {len(names)} blocks train in a step", *self._notes()),
+            view.blocks,
+            dict.fromkeys(frozen, why),
+            notes=(f"{self.num_layers} of {len(view.blocks)} blocks train in a step", *self._notes()),
         )
 
     def _notes(self) -> tuple[str, ...]:
+        """Return further notes of the report."""
         return ()
 
-    def _refuse_few(self, seen: ModelView) -> tuple[str, ...]:
-        """The model's blocks, where there are K of them."""
-        if not seen.blocks:
-            raise UserError(f"method {self.name}: no blocks were recognised in {seen.name}.")
-        if self.num_layers > len(seen.blocks):
+    def _check_count(self, view: ModelView) -> None:
+        """Raise SettingError where the model has fewer than K blocks."""
+        if self.num_layers > len(view.blocks):
             raise SettingError(
-                f"method.{self.name}.layers",
+                f"method.{self.name}.num_layers",
                 self.num_layers,
-                f"a whole number from 1 to {len(seen.blocks)}: {seen.name} has {len(seen.blocks)} blocks",
+                f"an integer from 1 to {len(view.blocks)}: {view.name} has {len(view.blocks)} blocks",
             )
-        return seen.blocks
 
     def remove(self, model: nn.Module) -> None:
         super().remove(model)
@@ -98,7 +110,7 @@ class LayersPerStep(Selection):
                 name: [p for p in block.parameters() if p.requires_grad] for name, block in self._blocks.items()
             }
         count = len(self._blocks)
-        with unset_fake_temporarily():  # costs are counted on fake tensors, choices made on real numbers
+        with unset_fake_temporarily():  # costs are counted on fake tensors, choices drawn from real ones
             self._trained = tuple(sorted(self.choose(step, count)))
         for index, parameters in enumerate(self._trainable.values()):
             for parameter in parameters:
@@ -118,8 +130,13 @@ class LayersPerStep(Selection):
         return {"trained": [list(self._blocks)[index] for index in self._trained]}
 
 
+@register
 class UniformLayers(LayersPerStep):
-    """In every step K blocks train, drawn uniformly: the control of every method that chooses by importance."""
+    """Train K blocks in every step, drawn uniformly: the control of methods that choose by importance.
+
+    Args:
+        num_layers, train_embeddings, seed: see `LayersPerStep`.
+    """
 
     name = "uniform_layers"
 
@@ -130,8 +147,9 @@ class UniformLayers(LayersPerStep):
         return torch.randperm(count, generator=self._generator(step))[: self.num_layers].tolist()
 
 
+@register
 class LISA(LayersPerStep):
-    """K blocks train, drawn uniformly anew every so many steps; what comes before and after the blocks always trains.
+    """Train K blocks, drawn uniformly every `interval` steps; what comes before and after the blocks always trains.
 
     Source: Pan, Liu, Diao, Pi, Zhang, Han, Zhang, "LISA: Layerwise Importance Sampling for Memory-Efficient Large
     Language Model Fine-Tuning", NeurIPS 2024.
@@ -149,7 +167,7 @@ class LISA(LayersPerStep):
     ) -> None:
         super().__init__(num_layers, train_embeddings, seed)
         if type(interval) is not int or interval < 1:
-            raise SettingError("interval", interval, "a whole number of at least 1")
+            raise SettingError("interval", interval, "an integer >= 1")
         self.interval = interval
 
     def choose(self, step: int, count: int) -> list[int]:
@@ -157,17 +175,18 @@ class LISA(LayersPerStep):
         return torch.randperm(count, generator=self._generator(step - step % self.interval))[: self.num_layers].tolist()
 
 
+@register
 class TopLayers(LayersPerStep):
-    """The K blocks that matter most train, found in a short profile: "FT top-K" of the ALaST paper.
+    """Train the K blocks that matter most, found in a short profile: "FT top-K" of the ALaST paper.
 
-    In the first steps everything trains. What matters is the size of a block's gradient against that of its weights,
-    ‖g‖ / ‖w‖, of which each step counts its share (our choice: the paper says "exploration"). The blocks chosen are
+    In the first steps everything trains. A block matters by the size of its gradient relative to its weights,
+    ‖g‖ / ‖w‖, each step counting as a share of 1 (our choice: the paper says "exploration"). The blocks chosen are
     part of the checkpoint.
 
     Args:
         num_layers: K.
         profile_steps: optimizer steps of the profile.
-        train_embeddings: see `LayersPerStep`; in the profile they train if they do after it.
+        train_embeddings: see `LayersPerStep`; during the profile as after it.
     """
 
     name = "top_layers"
@@ -176,7 +195,7 @@ class TopLayers(LayersPerStep):
     def __init__(self, num_layers: int = 3, profile_steps: int = 10, train_embeddings: bool = False) -> None:
         super().__init__(num_layers, train_embeddings, None)
         if type(profile_steps) is not int or profile_steps < 1:
-            raise SettingError("profile_steps", profile_steps, "a whole number of at least 1")
+            raise SettingError("profile_steps", profile_steps, "an integer >= 1")
         self.profile_steps = profile_steps
         self._steps = 0
         self._shares: list[float] = []
@@ -206,7 +225,7 @@ class TopLayers(LayersPerStep):
 
     def remove(self, model: nn.Module) -> None:
         super().remove(model)
-        self._steps, self._shares, self._top = 0, [], []  # another model has a profile of its own
+        self._steps, self._shares, self._top = 0, [], []  # a new model gets a new profile
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self._steps, "shares": list(self._shares), "top": list(self._top)}
@@ -217,10 +236,10 @@ class TopLayers(LayersPerStep):
 
 
 def _gradient_size(parameters: list[nn.Parameter]) -> Tensor:
-    """‖g‖ / ‖w‖ of all parameters of a block together.
+    """Return ‖g‖ / ‖w‖ of all parameters of a block together.
 
     Raises:
-        UserError: they have no gradients any more.
+        UserError: the gradients have been set to None already.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:

@@ -1,49 +1,57 @@
 """Static selections: which parameters train, chosen once, before training.
 
-Selections alone decide `requires_grad` (adapters may freeze what they adapt). Below the lowest parameter that trains,
+Only selections set `requires_grad` (adapters may freeze what they adapt). Below the lowest parameter that trains,
 autograd records no graph and keeps no activation.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
 
 from torch import Tensor, nn
 
-from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.errors import UserError
 from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
-from efficient_ft.models.view import ModelView, is_norm, parameters_under, view
+from efficient_ft.methods.blocks import blocks_at, check_indices
+from efficient_ft.methods.declarations import Axis, Needs
+from efficient_ft.methods.registry import register
+from efficient_ft.models.view import ModelView, Reason, Skipped, is_norm, parameters_under
 
 
 class Selection(Method):
-    """Base of the selections: a subclass says which parameters train; all others are frozen."""
+    """Base of the selections: a subclass says in `chosen` which parameters train; all others are frozen."""
 
-    axis = "selection"
+    axis = Axis.SELECTION
     #: `requires_grad` of every parameter before the selection, by name.
     _before: dict[str, bool]
 
     def __init__(self) -> None:
         self._before = {}
 
-    def _chosen(self, model: nn.Module) -> dict[str, Tensor]:
-        """The parameters that train, by full name."""
-        raise NotImplementedError  # abstract
+    @abstractmethod
+    def chosen(self, view: ModelView) -> dict[str, Tensor]:
+        """Return the parameters that train, by full name.
 
-    def _apply(self, model: nn.Module) -> Applied:
-        refuse_adapted(model, self.name)
-        chosen = {id(p) for p in self._chosen(model).values()}
+        Args:
+            view: the view of the model. `parameters_under(view.model, names)` gives the parameters of modules.
+
+        Raises:
+            SettingError: a setting does not fit this model.
+            UserError: nothing in the model can be chosen.
+        """
+
+    def _apply(self, model: nn.Module, view: ModelView) -> Applied:
+        chosen = {id(p) for p in self.chosen(view).values()}
         self._before = trainable(model)
         make_trainable(model, {name: id(p) in chosen for name, p in model.named_parameters()})
         frozen = {id(p) for p in model.parameters()} - chosen
-        return Applied(self.name, concise(model, chosen), dict.fromkeys(concise(model, frozen), "frozen"))
+        skipped = dict.fromkeys(concise(model, frozen), Skipped(Reason.FROZEN, "frozen"))
+        return Applied(self.name, concise(model, chosen), skipped)
 
     def _remove(self, model: nn.Module) -> None:
-        """Every parameter is trainable or frozen again as it was before; values stay."""
-        if not self._before:
-            return
-        refuse_adapted(model, self.name)
         make_trainable(model, self._before)
 
     def remove(self, model: nn.Module) -> None:
@@ -51,133 +59,126 @@ class Selection(Method):
         self._before = {}
 
 
+@register
 class Full(Selection):
-    """Everything trains: plain fine-tuning."""
+    """Train everything: plain fine-tuning."""
 
     name = "full"
 
-    def _chosen(self, model: nn.Module) -> dict[str, Tensor]:
-        return dict(model.named_parameters())
+    def chosen(self, view: ModelView) -> dict[str, Tensor]:
+        return dict(view.model.named_parameters())
 
 
+@register
 class HeadOnly(Selection):
-    """The classifier alone trains (linear probing); a model with two classifiers trains both."""
+    """Train the classifier alone (linear probing); a model with two classifiers trains both."""
 
     name = "head"
+    needs = frozenset({Needs.CLASSIFIER})
 
-    def _chosen(self, model: nn.Module) -> dict[str, Tensor]:
-        return _head(view(model))
+    def chosen(self, view: ModelView) -> dict[str, Tensor]:
+        return parameters_under(view.model, view.head)
 
 
+@register
 class LastStage(Selection):
-    """The last stage, what follows it and the head train: the partial training of LBP-WHT.
+    """Train the last stage, what follows it and the head: the partial training of LBP-WHT.
 
-    The stage's downsampling belongs to it, save where the papers left it out (EfficientFormerV2). An isotropic
+    The stage's downsampling is part of it, except where the papers left it out (EfficientFormerV2). An isotropic
     transformer has four equal stages. See `ModelView.last_stage`.
+
+    Raises:
+        UserError: when applied: the model has no stages or blocks that could be recognized.
     """
 
     name = "last_stage"
+    needs = frozenset({Needs.CLASSIFIER})
 
-    def _chosen(self, model: nn.Module) -> dict[str, Tensor]:
-        seen = view(model)
-        return parameters_under(model, seen.last_stage()) | _head(seen)
+    def chosen(self, view: ModelView) -> dict[str, Tensor]:
+        return parameters_under(view.model, (*view.last_stage(), *view.head))
 
 
+@register
 class Blocks(Selection):
-    """The blocks listed, the final norm and the head train.
+    """Train the blocks listed, the final norm and the head.
 
     Args:
         blocks: indices into the model's blocks, counted from 0 through all stages; negative ones from the end.
 
     Raises:
-        SettingError: no index is given, or (when applied) one lies outside the model.
+        SettingError: no index is given, or (when applied) one is outside the model.
     """
 
     name = "blocks"
+    needs = frozenset({Needs.BLOCKS, Needs.CLASSIFIER})
+    hints: ClassVar[Mapping[Needs, str]] = {
+        Needs.BLOCKS: "Choose what trains by another selection (head, full, bitfit, norm_last)."
+    }
+    #: A block listed twice is an error.
+    _each_once = False
 
     def __init__(self, blocks: list[int]) -> None:
         super().__init__()
-        check_blocks(blocks)
+        check_indices("blocks", blocks, do="For the head alone use method=head.")
         self.blocks = list(blocks)
 
-    def _chosen(self, model: nn.Module) -> dict[str, Tensor]:
-        seen = view(model)
-        chosen = blocks_at(seen, f"method.{self.name}.blocks", self.blocks)
-        head = _head(seen)
-        final = parameters_under(model, seen.tail)
-        norms = {n: p for n, p in _norms(model).items() if n in final}
-        return parameters_under(model, chosen) | norms | head
+    def chosen(self, view: ModelView) -> dict[str, Tensor]:
+        final = parameters_under(view.model, view.tail)
+        norms = {n: p for n, p in _norms(view.model).items() if n in final}
+        names = (*self._names(view), *view.head)
+        return parameters_under(view.model, names) | norms
+
+    def _names(self, view: ModelView) -> tuple[str, ...]:
+        """Return the names of the blocks listed."""
+        return blocks_at(view, f"method.{self.name}.blocks", self.blocks, once=self._each_once)
 
 
+@register
 class BitFit(Selection):
-    """All bias vectors and the head train (Ben Zaken et al., 2022).
+    """Train all bias vectors and the head (Ben Zaken et al., 2022).
 
-    SwinV2's and BEiT's `q_bias` and `v_bias`, which lie outside the qkv layer, belong to them; tables of relative
-    positions that are called biases do not.
+    SwinV2's and BEiT's `q_bias` and `v_bias`, which are not in the qkv layer, are among them; tables of relative
+    positions that are called biases are not.
+
+    Raises:
+        UserError: when applied: the model has no biases outside its head.
     """
 
     name = "bitfit"
+    needs = frozenset({Needs.CLASSIFIER})
 
-    def _chosen(self, model: nn.Module) -> dict[str, Tensor]:
-        head = _head(view(model))
-        biases = {n: p for n, p in model.named_parameters() if p.dim() == 1 and re.search(r"(^|\.|_)bias$", n)}
+    def chosen(self, view: ModelView) -> dict[str, Tensor]:
+        head = parameters_under(view.model, view.head)
+        biases = {n: p for n, p in view.model.named_parameters() if p.dim() == 1 and re.search(r"(^|\.|_)bias$", n)}
         if not biases.keys() - head.keys():
-            raise UserError(f"method bitfit: {type(model).__name__} has no biases outside its head; use method=head.")
+            raise UserError(f"method bitfit: {view.name} has no biases outside its head; use method=head.")
         return biases | head
 
 
+@register
 class NormLast(Selection):
-    """The scales and shifts of all normalisation layers, and the head, train (FT-Norm+Last)."""
+    """Train the scales and shifts of all normalization layers, and the head (FT-Norm+Last).
+
+    Raises:
+        UserError: when applied: the model has no such parameters outside its head.
+    """
 
     name = "norm_last"
+    needs = frozenset({Needs.CLASSIFIER})
 
-    def _chosen(self, model: nn.Module) -> dict[str, Tensor]:
-        head = _head(view(model))
-        norms = _norms(model)
+    def chosen(self, view: ModelView) -> dict[str, Tensor]:
+        head = parameters_under(view.model, view.head)
+        norms = _norms(view.model)
         if not norms.keys() - head.keys():
             raise UserError(
-                f"method norm_last: {type(model).__name__} has no normalisation layers with parameters outside its"
-                " head; use method=head."
+                f"method norm_last: {view.name} has no normalization layers with parameters outside its head; use"
+                " method=head."
             )
         return norms | head
 
 
-def check_blocks(blocks: Any) -> None:
-    """Raise SettingError for what is no list of indices."""
-    if not isinstance(blocks, Sequence) or isinstance(blocks, str) or not all(type(b) is int for b in blocks):
-        raise SettingError("blocks", blocks, "a list of whole numbers, e.g. [3,7,11]")
-    if not blocks:
-        raise SettingError("blocks", "[]", "at least one block", "For the head alone use method=head.")
-
-
-def blocks_at(seen: ModelView, setting: str, blocks: Sequence[int]) -> list[str]:
-    """The names of blocks by their indices, negative ones from the end, for a method's `setting`.
-
-    Raises:
-        SettingError: an index outside the model.
-        UserError: the model has no blocks.
-    """
-    count = len(seen.blocks)
-    if not count:
-        raise UserError(
-            f"{setting.rpartition('.')[0].replace('.', ' ')}: no blocks were recognised in {seen.name};"
-            " choose what trains by another selection (head, full, bitfit, norm_last)."
-        )
-    if not all(-count <= index < count for index in blocks):
-        raise SettingError(
-            setting, list(blocks), f"indices from {-count} to {count - 1}: {seen.name} has {count} blocks"
-        )
-    return [seen.blocks[index] for index in blocks]
-
-
-def refuse_twice(seen: ModelView, setting: str, blocks: Sequence[int]) -> None:
-    """Raise SettingError where a method's `setting`, indices inside the model, lists a block twice."""
-    if len({index % len(seen.blocks) for index in blocks}) < len(blocks):
-        raise SettingError(setting, list(blocks), "each block once")
-
-
 def concise(model: nn.Module, chosen: set[int]) -> tuple[str, ...]:
-    """The fewest module and parameter names that stand for exactly the parameters whose ids are in `chosen`."""
+    """Return the fewest names of modules and parameters that stand for exactly the parameters whose ids are given."""
 
     def names(module: nn.Module, prefix: str) -> Iterator[str]:
         own = [f"{prefix}{n}" for n, p in module.named_parameters(recurse=False) if id(p) in chosen]
@@ -192,27 +193,11 @@ def concise(model: nn.Module, chosen: set[int]) -> tuple[str, ...]:
     return tuple(names(model, ""))
 
 
-def _head(seen: ModelView) -> dict[str, Tensor]:
-    if not seen.head:
-        raise UserError(f"{seen.name} has no classifier to train: create it with num_classes=N (N of at least 1).")
-    return parameters_under(seen.model, seen.head)
-
-
 def _norms(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters that normalisation layers hold themselves, by full name."""
+    """Return the parameters that normalization layers hold themselves, by full name."""
     return {
         f"{name}.{own}" if name else own: parameter
         for name, module in model.named_modules()
         if is_norm(module)
         for own, parameter in module.named_parameters(recurse=False)
     }
-
-
-def refuse_adapted(model: nn.Module, name: str) -> None:
-    """Adapters take what the selection leaves trainable, and rename what they adapt: they come after it."""
-    adapted = next((n for n, m in model.named_modules() if hasattr(m, "base_layer") and hasattr(m, "lora_A")), None)
-    if adapted is not None:
-        raise UserError(
-            f"method {name}: the model already holds adapters ({adapted}). Apply the selection first and the adapters"
-            " after it (apply_methods does so), and remove them in the opposite order."
-        )

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.methods.forwards import OwnForward, forwards_of, put_inside, take_away
-from efficient_ft.models.view import ModelView, default_image_size, view
-from efficient_ft.ops.packed import running
-from efficient_ft.ops.tokens import Tokens, all_there, among, carry, class_attention, drop, keeps_all, known
+from efficient_ft.core.errors import UserError
+from efficient_ft.methods.forwards import OwnForward, put_inside, take_away
+from efficient_ft.models.marks import added_modules
+from efficient_ft.models.view import ModelView
+from efficient_ft.ops.packed import current_packing, packing_suspended
+from efficient_ft.ops.tokens import (
+    Tokens,
+    attach_tokens,
+    class_attention,
+    drop,
+    is_token_reduction_suspended,
+    pop_tokens,
+    token_context,
+)
 
 #: What a block may have in which tokens can be dropped or merged between attention and feed-forward network.
 _BLOCK = {"norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path2"}
@@ -43,7 +52,7 @@ class Attention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             q, k, *others = args
-            if running() is not None:
+            if current_packing() is not None:
                 q, k = q.contiguous(), k.contiguous()  # as attention keeps them, so that k is kept once
             self.scores_BL = class_attention(q, k, self.prefix, kwargs.get("scale"))
             return func(q, k, *others, **kwargs)
@@ -51,12 +60,6 @@ class Attention(TorchFunctionMode):
         if func in SOFTMAX and result.dim() == 4:
             self.scores_BL = result[:, :, 0, self.prefix :].mean(1)
         return result
-
-
-def aside() -> AbstractContextManager[Any]:
-    """Plain operations meanwhile, whatever packs what those of the block save."""
-    mode = running()
-    return nullcontext() if mode is None else mode.suspended()
 
 
 class TokenForward(OwnForward):
@@ -68,21 +71,18 @@ class TokenForward(OwnForward):
         last: no block comes after it.
     """
 
-    #: The tokens behind it lie on no grid.
-    merges: ClassVar[bool] = False
-
     def __init__(self, module: nn.Module, prefix: int, positions: int, last: bool) -> None:
         super().__init__(module)
         self.prefix, self.positions, self.last = prefix, positions, last
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        x, tokens = known(x)
-        with among(tokens):
+        x, tokens = pop_tokens(x)
+        with token_context(tokens):
             return self.passed_on(self.within(x, *args, **kwargs), tokens)
 
     def passed_on(self, x: Tensor, tokens: Tokens | None) -> Tensor:
         """x for the next block, which is told what is known."""
-        return x if self.last else carry(x, tokens)
+        return x if self.last else attach_tokens(x, tokens)
 
     def plain(self, others: Sequence[Any], keywords: dict[str, Any]) -> None:
         """Raise UserError for a call with a mask or positions, which hold for all tokens."""
@@ -121,15 +121,15 @@ class DroppingForward(TokenForward):
         self.keep, self.fuse = keep, fuse
 
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
-        if keeps_all():
+        if is_token_reduction_suspended():
             return super().__call__(x, *others, **keywords)
         self.plain(others, keywords)
-        x, tokens = known(x)
+        x, tokens = pop_tokens(x)
         seen = Attention(self.prefix)
-        with among(tokens):
+        with token_context(tokens):
             x = self.first_half(x, seen)
-        x, tokens = self.drop(x, seen, tokens or all_there(x, self.prefix, self.positions))
-        with among(tokens):
+        x, tokens = self.drop(x, seen, tokens or Tokens.full(x, self.prefix, self.positions))
+        with token_context(tokens):
             return self.passed_on(self.second_half(x), tokens)
 
     def drop(self, x: Tensor, seen: Attention, tokens: Tokens) -> tuple[Tensor, Tokens]:
@@ -137,83 +137,54 @@ class DroppingForward(TokenForward):
         assert seen.scores_BL is not None, "no attention was seen"
         count = seen.scores_BL.shape[1]
         kept = self.keep(count)
-        with aside():
+        with packing_suspended():
             x, index_BK = drop(x, seen.scores_BL, self.prefix, kept, self.fuse)
         return x, tokens.dropped(index_BK, self.positions, self.fuse and kept < count)
 
 
-def refuse_other_blocks(model: nn.Module, who: str, names: Sequence[str]) -> None:
+def refuse_other_blocks(view: ModelView, method_name: str, names: Sequence[str]) -> None:
     """Raise UserError where blocks are not of the form that `TokenForward` runs in parts."""
+    added = added_modules(view.model)
     for name in names:
-        block = model.get_submodule(name)
+        block = view.model.get_submodule(name)
         parts = [child for child, _ in block.named_children()]
-        if hasattr(block, "side_module"):
+        if any(f"{name}.{part}" in added for part in parts):
             raise UserError(
-                f"method {who}: {name} of {view(model).name} holds a side module (Rep-Net); tokens can be dropped in"
+                f"method {method_name}: {name} of {view.name} has a side module (Rep-Net); tokens can be dropped in"
                 " other blocks."
             )
         takes = set(inspect.signature(type(block).forward).parameters) - {"self", "x", "attn_mask", "is_causal"}
-        # timm registers them in the order they run: with norms behind what they normalise it is another block
+        # timm registers them in the order they run: with norms behind what they normalize it is another block
         if takes or set(parts) - _BLOCK or [part for part in parts if part in _ORDER] != _ORDER:
             raise UserError(
-                f"method {who}: the blocks of {view(model).name} ({type(block).__name__}) are not of the form norm1,"
+                f"method {method_name}: the blocks of {view.name} ({type(block).__name__}) are not of the form norm1,"
                 " attn, norm2, mlp, without more, between which tokens can be dropped or merged."
             )
-    if any(isinstance(f, TokenForward) for m in model.modules() for f in forwards_of(m)):
-        raise UserError(f"method {who}: tokens are dropped or merged in this model already.")
 
 
-def merges_tokens(model: nn.Module) -> bool:
-    """Whether a method merges tokens in it, which then lie on no grid."""
-    return any(isinstance(f, TokenForward) and f.merges for m in model.modules() for f in forwards_of(m))
-
-
-def refuse_without_blocks(seen: ModelView, who: str) -> None:
-    """Raise UserError for a model whose blocks are not known, or that sees one patch only."""
-    if not seen.blocks:
-        raise UserError(f"method {who}: no blocks were recognised in {seen.name}.")
-    if tuple(getattr(getattr(seen.model, "patch_embed", None), "grid_size", None) or ()) == (1, 1):
-        height, width = default_image_size(seen.model)
-        raise SettingError(
-            "model.image_size",
-            f"{height}×{width}",
-            f"images of more than one patch with method {who}: a patch of {seen.name} has as many pixels",
-        )
-
-
-def refuse_without_class_token(seen: ModelView, who: str, instead: str = "") -> None:
-    """Raise UserError for a model that has no class token; `instead`: what its user can do."""
-    if getattr(seen.model, "cls_token", None) is None:
-        raise UserError(
-            f"method {who}: {seen.name} has no class token, whose attention says which tokens matter.{instead}"
-        )
-
-
-def grid_positions(seen: ModelView, who: str) -> int:
-    """H · W of the grid that the tokens of the blocks lie on.
-
-    Raises:
-        UserError: they lie on none.
-    """
-    inside = tuple(f"{block}." for block in seen.blocks)
-    layouts = {layer.tokens for layer in seen.layers if layer.tokens is not None and layer.name.startswith(inside)}
-    if len(layouts) != 1 or {(a.form, a.prefix) for a in layouts} != {("tokens", seen.prefix_tokens)}:
-        raise UserError(f"method {who}: the tokens of {seen.name} lie on no one grid from block to block.")
-    (layout,) = layouts
-    return layout.grid[0] * layout.grid[1]
+def grid_positions(view: ModelView) -> int:
+    """Return H · W of the grid that the tokens of the blocks are on; the model has one (`Needs.TOKEN_GRID`)."""
+    assert view.block_grid is not None
+    height, width = view.block_grid
+    return height * width
 
 
 def give_forwards(
-    model: nn.Module, seen: ModelView, who: str, chosen: Mapping[str, tuple[type[TokenForward], tuple[Any, ...]]]
+    model: nn.Module, view: ModelView, chosen: Mapping[str, tuple[type[TokenForward], tuple[Any, ...]]]
 ) -> None:
-    """Give blocks a forward: `chosen` has its kind and settings; the others pass on what is known of the tokens."""
-    positions = grid_positions(seen, who)
-    for name in seen.blocks:
+    """Give every block a forward of its own.
+
+    Args:
+        chosen: kind and settings by name of the block; the other blocks get one that passes on what is known of the
+            tokens.
+    """
+    positions = grid_positions(view)
+    for name in view.blocks:
         block, (kind, settings) = model.get_submodule(name), chosen.get(name, (TokenForward, ()))
-        put_inside(block, kind(block, seen.prefix_tokens, positions, name == seen.blocks[-1], *settings))
+        put_inside(block, kind(block, view.prefix_tokens, positions, name == view.blocks[-1], *settings))
 
 
 def take_forwards(model: nn.Module) -> None:
-    """Let all tokens flow on."""
+    """Take the forwards of the blocks away: all tokens flow on."""
     for module in model.modules():
         take_away(module, TokenForward)

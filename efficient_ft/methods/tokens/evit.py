@@ -14,35 +14,44 @@ from torch import nn
 
 from efficient_ft.core.errors import SettingError
 from efficient_ft.methods.base import Applied, Method
+from efficient_ft.methods.blocks import blocks_at, check_indices
+from efficient_ft.methods.declarations import Adds, Axis, Needs
+from efficient_ft.methods.registry import register
 from efficient_ft.methods.tokens.base import (
     DroppingForward,
     give_forwards,
     grid_positions,
     refuse_other_blocks,
-    refuse_without_blocks,
-    refuse_without_class_token,
     take_forwards,
 )
-from efficient_ft.models.view import ModelView, default_image_size, view
-from efficient_ft.ops.tokens import share_kept
+from efficient_ft.models.view import ModelView, Reason, Skipped
+from efficient_ft.ops.tokens import num_kept
 
 
+@register
 class EViT(Method):
     """Keep in some blocks only the patch tokens that the class token attends to most.
 
     Between attention and feed-forward network, in training and in evaluation, ``keep_rate`` of the tokens stay, in the
     order of the attention, mean over the heads; the others become one, weighted by it. Attention stays fused: the
-    class token's row is computed beside it. The trained weights are the model's own, but belong with the dropping:
-    what is exported notes it.
+    class token's row is computed separately. The trained weights are the model's own, but belong with the dropping:
+    exported files note it.
 
     Args:
         drop_at: blocks in which tokens are dropped, counted from 0, negative ones from the end; not the last.
         keep_rate: share of the patch tokens kept, above 0 and at most 1.
         fuse: what is dropped becomes one more token.
+
+    Raises:
+        SettingError: a value outside these, or (when applied) a block outside the model, its last one, or too few
+            tokens to drop any.
+        UserError: when applied: the model has no class token, no token grid, or blocks of another form.
     """
 
     name = "evit"
-    axis = "tokens"
+    axis = Axis.TOKENS
+    adds = frozenset({Adds.TOKEN_DROPPING})
+    needs = frozenset({Needs.BLOCKS, Needs.CLASS_TOKEN, Needs.TOKEN_GRID})
     merges = False
 
     def __init__(self, drop_at: list[int] = [3, 6, 9], keep_rate: float = 0.5, fuse: bool = True):  # noqa: B006
@@ -50,55 +59,47 @@ class EViT(Method):
         check_dropping(drop_at, keep_rate, fuse)
         self.drop_at, self.keep_rate, self.fuse = list(drop_at), keep_rate, fuse
 
-    def _apply(self, model: nn.Module) -> Applied:
-        chosen = drop_tokens(model, self.name, self.drop_at, self.keep_rate, self.fuse)
-        return Applied(
-            self.name, chosen, {name: "all tokens flow on" for name in view(model).blocks if name not in chosen}
-        )
+    def _apply(self, model: nn.Module, view: ModelView) -> Applied:
+        dropping = dropping_blocks(view, self.name, self.drop_at, self.keep_rate, self.fuse)
+        drop_tokens(model, view, dropping, self.keep_rate, self.fuse)
+        why = Skipped(Reason.NOT_CHOSEN, "all tokens flow on")
+        return Applied(self.name, dropping, {name: why for name in view.blocks if name not in dropping})
 
     def _remove(self, model: nn.Module) -> None:
         take_forwards(model)
 
 
-def drop_tokens(model: nn.Module, who: str, drop_at: Sequence[int], keep_rate: float, fuse: bool) -> tuple[str, ...]:
-    """Make the blocks at `drop_at` drop tokens, for the method `who`; returns their names.
+def dropping_blocks(
+    view: ModelView, method_name: str, drop_at: Sequence[int], keep_rate: float, fuse: bool
+) -> tuple[str, ...]:
+    """Return the names of the blocks at `drop_at`; nothing is changed.
 
     Raises:
-        SettingError: an index outside the model, of its last block, or twice.
-        UserError: the model has no class token or blocks of another form, or something in it needs all tokens.
+        SettingError: an index outside the model, of its last block, or twice; or so few tokens that none is dropped.
+        UserError: blocks of another form.
     """
-    seen = view(model)
-    instead = " Without dropping: method.bsr.drop_at=[] (ResNet-50: method=bsr_cnn)." if who == "bsr" else ""
-    refuse_without_class_token(seen, who, instead)
-    refuse_without_blocks(seen, who)
-    count = len(seen.blocks)
-    places = [b % count if -count <= b < count else b for b in drop_at]
-    if not all(0 <= b < count - 1 for b in places):
-        raise SettingError(
-            f"method.{who}.drop_at",
-            list(drop_at),
-            f"indices from 0 to {count - 2}: {seen.name} has {count} blocks, and a drop in the last does nothing",
-        )
-    if len(set(places)) < len(places):
-        raise SettingError(f"method.{who}.drop_at", list(drop_at), "each block once")
-    chosen = tuple(seen.blocks[b] for b in sorted(places))
-    refuse_other_blocks(model, who, chosen)
-    _refuse_few(seen, who, chosen, keep_rate, fuse)
-    settings = partial(share_kept, keep=keep_rate), fuse
-    give_forwards(model, seen, who, dict.fromkeys(chosen, (DroppingForward, settings)))
+    chosen = blocks_at(view, f"method.{method_name}.drop_at", drop_at, last=False)
+    refuse_other_blocks(view, method_name, chosen)
+    _refuse_few(view, method_name, chosen, keep_rate, fuse)
     return chosen
 
 
-def _refuse_few(seen: ModelView, who: str, chosen: Sequence[str], keep_rate: float, fuse: bool) -> None:
+def drop_tokens(model: nn.Module, view: ModelView, names: Sequence[str], keep_rate: float, fuse: bool) -> None:
+    """Make the blocks of these names drop tokens."""
+    settings = partial(num_kept, keep_rate=keep_rate), fuse
+    give_forwards(model, view, dict.fromkeys(names, (DroppingForward, settings)))
+
+
+def _refuse_few(view: ModelView, method_name: str, chosen: Sequence[str], keep_rate: float, fuse: bool) -> None:
     """Raise SettingError where a block is left so few tokens that as many flow on as came in."""
-    count = grid_positions(seen, who)
+    count = grid_positions(view)
     for name in chosen:
-        kept = share_kept(count, keep_rate)
+        kept = num_kept(count, keep_rate)
         left = kept + (fuse and kept < count)
         if keep_rate < 1 and left >= count:
-            height, width = default_image_size(seen.model)
+            height, width = view.image_size
             raise SettingError(
-                f"method.{who}.keep_rate",
+                f"method.{method_name}.keep_rate",
                 keep_rate,
                 f"a share that leaves fewer than came in: of the {count} patch tokens of {name} it keeps {kept}"
                 + (" and fuses the rest into one" if fuse else ""),
@@ -108,12 +109,9 @@ def _refuse_few(seen: ModelView, who: str, chosen: Sequence[str], keep_rate: flo
 
 
 def check_dropping(drop_at: Any, keep_rate: Any, fuse: Any) -> None:
-    """Raise SettingError for settings that no model can be given."""
-    if not isinstance(drop_at, Sequence) or isinstance(drop_at, str) or not all(type(b) is int for b in drop_at):
-        raise SettingError("drop_at", drop_at, "a list of whole numbers, e.g. [3,6,9]")
-    if not drop_at:
-        raise SettingError("drop_at", "[]", "at least one block")
+    """Raise SettingError for settings that fit no model."""
+    check_indices("drop_at", drop_at, "[3,6,9]")
     if isinstance(keep_rate, bool) or not isinstance(keep_rate, int | float) or not 0 < keep_rate <= 1:
-        raise SettingError("keep_rate", keep_rate, "a number above 0 and at most 1")
+        raise SettingError("keep_rate", keep_rate, "a number > 0 and <= 1")
     if not isinstance(fuse, bool):
         raise SettingError("fuse", fuse, ("true", "false"))

@@ -6,7 +6,7 @@ Source: Bolya, Fu, Dai, Zhang, Feichtenhofer, Hoffman, "Token Merging: Your ViT 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -16,21 +16,22 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from efficient_ft.core.context import is_recomputing
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method
+from efficient_ft.methods.declarations import Adds, Axis, Needs
+from efficient_ft.methods.registry import register
 from efficient_ft.methods.tokens.base import (
     SOFTMAX,
     TokenForward,
-    aside,
     give_forwards,
     grid_positions,
     refuse_other_blocks,
-    refuse_without_blocks,
     take_forwards,
 )
-from efficient_ft.models.view import ModelView, view
-from efficient_ft.ops.recompute import runs_again
-from efficient_ft.ops.tokens import Tokens, among, keeps_all, known, match, merge
+from efficient_ft.models.view import ModelView, Reason, Skipped
+from efficient_ft.ops.packed import packing_suspended
+from efficient_ft.ops.tokens import Tokens, is_token_reduction_suspended, match, merge, pop_tokens, token_context
 
 #: One of them gives attention in its parts its scores: of queries and, transposed, keys.
 _PRODUCTS = (Tensor.matmul, Tensor.__matmul__, torch.matmul)
@@ -84,8 +85,6 @@ class _SizedAttention(TorchFunctionMode):
 class _MergingForward(TokenForward):
     """A block that merges r tokens, or as many as it can, between its attention and its feed-forward network."""
 
-    merges = True
-
     def __init__(
         self,
         module: nn.Module,
@@ -100,11 +99,11 @@ class _MergingForward(TokenForward):
         self.r, self.proportional_attention, self.behind = r, proportional_attention, behind
 
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
-        if keeps_all():
+        if is_token_reduction_suspended():
             return super().__call__(x, *others, **keywords)
         self.plain(others, keywords)
-        x, tokens = known(x)
-        if self.behind and tokens is None and runs_again():
+        x, tokens = pop_tokens(x)
+        if self.behind and tokens is None and is_recomputing():
             raise UserError(
                 "method tome: this checkpointing runs a block again without what is known of its tokens (torch's"
                 " reentrant form); use method=checkpointing, or timm.layers.set_reentrant_ckpt(False)."
@@ -112,12 +111,12 @@ class _MergingForward(TokenForward):
         r = merged_of(x.shape[1] - self.prefix, self.r)
         sizes_BN = None if tokens is None else tokens.sizes_BN
         seen = _SizedAttention(sizes_BN if self.proportional_attention else None, self._acts(r))
-        with among(tokens):
+        with token_context(tokens):
             x = self.first_half(x, seen)
         if self._acts(r):
-            with aside():
+            with packing_suspended():
                 x, tokens = self._merged(x, seen, sizes_BN, r)
-        with among(tokens):
+        with token_context(tokens):
             return self.passed_on(self.second_half(x), tokens)
 
     @staticmethod
@@ -138,6 +137,7 @@ class _MergingForward(TokenForward):
         return x, Tokens(sizes_BN=sizes_BN)
 
 
+@register
 class ToMe(Method):
     """Merge in every block the most similar tokens, each pair into its mean.
 
@@ -161,14 +161,19 @@ class ToMe(Method):
     """
 
     name = "tome"
-    axis = "tokens"
+    axis = Axis.TOKENS
+    adds = frozenset({Adds.TOKEN_MERGING})
+    needs = frozenset({Needs.BLOCKS, Needs.TOKEN_GRID})
+    conflicts: Mapping[str, str] = {
+        Adds.LOW_RANK_LAYERS: "merged tokens have no grid positions along which gradients are projected"
+    }
     merges = False
 
     def __init__(self, r: int | list[int] = 8, inflect: float = 0.0, proportional_attention: bool = True):
         super().__init__()
         each = r if isinstance(r, Sequence) and not isinstance(r, str) else [r]
         if not each or not all(type(n) is int and n >= 0 for n in each):
-            raise SettingError("r", r, "a whole number of at least 0, or a list of them, one for each block")
+            raise SettingError("r", r, "an integer >= 0, or a list of them, one for each block")
         if isinstance(inflect, bool) or not isinstance(inflect, int | float) or not -1 <= inflect <= 1:
             raise SettingError("inflect", inflect, "a number from -1 to 1")
         if inflect and each is r:
@@ -178,47 +183,40 @@ class ToMe(Method):
         self.r = list(each) if each is r else r
         self.inflect, self.proportional_attention = inflect, proportional_attention
 
-    def _apply(self, model: nn.Module) -> Applied:
-        seen = view(model)
-        refuse_without_blocks(seen, self.name)
-        refuse_other_blocks(model, self.name, seen.blocks)
-        if any(hasattr(module, "low_rank") for module in model.modules()):
-            raise UserError(
-                f"method {self.name}: merged tokens lie on no grid, along which this model's low-rank backward projects"
-                " gradients; name one of the two methods."
-            )
-        patches = grid_positions(seen, self.name)
-        _refuse_other_tokens(seen, patches)
-        r = self._of_each(seen, patches)
+    def _apply(self, model: nn.Module, view: ModelView) -> Applied:
+        refuse_other_blocks(view, self.name, view.blocks)
+        patches = grid_positions(view)
+        _refuse_other_tokens(view, patches)
+        r = self._of_each(view, patches)
         give_forwards(
             model,
-            seen,
-            self.name,
+            view,
             {
                 name: (_MergingForward, (n, self.proportional_attention, any(r[:place])))
-                for place, (name, n) in enumerate(zip(seen.blocks, r, strict=True))
+                for place, (name, n) in enumerate(zip(view.blocks, r, strict=True))
             },
         )
-        none = {name: "r is 0" for name, n in zip(seen.blocks, r, strict=True) if not n}
-        merging = tuple(name for name in seen.blocks if name not in none)
+        why = Skipped(Reason.NO_EFFECT, "r is 0")
+        none = {name: why for name, n in zip(view.blocks, r, strict=True) if not n}
+        merging = tuple(name for name in view.blocks if name not in none)
         return Applied(self.name, merging, none, none_needed="" if merging else "r is 0 in every block")
 
-    def _of_each(self, seen: ModelView, patches: int) -> list[int]:
+    def _of_each(self, view: ModelView, patches: int) -> list[int]:
         """r of each block of a model with so many patch tokens.
 
         Raises:
             SettingError: a list of another length, or an r that would merge everything.
         """
-        blocks = len(seen.blocks)
+        blocks = len(view.blocks)
         setting = f"method.{self.name}.r"
         if isinstance(self.r, list):
             if len(self.r) != blocks:
-                raise SettingError(setting, self.r, f"{blocks} numbers: {seen.name} has {blocks} blocks")
+                raise SettingError(setting, self.r, f"{blocks} numbers: {view.name} has {blocks} blocks")
             if not _leaves_some(self.r, patches):
                 raise SettingError(
                     setting,
                     self.r,
-                    f"numbers from 0 to {patches // 2}, half of the {patches} patch tokens of {seen.name}, that leave"
+                    f"numbers from 0 to {patches // 2}, half of the {patches} patch tokens of {view.name}, that leave"
                     " more than one of them",
                 )
             return self.r
@@ -227,8 +225,8 @@ class ToMe(Method):
             raise SettingError(
                 setting,
                 self.r,
-                f"a whole number from 0 to {largest}",
-                f"{seen.name} has {patches} patch tokens, {blocks} blocks merge at most half of those they are given,"
+                f"an integer from 0 to {largest}",
+                f"{view.name} has {patches} patch tokens, {blocks} blocks merge at most half of those they are given,"
                 " and more than one has to be left.",
             )
         return scheduled(self.r, self.inflect, blocks)
@@ -237,26 +235,26 @@ class ToMe(Method):
         take_forwards(model)
 
 
-def _refuse_other_tokens(seen: ModelView, patches: int) -> None:
+def _refuse_other_tokens(view: ModelView, patches: int) -> None:
     """Raise UserError where a block does not take tokens (B, N, C), of any number, or its keys are not seen."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    for name in seen.blocks:
-        block = seen.model.get_submodule(name)
+    for name in view.blocks:
+        block = view.model.get_submodule(name)
         like = next(block.parameters())
-        channels = next(layer.channels[0] for layer in seen.layers if layer.name.startswith(f"{name}."))
+        channels = next(layer.channels[0] for layer in view.layers if layer.name.startswith(f"{name}."))
         with FakeCopyMode(mode):
             probe = copy.deepcopy(block).eval()
         try:
             with mode, torch.no_grad():
-                x = torch.empty(1, seen.prefix_tokens + patches, channels, device=like.device, dtype=like.dtype)
+                x = torch.empty(1, view.prefix_tokens + patches, channels, device=like.device, dtype=like.dtype)
                 probe(x)
-                _MergingForward(probe, seen.prefix_tokens, patches, True, 1, True)(x)
-                _MergingForward(probe, seen.prefix_tokens, patches, True, 0, True)(x[:, 1:])
+                _MergingForward(probe, view.prefix_tokens, patches, True, 1, True)(x)
+                _MergingForward(probe, view.prefix_tokens, patches, True, 0, True)(x[:, 1:])
         except UserError:
             raise
         except Exception as error:
             raise UserError(
-                f"method tome: the blocks of {seen.name} ({type(block).__name__}) do not take tokens (B, N, C), of any"
+                f"method tome: the blocks of {view.name} ({type(block).__name__}) do not take tokens (B, N, C), of any"
                 f" number: {str(error).splitlines()[0]}"
             ) from error
 

@@ -1,0 +1,211 @@
+"""How close the gradients of each recipe come to the exact ones of the same network and batch, and the bytes it keeps.
+
+Measured are the gradients of the blocks' trained parameters, all together and by the layer's name (``qkv``, ``fc1``).
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from efficient_ft.bench.gradients import Batch, Gradients, error_and_cosine, step_gradients
+from efficient_ft.bench.images import image_folder, shuffled_batches
+from efficient_ft.bench.recipes import Configure, Recipe
+from efficient_ft.config import Config, ModelConfig
+from efficient_ft.core.errors import UserError
+from efficient_ft.cost import executed
+from efficient_ft.cost.step import StepMethods
+from efficient_ft.methods.base import apply_methods
+from efficient_ft.methods.build import build_methods
+from efficient_ft.models import factory
+from efficient_ft.models.view import ModelView, view
+
+
+@dataclass
+class _Candidate:
+    """A network with the methods of a recipe applied."""
+
+    model: nn.Module
+    methods: list[Any]
+    precision: str
+    steps: int = 0  # taken already
+
+    def step_gradients(self, batch: Batch, seed: int) -> Gradients:
+        """Gradients of the next step."""
+        step, self.steps = self.steps, self.steps + 1
+        return step_gradients(
+            self.model, batch, methods=self.methods, step=step, precision=self.precision, seed=seed + step
+        ).gradients
+
+
+def measure_gradients(
+    recipes: Sequence[Recipe],
+    configure: Configure,
+    *,
+    model: str,
+    weights: str | None = None,
+    images: Path | None = None,
+    image_size: int | None = None,
+    num_classes: int = 100,
+    batch_size: int = 16,
+    batches: int = 8,
+    precision: str = "fp32",
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Compare the gradients of recipes with the exact ones.
+
+    Args:
+        recipes: to be compared.
+        configure: makes configurations.
+        model: a model of conf/model or of timm.
+        weights: a file with its weights, in timm's names; None: random weights.
+        images: a folder with a folder of images for each class; None: noise.
+        image_size: pixels of a side; None: the model's own.
+        num_classes: of noise.
+        batch_size: images in the batch.
+        batches: disjoint batches measured.
+        precision: ``fp32``, ``bf16`` or ``fp16``, where a recipe sets no other.
+        device: where the network runs.
+        seed: of the images, random weights and rounding.
+
+    Returns:
+        The report, for JSON and `tables.report_text`.
+
+    Raises:
+        UserError: too few images, or a recipe that trains nothing in the blocks.
+    """
+    overrides = [] if image_size is None else [f"model.image_size={image_size}"]
+    overrides += [] if weights is None else [f"model.weights='{weights}'"]
+    overrides.append(f"trainer.precision={precision}")
+    configs = {recipe.name: configure(model, [*overrides, *recipe.overrides]) for recipe in recipes}
+    config = next(iter(configs.values())).model
+    size = factory.input_of(config).size
+    measured, classes = _batches(images, config, num_classes, batch_size, batches, seed, device)
+    plain = _plain_network(config, classes, weights is None, seed, device)
+    inside = _inside_blocks(view(plain))
+
+    candidates: dict[str, _Candidate] = {}
+    result: dict[str, dict[str, Any]] = {}
+    for name, of_recipe in configs.items():
+        candidate = _Candidate(copy.deepcopy(plain), build_methods(of_recipe), str(of_recipe.trainer.precision))
+        apply_methods(candidate.model, candidate.methods)
+        result[name] = _record(candidate, of_recipe, batch_size, size, weights)
+        for step in range(StepMethods(candidate.methods).warmup_steps):
+            candidate.step_gradients(measured[step % batches], seed)
+        candidates[name] = candidate
+
+    scores: dict[str, dict[str, list[tuple[float, float]]]] = {name: {} for name in candidates}
+    for step, batch in enumerate(measured):
+        exact = step_gradients(plain, batch, seed=seed + step).gradients
+        for name, candidate in candidates.items():
+            found = candidate.step_gradients(batch, seed)
+            keys = [key for key in found if key.startswith(inside) and key in exact]
+            kinds: dict[str, list[str]] = {"blocks": keys}
+            for key in keys:
+                kinds.setdefault(key.split(".")[-2], []).append(key)
+            for kind, members in kinds.items():
+                if any(exact[key].any() for key in members):
+                    scores[name].setdefault(kind, []).append(error_and_cosine(exact, found, members))
+    for name, by_kind in scores.items():
+        if "blocks" not in by_kind:
+            raise UserError(f"{name}: no parameter of the blocks has a gradient; nothing can be compared.")
+        result[name].update(_statistics(by_kind))
+    return {
+        "kind": "gradient",
+        "model": model,
+        "weights": "random" if weights is None else Path(weights).name,
+        "images": "noise" if images is None else "/".join(images.resolve().parts[-2:]),
+        "size": list(size),
+        "batch": batch_size,
+        "batches": batches,
+        "seed": seed,
+        "recipes": result,
+    }
+
+
+def _batches(
+    images: Path | None,
+    config: ModelConfig,
+    num_classes: int,
+    batch_size: int,
+    count: int,
+    seed: int,
+    device: torch.device | str,
+) -> tuple[list[Batch], int]:
+    """The batches measured, and the number of classes."""
+    if images is not None:
+        folder = image_folder(images, config)
+        batches = list(shuffled_batches(folder, batch_size, count, 0, seed))
+        if len(batches) < count:
+            raise UserError(
+                f"--images: {images} has {len(folder)} images, too few for {count} batches of {batch_size}."
+                " Pass a smaller --batches or --batch."
+            )
+        num_classes = len(folder.classes)
+    else:
+        generator = torch.Generator().manual_seed(seed)
+        size = factory.input_of(config).size
+        batches = [
+            (
+                torch.randn(batch_size, 3, *size, generator=generator),
+                torch.randint(num_classes, (batch_size,), generator=generator),
+            )
+            for _ in range(count)
+        ]
+    return [(x.to(device), y.to(device)) for x, y in batches], num_classes
+
+
+def _plain_network(
+    config: ModelConfig, classes: int, random_weights: bool, seed: int, device: torch.device | str
+) -> nn.Module:
+    """The network; a head that starts from zero, through which no gradient would pass, gets random weights."""
+    torch.manual_seed(seed)
+    plain = (factory.random_model if random_weights else factory.create_model)(config, classes)
+    plain.to(device)
+    for name in view(plain).head if random_weights else ():
+        weight = getattr(plain.get_submodule(name), "weight", None)
+        if weight is not None:
+            nn.init.trunc_normal_(weight, std=0.02)
+    return plain
+
+
+def _inside_blocks(of_plain: ModelView) -> tuple[str, ...]:
+    """Prefixes of the parameters within the blocks and between the stages."""
+    return tuple(f"{name}." for name in (*of_plain.blocks, *(n for extras in of_plain.stage_extras for n in extras)))
+
+
+def _record(
+    candidate: _Candidate, config: Config, batch_size: int, size: tuple[int, int], weights: str | None
+) -> dict[str, Any]:
+    """A recipe's configuration and counts."""
+    settings = config.model_dump(mode="json", include={"model", "method", "trainer"})
+    if weights is not None:
+        settings["model"]["weights"] = Path(weights).name
+    counted = executed(candidate.model, batch_size, size, methods=candidate.methods, precision=candidate.precision)
+    return {
+        "configuration": settings,
+        "methods": [repr(m) for m in candidate.methods],
+        "trainable_parameters": sum(p.numel() for p in candidate.model.parameters() if p.requires_grad),
+        "executed": counted.as_dict(),
+    }
+
+
+def _statistics(by_kind: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, Any]:
+    """Mean and range over the batches, by measure and kind of layer; for all blocks also each batch."""
+    found: dict[str, Any] = {}
+    for column, title in enumerate(("error", "cosine")):
+        values = {kind: [round(pair[column], 6) for pair in pairs] for kind, pairs in by_kind.items()}
+        found[title] = {
+            kind: {"mean": round(statistics.fmean(v), 6), "min": min(v), "max": max(v)}
+            | ({"batches": v} if kind == "blocks" else {})
+            for kind, v in values.items()
+        }
+    return found

@@ -1,0 +1,291 @@
+"""How close low-rank backward passes come to the exact gradient, on a trained network and real images.
+
+Every method is applied as in training: to all linear layers of all blocks at once, so that errors accumulate from the
+last block to the first; fp32, cross-entropy, BatchNorm frozen. Its gradients are compared with those of plain
+back-propagation on the same batch, and its cost is the executed FLOPs of the whole backward pass of full fine-tuning,
+projections included.
+
+* *relative error* ‖g̃ − g‖ / ‖g‖ and *cosine*, of all weights of a group concatenated: the mean over disjoint batches,
+  and the range. Groups: ``network`` (the weights of all projected layers), each layer type (``qkv``, ``proj``, ...),
+  ``rest`` (all other parameters but the head's: norms, biases, stem, position embedding), and ``activations`` (the
+  gradients at the inputs of the blocks, concatenated) with ``first block`` (the gradient that reaches the stem).
+* ``pooled``: the same for the gradient of all images at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from timm.optim import create_optimizer_v2
+from torch import nn
+from torchvision.datasets import ImageFolder
+
+from efficient_ft.bench.gradients import Batch, Gradients, error_and_cosine, step_gradients
+from efficient_ft.bench.images import image_folder, shuffled_batches
+from efficient_ft.bench.projections import METHODS, Candidate, candidates, headroom
+from efficient_ft.config import ModelConfig
+from efficient_ft.core.errors import UserError
+from efficient_ft.cost import executed
+from efficient_ft.methods import LBPWHT
+from efficient_ft.models.factory import create_model
+from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
+from efficient_ft.models.view import view
+from efficient_ft.record.environment import environment
+
+#: The states of a network in which errors are measured: as trained, and at three points of fine-tuning it.
+STATES = ("trained", "start", "middle", "end")
+
+
+@dataclass(frozen=True)
+class Study:
+    """The settings of a study.
+
+    Args:
+        weights: trained weights in timm's names.
+        images: held-out images, FOLDER/CLASS/*; classes sorted.
+        model: timm name of the network.
+        orders: of LP_L1, which set the cost.
+        batch: images in a batch.
+        batches: disjoint batches measured.
+        profile_batches: other batches, from which LHE chooses.
+        headroom: also bases calibrated on each layer's own gradients.
+        finetune: also while fine-tuning on FOLDER/train, FOLDER/test; None: the trained network only.
+        finetune_steps: steps of fine-tuning.
+        finetune_batch: images in a batch of fine-tuning.
+        finetune_lr: learning rate of fine-tuning.
+        finetune_batches: disjoint batches measured in each state of fine-tuning.
+        seed: of the shuffles and the new head.
+    """
+
+    weights: Path
+    images: Path
+    model: str = "vit_micro"
+    orders: Sequence[int] = (4, 6)
+    batch: int = 64
+    batches: int = 4
+    profile_batches: int = 4
+    headroom: bool = False
+    finetune: Path | None = None
+    finetune_steps: int = 200
+    finetune_batch: int = 16
+    finetune_lr: float = 3e-4
+    finetune_batches: int = 2
+    seed: int = 0
+
+
+def groups(model: nn.Module) -> dict[str, list[str]]:
+    """Keys of `step_gradients` by group; see the module's docstring."""
+    of_model = view(model)
+    layers = [layer.name for layer in of_model.layers if layer.tokens is not None]
+    weights = [f"{name}.weight" for name in layers]
+    kinds: dict[str, list[str]] = {}
+    for name in layers:
+        kinds.setdefault(name.rpartition(".")[2], []).append(f"{name}.weight")
+    others = (n for n, _ in model.named_parameters() if n not in weights)
+    rest = [n for n in others if not n.startswith(tuple(f"{h}." for h in of_model.head))]
+    inputs = [f"input:{name}" for name in of_model.blocks]
+    return {"network": weights, **kinds, "rest": rest, "activations": inputs, "first block": inputs[:1]}
+
+
+# ---------------------------------------------------------------------------------------------- measuring
+def measure(model: nn.Module, compared: Sequence[Candidate], batches: Iterable[Batch]) -> dict[str, Any]:
+    """Fill in the candidates' scores, batch by batch.
+
+    Returns:
+        ``top1``, the plain network's accuracy, and ``full_rank``, the relative error with all bases (ortho). The latter
+        must vanish except for rounding: then nothing but the projection is measured.
+    """
+    members, blocks = groups(model), view(model).blocks
+    accuracies: list[float] = []
+    total: Gradients = {}
+    full_rank = None
+    for batch in batches:
+        accuracy, exact = step_gradients(model, batch, inputs=blocks)
+        accuracies.append(accuracy)
+        total = _sum(total, exact)
+        for candidate in compared:
+            # the weights of a state are the plain network's: copies are made once, when the state is reached
+            approximate = step_gradients(candidate.model, batch, inputs=blocks).gradients
+            for group, keys in members.items():
+                candidate.scores.setdefault(group, []).append(error_and_cosine(exact, approximate, keys))
+            candidate.total = _sum(candidate.total, approximate)
+        if full_rank is None:
+            all_bases = copy.deepcopy(model)
+            LBPWHT(order=15, as_published=True).apply(all_bases)  # projected although exact is cheaper
+            approximate = step_gradients(all_bases, batch).gradients
+            full_rank = error_and_cosine(exact, approximate, members["network"])[0]
+    pooled = {g: k for g, k in members.items() if not k[0].startswith("input:")}
+    for candidate in compared:
+        candidate.scores.update(
+            {f"pooled {g}": [error_and_cosine(total, candidate.total, k)] for g, k in pooled.items()}
+        )
+    return {"top1": float(np.mean(accuracies)), "full_rank": full_rank}
+
+
+def _sum(total: Gradients, one: Gradients) -> Gradients:
+    return {n: g + total[n] if total else g for n, g in one.items() if not n.startswith("input:")}
+
+
+def records(
+    model: nn.Module, compared: Sequence[Candidate], about: dict[str, Any], size: tuple[int, int], batch: int
+) -> list[dict[str, Any]]:
+    """One record for each candidate, with the executed backward FLOPs next to the exact pass's."""
+    plain = executed(model, batch, size).backward_flops
+    made = []
+    for c in compared:
+        if c.flops is None:
+            c.flops = executed(c.model, batch, size, methods=[c.method]).backward_flops
+        record: dict[str, Any] = {"method": c.name, "order": c.order, "rank": c.rank}
+        record.update(backward_mflops=round(c.flops / 1e6, 2), exact_mflops=round(plain / 1e6, 2))
+        for group, scores in c.scores.items():
+            where, name = ("pooled", group.removeprefix("pooled ")) if group.startswith("pooled ") else ("batch", group)
+            record.setdefault(where, {})[name] = {
+                title: _summary([s[k] for s in scores]) for k, title in enumerate(("error", "cosine"))
+            }
+        made.append({**about, **record})
+    return made
+
+
+def _summary(values: Sequence[float]) -> dict[str, float]:
+    return {"mean": round(float(np.mean(values)), 5), "min": round(min(values), 5), "max": round(max(values), 5)}
+
+
+# ---------------------------------------------------------------------------------------------- the study
+def train(model: nn.Module, batches: Iterable[Batch], done: int, steps: int, optimizer: torch.optim.Optimizer) -> None:
+    """Fine-tune the whole network exactly on `batches`: cosine after a tenth of warm-up.
+
+    Args:
+        done: steps taken before.
+        steps: in total.
+    """
+    model.train()
+    freeze_batch_norm(model)
+    base = optimizer.defaults["lr"]
+    for step, (images, labels) in enumerate(batches, start=done):
+        warm = (step + 1) / max(1, steps // 10)
+        for group in optimizer.param_groups:
+            group["lr"] = base * min(warm, 0.5 * (1 + math.cos(math.pi * step / steps)))
+        optimizer.zero_grad(set_to_none=True)
+        F.cross_entropy(model(images), labels, label_smoothing=0.1).backward()
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def run_study(study: Study, size: int, say: Callable[[str], None] = lambda text: None) -> list[dict[str, Any]]:
+    """Measure one image size: the trained network, and the start, middle and end of fine-tuning it.
+
+    Args:
+        study: the settings.
+        size: of the square images, in pixels.
+        say: receives a line of progress before each state.
+
+    Raises:
+        UserError: weights or images are missing, or there are too few images.
+    """
+    config = ModelConfig(name=study.model, weights=str(study.weights), image_size=size)
+    images = image_folder(study.images, config)
+    model = create_model(config, len(images.classes))
+    grid = next(layer.tokens.grid for layer in view(model, (size, size)).layers if layer.tokens is not None)
+    made: list[dict[str, Any]] = []
+
+    def measure_state(
+        name: str, model: nn.Module, held_out: ImageFolder, count: int, compared: list[Candidate], **more: Any
+    ) -> None:
+        say(f"{size} px, {name}: {len(compared)} recipes on {count} batches")
+        about = {"state": name, "grid": list(grid), "image_size": size, **more}
+        about.update(measure(model, compared, shuffled_batches(held_out, study.batch, count, 0, study.seed)))
+        if len(next(iter(compared)).scores["network"]) < count:
+            raise UserError(f"{held_out.root} has too few images for {count} batches of {study.batch}.")
+        made.extend(records(model, compared, about, (size, size), study.batch))
+
+    profiling = list(shuffled_batches(images, study.batch, study.profile_batches, study.batches, study.seed))
+    if len(profiling) < study.profile_batches:
+        raise UserError(
+            f"{study.images} has {len(images)} images, too few for {study.batches} + {study.profile_batches} batches of"
+            f" {study.batch}. Pass smaller --batches, --profile-batches or --batch."
+        )
+    compared = candidates(model, study.orders, profiling)
+    if study.headroom:
+        compared += headroom(model, study.orders, profiling)
+    measure_state("trained", model, images, study.batches, compared)
+    if study.finetune is None:
+        return made
+
+    training, held_out = (image_folder(study.finetune / part, config) for part in ("train", "test"))
+    torch.manual_seed(study.seed)  # the new head
+    model = create_model(config, len(training.classes))
+    for name in view(model).head:  # often zero in a new network: no gradient would pass it at the start
+        nn.init.trunc_normal_(model.get_parameter(f"{name}.weight"), std=0.02)
+    optimizer = create_optimizer_v2(model, "adamw", lr=study.finetune_lr, weight_decay=1e-5)
+    steps, half = study.finetune_steps, study.finetune_steps // 2
+    profiling = list(shuffled_batches(training, study.batch, study.profile_batches, 0, study.seed))
+    compared, done = [], 0
+    for name, until in zip(STATES[1:], (0, half, steps), strict=True):
+        if until > done:
+            batches = shuffled_batches(training, study.finetune_batch, until - done, done, study.seed)
+            train(model, batches, done, steps, optimizer)
+        done = until
+        compared = candidates(model, study.orders, profiling, compared)
+        measure_state(name, model, held_out, study.finetune_batches, compared, step=done)
+    return made
+
+
+def save(file: Path, study: Study, results: list[dict[str, Any]]) -> None:
+    """Write the records of the sizes measured, one per line, and keep those of other sizes in the file."""
+    sizes = {r["image_size"] for r in results}
+    settings = {k: v.name if isinstance(v, Path) else v for k, v in asdict(study).items()}
+    here = {**environment(packages=("torch", "timm", "numpy")), "precision": "fp32"}
+    runs = {str(size): {"settings": settings, "environment": here} for size in sizes}
+    if file.exists():
+        before = json.loads(file.read_text(encoding="utf-8"))
+        runs = {**before["runs"], **runs}
+        results = [r for r in before["results"] if r["image_size"] not in sizes] + results
+    results = sorted(results, key=lambda r: (STATES.index(r["state"]), r["image_size"], r["order"]))
+    lines = ",\n".join(json.dumps(r, ensure_ascii=False) for r in results)
+    about = json.dumps({k: runs[k] for k in sorted(runs, key=int)}, indent=1, ensure_ascii=False)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f'{{"runs": {about},\n"results": [\n{lines}\n]}}\n', encoding="utf-8")
+
+
+# ---------------------------------------------------------------------------------------------- tables
+def markdown(results: Sequence[dict[str, Any]], state: str = "trained") -> str:
+    """The whole network's relative error (cosine) in a state: a line for each grid and order, a column per method."""
+    chosen = [r for r in results if r["state"] == state]
+    names = list(dict.fromkeys(r["method"] for r in chosen))
+    lines = [f"| grid, cost of | backward MFLOPs (exact) | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
+    for grid, order in dict.fromkeys((tuple(r["grid"]), r["order"]) for r in chosen):
+        line = {r["method"]: r for r in chosen if tuple(r["grid"]) == grid and r["order"] == order}
+        best = min(r["batch"]["network"]["error"]["mean"] for r in line.values() if r["method"] in METHODS)
+        cells = []
+        for name in names:
+            if name not in line:
+                cells.append("–")
+                continue
+            network = line[name]["batch"]["network"]
+            text = f"{network['error']['mean']:.3f} ({network['cosine']['mean']:.3f})"
+            cells.append(f"**{text}**" if network["error"]["mean"] == best else text)
+        costs = sorted({round(r["backward_mflops"]) for r in line.values()})
+        cost = f"{costs[0]}–{costs[-1]}" if costs[1:] else f"{costs[0]}"
+        exact = round(next(iter(line.values()))["exact_mflops"])
+        lines.append(f"| {grid[0]}×{grid[1]}, LP-{order} | {cost} ({exact}) | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def markdown_by_group(results: Sequence[dict[str, Any]], state: str = "trained") -> str:
+    """Relative error by group of gradients in a state: a line for each grid, order and method."""
+    chosen = [r for r in results if r["state"] == state]
+    names = list(chosen[0]["batch"])
+    lines = [f"| grid, cost of | method | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
+    for r in chosen:
+        cells = " | ".join(f"{r['batch'][n]['error']['mean']:.3f}" for n in names)
+        lines.append(f"| {r['grid'][0]}×{r['grid'][1]}, LP-{r['order']} | {r['method']} | {cells} |")
+    return "\n".join(lines)

@@ -1,0 +1,107 @@
+"""Gradients of one training step, and how close two of them are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from efficient_ft.core.errors import UserError
+from efficient_ft.cost.step import StepMethods, StepSpec, forward_and_loss
+from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
+
+#: Images (B, C, H, W) and their class indices (B,).
+Batch = tuple[Tensor, Tensor]
+Gradients = dict[str, Tensor]
+
+
+class StepGradients(NamedTuple):
+    """The gradients of one step, and the accuracy on its batch."""
+
+    accuracy: float
+    gradients: Gradients
+
+
+def step_gradients(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    methods: Iterable[Any] = (),
+    step: int = 0,
+    inputs: Sequence[str] = (),
+    precision: str = "fp32",
+    seed: int | None = None,
+) -> StepGradients:
+    """Compute the gradients of a training step that moves no parameter: cross-entropy, BatchNorm statistics frozen.
+
+    Args:
+        model: a classifier, put in training mode.
+        batch: images and labels on the model's device.
+        methods: the methods applied to `model`. Their own losses are left out: the exact gradient has none.
+        step: number of the step for the methods.
+        inputs: names of modules at whose input the gradient is taken too.
+        precision: ``fp32``, ``bf16`` or ``fp16``.
+        seed: of torch's generators, set before the step; None: not set.
+
+    Returns:
+        The gradient of every parameter that has one, by the plain model's names, and as ``input:NAME`` those at the
+        `inputs`.
+    """
+    found: Gradients = {}
+
+    def watch(name: str) -> Any:
+        def before(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            if args[0].requires_grad:
+                args[0].register_hook(lambda g: found.__setitem__(f"input:{name}", g.detach()))
+
+        return model.get_submodule(name).register_forward_pre_hook(before)
+
+    images, labels = batch
+    taking_part = StepMethods(methods)
+    handles = [watch(name) for name in inputs]
+    model.train()
+    freeze_batch_norm(model)
+    model.zero_grad(set_to_none=True)
+    if seed is not None:
+        torch.manual_seed(seed)
+    taking_part.begin(step)
+    spec = StepSpec(len(images), tuple(images.shape[-2:]), precision)
+    try:
+        logits, loss = forward_and_loss(model, StepMethods(), images, labels, spec)
+        loss.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    taking_part.end()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            found[name.replace(".base_layer", "")] = parameter.grad.detach()  # peft's name for the layer it adapts
+    model.zero_grad(set_to_none=True)
+    return StepGradients((logits.argmax(1) == labels).float().mean().item(), found)
+
+
+def error_and_cosine(
+    exact: Mapping[str, Tensor], approximate: Mapping[str, Tensor], keys: Iterable[str]
+) -> tuple[float, float]:
+    """Compare the concatenation of the gradients `keys`: relative error ‖g̃ − g‖ / ‖g‖ and cosine.
+
+    Keys without an exact gradient are left out.
+
+    Raises:
+        UserError: the exact gradient is zero.
+    """
+    dot = square = own = error = 0.0
+    for key in keys:
+        if key not in exact:  # no gradient reaches it
+            continue
+        g, a = exact[key].double(), approximate[key].double()
+        dot += (g * a).sum().item()
+        square += g.square().sum().item()
+        own += a.square().sum().item()
+        error += (a - g).square().sum().item()
+    if not square:
+        raise UserError("The exact gradient is zero: is the network's loss zero on these images?")
+    return math.sqrt(error / square), dot / math.sqrt(square * own) if own else 0.0

@@ -1,0 +1,162 @@
+"""The backward pass of one linear layer, exact and low-rank."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from efficient_ft.bench.timing import alternate, summary, waiter
+from efficient_ft.core.errors import SettingError
+from efficient_ft.cost import AUTOCAST, Meter
+from efficient_ft.ops.projection import CosineProjector, WalshProjector, low_pass_l1, low_rank_conv1x1, low_rank_linear
+
+Padding = Literal["ortho", "zero", "reflect"]
+
+#: The layers in Table 5 of the LBP-WHT paper.
+TABLE_5 = ("448,1792,7x7", "1792,448,7x7", "768,3072,7x7", "3072,768,7x7")
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """A linear layer over a grid of tokens: input and output channels, and the grid's height and width."""
+
+    c_in: int
+    c_out: int
+    grid: tuple[int, int]
+
+    @classmethod
+    def parse(cls, text: str) -> LayerShape:
+        """Parse ``C_IN,C_OUT,HxW``.
+
+        Raises:
+            SettingError: `text` is not of that form.
+        """
+        numbers = re.fullmatch(r"(\d+),(\d+),(\d+)x(\d+)", text)
+        if numbers is None:
+            raise SettingError("--shape", text, "of the form C_IN,C_OUT,HxW", "For example 448,1792,7x7.")
+        c_in, c_out, height, width = map(int, numbers.groups())
+        return cls(c_in, c_out, (height, width))
+
+    def __str__(self) -> str:
+        return f"{self.c_in},{self.c_out},{self.grid[0]}x{self.grid[1]}"
+
+
+def measure_layers(
+    shapes: Sequence[LayerShape],
+    orders: Sequence[int] = (2, 4, 6, 8, 15),
+    *,
+    batch_size: int = 32,
+    projector: Literal["wht", "dct"] = "wht",
+    padding: Padding = "ortho",
+    layout: Literal["tokens", "map"] = "tokens",
+    precision: str = "fp32",
+    device: torch.device | str = "cpu",
+    rounds: int = 30,
+    warmup: int = 2,
+) -> dict[str, Any]:
+    """Time and count the backward pass of layers, exact and low-rank.
+
+    Args:
+        shapes: of the layers.
+        orders: of the LP_L1 selection of bases.
+        batch_size: images in the batch.
+        projector: ``wht`` or ``dct``.
+        padding: of the WHT to the next power of 2.
+        layout: ``tokens`` (B, N, C) through a linear layer, or ``map`` (B, C, H, W) through a 1×1 convolution.
+        precision: ``fp32``, ``bf16`` or ``fp16``.
+        device: where the layers run.
+        rounds: timed.
+        warmup: rounds before these, not timed.
+
+    Returns:
+        The report, for JSON and `tables.report_text`.
+
+    Raises:
+        SettingError: a grid that the padding does not support.
+    """
+    dtype = AUTOCAST[precision] or torch.float32
+    measured = {}
+    for shape in shapes:
+        functions = _functions(shape, orders, projector, padding, layout)
+        inputs, g = _tensors(shape, batch_size, layout, torch.device(device), dtype)
+        flops = {}
+        for name, function in functions.items():
+            y = function(*(i.to(dtype) for i in inputs))
+            with Meter() as meter, meter.phase("backward"):
+                torch.autograd.grad(y, inputs, g)
+            flops[name] = meter.flops["backward"] / batch_size
+        calls = {name: _timed(function, inputs, g, dtype) for name, function in functions.items()}
+        result = summary(alternate(calls, rounds, warmup), "exact")
+        measured[str(shape)] = {n: {"backward_flops": flops[n], "measured": parts} for n, parts in result.items()}
+    return {
+        "kind": "layer",
+        "batch": batch_size,
+        "dtype": precision,
+        "projector": projector,
+        "padding": padding,
+        "layout": layout,
+        "baseline": "exact",
+        "shapes": measured,
+    }
+
+
+def _functions(
+    shape: LayerShape, orders: Sequence[int], projector: str, padding: Padding, layout: str
+) -> dict[str, Callable[..., Tensor]]:
+    """The exact layer, and the low-rank one at each order."""
+    low_rank = low_rank_linear if layout == "tokens" else low_rank_conv1x1
+    exact = torch.nn.functional.linear if layout == "tokens" else torch.nn.functional.conv2d
+    functions: dict[str, Callable[..., Tensor]] = {"exact": exact}
+    for order in orders:
+        made: Any = WalshProjector(low_pass_l1(order), padding) if projector == "wht" else CosineProjector(order)
+        try:
+            projection = made.projection(shape.grid, 0, (shape.c_in, shape.c_out))
+        except ValueError as error:
+            raise SettingError("--shape", shape, "a grid that the padding supports", str(error)) from error
+        functions[f"order {order}"] = lambda x, w, b, p=projection: low_rank(x, w, b, p)
+    return functions
+
+
+def _tensors(
+    shape: LayerShape, batch_size: int, layout: str, device: torch.device, dtype: torch.dtype
+) -> tuple[list[Tensor], Tensor]:
+    """Random input, weight and bias that need gradients, and the gradient of the output."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator).to(device)
+
+    height, width = shape.grid
+    if layout == "tokens":
+        x, g = (random(batch_size, height * width, c) for c in (shape.c_in, shape.c_out))
+        weight = random(shape.c_out, shape.c_in)
+    else:
+        x, g = (random(batch_size, c, height, width) for c in (shape.c_in, shape.c_out))
+        weight = random(shape.c_out, shape.c_in, 1, 1)
+    return [x.requires_grad_(), weight.requires_grad_(), random(shape.c_out).requires_grad_()], g.to(dtype)
+
+
+def _timed(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], g: Tensor, dtype: torch.dtype
+) -> Callable[[], dict[str, float]]:
+    """A call that runs forward and backward once; it returns the seconds of each."""
+    wait = waiter(g.device)
+
+    def call() -> dict[str, float]:
+        times = [time.perf_counter()]
+        with torch.autocast(g.device.type, dtype=dtype, enabled=dtype != torch.float32):
+            y = function(*inputs)
+        wait()
+        times.append(time.perf_counter())
+        torch.autograd.grad(y, inputs, g)
+        wait()
+        times.append(time.perf_counter())
+        return {"forward": times[1] - times[0], "backward": times[2] - times[1]}
+
+    return call

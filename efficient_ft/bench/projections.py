@@ -1,0 +1,164 @@
+"""Low-rank backward passes whose gradient error is measured: the package's methods, and bases made for each layer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from efficient_ft.bench.gradients import Batch, Gradients, step_gradients
+from efficient_ft.core.errors import UserError
+from efficient_ft.methods import LBPDCT, LBPWHT
+from efficient_ft.methods.backprop.low_rank import LowRankBackward, LowRankConv2d, LowRankLinear
+from efficient_ft.models.view import view
+from efficient_ft.ops.projection import Grid, Projection, Tile, dct_rows
+
+#: The methods compared, as users make them; arguments: order, number of batches that LHE profiles.
+METHODS: dict[str, Callable[[int, int], LowRankBackward]] = {
+    "WHT reflect": lambda order, _: LBPWHT(order=order, padding="reflect"),
+    "WHT zero": lambda order, _: LBPWHT(order=order, padding="zero"),
+    "WHT ortho": lambda order, _: LBPWHT(order=order),
+    "LHE": lambda order, batches: LBPWHT(bases="lhe", order=order, profile_steps=batches),
+    "DCT": lambda order, _: LBPDCT(order=order),
+}
+
+#: Bases made for each layer from its own gradients: what a calibrated method could reach.
+HEADROOM = ("DCT by energy", "PCA of g_y", "PCA of x and g_y")
+
+
+@dataclass
+class Candidate:
+    """A network with a method applied, and what was measured of it.
+
+    Attributes:
+        name: of the method.
+        order: of LP_L1, which sets the cost.
+        model: the network.
+        method: applied to it.
+        flops: executed FLOPs of the whole backward pass, per image; None: not counted yet.
+        scores: (relative error, cosine) of each batch, by group of gradients.
+        total: the sum of the gradients of all batches.
+    """
+
+    name: str
+    order: int
+    model: nn.Module
+    method: LowRankBackward
+    flops: float | None = None
+    scores: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    total: Gradients = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        """Coefficients kept per channel, prefix tokens included."""
+        return max(_rank(layer) for layer in _low_rank_layers(self.model).values())
+
+
+def _low_rank_layers(model: nn.Module) -> dict[str, LowRankLinear | LowRankConv2d]:
+    return {n: m for n, m in model.named_modules() if isinstance(m, LowRankLinear | LowRankConv2d)}
+
+
+def _rank(layer: LowRankLinear | LowRankConv2d) -> int:
+    how, (c_out, c_in) = layer.low_rank, layer.weight.shape[:2]
+    assert how.projector is not None  # the profiling steps are over
+    return how.projector.projection(how.tokens.grid, how.tokens.prefix, (c_in, c_out)).rank
+
+
+def candidates(
+    model: nn.Module, orders: Sequence[int], profiling: Sequence[Batch], earlier: Sequence[Candidate] = ()
+) -> list[Candidate]:
+    """Copy `model` with each of `METHODS` at each order.
+
+    Args:
+        model: the plain network.
+        orders: of LP_L1.
+        profiling: batches from which LHE chooses.
+        earlier: candidates of an earlier state of the network, whose choices are kept.
+    """
+    made = []
+    for order in orders:
+        for name, create in METHODS.items():
+            method, changed, flops = create(order, len(profiling)), copy.deepcopy(model), None
+            method.apply(changed)
+            before = next((c for c in earlier if (c.name, c.order) == (name, order)), None)
+            if before is not None:
+                method.load_state_dict(before.method.state_dict())
+                flops = before.flops
+            elif method.warmup_steps:
+                for step, batch in enumerate(profiling):
+                    step_gradients(changed, batch, methods=[method], step=step)
+            made.append(Candidate(name, order, changed, method, flops))
+    return made
+
+
+@dataclass(frozen=True, eq=False)
+class OwnBasis:
+    """A projector with given orthonormal rows (R, L) over the grid."""
+
+    rows: np.ndarray
+
+    def projection(self, grid: Grid, prefix: int, channels: tuple[int, int]) -> Projection:
+        """The projection onto the rows; `channels` play no part."""
+        return Projection.from_tiles([Tile(np.arange(grid[0] * grid[1]), self.rows, self.rows)], grid, prefix)
+
+
+def headroom(model: nn.Module, orders: Sequence[int], profiling: Sequence[Batch]) -> list[Candidate]:
+    """Copy `model` with bases made for each layer from its inputs and gradients (`HEADROOM`), at the DCT's rank.
+
+    Raises:
+        UserError: a projected layer is not a linear layer over (B, tokens, C).
+    """
+    moments = _moments(model, profiling)
+    made = []
+    for order in orders:
+        for kind in HEADROOM:
+            method, changed = LBPDCT(order=order), copy.deepcopy(model)
+            method.apply(changed)
+            for name, layer in _low_rank_layers(changed).items():
+                if not np.trace(moments[name][1]):
+                    continue  # no gradient reaches the grid: the last block, if the class token is the output
+                grid, rank = layer.low_rank.tokens.grid, _rank(layer) - layer.low_rank.tokens.prefix
+                of_x, of_g = (m / np.trace(m) for m in moments[name])
+                if kind == "DCT by energy":
+                    rows = dct_rows(grid, grid[0] * grid[1])
+                    rows = rows[np.sort(np.argsort(-np.einsum("rl,lm,rm->r", rows, of_g, rows), kind="stable")[:rank])]
+                else:
+                    rows = np.linalg.eigh(of_g if kind == "PCA of g_y" else of_x + of_g)[1][:, ::-1].T[:rank]
+                layer.low_rank.projector = OwnBasis(rows)
+            made.append(Candidate(kind, order, changed, method))
+    return made
+
+
+def _moments(model: nn.Module, profiling: Sequence[Batch]) -> dict[str, list[np.ndarray]]:
+    """Second moments (L, L) over the grid of each linear layer's input and of its output's gradient."""
+    moments = {name: [0.0 * np.eye(1)] * 2 for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    layouts = {layer.name: layer.tokens for layer in view(model).layers if layer.tokens is not None}
+    handles = []
+
+    def add(name: str, which: int, values: Tensor) -> None:
+        on_grid = values.detach()[:, layouts[name].prefix :]  # B, L, C
+        moments[name][which] = moments[name][which] + torch.einsum("blc,bmc->lm", on_grid, on_grid).double().numpy()
+
+    def watch(name: str) -> Any:
+        def after(module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
+            add(name, 0, args[0])
+            y.register_hook(lambda g: add(name, 1, g))
+
+        return model.get_submodule(name).register_forward_hook(after)
+
+    for name, tokens in layouts.items():
+        if tokens.form != "tokens" or name not in moments:
+            raise UserError(f"--headroom works on linear layers over (B, tokens, C), not on {name}.")
+        handles.append(watch(name))
+    try:
+        for batch in profiling:
+            step_gradients(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return moments

@@ -1,0 +1,84 @@
+"""Recipes to be measured, as they are written on the command line.
+
+A recipe is ``METHOD[:KEY=VALUE,...][+METHOD...]`` with the names and settings of the command line; ``NAME=RECIPE``
+gives it another name. A key with a dot is the full name of any setting (``full:trainer.precision=bf16``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from efficient_ft.config import Config
+from efficient_ft.core.errors import UserError
+
+#: Returns the checked configuration of a run on random weights: of a model (of conf/model or of timm; None: the
+#: default job's), with overrides as on the command line.
+Configure = Callable[[str | None, Sequence[str]], Config]
+
+_COMMA = r",(?![^\[]*\])"  # not within brackets
+_PLUS = r"\+(?![^\[]*\])"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe to be measured.
+
+    Attributes:
+        name: in tables.
+        overrides: of the configuration, as on the command line.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+
+
+def parse_recipe(text: str, conf: Path) -> Recipe:
+    """Parse ``[NAME=]METHOD[:KEY=VALUE,...][+METHOD...]``.
+
+    Args:
+        text: as typed.
+        conf: the folder of the configuration groups.
+
+    Raises:
+        UserError: `text` is not of that form.
+    """
+    name, equals, rest = text.partition("=")
+    if not equals or ":" in name:
+        name, rest = text, text
+    elif "." in name:
+        raise UserError(f"{text}: settings are named in the recipe they belong to: METHOD:KEY=VALUE.")
+    options, overrides = [], []
+    for part in re.split(_PLUS, rest):
+        option, colon, settings = part.partition(":")
+        if not re.fullmatch(r"\w+", option) or (colon and not settings):
+            raise UserError(f"{text}: a recipe has the form [NAME=]METHOD[:KEY=VALUE,...][+METHOD...].")
+        options.append(option)
+        for setting in re.split(_COMMA, settings) if settings else ():
+            if not re.fullmatch(r"[\w.]+=.+", setting):
+                raise UserError(f"{text}: settings have the form KEY=VALUE, got {setting}.")
+            full = "." in setting.partition("=")[0]
+            overrides.append(setting if full else f"method.{_package(option, conf)}.{setting}")
+    return Recipe(name, (f"method=[{','.join(options)}]", *overrides))
+
+
+def parse_recipes(texts: Sequence[str], conf: Path) -> list[Recipe]:
+    """Parse recipes, see `parse_recipe`.
+
+    Raises:
+        UserError: one is not of the form, or two have the same name.
+    """
+    recipes = [parse_recipe(text, conf) for text in texts]
+    names = [recipe.name for recipe in recipes]
+    if len(set(names)) < len(names):
+        raise UserError(f"Two recipes have the same name ({', '.join(names)}). Name one: NAME=RECIPE.")
+    return recipes
+
+
+def _package(option: str, conf: Path) -> str:
+    """The name under which a method's settings are stored; variants of one method share it."""
+    file = conf / "method" / f"{option}.yaml"
+    found = re.search(r"^# @package method\.(\w+)", file.read_text(encoding="utf-8")) if file.is_file() else None
+    return found[1] if found else option

@@ -1,0 +1,197 @@
+"""Training steps of a model with each recipe, timed by their parts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+from typing import Any
+
+import torch
+from timm.layers import set_fused_attn, use_fused_attn
+from torch import nn
+
+from efficient_ft.bench.recipes import Configure, Recipe
+from efficient_ft.bench.timing import alternate, summary, waiter
+from efficient_ft.cost import StepSpec, TrainingStep, executed
+from efficient_ft.methods.base import apply_methods
+from efficient_ft.methods.build import build_methods
+from efficient_ft.models import factory
+
+
+class PartsTimer:
+    """Take training steps timed by their parts, with the bare inference of their frozen prefix.
+
+    The prefix ends at the first module entered that has a trainable parameter of its own. Its bare inference is the
+    plain model's, in evaluation mode and without a graph, up to the same place.
+
+    Args:
+        step: the training step.
+        plain: a copy of the model without methods.
+    """
+
+    def __init__(self, step: TrainingStep, plain: nn.Module) -> None:
+        self.step, self._plain, self._wait = step, plain.to(step.device).eval(), waiter(step.device)
+        self._entered = 0.0
+        #: Name of the module that ends the frozen prefix; None: there is no prefix that can be timed.
+        self.prefix = self._find_prefix()
+        if self.prefix is not None:
+            step.model.get_submodule(self.prefix).register_forward_pre_hook(self._enter)
+            plain.get_submodule(self.prefix).register_forward_pre_hook(self._stop)
+
+    def _find_prefix(self) -> str | None:
+        """Find the module that ends the prefix.
+
+        None if there is none, if the plain model has no such module, or if what trains changes from step to step.
+        """
+        if self.step.methods.cost_steps > 1:
+            return None
+        order: list[tuple[str, bool]] = []
+        handles = [
+            module.register_forward_pre_hook(lambda m, _, n=name: order.append((n, _trains(m))))  # type: ignore[misc]
+            for name, module in self.step.model.named_modules()
+            if next(module.parameters(recurse=False), None) is not None
+        ]
+        self.step.forward()
+        self.step.backward()
+        for handle in handles:
+            handle.remove()
+        first = next((k for k, (_, trains) in enumerate(order) if trains), None)
+        if first is None or first == 0:
+            return None
+        name = order[first][0]
+        return name if name in dict(self._plain.named_modules()) else None
+
+    def _enter(self, *_: Any) -> None:
+        if not self._entered:
+            self._wait()
+            self._entered = time.perf_counter()
+
+    def _stop(self, *_: Any) -> None:
+        raise _PrefixEnds
+
+    def __call__(self) -> dict[str, float]:
+        """Take one step; returns seconds by part."""
+        seconds = {}
+        dtype = self.step.spec.dtype
+        if self.prefix is not None:
+            self._wait()
+            start = time.perf_counter()
+            with torch.no_grad(), torch.autocast(self.step.device.type, dtype=dtype, enabled=dtype is not None):
+                try:
+                    self._plain(self.step.images)
+                except _PrefixEnds:
+                    self._wait()
+            seconds["prefix inference"] = time.perf_counter() - start
+        self._entered = 0.0
+        times = [time.perf_counter()]
+        for part in (self.step.forward, self.step.backward, self.step.update):
+            part()
+            self._wait()
+            times.append(time.perf_counter())
+        if self.prefix is not None:
+            seconds["prefix"] = self._entered - times[0]
+        seconds["forward"], seconds["backward"], seconds["update"] = (b - a for a, b in pairwise(times))
+        seconds["step"] = times[-1] - times[0]
+        return seconds
+
+
+class _PrefixEnds(Exception):
+    """Ends the plain model's forward pass at the end of the prefix."""
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters(recurse=False))
+
+
+def measure_steps(
+    recipes: Sequence[Recipe],
+    configure: Configure,
+    *,
+    model: str,
+    batch_size: int,
+    image_size: int | None = None,
+    num_classes: int = 100,
+    precision: str = "fp32",
+    device: torch.device | str = "cpu",
+    unfused: bool = False,
+    rounds: int = 10,
+    warmup: int = 2,
+) -> dict[str, Any]:
+    """Time training steps of a model on random weights and images with each recipe, and count them.
+
+    On a CPU all recipes except the baseline run in channels-last memory, as runs there do.
+
+    Args:
+        recipes: the first is the baseline.
+        configure: makes configurations.
+        model: a model of conf/model or of timm.
+        batch_size: images in the batch.
+        image_size: pixels of a side; None: the model's own.
+        num_classes: of the model.
+        precision: ``fp32``, ``bf16`` or ``fp16``, where a recipe sets no other.
+        device: where the steps run.
+        unfused: attention in parts, without timm's fused kernel.
+        rounds: timed.
+        warmup: rounds before these, not timed.
+
+    Returns:
+        The report, for JSON and `tables.report_text`.
+
+    Raises:
+        UserError: a recipe or model that cannot be used.
+    """
+    names = [recipe.name for recipe in recipes]
+    size = [] if image_size is None else [f"model.image_size={image_size}"]
+    calls: dict[str, Callable[[], dict[str, float]]] = {}
+    steps: dict[str, TrainingStep] = {}
+    counts: dict[str, dict[str, Any]] = {}
+    on_cpu = torch.device(device).type == "cpu"
+    with _unfused_attention() if unfused else nullcontext():
+        for recipe in recipes:
+            config = configure(model, [*size, f"trainer.precision={precision}", *recipe.overrides])
+            network = factory.random_model(config.model, num_classes)
+            methods = build_methods(config)
+            apply_methods(network, methods)
+            spec = StepSpec(batch_size, factory.input_of(config.model).size, config.trainer.precision)
+            if on_cpu and recipe is not recipes[0]:  # as runs on a CPU do; the baseline stays as it comes from timm
+                network.to(memory_format=torch.channels_last)
+            counted = executed(network, batch_size, spec.input_size, methods=methods, precision=spec.precision)
+            step = steps[recipe.name] = TrainingStep(network, methods, spec, device=device)
+            for _ in range(step.methods.warmup_steps):
+                step()
+            calls[recipe.name] = PartsTimer(step, factory.random_model(config.model, num_classes))
+            counts[recipe.name] = {
+                "methods": [repr(m) for m in methods],
+                "trainable_parameters": sum(p.numel() for p in network.parameters() if p.requires_grad),
+                "executed": counted.as_dict(),
+            }
+        result = summary(alternate(calls, rounds, warmup), names[0])
+    for name, step in steps.items():
+        counts[name]["peak_bytes"] = counts[name]["executed"]["peak_bytes"] if on_cpu else step.cuda_peak()
+    if on_cpu:
+        note = "The baseline is timm's model as it comes; the others hold convolutional maps in channels-last memory."
+    else:
+        note = "The peak is the device's."
+    return {
+        "kind": "step",
+        "model": model,
+        "batch": batch_size,
+        "dtype": precision,
+        "attention": "unfused" if unfused else "timm's default",
+        "baseline": names[0],
+        "recipes": {name: {**counts[name], "measured": result[name]} for name in names},
+        "notes": [note],
+    }
+
+
+@contextmanager
+def _unfused_attention() -> Iterator[None]:
+    """Models created within compute attention in parts."""
+    before, experimental = use_fused_attn(), use_fused_attn(experimental=True)
+    set_fused_attn(False)
+    try:
+        yield
+    finally:
+        set_fused_attn(before, experimental)

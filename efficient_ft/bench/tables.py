@@ -1,0 +1,119 @@
+"""Reports of benchmarks as text tables.
+
+Ratios have one meaning: the recipe divided by the baseline, "× the time", "× the FLOPs". Below 1 is less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from efficient_ft.core.text import table
+from efficient_ft.record.environment import busy_note
+
+RATIOS = "milliseconds: median [quartiles]; ×: recipe / baseline, so 0.50× the time is half of it"
+
+
+def report_text(report: Mapping[str, Any]) -> str:
+    """The tables of a report, as a benchmark returned it or as a file in ``benchmarks`` holds it, and its notes."""
+    kinds: dict[str, Callable[[Mapping[str, Any]], str]] = {
+        "step": _step,
+        "layer": _layer,
+        "loop": _loop,
+        "gradient": _gradient,
+    }
+    busy = busy_note(report.get("environment", {}))
+    notes = [*report.get("notes", ()), *([busy] if busy else [])]
+    return "\n".join([kinds[report["kind"]](report), *(f"note: {note}" for note in notes)])
+
+
+def _step(report: Mapping[str, Any]) -> str:
+    recipes, batch = report["recipes"], report["batch"]
+    base = recipes[report["baseline"]]["executed"]
+    rows = [
+        [
+            *("recipe", "backward ms", "× the time", "whole step ms", "× the time", "forward ms"),
+            *("frozen prefix ms", "its bare inference ms", "backward MFLOPs", "× the FLOPs", "saved MiB", "peak MiB"),
+        ]
+    ]
+    rounds = 0
+    for name, record in recipes.items():
+        parts, count = record["measured"], record["executed"]
+        rounds = len(parts["step"]["seconds"])
+        rows.append(
+            [
+                *(name, _ms(parts["backward"]), _time_ratio(parts["backward"])),
+                *(_ms(parts["step"]), _time_ratio(parts["step"]), _ms(parts["forward"])),
+                *(_ms(parts[part]) if part in parts else "–" for part in ("prefix", "prefix inference")),
+                f"{count['backward_flops'] / 1e6:.0f}",
+                _ratio(count["backward_flops"], base["backward_flops"]),
+                f"{count['saved_bytes'] * batch / 2**20:.1f}",
+                f"{record['peak_bytes'] / 2**20:.0f}",
+            ]
+        )
+    attention = ", unfused attention" if report.get("attention") == "unfused" else ""
+    title = f"{report['model']}, batch {batch}, {report['dtype']}{attention}, {rounds} rounds;"
+    explained = f"{RATIOS};\nMFLOPs (per image) and MiB (of the batch) are executed ones"
+    return f"{title} baseline: {report['baseline']}\n{explained}\n\n{table(rows)}"
+
+
+def _layer(report: Mapping[str, Any]) -> str:
+    texts = [RATIOS]
+    for shape, functions in report["shapes"].items():
+        exact = functions["exact"]["backward_flops"]
+        rows = [
+            ["", "backward ms", "× the time", "backward MFLOPs / image", "× the FLOPs", "forward ms", "× the time"],
+            *(
+                [
+                    *(name, _ms(of["measured"]["backward"]), _time_ratio(of["measured"]["backward"])),
+                    *(f"{of['backward_flops'] / 1e6:.2f}", _ratio(of["backward_flops"], exact)),
+                    *(_ms(of["measured"]["forward"]), _time_ratio(of["measured"]["forward"])),
+                ]
+                for name, of in functions.items()
+            ),
+        ]
+        settings = ", ".join(str(report[name]) for name in ("dtype", "layout", "projector"))
+        texts.append(f"{shape}, batch {report['batch']}, {settings}; baseline: exact\n{table(rows)}")
+    return "\n\n".join(texts)
+
+
+def _loop(report: Mapping[str, Any]) -> str:
+    texts = []
+    for job, of in report["jobs"].items():
+        model = "".join(f", {of[name]}" for name in ("model", "dtype") if name in of)
+        rounds = len(of["framework"]["seconds"])
+        rows = [["", "step ms"], *([name, _ms(of[name])] for name in ("bare loop", "framework"))]
+        over = of["overhead_percent"]
+        texts.append(
+            f"{job}{model}, batch {of['batch']}, {rounds} rounds; baseline: bare loop\n{table(rows)}\n"
+            f"the framework adds {over['median']:.2f} % [{over['q1']:.2f}–{over['q3']:.2f}] per step"
+        )
+    return "\n\n".join(texts)
+
+
+def _gradient(report: Mapping[str, Any]) -> str:
+    rows = [["recipe", "cosine", "min", "max", "relative error", "saved MiB / image"]]
+    for name, record in report["recipes"].items():
+        cosine, error = record["cosine"]["blocks"], record["error"]["blocks"]
+        saved = record["executed"]["saved_bytes"] / 2**20
+        rows.append(
+            [name, *(f"{cosine[k]:.4f}" for k in ("mean", "min", "max")), f"{error['mean']:.4f}", f"{saved:.3f}"]
+        )
+    height, width = report["size"]
+    return (
+        f"{report['model']}, {height}×{width}, {report['batches']} batches of {report['batch']}: gradients of the"
+        f" blocks' trained parameters, compared with the exact ones\n\n{table(rows)}"
+    )
+
+
+def _ms(value: Mapping[str, float]) -> str:
+    return f"{value['median'] * 1e3:.1f} [{value['q1'] * 1e3:.1f}–{value['q3'] * 1e3:.1f}]"
+
+
+def _time_ratio(value: Mapping[str, Any]) -> str:
+    """Recipe / baseline, from the record's median of baseline / recipe."""
+    return f"{1 / value['times_faster']['median']:.2f}×" if "times_faster" in value else ""
+
+
+def _ratio(value: float, base: float) -> str:
+    return f"{value / base:.2f}×" if base else "–"

@@ -1,0 +1,61 @@
+"""Times taken alternately, and their statistics."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+#: Seconds by name and part, one value for each round.
+Rounds = dict[str, dict[str, list[float]]]
+
+
+def alternate(calls: Mapping[str, Callable[[], dict[str, float]]], rounds: int, warmup: int) -> Rounds:
+    """Run all calls once per round, in turn, so that machine drift affects all equally.
+
+    Args:
+        calls: by name; each returns the seconds of its parts.
+        rounds: kept.
+        warmup: rounds before these, not kept.
+    """
+    seconds: Rounds = {name: {} for name in calls}
+    for number in range(warmup + rounds):
+        for name, call in calls.items():
+            parts = call()
+            if number >= warmup:
+                for part, value in parts.items():
+                    seconds[name].setdefault(part, []).append(value)
+    return seconds
+
+
+def quartiles(values: Sequence[float]) -> dict[str, float]:
+    """Median, quartiles and mean."""
+    if len(values) == 1:
+        return {"median": values[0], "q1": values[0], "q3": values[0], "mean": values[0]}
+    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": median, "q1": q1, "q3": q3, "mean": statistics.fmean(values)}
+
+
+def summary(seconds: Rounds, baseline: str) -> dict[str, dict[str, Any]]:
+    """Summarize times by name and part.
+
+    Returns:
+        For each: median, quartiles, mean, all values (``seconds``), and ``times_faster``: the same statistics of
+        baseline / recipe, both from the same round.
+    """
+    out: dict[str, dict[str, Any]] = {}
+    for name, parts in seconds.items():
+        out[name] = {}
+        for part, values in parts.items():
+            out[name][part] = {**quartiles(values), "seconds": values}
+            base = seconds[baseline].get(part)
+            if base is not None:
+                out[name][part]["times_faster"] = quartiles([b / v for b, v in zip(base, values, strict=True)])
+    return out
+
+
+def waiter(device: torch.device | str) -> Callable[[], None]:
+    """A call that waits until `device` has done its work; on a CPU it does nothing."""
+    return torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None

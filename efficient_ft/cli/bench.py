@@ -1,0 +1,259 @@
+"""``efficient-ft bench``: measure recipes against each other."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from efficient_ft.core.errors import SettingError, UserError, replace_unprintable
+
+if TYPE_CHECKING:
+    from efficient_ft.config import Config
+
+# Nothing heavy is imported before the arguments are parsed: help answers at once.
+
+PROG = "efficient-ft bench"
+
+DESCRIPTION = """\
+Measure recipes against each other: alternately, in one process, after a warm-up; no round is left out.
+
+    efficient-ft bench step --model efficientformer_l1 --batch 32 last_stage lbp_wht lbp_wht:order=2
+    efficient-ft bench layer
+    efficient-ft bench loop
+    efficient-ft bench gradient --model vit_micro --weights FILE --images DIR back_razor mesa
+
+step: training steps of a model with each recipe, by their parts; on a CPU all recipes except the baseline hold
+convolutional maps in channels-last memory, as runs there do. layer: the backward pass of one linear layer, exact and
+low-rank. loop: what the framework adds to a bare PyTorch loop, per step. gradient: how close the gradients of each
+recipe come to the exact ones of the same network and batch, and the bytes it keeps.
+
+A recipe is METHOD[:KEY=VALUE,...][+METHOD...] with the names and settings of the command line; NAME=RECIPE gives it
+another name. A key with a dot is the full name of any setting (full:trainer.precision=bf16). The first recipe is the
+baseline. Times are medians with quartiles; a ratio is recipe / baseline ("0.50x the time"), from the median over the
+rounds, both taken in the same round. FLOPs and bytes are executed ones (counted); on CUDA, peaks are measured (what the
+allocator gave out).
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what `arguments` (default: the command line's) ask for, print tables, and write JSON if asked to.
+
+    Raises:
+        SystemExit: with status 2 after a mistake of the user.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    options = _parser().parse_args(arguments)
+    replace_unprintable()
+    try:
+        _measure(options, arguments)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROG, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    kinds = parser.add_subparsers(required=True, metavar="step|layer|loop|gradient")
+
+    def kind(name: str, run: Callable[..., dict[str, Any]], rounds: int | None, text: str) -> argparse.ArgumentParser:
+        sub = kinds.add_parser(name, help=text, description=text)
+        sub.set_defaults(run=run)
+        if rounds is not None:
+            sub.add_argument("--rounds", type=_count, default=rounds, help=f"timed rounds (default {rounds})")
+            sub.add_argument("--warmup", type=_count, default=2, help="rounds before these, not timed (default 2)")
+        sub.add_argument("--threads", type=_count, help="CPU threads (default: torch's)")
+        sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1")
+        sub.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="fp32, or autocast to it")
+        sub.add_argument("--system-allocator", action="store_true", help="leave glibc's allocator as it is")
+        sub.add_argument("--json", type=Path, metavar="FILE", help="also write the report to FILE")
+        return sub
+
+    step = kind("step", _step, 10, "training steps of a model, by their parts")
+    step.add_argument("recipes", nargs="*", metavar="RECIPE", help="default: last_stage lbp_wht")
+    step.add_argument("--model", default="efficientformer_l1", help="a model of conf/model or of timm")
+    step.add_argument("--batch", type=_count, default=32, help="images (default 32)")
+    step.add_argument("--size", type=_count, help="pixels (default: the model's)")
+    step.add_argument("--classes", type=_count, default=100, help="default 100")
+    step.add_argument("--unfused", action="store_true", help="attention in its parts (timm's default: fused)")
+
+    layer = kind("layer", _layer, 30, "the backward pass of one linear layer, exact and low-rank")
+    layer.add_argument(
+        "--shape",
+        action="append",
+        metavar="C_IN,C_OUT,HxW",
+        help="may be repeated (default: the four layers in Table 5 of the LBP-WHT paper)",
+    )
+    layer.add_argument("--batch", type=_count, default=32, help="images (default 32)")
+    layer.add_argument("--orders", default="2,4,6,8,15", help="default 2,4,6,8,15")
+    layer.add_argument("--projector", choices=("wht", "dct"), default="wht")
+    layer.add_argument("--padding", choices=("ortho", "zero", "reflect"), default="ortho", help="of wht")
+    layer.add_argument("--layout", choices=("tokens", "map"), default="tokens", help="linear, or 1×1 convolution")
+
+    loop = kind("loop", _loop, 60, "a step of the framework and of a bare PyTorch loop")
+    loop.add_argument(
+        "--job",
+        action="append",
+        metavar="NAME",
+        help="default: the default job; or a model of conf/model, trained whole. May be repeated (default: both of"
+        " default and deit_small)",
+    )
+    loop.add_argument("--batch", type=_count, help="images (default: the job's own; 8 for a model)")
+
+    gradient = kind("gradient", _gradient, None, "gradients of recipes compared with the exact ones, on one network")
+    gradient.add_argument("recipes", nargs="+", metavar="RECIPE")
+    gradient.add_argument("--model", default="deit_tiny", help="a model of conf/model or of timm")
+    gradient.add_argument("--weights", metavar="FILE", help="its weights, in timm's names (default: random ones)")
+    gradient.add_argument("--images", type=Path, metavar="DIR", help="DIR/CLASS/* (default: noise)")
+    gradient.add_argument("--size", type=_count, help="pixels (default: the model's)")
+    gradient.add_argument("--classes", type=_count, default=100, help="without --images (default 100)")
+    gradient.add_argument("--batch", type=_count, default=16, help="images (default 16)")
+    gradient.add_argument("--batches", type=_count, default=8, help="disjoint batches measured (default 8)")
+    gradient.add_argument("--seed", type=int, default=0, help="of the images, random weights and rounding")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text}.")
+    return int(text)
+
+
+def _measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
+    """Run the benchmark; print and write its report."""
+    from efficient_ft.core.allocator import keep_freed_memory
+
+    allocator = "system"
+    if not options.system_allocator and keep_freed_memory():  # before the first tensor
+        allocator = "keeping freed memory (glibc)"
+    import torch
+
+    from efficient_ft.bench.tables import report_text
+    from efficient_ft.record.environment import busy_note, environment
+
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    _require_device(options.device)
+    here = {**environment(options.device), "allocator": allocator}
+    print(
+        f"# {here['device']}, {here['threads']} threads, torch {here['torch']}, allocator: {allocator}, {here['date']}"
+    )
+    busy = busy_note(here)
+    if busy:
+        print(f"# {busy}")
+    report = {"command": shlex.join([PROG, *arguments]), "environment": here, **options.run(options)}
+    print(f"\n{report_text(report)}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        print(f"\nwritten: {options.json}")
+
+
+def _require_device(name: str) -> None:
+    """Refuse a device that torch does not know or this machine does not have."""
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise SettingError("--device", name, "cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SettingError("--device", name, "cpu on this machine", "There is no CUDA device.")
+
+
+def _configure(model: str | None, overrides: Sequence[str]) -> Config:
+    """The checked configuration of a run on random weights, see `efficient_ft.bench.recipes.Configure`."""
+    from efficient_ft.cli.compose import configurations
+    from efficient_ft.cli.main import CONF, register
+
+    register()
+    chosen = []
+    if model is not None:
+        known = (CONF / "model" / f"{model}.yaml").is_file()
+        chosen = [f"model={model}"] if known else ["model=timm", f"model.name={model}"]
+        chosen.append("model.pretrained=false")
+    return configurations(CONF, "train", [*chosen, *overrides], sweep=False)[0]
+
+
+def _step(options: argparse.Namespace) -> dict[str, Any]:
+    from efficient_ft.bench.recipes import parse_recipes
+    from efficient_ft.bench.step import measure_steps
+    from efficient_ft.cli.main import CONF
+
+    return measure_steps(
+        parse_recipes(options.recipes or ("last_stage", "lbp_wht"), CONF),
+        _configure,
+        model=options.model,
+        batch_size=options.batch,
+        image_size=options.size,
+        num_classes=options.classes,
+        precision=options.dtype,
+        device=options.device,
+        unfused=options.unfused,
+        rounds=options.rounds,
+        warmup=options.warmup,
+    )
+
+
+def _layer(options: argparse.Namespace) -> dict[str, Any]:
+    from efficient_ft.bench.layer import TABLE_5, LayerShape, measure_layers
+
+    if not re.fullmatch(r"\d+(,\d+)*", options.orders):
+        raise SettingError("--orders", options.orders, "integers separated by commas", "For example 2,4,6.")
+    orders = [int(order) for order in options.orders.split(",")]
+    for order in orders:
+        if not 1 <= order <= 15:
+            raise SettingError("--orders", order, "integers from 1 to 15")
+    return measure_layers(
+        [LayerShape.parse(text) for text in options.shape or TABLE_5],
+        orders,
+        batch_size=options.batch,
+        projector=options.projector,
+        padding=options.padding,
+        layout=options.layout,
+        precision=options.dtype,
+        device=options.device,
+        rounds=options.rounds,
+        warmup=options.warmup,
+    )
+
+
+def _loop(options: argparse.Namespace) -> dict[str, Any]:
+    from efficient_ft.bench.loop import DEFAULT_JOB, measure_loops
+
+    return measure_loops(
+        options.job or (DEFAULT_JOB, "deit_small"),
+        _configure,
+        batch_size=options.batch,
+        precision=options.dtype,
+        device=options.device,
+        rounds=options.rounds,
+        warmup=options.warmup,
+    )
+
+
+def _gradient(options: argparse.Namespace) -> dict[str, Any]:
+    from efficient_ft.bench.gradient import measure_gradients
+    from efficient_ft.bench.recipes import parse_recipes
+    from efficient_ft.cli.main import CONF
+
+    return measure_gradients(
+        parse_recipes(options.recipes, CONF),
+        _configure,
+        model=options.model,
+        weights=options.weights,
+        images=options.images,
+        image_size=options.size,
+        num_classes=options.classes,
+        batch_size=options.batch,
+        batches=options.batches,
+        precision=options.dtype,
+        device=options.device,
+        seed=options.seed,
+    )

@@ -1,0 +1,37 @@
+"""Further commands: ``efficient-ft bench``, ``report``, ``predict``, ...: each in its own module."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from efficient_ft.cli.exits import clean_exits
+from efficient_ft.core.errors import replace_unprintable
+
+#: First word of the command line, and the module whose ``main(arguments)`` runs it. Imported only when asked for.
+COMMANDS = {
+    "predict": "efficient_ft.cli.predict",
+    "report": "efficient_ft.cli.report",
+    "bench": "efficient_ft.cli.bench",
+    "published": "efficient_ft.cli.published",
+    "gradient-error": "efficient_ft.cli.gradient_error",
+}
+
+
+def run_command(name: str, arguments: Sequence[str] | None = None) -> None:
+    """Run the command `name`.
+
+    Args:
+        name: a key of `COMMANDS`.
+        arguments: what follows the name on the command line; default: that of this process.
+
+    Raises:
+        SystemExit: with the status that the command returns, if it is not 0; 2 after a mistake of the user.
+    """
+    replace_unprintable()
+    with clean_exits("Interrupted."):
+        main = importlib.import_module(COMMANDS[name]).main
+        status = main(list(sys.argv[1:] if arguments is None else arguments))
+    if status:
+        raise SystemExit(status)

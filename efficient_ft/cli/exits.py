@@ -1,0 +1,61 @@
+"""How a command ends: exit status, the one message of a user's mistake, and the outcome handed to a sweep."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from efficient_ft.core.errors import UserError
+
+#: Names the file into which a job of a sweep writes its outcome, for the table at the end of the sweep.
+OUTCOME_FILE = "EFFICIENT_FT_OUTCOME_FILE"
+
+#: Exit status of an interrupted command, as in shells.
+INTERRUPTED = 130
+
+INTERRUPTED_TEXT = "Interrupted. The same command continues from the last checkpoint."
+
+
+def report_outcome(**outcome: Any) -> None:
+    """Hand the ``results`` of this run, or the ``reason`` of its failure, to the sweep that started it, if any."""
+    if OUTCOME_FILE in os.environ:
+        Path(os.environ[OUTCOME_FILE]).write_text(json.dumps(outcome), encoding="utf-8")
+
+
+def fail(text: str, status: int = 2) -> NoReturn:
+    """Print `text` alone to stderr and exit with `status`."""
+    print(text, file=sys.stderr)
+    report_outcome(reason=text.splitlines()[0])
+    raise SystemExit(status)
+
+
+@contextmanager
+def clean_exits(interrupted: str = INTERRUPTED_TEXT) -> Iterator[None]:
+    """Turn mistakes of the user, interrupts and closed pipes inside the block into exit statuses.
+
+    A `UserError` prints its text alone (status 2), Ctrl-C prints `interrupted` (130). Any other exception passes, with
+    its traceback.
+    """
+    try:
+        yield
+    except UserError as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        fail(interrupted, INTERRUPTED)
+    except SystemExit as leaving:
+        # Lightning ends an interrupted fit in its own way.
+        if isinstance(leaving.__context__, KeyboardInterrupt):
+            fail(interrupted, INTERRUPTED)
+        raise
+    except BrokenPipeError:  # e.g. `--help | head`: the reader has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
+    except Exception as error:
+        report_outcome(reason="".join(traceback.format_exception_only(error)).strip().splitlines()[-1])
+        raise

@@ -1,0 +1,177 @@
+"""Run several jobs, each in a process of its own: skip finished ones, go on after failures, print one table."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from efficient_ft.cli.exits import INTERRUPTED, OUTCOME_FILE
+from efficient_ft.config import Config, check, fingerprint
+
+
+@dataclass
+class Job:
+    """One job of a sweep.
+
+    Attributes:
+        arguments: its command line.
+        title: the arguments in which it differs from the other jobs.
+        folder: its run folder.
+        config: its configuration.
+        results: what it returned; None before it ran, or after a failure.
+        failure: the reason of its failure in one line.
+    """
+
+    arguments: tuple[str, ...]
+    title: str
+    folder: Path
+    config: Config
+    results: dict[str, Any] | None = None
+    failure: str | None = None
+
+    @property
+    def trains(self) -> bool:
+        """False for an evaluation or a cost report, which have no run folder."""
+        return not self.config.cost_only and self.config.evaluate is None
+
+
+def titles(jobs: Sequence[Sequence[str]]) -> list[str]:
+    """Return, for each command line, the arguments that not all of `jobs` have."""
+    shared = set.intersection(*map(set, jobs)) if len(jobs) > 1 else set()
+    return [" ".join(argument for argument in arguments if argument not in shared) for arguments in jobs]
+
+
+def finished(folder: Path, config: Config) -> dict[str, Any] | None:
+    """Return the results in `folder` if a run with the settings of `config` ended there, else None."""
+    try:
+        results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        same = fingerprint(check(results["config"])) == fingerprint(config)
+    except (OSError, ValueError, KeyError, TypeError):  # none, truncated, or of another version
+        return None
+    return results if same else None
+
+
+def this_program() -> list[str]:
+    """Return the command that starts this program again: a script, ``python -m efficient_ft``, or ``efficient-ft``."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None and spec.name == "efficient_ft.__main__":
+        return [sys.executable, "-m", "efficient_ft"]
+    # On Windows the installed command is an .exe, which Python cannot run.
+    return [sys.executable, sys.argv[0]] if Path(sys.argv[0]).is_file() else [sys.executable, "-m", "efficient_ft"]
+
+
+def command(
+    config_path: str | None, config_name: str | None, config_dir: str | None, arguments: Sequence[str]
+) -> list[str]:
+    """Return the command line of a process that runs this program with `arguments` and the same configuration files."""
+    flags = {"--config-path": config_path, "--config-name": config_name, "--config-dir": config_dir}
+    given = [part for flag, value in flags.items() if value is not None for part in (flag, value)]
+    return [*this_program(), *given, *arguments]
+
+
+def run_jobs(jobs: Sequence[Job], command: Callable[[Job], Sequence[str]]) -> None:
+    """Run the `command` of each job, one after the other, fill in its outcome, and print a table at the end.
+
+    A finished job is skipped; a failure does not stop the others.
+
+    Raises:
+        SystemExit: after the last job, if one has failed (status 1).
+        KeyboardInterrupt: a job was interrupted.
+    """
+    for number, job in enumerate(jobs, start=1):
+        title = f"[{number}/{len(jobs)}] {job.title}"
+        if job.trains and job.config.resume == "auto":
+            job.results = finished(job.folder, job.config)
+        if job.results is not None:
+            print(f"{title}: finished before, in {job.folder}", flush=True)
+            continue
+        print(title, flush=True)
+        job.results, job.failure = run_process(command(job))
+        if job.failure is not None:
+            print(f"{title}: FAILED: {job.failure}", file=sys.stderr, flush=True)
+    print(f"\n{summary(jobs)}", flush=True)
+    if any(job.failure is not None for job in jobs):
+        raise SystemExit(1)
+
+
+def summary(jobs: Sequence[Job]) -> str:
+    """Return one line per job with its best accuracy and executed backward FLOPs per image, then the failures."""
+    rows = [("job", "accuracy best", "backward MFLOPs", "folder")]
+    for job in jobs:
+        results = job.results or {}
+        best = results.get("accuracy", {}).get("best")
+        # The results of a cost report are the cost itself.
+        flops = results.get("cost", results).get("executed", {}).get("backward_flops")
+        rows.append(
+            (
+                job.title,
+                "failed" if job.failure is not None else "–" if best is None else f"{100 * best:.2f} %",
+                "–" if flops is None else f"{flops / 1e6:.1f}",
+                str(job.folder) if job.trains else "–",
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    failures = [f"  {job.title}: {job.failure}" for job in jobs if job.failure is not None]
+    if failures:
+        again = "repeating the command runs only what is not finished"
+        lines += ["", f"{len(failures)} of {len(jobs)} failed ({again}):", *failures]
+    return "\n".join(lines)
+
+
+def run_process(command: Sequence[str]) -> tuple[dict[str, Any] | None, str | None]:
+    """Run `command` on this terminal.
+
+    Returns:
+        Its results (None if it reported none), and the reason of its failure in one line (None if it succeeded).
+
+    Raises:
+        KeyboardInterrupt: it was interrupted.
+    """
+    with tempfile.TemporaryDirectory() as folder, _exit_on_sigterm():
+        file = Path(folder) / "outcome.json"
+        # Ctrl-C reaches the process as well, being in the same group: it may finish writing.
+        process = subprocess.Popen(command, env={**os.environ, OUTCOME_FILE: str(file)})
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:
+            process.wait()
+            raise
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+        outcome = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if status == INTERRUPTED:
+        raise KeyboardInterrupt
+    if status == 0:
+        return outcome.get("results"), None
+    if "reason" in outcome:
+        return None, outcome["reason"]
+    if status < 0:
+        name = signal.Signals(-status).name
+        return None, f"killed by {name}" + (", likely for lack of memory" if name == "SIGKILL" else "")
+    return None, f"exit status {status}"
+
+
+@contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into SystemExit, so that the running job is ended as well."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

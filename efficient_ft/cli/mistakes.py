@@ -1,0 +1,159 @@
+"""Mistakes on the command line: what Hydra refuses, and what it would accept in silence, in one clear message each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hydra import compose
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from efficient_ft.config import Config, UnknownSetting, check, setting_names
+from efficient_ft.config.plain import plain, sentence
+from efficient_ft.config.renamed import RenamedSetting
+from efficient_ft.core.errors import SettingError, UserError
+
+
+def check_option(loader: ConfigLoader, override: Override) -> None:
+    """Refuse an option that its group does not have; Hydra ignores a missing option of an optional group.
+
+    Raises:
+        UserError: the option does not exist, or a group that every run needs is deleted.
+    """
+    group, value = override.key_or_group, override.value()
+    options = loader.get_group_options(group) if not group.startswith("hydra") else []
+    if not options or isinstance(value, dict):
+        return
+    if override.is_delete():
+        if group in Config.model_fields:
+            raise UserError(f"~{group}: a run needs one. Choose another option: {', '.join(options)}.")
+        return
+    several = value if isinstance(value, list) and group == "method" else [value]
+    for option in several:
+        if option not in options:
+            raise SettingError(group, "null" if option is None else option, options)
+
+
+def check_packages(name: str, parsed: Sequence[Override], composed: DictConfig) -> None:
+    """Refuse two options of ``method`` with the same package, which Hydra merges: the last one wins.
+
+    Args:
+        name: the primary configuration.
+        parsed: the arguments of the job.
+        composed: the configuration that they give.
+
+    Raises:
+        UserError: for the first two such options.
+    """
+    chosen: list[str] = []
+    for override in parsed:
+        value = override.value()
+        if override.key_or_group == "method" and isinstance(value, list):
+            chosen = [str(option) for option in value]
+    if len(chosen) <= len(composed.method):
+        return
+    owner: dict[str, str] = {}
+    for option in chosen:
+        package = str(next(iter(compose(name, [f"method=[{option}]"]).method)))
+        if package in owner:
+            same = "" if owner[package] == option else f" and {option} are variants of {package}"
+            raise UserError(f"method=[{','.join(chosen)}]: {owner[package]}{same or ' is named twice'}; name one.")
+        owner[package] = option
+
+
+def refuse_data(parsed: Sequence[Override], config: Config) -> None:
+    """Refuse settings of the single data set in a run on several tasks, which does not use it.
+
+    Raises:
+        UserError: for the first of them.
+    """
+    if not config.tasks:
+        return
+    for override in parsed:
+        single = override.key_or_group == "data" and override.package in (None, "data")
+        if single or override.key_or_group.startswith("data."):
+            names = ", ".join(config.tasks)
+            first = next(iter(config.tasks))
+            raise UserError(
+                f"{override.input_line}: the data sets of this run are those of tasks ({names}). Set"
+                f" tasks.{first}.batch_size=VALUE and the like, or train on one with tasks=none."
+            )
+
+
+def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error: Exception) -> UserError:
+    """Return what Hydra's `error` means: composes again without the settings, to find the key that does not exist.
+
+    Args:
+        loader: of the configuration groups.
+        name: the primary configuration.
+        parsed: the arguments of the job.
+        error: raised by Hydra when it composed them.
+    """
+    choices = [o for o in parsed if loader.get_group_options(o.key_or_group) or o.key_or_group.startswith("hydra")]
+    lines = [str(o.input_line) for o in choices]
+    try:
+        known = compose(name, lines)
+    except (HydraException, OmegaConfBaseException) as second:
+        return UserError(sentence(second))
+    for override in parsed:
+        if override in choices:
+            continue
+        key, line = override.key_or_group, str(override.input_line)
+        present, missing = _walk(known, key)
+        if missing is None:
+            if override.is_add() and not isinstance(override.value(), dict | list):
+                return UserError(f"{line}: {key} exists already; leave out the +.")
+            continue
+        if override.is_add() or override.is_force_add():
+            continue
+        here = OmegaConf.select(known, present) if present else known
+        siblings = [str(k) for k in here] if OmegaConf.is_dict(here) else []
+        methods = loader.get_group_options("method")
+        if present == "method" and missing in methods:
+            return UserError(
+                f"{line}: method {missing} is not chosen (chosen: {', '.join(siblings)}). Choose it,"
+                f" method={missing}, or both, 'method=[{','.join([*siblings, missing])}]'."
+            )
+        if present == "method":
+            return SettingError("method", missing, methods, f"(in {line})")
+        if present == "model.kwargs":
+            return UserError(f"{line}: a new argument for timm.create_model is added with a plus: +{line}")
+        if key in setting_names():
+            # In the schema, but not in the chosen option: the check says why it has no place here.
+            try:
+                check(plain(compose(name, [*lines, f"+{line}"])))
+            except UserError as reason:
+                return reason
+            return UserError(f"{line}: the chosen options do not have it; add it with a plus: +{line}")
+        return unknown(loader, f"{present}.{missing}".lstrip("."), override.value(), siblings)
+    return UserError(sentence(error))
+
+
+def known_here(loader: ConfigLoader, error: UnknownSetting) -> UnknownSetting:
+    """Return `error` with the groups of the command line as known names; unchanged for a renamed setting."""
+    if isinstance(error, RenamedSetting):
+        return error
+    return unknown(loader, error.setting, error.value, error.known)
+
+
+def unknown(loader: ConfigLoader, setting: str, value: object, siblings: Iterable[str]) -> UnknownSetting:
+    """Return the error for a key that does not exist; `siblings` are the names at its level."""
+    # At the top, a misspelt group is as likely as a misspelt setting.
+    groups = [] if "." in setting else [group for group in loader.list_groups("") if group != "hydra"]
+    return UnknownSetting(setting, value, {*siblings, *groups}, setting_names())
+
+
+def _walk(config: DictConfig, key: str) -> tuple[str, str | None]:
+    """Split the dotted `key` into its longest part that exists and the first name after it that does not, or None."""
+    node: Any = config
+    present: list[str] = []
+    for part in key.split("."):
+        if not OmegaConf.is_dict(node) or part not in node:
+            return ".".join(present), part
+        present.append(part)
+        node = node._get_node(part)
+    return key, None

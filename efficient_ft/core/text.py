@@ -1,0 +1,35 @@
+"""Text tables for terminals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def table(
+    rows: Sequence[Sequence[str]],
+    *,
+    left: Sequence[int] = (0,),
+    widths: Sequence[int] = (),
+    gap: str = "  ",
+    rule: str = "─",
+) -> str:
+    """Align columns, each as wide as its widest cell.
+
+    Args:
+        rows: the header, then the lines; short ones are filled up with empty cells.
+        left: indices of the columns aligned to the left; the others are aligned to the right.
+        widths: minimum widths of the first columns.
+        gap: between two columns.
+        rule: the sign that the line below the header is made of; empty: no line.
+    """
+    columns = max(len(row) for row in rows)
+    full = [[*row, *[""] * (columns - len(row))] for row in rows]
+    minimum = [*widths, *[0] * (columns - len(widths))]
+    wide = [max(minimum[i], *(len(row[i]) for row in full)) for i in range(columns)]
+    lines = [
+        gap.join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, wide, strict=True)))
+        for row in full
+    ]
+    if rule:
+        lines.insert(1, rule * (sum(wide) + len(gap) * (columns - 1)))
+    return "\n".join(line.rstrip() for line in lines)

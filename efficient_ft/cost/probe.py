@@ -1,0 +1,187 @@
+"""Watch steps of a model's copy with the meter, on fake tensors or real ones.
+
+On fake tensors (shapes and storages without memory) a step takes seconds for any batch size and gives the same counts
+on every machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from efficient_ft.core.distributed import local_only
+from efficient_ft.cost.meter import LayerFlops, LiveTensor, Meter, Phase, SavedTensors, storages
+from efficient_ft.cost.step import StepMethods, StepSpec, forward_and_loss
+from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
+
+#: Images in the batch of the warm-up steps, which run on real tensors.
+WARMUP_IMAGES = 2
+
+
+@dataclass
+class WatchedStep:
+    """One step as the meter counted it; totals of the whole batch.
+
+    Attributes:
+        flops: by phase.
+        saved: bytes by storage: what the saved-tensors hook saw that is alive after the forward pass, without
+            parameters and buffers.
+        created: by storage: what the forward pass made that is alive after it, without logits and loss.
+        model_bytes: of parameters and buffers.
+        peak: bytes of live tensors at their peak.
+        layers: FLOPs by module, if asked for.
+    """
+
+    flops: dict[Phase, int]
+    saved: dict[int, int]
+    created: dict[int, LiveTensor]
+    model_bytes: int
+    peak: int
+    layers: dict[str, LayerFlops]
+
+
+class Probe:
+    """Copies of a model and its methods, and the steps in which the meter watches them.
+
+    Methods not yet applied are applied to a copy; `model` and `methods` are never changed.
+
+    Args:
+        model: a classifier of images, on any device.
+        methods: the methods of the run, see `StepMethods`.
+        spec: the settings of the step.
+    """
+
+    def __init__(self, model: nn.Module, methods: Iterable[Any], spec: StepSpec) -> None:
+        self.model, self.methods, self.spec = model, StepMethods(methods), spec
+        if not self.methods.all_applied:
+            self.model, self.methods = copy.deepcopy((self.model, self.methods))
+            self.methods.apply(self.model)
+        #: Steps taken before the first one watched.
+        self.steps_before = self.methods.warmup_steps
+
+    def warm_up(self) -> None:
+        """Take the methods' warm-up steps on a real copy, since what they choose there depends on values."""
+        if not self.steps_before:
+            return
+        self.model, self.methods = self.copy(None)
+        batch = self._batch(WARMUP_IMAGES)
+        for step in range(self.steps_before):
+            self.methods.begin(step)
+            forward_and_loss(self.model, self.methods, *batch, self.spec)[1].backward()
+            self.methods.end()
+            self.model.zero_grad(set_to_none=True)
+
+    def watch(
+        self, images: int, fake: bool, which: Sequence[tuple[int, bool]], layers: bool = False
+    ) -> list[WatchedStep]:
+        """Watch several steps of one copy.
+
+        Args:
+            images: in the batch.
+            fake: on fake tensors; else on real ones.
+            which: for each step its number, and True for attention in parts (without the fused kernel).
+            layers: attribute FLOPs to modules as well.
+        """
+        with FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext() as mode:
+            model, methods = self.copy(mode)
+            batch = self._batch(images)
+            watched = []
+            for step, unfused in which:
+                methods.begin(self.steps_before + step)
+                with sdpa_kernel(SDPBackend.MATH) if unfused else contextlib.nullcontext():
+                    watched.append(self._watch_one(model, methods, batch, layers))
+                methods.end()
+                model.zero_grad(set_to_none=True)
+            return watched
+
+    def _watch_one(
+        self, model: nn.Module, methods: StepMethods, batch: tuple[Tensor, Tensor], layers: bool
+    ) -> WatchedStep:
+        """Forward, loss and backward under the meter."""
+        state = [*model.parameters(), *model.buffers()]
+        model_state = storages(state)
+        meter = Meter([*state, *batch], layers=model if layers else None)
+        hook = SavedTensors()
+        with meter:
+            with hook:
+                logits, loss = forward_and_loss(model, methods, *batch, self.spec)
+            created, saved = meter.created(), hook.alive()
+            if loss.requires_grad:  # else nothing trains and the step is its forward pass
+                with meter.phase("backward"):
+                    loss.backward()
+        outputs = storages([logits, loss])
+        return WatchedStep(
+            flops=meter.flops,
+            saved={key: nbytes for key, nbytes in saved.items() if key not in model_state},
+            created={k: made for k, made in created.items() if k in saved or k not in outputs},
+            model_bytes=sum(model_state.values()),
+            peak=meter.peak,
+            layers=meter.layer_flops(len(batch[1])) if layers else {},
+        )
+
+    def copy(self, mode: FakeTensorMode | None) -> tuple[nn.Module, StepMethods]:
+        """Copy the model, in training mode, and its methods: real on the CPU, or on fake tensors of `mode`."""
+        with contextlib.nullcontext() if mode is None else FakeCopyOnCPU(mode):
+            # Jointly: a method's references into the model must point into the copy.
+            model, methods = copy.deepcopy((self.model, self.methods))
+        if mode is None:
+            model.to("cpu")
+        model.train()
+        model.zero_grad(set_to_none=True)
+        if self.spec.frozen_bn:
+            freeze_batch_norm(model)
+        return model, methods
+
+    def _batch(self, images: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(images, *self.spec.image_shape), torch.zeros(images, dtype=torch.long)
+
+
+class FakeCopyOnCPU(FakeCopyMode):
+    """Make deepcopy produce fake tensors on the CPU, wherever the originals are: one device, one autocast.
+
+    So a model on the meta device, without any memory, is counted like any other.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out: Any = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(out, FakeTensor) and out.device.type != "cpu":
+            with self.fake_mode:
+                # empty_strided and not `to`, which a model on the meta device refuses
+                like = torch.empty_strided(out.size(), out.stride(), dtype=out.dtype, device="cpu")
+                out = like.requires_grad_(out.requires_grad)
+            if func is Tensor.__deepcopy__:
+                args[1][id(args[0])] = out
+        return out
+
+
+@contextlib.contextmanager
+def undisturbed(cuda: Sequence[torch.device] = ()) -> Iterator[None]:
+    """Enable gradients, disable autocast and collectives, and restore every global random state at the end.
+
+    Args:
+        cuda: devices whose random states are restored too.
+    """
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.random.fork_rng(devices=cuda),
+            local_only(),
+        ):
+            torch.default_generator.manual_seed(0)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002

@@ -1,0 +1,258 @@
+"""The training step that is counted and timed: its settings, the methods that take part in it, and the step itself.
+
+This is the only place of the package that calls methods. It knows none of them: any object with the attributes that
+`StepMethods` names can take part in a step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.cost.meter import storages
+from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
+
+#: The autocast type of each precision; None: no autocast.
+AUTOCAST: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class StepOptions(TypedDict, total=False):
+    """The settings of a `StepSpec` that have defaults, as keyword arguments of `executed`, `compare` and the like."""
+
+    precision: str
+    label_smoothing: float
+    in_chans: int
+    frozen_bn: bool
+    clip: float | None
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """The settings of one training step.
+
+    Args:
+        batch_size: images in the batch.
+        input_size: (height, width) of the images in pixels.
+        precision: ``fp32``, or ``bf16`` or ``fp16`` for autocast in that type.
+        label_smoothing: of the cross-entropy.
+        in_chans: channels of the images.
+        frozen_bn: BatchNorm layers use their running statistics, as runs do by default.
+        clip: maximum norm of the whole gradient; None: no clipping. Plays no part in counts.
+
+    Raises:
+        SettingError: a value outside these ranges.
+    """
+
+    batch_size: int
+    input_size: Sequence[int]
+    precision: str = "fp32"
+    label_smoothing: float = 0.0
+    in_chans: int = 3
+    frozen_bn: bool = True
+    clip: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.precision not in AUTOCAST:
+            raise SettingError("precision", self.precision, list(AUTOCAST))
+        require_image_size(self.input_size)
+        require_positive("in_chans", self.in_chans)
+        require_positive("batch_size", self.batch_size)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The autocast type; None: no autocast."""
+        return AUTOCAST[self.precision]
+
+    @property
+    def image_shape(self) -> tuple[int, ...]:
+        """(channels, height, width) of an image."""
+        return (self.in_chans, *self.input_size)
+
+
+def require_positive(setting: str, value: int) -> None:
+    """Raise a SettingError unless `value` is an integer >= 1."""
+    if not isinstance(value, int) or value < 1:
+        raise SettingError(setting, value, "an integer >= 1")
+
+
+def require_image_size(size: Sequence[int]) -> None:
+    """Raise a SettingError unless `size` is a pair of integers >= 1."""
+    if len(size) != 2 or any(not isinstance(side, int) or side < 1 for side in size):
+        raise SettingError("input_size", tuple(size), "a pair (height, width) of integers >= 1")
+
+
+class StepMethods:
+    """The methods of a step, called as a training loop calls them.
+
+    Any object can take part. Each of these attributes is used if the object has it:
+
+    * ``step_begin(step)``: called before the forward pass of optimizer step `step`.
+    * ``step_end()``: called after the optimizer step, before gradients are set to zero.
+    * ``total_loss(loss)``: returns the loss to minimize, given the model's own.
+    * ``apply(model)`` and ``applied``: an object whose ``applied`` is None is applied to the model first, in the order
+      of ``application_order`` (objects without this sort key come last).
+    * ``warmup_steps``: optimizer steps before the cost of a step settles. Default: 0.
+    * ``cost_steps``: steps over which the cost is averaged, if steps differ. Default: 1.
+    """
+
+    def __init__(self, methods: Iterable[Any] = ()) -> None:
+        self.methods = list(methods)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.methods)
+
+    @property
+    def all_applied(self) -> bool:
+        """True if no method waits to be applied."""
+        return not any(getattr(method, "applied", True) is None for method in self.methods)
+
+    @property
+    def warmup_steps(self) -> int:
+        """Optimizer steps before the cost of a step settles."""
+        return max((getattr(method, "warmup_steps", 0) for method in self.methods), default=0)
+
+    @property
+    def cost_steps(self) -> int:
+        """Steps over which the cost is averaged."""
+        return max((getattr(method, "cost_steps", 1) for method in self.methods), default=1)
+
+    def apply(self, model: nn.Module) -> None:
+        """Apply to `model` all methods that can be applied; those applied before are no-ops."""
+        last = (sys.maxsize, "")
+        for method in sorted(self.methods, key=lambda method: getattr(method, "application_order", last)):
+            if hasattr(method, "apply"):
+                method.apply(model)
+
+    def begin(self, step: int) -> None:
+        """Do the methods' work before the forward pass of optimizer step `step`."""
+        for method in self.methods:
+            if hasattr(method, "step_begin"):
+                method.step_begin(step)
+
+    def end(self) -> None:
+        """Do the methods' work after an optimizer step."""
+        for method in self.methods:
+            if hasattr(method, "step_end"):
+                method.step_end()
+
+    def loss(self, loss: Tensor) -> Tensor:
+        """The loss to minimize, given the model's own."""
+        for method in self.methods:
+            if hasattr(method, "total_loss"):
+                loss = method.total_loss(loss)
+        return loss
+
+
+def forward_and_loss(
+    model: nn.Module, methods: StepMethods, images: Tensor, labels: Tensor, spec: StepSpec
+) -> tuple[Tensor, Tensor]:
+    """Run the forward pass and the loss of a step, under autocast.
+
+    Args:
+        images: (B, C, H, W).
+        labels: (B,), class indices.
+
+    Returns:
+        The logits (B, classes) and the loss to minimize.
+
+    Raises:
+        UserError: the model does not return logits.
+    """
+    with torch.autocast(images.device.type, dtype=spec.dtype, enabled=spec.dtype is not None):
+        logits = model(images)
+        if not isinstance(logits, Tensor) or logits.ndim != 2:
+            found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            raise UserError(f"{type(model).__name__} must return logits (images, classes), got {found}.")
+        loss = cross_entropy(logits, labels, label_smoothing=spec.label_smoothing)
+        return logits, methods.loss(loss)
+
+
+class TrainingStep:
+    """Plain training steps of a model on one random batch, as a bare PyTorch loop takes them.
+
+    The model is trained (changed): pass a copy. Call `forward`, `backward` and `update` in this order, or the object
+    for all three.
+
+    Args:
+        model: a classifier.
+        methods: the methods applied to `model`.
+        spec: the settings of the step.
+        device: where the step runs.
+        first_step: number of the first step.
+        build_optimizer: builds the optimizer over the model's trainable parameters; None: AdamW.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        methods: Iterable[Any],
+        spec: StepSpec,
+        *,
+        device: torch.device | str = "cpu",
+        first_step: int = 0,
+        build_optimizer: BuildOptimizer | None = None,
+    ) -> None:
+        self.spec, self.device = spec, torch.device(device)
+        self.model = model.to(self.device).train()
+        if spec.frozen_bn:
+            freeze_batch_norm(self.model)
+        self.methods = StepMethods(methods)
+        generator = torch.Generator().manual_seed(0)
+        self.images = torch.randn(spec.batch_size, *spec.image_shape, generator=generator).to(self.device)
+        self.labels = torch.zeros(spec.batch_size, dtype=torch.long, device=self.device)
+        self.steps = first_step
+        self._loss: Tensor | None = None
+        self._build_optimizer = build_optimizer
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def forward(self) -> None:
+        """Run the forward pass and the loss."""
+        if self._optimizer is None:  # before a per-step selection freezes what does not train in the first step
+            trainable = [p for p in self.model.parameters() if p.requires_grad]
+            build = self._build_optimizer
+            self._optimizer = torch.optim.AdamW(trainable, lr=1e-5) if build is None else build(self.model)
+        self.methods.begin(self.steps)
+        _, self._loss = forward_and_loss(self.model, self.methods, self.images, self.labels, self.spec)
+
+    def backward(self) -> None:
+        """Run the backward pass."""
+        assert self._loss is not None
+        self._loss.backward()
+        self._loss = None
+
+    def update(self) -> None:
+        """Clip the gradient, step the optimizer, end the step and set gradients to None."""
+        assert self._optimizer is not None
+        if self.spec.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.clip)
+        self._optimizer.step()
+        self.methods.end()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+
+    def __call__(self) -> None:
+        self.forward()
+        self.backward()
+        self.update()
+
+    def cuda_peak(self) -> int:
+        """Peak bytes of one forward and backward pass on CUDA, as `Measured.peak_bytes` defines them."""
+        own = sum(storages([*self.model.parameters(), *self.model.buffers(), self.images, self.labels]).values())
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        self.forward()
+        self.backward()
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device)
+        self.model.zero_grad(set_to_none=True)
+        return peak - before + own

@@ -1,0 +1,192 @@
+"""A data set opened for training: its splits and their loaders."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from tqdm import tqdm
+
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.data.images import Transform, printable, read_image
+from efficient_ft.data.listing import Listing, Samples, stratified_split
+from efficient_ft.data.loader import Loader, SplitDataset, make_loader
+from efficient_ft.data.sampler import CounterSampler
+
+if TYPE_CHECKING:
+    from efficient_ft.config.schema import DataConfig
+
+Split = Literal["val", "test"]
+
+
+class ImageData:
+    """A data set ready for training and evaluation.
+
+    Args:
+        listing: the lists of the data set.
+        config: the `data` section of the configuration.
+        input: the network's input size, normalization and interpolation.
+        seed: of the run; decides the validation split, the order and the augmentation.
+
+    Attributes:
+        class_names: by label.
+        splits: number of images by split: `train`, and `val` and/or `test`.
+        best_split: the split on which the best epoch is selected.
+        transform_eval: a PIL image or a path → float32 (C, H, W), as in evaluation.
+
+    Raises:
+        SettingError: a setting does not fit the data set: no test images to select on, no fraction to hold out.
+        UserError: the data set cannot be split, or too few readable images remain.
+    """
+
+    def __init__(self, listing: Listing, config: DataConfig, input: InputSpec, seed: int) -> None:
+        augment = config.augment
+        self._config, self._seed = config, seed
+        self._train_transform = Transform(input, augment.name, augment.scale, augment.flip, augment.resize)
+        self.transform_eval = Transform(input)
+        self.class_names = list(listing.class_names)
+        self._notes = list(listing.notes)
+        self._skipped: dict[str, str] = {}
+        if config.on_corrupt == "skip":
+            listing = self._without_corrupt(listing)
+        self.best_split: Split = config.select_best_on
+        self._parts = self._split(listing)
+        train = len(self._parts["train"])
+        if train < config.batch_size:
+            self._notes.append(
+                f"Batches hold all {train} training images, fewer than data.batch_size={config.batch_size}."
+            )
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return len(self.class_names)
+
+    @property
+    def splits(self) -> dict[str, int]:
+        """Number of images by split."""
+        return {name: len(part) for name, part in self._parts.items()}
+
+    def _split(self, listing: Listing) -> dict[str, Samples]:
+        config = self._config
+        train, val, test = listing.train, listing.val, listing.test
+        if self.best_split == "test":
+            if test is None:
+                raise SettingError("data.select_best_on", "test", "val", "There are no test images.")
+            if val is not None and listing.recipe_trains_on_val:
+                train, val = train.join(val), None
+            # Nothing is selected on validation images, so none are held out.
+            self._notes.append("The best epoch is selected on the test images (data.select_best_on=test).")
+        elif val is None:
+            if not 0 < config.val_fraction < 1:
+                raise SettingError(
+                    "data.val_fraction",
+                    config.val_fraction,
+                    "> 0 and < 1 for a data set without validation images",
+                    "Or select the best epoch on the test images: data.select_best_on=test.",
+                )
+            train, val = stratified_split(train, config.val_fraction, self._seed)
+            if not len(val):
+                raise UserError(
+                    "Every class has a single training image: none can be held out for validation. Add images, or "
+                    "select the best epoch on the test images: data.select_best_on=test."
+                )
+        parts = {"train": train, "val": val, "test": test}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def _without_corrupt(self, listing: Listing) -> Listing:
+        """`listing` without the files that cannot be read, which are recorded in `_skipped`."""
+        parts: dict[str, Any] = {}
+        for name in ("train", "val", "test"):
+            part: Samples | None = getattr(listing, name)
+            if part is not None and isinstance(part.images, list):
+                bad = find_unreadable(part.images, name)
+                self._skipped.update(bad)
+                part = part.take(np.asarray([i for i, p in enumerate(part.images) if p not in bad], dtype=np.int64))
+            parts[name] = part
+        left = set(parts["train"].labels.tolist())
+        gone = [name for label, name in enumerate(listing.class_names) if label not in left]
+        if gone:
+            raise UserError(
+                f"No readable training image is left of the class {gone[0]!r} (data.on_corrupt=skip). "
+                "Replace its files."
+            )
+        for name in ("val", "test"):
+            if parts[name] is not None and not len(parts[name]):
+                raise UserError(
+                    f"No readable image is left in the {name} split (data.on_corrupt=skip). Replace its files."
+                )
+        if self._skipped:
+            self._notes.append(f"{len(self._skipped)} unreadable images are left out (data.on_corrupt=skip).")
+        return replace(listing, **parts)
+
+    def train_loader(self, rank: int = 0, world: int = 1) -> Loader:
+        """Load shuffled, augmented batches of `data.batch_size` for one of `world` processes.
+
+        `loader.sampler` is a `CounterSampler`. The last batch may be smaller; a last batch of one image is dropped,
+        since BatchNorm fails on it.
+        """
+        sampler = CounterSampler(len(self._parts["train"]), self._seed, rank, world)
+        size = self._config.batch_size
+        drop_last = len(sampler) > size and len(sampler) % size == 1
+        images = SplitDataset(self._parts["train"], self._train_transform, self._seed)
+        return make_loader(images, sampler, self._config.num_workers, size, drop_last)
+
+    def eval_loader(self, split: Split, rank: int = 0, world: int = 1) -> Loader:
+        """Load batches of a split in one fixed order, without augmentation, each image once over all processes.
+
+        Raises:
+            UserError: the data set has no such split.
+        """
+        if split not in self._parts:
+            have = [name for name in self._parts if name != "train"]
+            raise UserError(f"This data set has no {split} images. It has {' and '.join(have)} images.")
+        part = self._parts[split]
+        sampler = CounterSampler(len(part), self._seed, rank, world, shuffle=False)
+        images = SplitDataset(part, self.transform_eval, self._seed)
+        batch_size = self._config.eval_batch_size or self._config.batch_size
+        return make_loader(images, sampler, self._config.num_workers, batch_size)
+
+    def report(self) -> dict[str, Any]:
+        """Return what a run records of its data, in plain containers.
+
+        Sizes, splits, the unreadable files left out (`skipped`: path → reason), and notes for a person.
+        """
+        return {
+            "name": self._config.name,
+            "classes": self.num_classes,
+            "splits": self.splits,
+            "best_split": self.best_split,
+            "skipped_count": len(self._skipped),
+            "skipped": {printable(path): reason for path, reason in self._skipped.items()},
+            "notes": list(self._notes),
+        }
+
+
+def find_unreadable(paths: list[str], split: str = "") -> dict[str, str]:
+    """Decode every file and return those that cannot be read: path → reason.
+
+    Only a full decode finds a truncated file, so this costs about as much as loading one epoch. Threads suffice: Pillow
+    decodes without Python's lock.
+
+    Args:
+        paths: image files.
+        split: its name in the progress bar.
+    """
+
+    def problem(path: str) -> str | None:
+        try:
+            read_image(path)
+        except UserError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        reasons = tqdm(
+            pool.map(problem, paths), total=len(paths), desc=f"reading {split} images", leave=False, disable=None
+        )
+        return {path: reason for path, reason in zip(paths, reasons, strict=True) if reason is not None}

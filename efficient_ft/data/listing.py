@@ -1,0 +1,90 @@
+"""Lists of a data set: samples with labels, class names, splits. Nothing is decoded here."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+_TEST_SEED = 0  # independent of the run's seed: all runs on a data set test on the same images
+_TEST_FRACTION = 0.2
+
+
+@dataclass
+class Samples:
+    """Images with labels; the images are file paths or pixels in memory.
+
+    Args:
+        images: N paths, or uint8 (N, H, W, 3).
+        labels: int64 (N,).
+    """
+
+    images: list[str] | np.ndarray
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, indices: np.ndarray) -> Samples:
+        """Return the samples at `indices`, in that order."""
+        images = self.images[indices] if isinstance(self.images, np.ndarray) else [self.images[i] for i in indices]
+        return Samples(images, self.labels[indices])
+
+    def join(self, other: Samples) -> Samples:
+        """Concatenate with `other`; both hold paths."""
+        assert isinstance(self.images, list)
+        assert isinstance(other.images, list)
+        return Samples(self.images + other.images, np.concatenate([self.labels, other.labels]))
+
+
+@dataclass
+class Listing:
+    """A data set with the splits of its publisher or of the user's folders.
+
+    Args:
+        class_names: by label.
+        train: the training split.
+        val: the official validation split; None: a fraction of `train` is held out.
+        test: the test split; None if the data set has validation images only.
+        recipe_trains_on_val: published results train on `train` and `val` together.
+        notes: facts that a user should know, one sentence each.
+    """
+
+    class_names: list[str]
+    train: Samples
+    val: Samples | None = None
+    test: Samples | None = None
+    recipe_trains_on_val: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+def stratified_split(samples: Samples, fraction: float, seed: int) -> tuple[Samples, Samples]:
+    """Hold out a fraction of every class.
+
+    Of a class with at least two images at least one is held out and at least one kept. The choice within a class
+    depends on the seed and on that class's images only: a new image in one class moves no image of another.
+
+    Args:
+        samples: the images to split.
+        fraction: share held out of each class, in 0–1.
+        seed: of the choice.
+
+    Returns:
+        (kept, held out), each in the order of `samples`.
+    """
+    by_class: defaultdict[int, list[int]] = defaultdict(list)
+    for position, label in enumerate(samples.labels.tolist()):
+        by_class[label].append(position)
+    held_out = np.zeros(len(samples), dtype=bool)
+    for label, positions in by_class.items():
+        n = len(positions)
+        count = min(max(int(n * fraction + 0.5), 1), n - 1)
+        chosen = np.random.default_rng([seed, label]).permutation(n)[:count]
+        held_out[np.asarray(positions)[chosen]] = True
+    return samples.take(np.flatnonzero(~held_out)), samples.take(np.flatnonzero(held_out))
+
+
+def hold_out_test(samples: Samples) -> tuple[Samples, Samples]:
+    """Hold out a fifth of every class as a test split, the same images in all runs. Returns (train, test)."""
+    return stratified_split(samples, _TEST_FRACTION, _TEST_SEED)

@@ -1,0 +1,51 @@
+"""Settings that list blocks by index: one check of the list, one translation into names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from efficient_ft.core.errors import SettingError
+from efficient_ft.models.view import ModelView
+
+
+def check_indices(setting: str, blocks: Any, example: str = "[3,7,11]", do: str | None = None) -> None:
+    """Raise SettingError unless `blocks` is a list of at least one integer.
+
+    Args:
+        setting: the constructor's argument.
+        blocks: the value given.
+        example: of a value.
+        do: what else the user can do where the list is empty.
+    """
+    if not isinstance(blocks, Sequence) or isinstance(blocks, str) or not all(type(b) is int for b in blocks):
+        raise SettingError(setting, blocks, f"a list of integers, e.g. {example}")
+    if not blocks:
+        raise SettingError(setting, "[]", "a list of at least one index", do)
+
+
+def blocks_at(
+    view: ModelView, setting: str, indices: Sequence[int], *, last: bool = True, once: bool = True
+) -> tuple[str, ...]:
+    """Return the names of blocks by their indices, each block once, in the order of the model.
+
+    Args:
+        view: of a model with blocks.
+        setting: full name of the setting: ``method.<name>.<setting>``.
+        indices: counted from 0 through all stages, negative ones from the end.
+        last: the last block may be listed.
+        once: no block may be listed twice.
+
+    Raises:
+        SettingError: an index outside the model, or a block listed twice.
+    """
+    count = len(view.blocks)
+    places = [index % count if -count <= index < count else count for index in indices]
+    if max(places) >= (count if last else count - 1):
+        allowed = f"indices from {-count} to {count - 1}: {view.name} has {count} blocks"
+        if not last:
+            allowed = f"indices from 0 to {count - 2}: {view.name} has {count} blocks, and in the last it has no effect"
+        raise SettingError(setting, list(indices), allowed)
+    if once and len(set(places)) < len(places):
+        raise SettingError(setting, list(indices), "a list with each block once")
+    return tuple(view.blocks[place] for place in sorted(set(places)))

@@ -1,0 +1,63 @@
+"""What a method declares about itself, as enumerations: code reads these, never the text of a message."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Axis(StrEnum):
+    """The question that a method answers. A stack has at most one method on each axis."""
+
+    SELECTION = "selection"
+    ADAPTERS = "adapters"
+    BACKPROP = "backprop"
+    MEMORY = "memory"
+    TOKENS = "tokens"
+
+    @property
+    def does(self) -> str:
+        """What its methods do, in the plural."""
+        return _DOES[self]
+
+
+_DOES = {
+    Axis.SELECTION: "select what trains",
+    Axis.ADAPTERS: "add modules to the model",
+    Axis.BACKPROP: "replace the backward pass",
+    Axis.MEMORY: "decide how activations are kept",
+    Axis.TOKENS: "decide which tokens flow on",
+}
+
+#: A selection decides what trains before adapters freeze what they adapt; low-rank backward then applies to the
+#: adapters' base layers; packers wrap what is left to save; token methods rewrite whole blocks.
+ORDER_OF_APPLICATION: tuple[Axis, ...] = (Axis.SELECTION, Axis.ADAPTERS, Axis.BACKPROP, Axis.MEMORY, Axis.TOKENS)
+
+#: For a method on an axis, the axes that must not have been applied before it. Elsewhere the order has no effect.
+MUST_COME_BEFORE: dict[Axis, frozenset[Axis]] = {
+    Axis.SELECTION: frozenset({Axis.ADAPTERS}),
+    Axis.ADAPTERS: frozenset({Axis.BACKPROP}),
+}
+
+
+class Adds(StrEnum):
+    """What a method adds to a model or to its training step."""
+
+    MODULES = "modules"  # modules with parameters of their own
+    LOSS = "loss"  # a loss of its own (`Method.total_loss`)
+    TOKEN_DROPPING = "token_dropping"  # fewer tokens; each kept one has a grid position
+    TOKEN_MERGING = "token_merging"  # fewer tokens, without grid positions
+    LOW_RANK_LAYERS = "low_rank_layers"  # layers with a low-rank backward pass
+    SPARSE_WEIGHTS = "sparse_weights"  # layers that compute with part of their weights
+
+
+class Needs(StrEnum):
+    """What a method needs of a model or of the training loop.
+
+    What it needs of the model is checked before anything is changed, in the order given here.
+    """
+
+    BLOCKS = "blocks"  # blocks that the view recognizes
+    CLASSIFIER = "classifier"  # a classifier
+    CLASS_TOKEN = "class_token"  # a class token, whose attention ranks the patch tokens
+    TOKEN_GRID = "token_grid"  # one grid of more than one position, the same from block to block
+    FIND_UNUSED_PARAMETERS = "find_unused_parameters"  # DistributedDataParallel with find_unused_parameters=True

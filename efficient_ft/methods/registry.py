@@ -1,0 +1,194 @@
+"""The registry of methods: those of this package and those of other packages, by name.
+
+A method registers itself with the decorator `register`. Methods of this package are found by importing every module
+of the subpackages of `efficient_ft.methods` (`adapters`, `backprop`, ...); methods of other packages through their
+entry points::
+
+    [project.entry-points."efficient_ft.methods"]
+    every_nth = "every_nth_method.method:EveryNth"
+
+Both happen once, when the registry is first read. A class that breaks the contract, or takes a name that another
+method has, is refused then, with the name of its distribution.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeVar
+
+from efficient_ft.core.errors import UserError
+from efficient_ft.methods.base import Method
+from efficient_ft.methods.declarations import Adds, Axis, Needs
+
+#: The group of entry points through which other packages add methods.
+GROUP = "efficient_ft.methods"
+
+_PACKAGE = "efficient_ft.methods"
+_OURS = "efficient-ft"
+
+_Class = TypeVar("_Class", bound=type[Method])
+
+#: By name: every class registered so far, and the distribution it comes from.
+_registered: dict[str, tuple[type[Method], str]] = {}
+
+#: Names of methods of other packages that have not been made from their defaults yet.
+_untried: set[str] = set()
+
+
+class Registry(Mapping[str, type[Method]]):
+    """All methods by name, sorted; reading it loads the methods of this and of other packages, once.
+
+    Raises:
+        UserError: on the first reading, where another package's method cannot be used.
+    """
+
+    def __init__(self) -> None:
+        self._loaded = False
+
+    def _all(self) -> dict[str, tuple[type[Method], str]]:
+        if not self._loaded:
+            own_classes()
+            for entry in entry_points(group=GROUP):
+                _load(entry)
+            self._loaded = True
+        for name in sorted(_untried):  # not in `register`: a class is decorated before its module is complete
+            method, distribution = _registered[name]
+            _refuse_broken(method, distribution, broken_settings(method))
+            _untried.discard(name)
+        return _registered
+
+    def __getitem__(self, name: str) -> type[Method]:
+        return self._all()[name][0]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._all()))
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def distribution(self, name: str) -> str:
+        """Return the name of the distribution (the pip package) that the method `name` comes from."""
+        return self._all()[name][1]
+
+
+#: All methods by name.
+METHODS = Registry()
+
+
+def register(method: _Class) -> _Class:
+    """Register a method under its name; use as a class decorator.
+
+    Args:
+        method: a subclass of `Method` that keeps the contract: `name`, `axis`, `_apply`, `_remove`, and a constructor
+            whose arguments are named and stored in attributes of the same names.
+
+    Returns:
+        The class itself.
+
+    Raises:
+        UserError: it breaks the contract, or its name is taken.
+    """
+    _add(method, _OURS if method.__module__.startswith(f"{_PACKAGE}.") else method.__module__)
+    return method
+
+
+@functools.cache
+def own_classes() -> dict[str, type[Method]]:
+    """Return the methods of this package by class name; imports every module of its subpackages once."""
+    package = importlib.import_module(_PACKAGE)
+    for room in pkgutil.iter_modules(package.__path__, f"{_PACKAGE}."):
+        if room.ispkg:
+            for module in pkgutil.iter_modules(importlib.import_module(room.name).__path__, f"{room.name}."):
+                importlib.import_module(module.name)
+    return {method.__name__: method for method, distribution in _registered.values() if distribution == _OURS}
+
+
+def _load(entry: EntryPoint) -> None:
+    """Register the method of an entry point."""
+    distribution = entry.dist.name if entry.dist is not None else entry.value
+    try:
+        method = entry.load()
+    except UserError as error:  # from `register` in that package
+        raise UserError(f"Package {distribution}: {error}") from error
+    except Exception as error:
+        raise UserError(
+            f"Package {distribution}: its method {entry.name} ({entry.value}) cannot be imported:"
+            f" {type(error).__name__}: {error}. Mend or uninstall the package."
+        ) from error
+    if isinstance(method, type) and getattr(method, "name", None) != entry.name:
+        raise UserError(
+            f"Package {distribution}: the entry point {entry.name} gives a class of the name"
+            f" {getattr(method, 'name', None)!r}; both must be equal."
+        )
+    known = _registered.get(entry.name)
+    if known is not None and known[0] is method:  # registered by its decorator, without the distribution's name
+        del _registered[entry.name]
+    _add(method, distribution)
+
+
+def _add(method: Any, distribution: str) -> None:
+    """Check a class and register it; the same class again (its module was reloaded) replaces itself."""
+    _refuse_broken(method, distribution, broken_contract(method))
+    known = _registered.get(method.name)
+    if known is not None and _where(known[0]) != _where(method):
+        raise UserError(
+            f"Package {distribution}: {_where(method)} takes the name {method.name!r}, which is that of"
+            f" {_where(known[0])} ({known[1]}). Rename it, or uninstall one of the packages."
+        )
+    _registered[method.name] = (method, distribution)
+    if distribution != _OURS:
+        _untried.add(method.name)
+
+
+def _refuse_broken(method: Any, distribution: str, broken: str | None) -> None:
+    if broken is not None:
+        raise UserError(f"Package {distribution}: {_where(method)} is no method: {broken}.")
+
+
+def _where(method: Any) -> str:
+    """Return the full name of a class, or what it is instead."""
+    return f"{method.__module__}.{method.__qualname__}" if isinstance(method, type) else repr(method)
+
+
+def broken_contract(method: Any) -> str | None:
+    """Return how a class breaks the contract of methods, as far as its definition shows; None: it does not."""
+    if not (isinstance(method, type) and issubclass(method, Method)):
+        return "it is no subclass of efficient_ft.methods.Method"
+    name = getattr(method, "name", None)
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        return f"`name` must be lower-case letters, digits and underscores, got {name!r}"
+    if name in (*Axis, *Adds):
+        return f"`name` must not be the name of an axis or an addition, got {name!r}"
+    for attribute, enumeration in (("axis", Axis), ("other_axes", Axis), ("adds", Adds), ("needs", Needs)):
+        declared = getattr(method, attribute, None)
+        values = [declared] if attribute == "axis" else declared
+        if not isinstance(values, tuple | list | set | frozenset) or not all(v in tuple(enumeration) for v in values):
+            what = f"one of {', '.join(enumeration)}" if attribute == "axis" else f"values of {enumeration.__name__}"
+            return f"`{attribute}` must be {what}, got {declared!r}"
+    if inspect.isabstract(method):
+        return f"it does not implement {', '.join(f'`{m}`' for m in sorted(method.__abstractmethods__))}"
+    for parameter in inspect.signature(method).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            return f"its constructor must name its settings, got {parameter}"
+    return None
+
+
+def broken_settings(method: type[Method]) -> str | None:
+    """Return how the constructor of a class breaks the contract; None: it does not, or it has no defaults for all."""
+    parameters = inspect.signature(method).parameters.values()
+    if any(p.default is p.empty for p in parameters):
+        return None
+    try:
+        made = method()
+    except Exception as error:
+        return f"it cannot be made from its defaults: {type(error).__name__}: {error}"
+    unstored = next((p.name for p in parameters if not hasattr(made, p.name)), None)
+    if unstored is not None:
+        return f"its constructor does not store the setting `{unstored}` in an attribute of the same name"
+    return None

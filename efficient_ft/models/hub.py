@@ -1,0 +1,131 @@
+"""Pretrained weights from the Hugging Face hub or a URL: local caches, what is missing, the download."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from huggingface_hub import hf_hub_download, hf_hub_url, try_to_load_from_cache
+from timm.models import PretrainedCfg
+
+from efficient_ft.core.errors import SettingError, UserError, first_line
+from efficient_ft.core.network import unreachable
+from efficient_ft.models.timm_config import pretrained_cfg
+
+if TYPE_CHECKING:
+    from efficient_ft.config.schema import ModelConfig
+
+# The files that timm looks for on the hub, in its order.
+_HUB_FILES = ("model.safetensors", "pytorch_model.bin")
+
+_ALTERNATIVES = "Or use model.weights=FILE (a local file), or model.pretrained=false (random weights)."
+
+
+def missing_weights(config: ModelConfig) -> str | None:
+    """Look for a model's weights without downloading them: the given file, the local caches, and last the network.
+
+    Takes at most about `core.network.PROBE_SECONDS`.
+
+    Returns:
+        None if the weights are present, can be downloaded now or are not wanted, else a message: what is missing, where
+        it can be put, and alternatives.
+
+    Raises:
+        SettingError: an unknown model.
+    """
+    cfg = pretrained_cfg(config)
+    if config.weights is not None:
+        if Path(config.weights).expanduser().is_file():
+            return None
+        return str(SettingError("model.weights", config.weights, "an existing file"))
+    if not config.pretrained:
+        return None
+    if not (cfg.hf_hub_id or cfg.url or cfg.file):
+        return f"There are no pretrained weights of model.name={config.name}. {_ALTERNATIVES}"
+    if _cached(cfg) is not None:
+        return None
+    url = _url(cfg)
+    why = _unavailable(cfg, url)
+    if why is None:
+        return None
+    return (
+        f"The weights of {config.name} cannot be fetched from {url} ({why}).\n"
+        "Download that file on a machine with a network and pass it as model.weights=FILE.\n"
+        f"{_ALTERNATIVES}"
+    )
+
+
+def fetch_weights(config: ModelConfig, cfg: PretrainedCfg) -> Path:
+    """Return the local file of the pretrained weights, downloaded if necessary.
+
+    Raises:
+        UserError: there are none, or the download fails.
+    """
+    cached = _cached(cfg)
+    if cached is not None:
+        return cached
+    missing = missing_weights(config)
+    if missing is not None:
+        raise UserError(missing)
+    errors = []
+    try:
+        if not cfg.hf_hub_id:
+            file = _torch_hub_file(cfg)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            torch.hub.download_url_to_file(str(cfg.url), str(file))
+            return file
+        repo, revision, names = _hub_files(cfg)
+        for name in names:
+            try:
+                return Path(hf_hub_download(repo, name, revision=revision))
+            except Exception as error:  # the hub's errors share no narrower base with the transport's
+                errors.append(f"{name}: {first_line(error)}")
+    except OSError as error:
+        errors.append(first_line(error))
+    raise UserError(f"The weights of {config.name} cannot be fetched: {'; '.join(errors)}.\n{_ALTERNATIVES}")
+
+
+def _hub_files(cfg: PretrainedCfg) -> tuple[str, str | None, tuple[str, ...]]:
+    """Repository, revision, and the file names that timm would try."""
+    repo, _, revision = str(cfg.hf_hub_id).partition("@")
+    if cfg.hf_hub_filename:
+        names = [cfg.hf_hub_filename]
+        if not cfg.hf_hub_filename.endswith(".safetensors"):
+            names.insert(0, str(Path(cfg.hf_hub_filename).with_suffix(".safetensors")))
+        return repo, revision or None, tuple(names)
+    return repo, revision or None, _HUB_FILES
+
+
+def _cached(cfg: PretrainedCfg) -> Path | None:
+    """The weights in the hub's or torch's local cache."""
+    if cfg.hf_hub_id:
+        repo, revision, names = _hub_files(cfg)
+        for name in names:
+            found = try_to_load_from_cache(repo, name, revision=revision)
+            if isinstance(found, str):
+                return Path(found)
+        return None
+    if cfg.file:
+        return Path(cfg.file) if Path(cfg.file).is_file() else None
+    file = _torch_hub_file(cfg)
+    return file if file.is_file() else None
+
+
+def _torch_hub_file(cfg: PretrainedCfg) -> Path:
+    return Path(torch.hub.get_dir()) / "checkpoints" / str(cfg.url).rpartition("/")[2]
+
+
+def _url(cfg: PretrainedCfg) -> str:
+    if cfg.hf_hub_id:
+        repo, revision, names = _hub_files(cfg)
+        return hf_hub_url(repo, names[0], revision=revision)
+    return str(cfg.url or cfg.file)
+
+
+def _unavailable(cfg: PretrainedCfg, url: str) -> str | None:
+    """The reason why `url` cannot be fetched now, or None."""
+    if cfg.hf_hub_id and os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
+        return "HF_HUB_OFFLINE is set, and the file is not in the local cache"
+    return unreachable(url, accept_404=True)

@@ -1,0 +1,108 @@
+"""A model configuration in timm's terms: its pretrained record, its keyword arguments, its input, its creation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import timm
+from timm.models import PretrainedCfg, get_pretrained_cfg
+from torch import nn
+
+import efficient_ft.models.small  # noqa: F401  registers vit_digits and vit_micro
+from efficient_ft.core.errors import SettingError, UserError, did_you_mean
+from efficient_ft.core.input_spec import InputSpec
+
+if TYPE_CHECKING:
+    from efficient_ft.config.schema import ModelConfig
+
+# Arguments of timm that have a setting of their own.
+_SET_ELSEWHERE = {
+    "num_classes": "It follows from the data.",
+    "pretrained": "Set model.pretrained instead.",
+    "img_size": "Set model.image_size instead.",
+    "drop_rate": "Set model.drop_rate instead.",
+    "drop_path_rate": "Set model.drop_path_rate instead.",
+}
+
+
+def pretrained_cfg(config: ModelConfig) -> PretrainedCfg:
+    """Return timm's record of a model's weights and input; an empty one for a model that has none.
+
+    Raises:
+        SettingError: timm has no such model, or the model no such tag.
+    """
+    name = config.name
+    if not timm.is_model(name):
+        raise SettingError(
+            "model.name",
+            name,
+            "a classifier of timm (timm.list_models() lists them), vit_digits, vit_micro or proxyless_mobile",
+            did_you_mean(name, timm.list_models()).strip() or None,
+        )
+    try:
+        cfg = get_pretrained_cfg(name)
+    except RuntimeError:  # a tag (the part after the dot) that this model does not have
+        raise SettingError("model.name", name, timm.list_pretrained(f"{name.partition('.')[0]}.*")) from None
+    return PretrainedCfg(architecture=name) if cfg is None else cfg
+
+
+def timm_kwargs(config: ModelConfig, cfg: PretrainedCfg, num_classes: int) -> dict[str, Any]:
+    """Return the keyword arguments of `timm.create_model`.
+
+    Raises:
+        SettingError: `model.kwargs` contains an argument that has a setting of its own.
+    """
+    kwargs: dict[str, Any] = {"num_classes": num_classes}
+    # Only models whose weights depend on the image size take it as an argument; others work at any size.
+    if config.image_size is not None and cfg.fixed_input_size:
+        kwargs["img_size"] = image_size(config, cfg)
+    if config.drop_path_rate:
+        kwargs["drop_path_rate"] = config.drop_path_rate
+    if config.drop_rate:
+        kwargs["drop_rate"] = config.drop_rate
+    for name in config.kwargs:
+        if name in _SET_ELSEWHERE:
+            raise SettingError(f"model.kwargs.{name}", config.kwargs[name], "unset", _SET_ELSEWHERE[name])
+    kwargs.update(config.kwargs)
+    return kwargs
+
+
+def build(config: ModelConfig, kwargs: dict[str, Any], **more: Any) -> nn.Module:
+    """Call `timm.create_model`.
+
+    Raises:
+        UserError: the model refuses the arguments.
+    """
+    try:
+        return timm.create_model(config.name, **kwargs, **more)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise UserError(
+            f"model.name={config.name} cannot be built with {kwargs}: {error}. Change model.kwargs or model.image_size."
+        ) from error
+
+
+def image_size(config: ModelConfig, cfg: PretrainedCfg) -> tuple[int, int]:
+    """Return (H, W) in pixels: `model.image_size`, by default that of the pretrained weights."""
+    size = cfg.input_size[-2:] if config.image_size is None else config.image_size
+    return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
+
+
+def input_of(config: ModelConfig) -> InputSpec:
+    """Return the size (H, W), normalization and interpolation of a model's input images.
+
+    Raises:
+        SettingError: an unknown model, or `model.mean` or `model.std` without one value per channel.
+    """
+    cfg = pretrained_cfg(config)
+    mean, std = (
+        tuple(own if own is not None else default) for own, default in ((config.mean, cfg.mean), (config.std, cfg.std))
+    )
+    channels = config.kwargs.get("in_chans", 3)
+    for name, values in (("mean", mean), ("std", std)):
+        if len(values) != channels:
+            raise SettingError(
+                f"model.{name}",
+                list(values),
+                f"a list of {channels} values, one per channel (model.kwargs.in_chans={channels})",
+            )
+    return InputSpec(image_size(config, cfg), mean, std, cfg.interpolation or "bicubic")

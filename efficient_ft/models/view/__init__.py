@@ -1,0 +1,23 @@
+"""What methods know of a model: stages, blocks, head, and the layout of the tokens in every layer's input.
+
+Methods never ask for an architecture. The view reads a timm classifier's own attributes and runs one forward pass on
+fake tensors to see what each layer is really given; grids are taken from there, never inferred from a token count
+alone.
+"""
+
+from efficient_ft.models.view.layers import Layer, TokenLayout
+from efficient_ft.models.view.model_view import ModelView, default_image_size, view
+from efficient_ft.models.view.reason import Reason, Skipped
+from efficient_ft.models.view.structure import is_norm, parameters_under
+
+__all__ = [
+    "Layer",
+    "ModelView",
+    "Reason",
+    "Skipped",
+    "TokenLayout",
+    "default_image_size",
+    "is_norm",
+    "parameters_under",
+    "view",
+]

@@ -1,0 +1,143 @@
+"""The view of a model: its parts by name, found once, and the layout of every layer's tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from efficient_ft.core.errors import UserError
+from efficient_ft.models.marks import added_modules, is_inside, routed_modules
+from efficient_ft.models.view.layers import Layer
+from efficient_ft.models.view.probe import Probed, layout_of, probe
+from efficient_ft.models.view.reason import Reason, Skipped
+from efficient_ft.models.view.structure import above, after, classifiers, names_of, stages_of, stem_of
+
+#: The parameters of a "last stage" follow the papers: EfficientFormerV2's was trained without its downsample.
+LAST_STAGE_WITHOUT = {"EfficientFormerV2": "downsample"}
+
+#: Attention modules by class; not the blocks that hold one beside an MLP (XCiT's ClassAttentionBlock).
+_ATTENTION = re.compile(r"^(?!.*Block$).*(Attention|Attn|MHSA|GPSA|XCA|LiteMLA)")
+
+
+class ModelView:
+    """A model as methods see it. All names are full module names, in forward order.
+
+    The structure is read at once; `layers` and `functions` need one forward pass on fake tensors, which runs when
+    either is first read. A view describes the model at that moment: take a new one after changing the model.
+
+    Attributes:
+        model: the model; a view never changes it.
+        image_size: (H, W) in pixels of the forward pass.
+        stages: the blocks of each stage, in order; an isotropic transformer is cut into four equal stages.
+        stage_extras: other modules of each stage (downsampling).
+        blocks: all blocks.
+        head: the classifier modules.
+        tail: top-level modules that run after the last stage (norms, head).
+        prefix_tokens: class, distillation and register tokens.
+    """
+
+    def __init__(self, model: nn.Module, image_size: tuple[int, int] | None = None) -> None:
+        self.model = model
+        self.image_size = image_size or default_image_size(model)
+        self.stages, self.stage_extras, container = stages_of(model)
+        self.blocks: tuple[str, ...] = tuple(block for stage in self.stages for block in stage)
+        self.head: tuple[str, ...] = names_of(model, classifiers(model))
+        self.tail: tuple[str, ...] = after(model, container)
+        self.prefix_tokens = int(getattr(model, "num_prefix_tokens", 0) or 0)
+
+    @property
+    def name(self) -> str:
+        """The timm architecture where there is one, else the class."""
+        cfg = getattr(self.model, "pretrained_cfg", None) or {}
+        return cfg.get("architecture") or type(self.model).__name__
+
+    @property
+    def has_class_token(self) -> bool:
+        """True if the model has a class token."""
+        return getattr(self.model, "cls_token", None) is not None
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """Every linear layer and convolution, the head's included; not those that adapters added.
+
+        Raises:
+            UserError: the model cannot be run on an image of `image_size`.
+        """
+        added, routed, stem = added_modules(self.model), routed_modules(self.model), stem_of(self.model)
+        layers = []
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.Linear | nn.Conv2d) and not is_inside(name, added):
+                given = self._probed.inputs.get(name)
+                tokens, why_not = layout_of(name, module, given, self.prefix_tokens, self.head, stem)
+                if is_inside(name, routed):
+                    tokens, why_not = None, Skipped(Reason.ROUTED)
+                attention = any(_ATTENTION.search(type(m).__name__) for m in above(self.model, name))
+                layers.append(Layer(name, module, tokens, why_not, attention, self._probed.reach.get(name)))
+        return tuple(layers)
+
+    @property
+    def single_patch(self) -> bool:
+        """True if the patch embedding makes one patch of an image."""
+        return tuple(getattr(getattr(self.model, "patch_embed", None), "grid_size", None) or ()) == (1, 1)
+
+    @cached_property
+    def block_grid(self) -> tuple[int, int] | None:
+        """(H, W) of the grid of the tokens in every block; None: they are not on one, or it differs between blocks.
+
+        Raises:
+            UserError: the model cannot be run on an image of `image_size`.
+        """
+        inside = tuple(f"{block}." for block in self.blocks)
+        layouts = {x.tokens for x in self.layers if x.tokens is not None and x.name.startswith(inside)}
+        if len(layouts) != 1 or {(a.form, a.prefix) for a in layouts} != {("tokens", self.prefix_tokens)}:
+            return None
+        return next(iter(layouts)).grid
+
+    def functions(self, name: str) -> frozenset[Callable[..., Any]] | None:
+        """The torch functions that the forward of the module `name` calls itself; None: it calls none.
+
+        Raises:
+            UserError: the model cannot be run on an image of `image_size`.
+        """
+        return self._probed.functions.get(name)
+
+    @cached_property
+    def _probed(self) -> Probed:
+        return probe(self.model, self.image_size)
+
+    def last_stage(self) -> tuple[str, ...]:
+        """Modules of the last stage: its blocks, its downsampling (see LAST_STAGE_WITHOUT) and all that follows it.
+
+        Raises:
+            UserError: the model has no stages or blocks that could be recognized.
+        """
+        if not self.stages:
+            raise UserError(
+                f"{self.name}: no stages or blocks were recognized, so it has no last stage;"
+                " choose what trains by another selection (head, full, bitfit, norm_last)."
+            )
+        without = LAST_STAGE_WITHOUT.get(type(self.model).__name__)
+        extras = (n for n in self.stage_extras[-1] if without is None or n.split(".")[-1] != without)
+        return (*extras, *self.stages[-1], *self.tail)
+
+
+def view(model: nn.Module, image_size: tuple[int, int] | None = None) -> ModelView:
+    """Look at `model`, which is not changed.
+
+    Args:
+        model: a classifier that takes (B, channels, H, W) images.
+        image_size: (H, W) in pixels; by default the model's own.
+    """
+    return ModelView(model, image_size)
+
+
+def default_image_size(model: nn.Module) -> tuple[int, int]:
+    """(H, W) the model was built for: its patch embedding's, else its pretrained configuration's, else 224 × 224."""
+    size = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    if size is None:
+        size = (getattr(model, "pretrained_cfg", None) or {}).get("input_size", (3, 224, 224))[-2:]
+    return (int(size[0]), int(size[1])) if isinstance(size, tuple | list) else (int(size), int(size))

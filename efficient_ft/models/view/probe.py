@@ -1,0 +1,171 @@
+"""One forward pass of a model on fake tensors (no memory, no arithmetic): what each layer is given."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from efficient_ft.core.errors import UserError
+from efficient_ft.models.view.layers import TokenLayout
+from efficient_ft.models.view.reason import Reason, Skipped
+from efficient_ft.models.view.structure import above
+from efficient_ft.ops.tokens import token_reduction_suspended
+
+BATCH = 2
+
+
+@dataclass(frozen=True)
+class Input:
+    """The input of a linear layer or convolution in its first call.
+
+    Attributes:
+        shape: of the tensor.
+        window: (h, w) of the windowed attention it belongs to, if any.
+        maps: grids of the maps before it, the latest first.
+    """
+
+    shape: tuple[int, ...]
+    window: tuple[int, int] | None
+    maps: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What one forward pass showed; keys are full module names.
+
+    Attributes:
+        inputs: of every linear layer and convolution that was called.
+        reach: for layers that are not called as the model is: the attention module to be switched (`Layer.reach`).
+        functions: the torch functions that each module's own forward called, those of its children left out.
+    """
+
+    inputs: Mapping[str, Input]
+    reach: Mapping[str, str]
+    functions: Mapping[str, frozenset[Callable[..., Any]]]
+
+
+class _Functions(TorchFunctionMode):
+    """Records which torch functions are called by which module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: list[str] = []
+        self.found: defaultdict[str, set[Callable[..., Any]]] = defaultdict(set)
+
+    def watch(self, name: str, module: nn.Module) -> None:
+        """Attribute to `name` what the forward of `module` calls itself."""
+
+        def enter(*_: Any) -> None:
+            self.running.append(name)
+
+        def leave(*_: Any) -> None:
+            self.running.pop()
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.running:
+            self.found[self.running[-1]].add(func)
+        return func(*args, **(kwargs or {}))
+
+
+def probe(model: nn.Module, size: tuple[int, int]) -> Probed:
+    """Run a fake copy of `model` on images of (H, W) pixels; `model` is not changed.
+
+    Raises:
+        UserError: the model cannot be run on an image of that size.
+    """
+    first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
+    channels = first.in_channels * first.groups if isinstance(first, nn.Conv2d) and first.groups == 1 else 3
+    parameter = next(model.parameters())
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with FakeCopyMode(mode):
+        fake = copy.deepcopy(model)
+    fake.eval()
+    reach = {}
+    for name, module in fake.named_modules():
+        if hasattr(module, "qkv_bias_separate") and getattr(module, "q_bias", None) is not None:
+            if not module.qkv_bias_separate:
+                reach[f"{name}.qkv"] = name
+            module.qkv_bias_separate = True
+
+    inputs: dict[str, Input] = {}
+    maps: list[tuple[int, int]] = []
+
+    def hook(name: str, window: tuple[int, int] | None) -> Any:
+        def see(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            x = args[0]
+            inputs.setdefault(name, Input(tuple(x.shape), window, tuple(dict.fromkeys(reversed(maps)))))
+            for shape in (x.shape, output.shape):
+                if len(shape) == 4 and shape[0] == BATCH:
+                    maps.append(tuple(shape[1:3] if isinstance(module, nn.Linear) else shape[2:]))
+
+        return see
+
+    functions = _Functions()
+    for name, module in fake.named_modules():
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            module.register_forward_hook(hook(name, _window(fake, name)))
+        functions.watch(name, module)
+    try:
+        with mode, torch.no_grad(), token_reduction_suspended(), functions:
+            fake(torch.empty(BATCH, channels, *size, device=parameter.device, dtype=parameter.dtype))
+    except Exception as error:
+        raise UserError(
+            f"{type(model).__name__} cannot be run on images of {size[0]}×{size[1]}: {str(error).splitlines()[0]}"
+        ) from error
+    return Probed(inputs, reach, {name: frozenset(found) for name, found in functions.found.items()})
+
+
+def layout_of(
+    name: str, module: nn.Linear | nn.Conv2d, given: Input | None, prefix: int, head: tuple[str, ...], stem: str | None
+) -> tuple[TokenLayout | None, Skipped | None]:
+    """The layout of a layer's positions, or the reason why it has none."""
+    if any(name == h or name.startswith(f"{h}.") for h in head):
+        return None, Skipped(Reason.HEAD)
+    if stem is not None and (name == stem or name.startswith(f"{stem}.")):
+        return None, Skipped(Reason.STEM)
+    if isinstance(module, nn.Conv2d):
+        if module.groups != 1:
+            return None, Skipped(Reason.GROUPED_CONVOLUTION)
+        if module.kernel_size != (1, 1) or module.stride != (1, 1) or module.padding not in ((0, 0), "valid", "same"):
+            return None, Skipped(Reason.SPATIAL_CONVOLUTION)
+    if given is None:
+        return None, Skipped(Reason.NOT_CALLED)
+    shape = given.shape
+    if shape[0] % BATCH:
+        return None, Skipped(Reason.NOT_FROM_IMAGES)
+    if isinstance(module, nn.Conv2d):
+        if shape[2] * shape[3] == 1:
+            return None, Skipped(Reason.SINGLE_POSITION)
+        return TokenLayout("channels_first", (shape[2], shape[3])), None
+    if len(shape) == 4:
+        return TokenLayout("channels_last", (shape[1], shape[2])), None
+    if len(shape) != 3:
+        return None, Skipped(Reason.NO_TOKEN_DIMENSION)
+    if given.window is not None and shape[1] == given.window[0] * given.window[1]:
+        return TokenLayout("tokens", given.window), None
+    for grid in given.maps:
+        if shape[0] == BATCH and grid != (1, 1):
+            for before in dict.fromkeys((prefix, 0)):
+                if shape[1] == before + grid[0] * grid[1]:
+                    return TokenLayout("tokens", grid, before), None
+    return None, Skipped(Reason.NO_GRID, f"{shape[1]} {Reason.NO_GRID.value}")
+
+
+def _window(model: nn.Module, name: str) -> tuple[int, int] | None:
+    """The window (h, w) of the windowed attention a layer belongs to."""
+    for module in reversed(list(above(model, name))):
+        window = getattr(module, "window_size", None)
+        if "Attention" in type(module).__name__ and isinstance(window, tuple) and len(window) == 2:
+            return (int(window[0]), int(window[1]))
+    return None

@@ -1,0 +1,40 @@
+"""Autocast for operations that torch does not cast: autograd functions of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def to_single_precision(x: Tensor) -> Tensor:
+    """Convert x to float32 under CUDA's autocast, as torch does for normalizations and softmax (not on the CPU)."""
+    if x.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
+        return x.float()
+    return x
+
+
+def to_autocast_dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Convert the inputs of a linear layer to autocast's dtype, if it is enabled; gradients are converted back."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def autocast_disabled(like: Tensor) -> AbstractContextManager[Any]:
+    """Disable autocast inside a ``with`` block, on the tensor's device; a device without autocast (meta) needs none."""
+    kind = like.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+
+
+def current_autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what enters the autocast that is enabled now for a kind of device, later and in any thread."""
+    if not torch.is_autocast_enabled(device):
+        return nullcontext
+    dtype, cache = torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
+    return lambda: torch.autocast(device, dtype, cache_enabled=cache)

@@ -1,0 +1,27 @@
+"""Operations that save packed tensors for their backward pass, and the mode that uses them.
+
+`mode` has the mode and its policy, `table` the operations that there are, and one module each family of operations.
+"""
+
+# Importing a family registers its operations.
+from efficient_ft.ops.packed import attention, norms, pointwise, pooling, products
+from efficient_ft.ops.packed.mode import PackedOperations, PackingState, Policy, current_packing, packing_suspended
+from efficient_ft.ops.packed.saving import load, save
+from efficient_ft.ops.packed.table import packed_operation, packs
+
+__all__ = [
+    "PackedOperations",
+    "PackingState",
+    "Policy",
+    "attention",
+    "current_packing",
+    "load",
+    "norms",
+    "packed_operation",
+    "packing_suspended",
+    "packs",
+    "pointwise",
+    "pooling",
+    "products",
+    "save",
+]

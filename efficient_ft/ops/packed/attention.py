@@ -1,0 +1,209 @@
+"""Attention: softmax, scaled dot-product attention in its parts or fused, and normalized q and k."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from efficient_ft.ops.autocast import to_single_precision
+from efficient_ft.ops.packed.mode import PackedOperations
+from efficient_ft.ops.packed.products import matmul, product
+from efficient_ft.ops.packed.saving import load, save
+from efficient_ft.ops.packed.straight_through import as_kept
+from efficient_ft.ops.packed.table import packs
+from efficient_ft.ops.packing import Packer
+
+aten = torch.ops.aten
+
+
+class _Softmax(torch.autograd.Function):
+    """Softmax, which keeps its output."""
+
+    @staticmethod
+    def forward(ctx: Any, mode: PackedOperations, x: Tensor, dim: int) -> Tensor:
+        p = torch.softmax(x, dim)
+        save(ctx, mode.keep(p, mode.policy.attention, None, 1, result=True))
+        ctx.dim, ctx.type = dim, x.dtype
+        return p
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        (p,) = load(ctx)
+        return None, aten._softmax_backward_data(g, p, ctx.dim, p.dtype).to(ctx.type), None
+
+
+@packs(torch.softmax, Tensor.softmax)
+def _softmax(mode: PackedOperations, input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Any:
+    if dim is None or not mode.supports(input):
+        return NotImplemented
+    p = _Softmax.apply(mode, to_single_precision(input) if dtype is None else input.to(dtype), dim)
+    return as_kept(mode, p, mode.policy.attention, heads=1, autocast=False)
+
+
+@packs(F.softmax)
+def _functional_softmax(
+    mode: PackedOperations,
+    input: Tensor,
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    return _softmax(mode, input, dim, dtype)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """softmax(q kᵀ · scale + bias) v with torch's fused kernel, recomputed in backward from the unpacked q, k and v.
+
+    The bias is a constant.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mode: PackedOperations,
+        packer: Packer,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: Any,
+        bias: Tensor | None,
+    ) -> Tensor:
+        y = F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
+        save(ctx, *(mode.keep(x, packer, y.dtype, 1) for x in (q, k, v)), bias)
+        ctx.scale, ctx.types = scale, (q.dtype, k.dtype, v.dtype)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        *kept, bias = load(ctx)
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in kept]
+            q, k, v = inputs
+            y = F.scaled_dot_product_attention(q, k, v, bias, scale=ctx.scale)
+            found = torch.autograd.grad(y, inputs, g)
+        return None, None, *(g.to(t) for g, t in zip(found, ctx.types, strict=True)), None, None
+
+
+class _Attention(torch.autograd.Function):
+    """Unfused softmax(q kᵀ · scale + bias) v, of (..., N, D) each, with a constant bias.
+
+    Softmax's output is kept once, for softmax and the second product.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, mode: PackedOperations, q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None
+    ) -> Tensor:
+        # Contiguous: otherwise each product would copy them again.
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        scores = _scaled_product(q, k.mT, scale)
+        if bias is not None:
+            scores += bias
+        p = torch.softmax(to_single_precision(scores), -1).to(scores.dtype)
+        del scores
+        y = p @ v
+        of_q, of_k = ctx.needs_input_grad[1:3]
+        packer = mode.policy.attention
+        kept_q = mode.keep(q, packer, y.dtype, 1) if of_k else None
+        kept_k = mode.keep(k, packer, y.dtype, 1) if of_q else None
+        kept_p = mode.keep(p, packer, y.dtype, 1)
+        kept_v = mode.keep(v, packer, y.dtype, 1) if of_q or of_k else None
+        save(ctx, kept_v, kept_p, kept_k, kept_q)
+        ctx.scale, ctx.types = scale, (q.dtype, k.dtype, v.dtype)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        g = g.contiguous()
+        v, p, k, q = load(ctx, one_by_one=True)
+        dense = p()
+        g_v = dense.mT @ g if ctx.needs_input_grad[3] else None
+        g_q = g_k = None
+        if v is not None:
+            g_scores = aten._softmax_backward_data(g @ v().mT, dense, -1, dense.dtype)
+            del dense
+            g_q = None if k is None else _scaled_product(g_scores, k(), ctx.scale)
+            g_k = None if q is None else _scaled_product(g_scores.mT, q(), ctx.scale)
+        found = (g_q, g_k, g_v)
+        return None, *(None if t is None else t.to(d) for t, d in zip(found, ctx.types, strict=True)), None, None
+
+
+def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Compute scale · a b, of (..., n, k) and (..., k, m), in one kernel."""
+    batch = a.shape[:-2]
+    y = torch.baddbmm(a.new_empty(1, 1, 1), a.flatten(0, -3), b.flatten(0, -3), beta=0, alpha=scale)
+    return y.view(*batch, *y.shape[1:])
+
+
+@packs(F.scaled_dot_product_attention)
+def _attention(
+    mode: PackedOperations,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    if is_causal or enable_gqa or not mode.supports(query, key, value):
+        return NotImplemented
+    constant = attn_mask is None or (attn_mask.is_floating_point() and not attn_mask.requires_grad)
+    if mode.policy.fused is not None and constant and not dropout_p:
+        return _FusedAttention.apply(mode, mode.policy.fused, query, key, value, scale, attn_mask)
+    if constant and not dropout_p and not mode.policy.forward:
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        return _Attention.apply(mode, query, key, value, scale, attn_mask)
+    # Contiguous, since each product would copy them again.
+    query = (query * (query.shape[-1] ** -0.5 if scale is None else scale)).contiguous()
+    key, value = key.contiguous(), value.contiguous()
+    scores = matmul(mode, query, key.mT)
+    if scores is NotImplemented:
+        return NotImplemented
+    masked_out = None  # queries whose mask is False everywhere: torch returns zeros for them
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        masked_out = attn_mask.any(-1, keepdim=True).logical_not()
+        scores = scores.masked_fill((attn_mask | masked_out).logical_not(), -torch.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    p = _Softmax.apply(mode, to_single_precision(scores), -1)
+    p = as_kept(mode, p, mode.policy.attention, heads=1, autocast=False).to(value.dtype)
+    if masked_out is not None:
+        p = p.masked_fill(masked_out, 0)
+    return product(mode, F.dropout(p, dropout_p), value)
+
+
+class _Normalize(torch.autograd.Function):
+    """x / max(‖x‖, ε) along `dim`. Keeps its output, which the product after it keeps as well."""
+
+    @staticmethod
+    def forward(ctx: Any, mode: PackedOperations, x: Tensor, dim: int, eps: float) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=dim, keepdim=True).clamp_min(eps)
+        y = x / norm
+        save(ctx, mode.keep(y, mode.policy.attention, None, 1, result=True), norm)
+        ctx.dim = dim
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        y, norm = load(ctx)
+        return None, (g - y * (g * y).sum(ctx.dim, keepdim=True)) / norm, None, None
+
+
+@packs(F.normalize)
+def _normalize(
+    mode: PackedOperations, input: Tensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None
+) -> Any:
+    if p != 2 or not isinstance(dim, int) or out is not None or not mode.supports(input):
+        return NotImplemented
+    y = _Normalize.apply(mode, to_single_precision(input), dim, eps)
+    return as_kept(mode, y, mode.policy.attention, heads=1, autocast=False)

@@ -1,0 +1,223 @@
+"""The packing mode: it replaces torch's operations by those that save packed tensors.
+
+A `PackedOperations` mode around a part of a model's forward pass takes the operations that would save activations
+(linear layers, convolutions, normalizations, attention's products and softmax, activation functions, products with a
+learned scale) and computes the same result, but saves what a `Policy` says. The backward pass uses the formulas of the
+operation on the unpacked tensors (Back Razor: Jiang et al., NeurIPS 2022, Equation 3): gradients that do not depend on
+a packed tensor stay exact. So any model whose forward pass consists of torch's functions is supported, and nothing is
+saved for parameters that need no gradient. An operation without a packed form (`table`) runs as it is, and so do the
+operations that it calls (``nn.MultiheadAttention`` is one function to a mode).
+
+A tensor that several operations save (the input of separate q, k and v layers, softmax's output) is packed once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from efficient_ft.core.context import context
+from efficient_ft.ops.packed.sharing import LastUnpacked, SharedUnpack, add_user, memory_order, permuted
+from efficient_ft.ops.packed.table import packed_operation
+from efficient_ft.ops.packing import Overflow, PackContext, Packed, Packer, Ranges
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How each kind of tensor is kept for the backward pass.
+
+    Attributes:
+        product: inputs of linear layers and convolutions whose weight trains.
+        norm: inputs of normalizations and of products with a learned scale.
+        attention: q, k, v and softmax's output.
+        activation: inputs of GELU and other smooth activation functions. ReLU and its relatives keep one bit per
+            element.
+        normalized: LayerNorm keeps its normalized input x̂ (centered, and so better pruned) instead of its input.
+        derived: what can be computed from a kept tensor is not kept again: a product after an activation function
+            computes its input from that function's kept input, and one after a LayerNorm (if `normalized`) from x̂,
+            with γ and β exact.
+        fused: the packer of q, k and v for attention that stays fused; the backward pass recomputes attention from
+            them, so that all its terms are consistent. None: unfused attention.
+        forward: the forward pass, too, computes with the packed inputs of products and normalizations, q, k, v and
+            softmax's output. A negative control; the formulas of the backward pass stay the same.
+    """
+
+    product: Packer
+    norm: Packer
+    attention: Packer
+    activation: Packer
+    normalized: bool = False
+    derived: bool = False
+    fused: Packer | None = None
+    forward: bool = False
+
+
+@dataclass
+class PackingState:
+    """State that packing keeps from step to step.
+
+    Attributes:
+        ranges: running ranges of 8-bit tensors.
+        overflow: whether a value was too large for fp16.
+        last: the tensor unpacked last.
+    """
+
+    ranges: Ranges = field(default_factory=Ranges)
+    overflow: Overflow = field(default_factory=Overflow)
+    last: LastUnpacked = field(default_factory=LastUnpacked)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the running ranges as plain containers: {name: [low, high]}."""
+        return {name: [low.tolist(), high.tolist()] for name, (low, high) in self.ranges.by_name.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Replace the running ranges by those of `state_dict`."""
+        self.ranges.by_name = {
+            name: (torch.tensor(low, dtype=torch.float32), torch.tensor(high, dtype=torch.float32))
+            for name, (low, high) in state_dict.items()
+        }
+
+
+def current_packing() -> PackedOperations | None:
+    """Return the innermost packing mode entered, or None.
+
+    Autograd functions of ours, whose operations no mode sees, use it to pack what they save.
+    """
+    mode: PackedOperations | None = context.packing
+    return mode
+
+
+def packing_suspended() -> AbstractContextManager[None]:
+    """Run operations as they are inside a ``with`` block, even in a packed part of a model.
+
+    For tensors that are not activations of the images.
+    """
+    mode = current_packing()
+    return nullcontext() if mode is None else mode.suspended()
+
+
+class PackedOperations(TorchFunctionMode):
+    """While entered, operations on tensors that need a gradient save packed tensors.
+
+    Args:
+        policy: how each kind of tensor is kept.
+        state: kept from step to step.
+        region: a name for this part of the model, the same in every step.
+        samples: B, number of images in the batch; every activation's first dimension is a multiple of it.
+        heads: number of attention heads in this part, for one range per head; None: one range per tensor.
+    """
+
+    def __init__(
+        self, policy: Policy, state: PackingState, region: str, samples: int, heads: int | None = None
+    ) -> None:
+        super().__init__()
+        self.policy, self.state, self.region, self.samples, self.heads = policy, state, region, samples, heads
+        self._count = 0
+        self._suspended = False
+        self._kept: dict[tuple[Any, ...], tuple[weakref.ref, Packed]] = {}
+
+    def __enter__(self) -> PackedOperations:
+        self._outer = current_packing()
+        context.packing = self
+        self.state.last.held = None  # left by a backward pass that was not finished
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        context.packing = self._outer
+        self._kept.clear()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operation = packed_operation(func)
+        if operation is None or self._suspended or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        result = operation(self, *args, **kwargs)
+        return func(*args, **kwargs) if result is NotImplemented else result
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Leave operations as they are inside a ``with`` block (see `packing_suspended`)."""
+        before, self._suspended = self._suspended, True
+        try:
+            yield
+        finally:
+            self._suspended = before
+
+    def keep(
+        self,
+        x: Tensor,
+        packer: Packer,
+        dtype: torch.dtype | None = None,
+        heads: int | None = None,
+        result: bool = False,
+    ) -> Packed:
+        """Pack x, once for all operations that save it.
+
+        Args:
+            x: the tensor to save.
+            packer: packs x, if it is not packed already.
+            dtype: in which x takes part in the operation (autocast), and is unpacked; None: its own.
+            heads: the dimension of x that is divided into heads.
+            result: x is the operation's own output: saving a view of it would create a reference cycle.
+        """
+        order, memory, identity = memory_order(x)
+        storage, key = x.untyped_storage(), (*identity, dtype or x.dtype, packer)
+        packed = self._find(key, storage) or self._find((*identity, "derived"), storage)
+        if packed is None:
+            self._count += 1
+            groups = None
+            if heads is not None and self.heads and heads < x.dim() and x.shape[heads] % self.heads == 0:
+                groups = (order.index(heads % x.dim()), self.heads)
+            where = PackContext(
+                f"{self.region}/{self._count}", self.samples, self.state.ranges, self.state.overflow, groups
+            )
+            with torch.no_grad():
+                memory = memory.data if result else memory
+                packed = packer.pack(memory if dtype is None else memory.to(dtype), where)
+            shared = SharedUnpack(packed.unpack, self.state.last)
+            packed = Packed(packed.tensors, shared, shared)
+            self._kept[key] = (weakref.ref(storage), packed)
+        return add_user(packed, order, dtype or x.dtype)
+
+    def keep_for_attention(self, x: Tensor) -> Packed:
+        """Pack x, a contiguous q, k or v (B, H, N, D), as attention packs it."""
+        return self.keep(x, self.policy.fused or self.policy.attention, x.dtype, 1)
+
+    def weight(self, weight: Tensor) -> tuple[Tensor, Tensor | Packed]:
+        """Return the weight that a linear layer or convolution computes with, and the form of it that is saved."""
+        return weight, weight
+
+    def find_source(self, x: Tensor) -> Packed | None:
+        """Return the packed form that x can be computed from, or None."""
+        order, _, identity = memory_order(x)
+        packed = self._find((*identity, "derived"), x.untyped_storage())
+        return packed and add_user(packed, order, x.dtype)
+
+    def set_source(self, y: Tensor, packed: Packed) -> None:
+        """Let operations that save y use `packed`, which unpacks to the values of y."""
+        order, _, identity = memory_order(y)
+        from_kept = Packed(packed.tensors, partial(permuted, packed.unpack, order), packed.shared)
+        self._kept[*identity, "derived"] = (weakref.ref(y.untyped_storage()), from_kept)
+
+    def supports(self, *tensors: Tensor, trained: Sequence[Tensor | None] = ()) -> bool:
+        """Return whether `tensors` are activations of this batch, and one of them or of `trained` needs a gradient."""
+        return any(t is not None and t.requires_grad for t in (*tensors, *trained)) and all(
+            t.dim() and t.numel() and t.shape[0] % self.samples == 0 for t in tensors
+        )
+
+    def _find(self, key: tuple[Any, ...], storage: torch.UntypedStorage) -> Packed | None:
+        """Return what is kept under `key`, unless its tensor is gone and another one has its memory."""
+        found = self._kept.get(key)
+        return found[1] if found is not None and found[0]() is storage else None

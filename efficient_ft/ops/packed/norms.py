@@ -1,0 +1,178 @@
+"""Normalizations: LayerNorm and BatchNorm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from efficient_ft.ops.autocast import to_single_precision
+from efficient_ft.ops.packed.mode import PackedOperations
+from efficient_ft.ops.packed.saving import load, save
+from efficient_ft.ops.packed.straight_through import as_kept
+from efficient_ft.ops.packed.table import packs
+from efficient_ft.ops.packing import Packed
+
+aten = torch.ops.aten
+
+
+class _LayerNorm(torch.autograd.Function):
+    """LayerNorm, which keeps its input or x̂ (`Policy.normalized`); its statistics stay exact."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mode: PackedOperations,
+        x: Tensor,
+        shape: list[int],
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        ctx.shape, ctx.normalized = shape, mode.policy.normalized
+        if mode.policy.normalized:
+            x_hat = torch.native_layer_norm(x, shape, None, None, eps)[0]
+            kept = mode.keep(x_hat, mode.policy.norm, None, -1)
+            save(ctx, kept, weight, bias, rstd)
+            affine = [p for p in (weight, bias) if p is not None]
+            unpack = partial(_affine, kept.unpack, weight is not None, bias is not None)
+            if mode.policy.forward:
+                y = kept.shared.in_forward(unpack, *kept.tensors, *affine).to(y.dtype)
+            if mode.policy.derived:
+                mode.set_source(y, Packed((*kept.tensors, *affine), unpack, kept.shared))
+        else:
+            save(ctx, mode.keep(x, mode.policy.norm, None, -1), weight, bias, rstd, mean)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, rstd, *mean = load(ctx)
+        wanted = [ctx.needs_input_grad[i] for i in (1, 3, 4)]
+        if ctx.normalized:
+            zero, one = torch.zeros_like(rstd), torch.ones_like(rstd)
+            found = aten.native_layer_norm_backward(g, x, ctx.shape, zero, one, weight, bias, wanted)
+            g_x = found[0].mul_(rstd) if wanted[0] else None
+        else:
+            found = aten.native_layer_norm_backward(g, x, ctx.shape, mean[0], rstd, weight, bias, wanted)
+            g_x = found[0]
+        return None, g_x, None, found[1], found[2], None
+
+
+def _affine(unpack: Callable[..., Tensor], has_weight: bool, has_bias: bool, *tensors: Tensor) -> Tensor:
+    """Compute x̂ · γ + β."""
+    count = has_weight + has_bias
+    y = unpack(*(tensors[:-count] if count else tensors))
+    if has_weight:
+        y = y * tensors[-count]
+    return y + tensors[-1] if has_bias else y
+
+
+@packs(F.layer_norm)
+def _layer_norm(
+    mode: PackedOperations,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Any:
+    if not mode.supports(input, trained=(weight, bias)):
+        return NotImplemented
+    input = to_single_precision(input)
+    input = as_kept(mode, input, mode.policy.norm, not mode.policy.normalized, -1, autocast=False)
+    return _LayerNorm.apply(mode, input, list(normalized_shape), weight, bias, eps)
+
+
+class _BatchNorm(torch.autograd.Function):
+    """BatchNorm with running statistics: an affine map per channel, which keeps its input only for γ's gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mode: PackedOperations,
+        x: Tensor,
+        mean: Tensor,
+        var: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        y = F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
+        kept = mode.keep(x, mode.policy.norm, y.dtype) if ctx.needs_input_grad[4] else None
+        save(ctx, kept, weight, mean, var)
+        ctx.eps, ctx.type = eps, x.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, var = load(ctx)
+        channels = [1, -1] + [1] * (g.dim() - 2)
+        others = [d for d in range(g.dim()) if d != 1]
+        rstd = (var + ctx.eps).rsqrt()
+        scale = rstd if weight is None else weight * rstd
+        g_x = (g * scale.view(channels)).to(ctx.type) if ctx.needs_input_grad[1] else None
+        g_b = g_w = None
+        if x is not None or ctx.needs_input_grad[5]:
+            g_b = g.sum(others, dtype=mean.dtype)
+        if x is not None:
+            # Σ g·(x − mean)·rstd, without a centred copy of x
+            g_w = ((g * x).sum(others, dtype=mean.dtype) - mean * g_b) * rstd
+        return None, g_x, None, None, g_w, g_b if ctx.needs_input_grad[5] else None, None
+
+
+class _TrainingBatchNorm(torch.autograd.Function):
+    """BatchNorm with the batch's statistics, which stay exact."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mode: PackedOperations,
+        x: Tensor,
+        mean: Tensor | None,
+        var: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        momentum: float,
+        eps: float,
+    ) -> Tensor:
+        y, of_batch, rstd = torch.native_batch_norm(x, weight, bias, mean, var, True, momentum, eps)
+        save(ctx, mode.keep(x, mode.policy.norm), weight, of_batch, rstd)
+        ctx.eps = eps
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, rstd = load(ctx)
+        wanted = [ctx.needs_input_grad[i] for i in (1, 4, 5)]
+        found = aten.native_batch_norm_backward(g, x, weight, None, None, mean, rstd, True, ctx.eps, wanted)
+        return None, found[0], None, None, found[1], found[2], None, None
+
+
+@packs(F.batch_norm)
+def _batch_norm(
+    mode: PackedOperations,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    if not mode.supports(input, trained=(weight, bias)):
+        return NotImplemented
+    trains = weight is not None and weight.requires_grad
+    input = as_kept(mode, input, mode.policy.norm, training or trains, autocast=False)
+    if training:
+        return _TrainingBatchNorm.apply(mode, input, running_mean, running_var, weight, bias, momentum, eps)
+    return _BatchNorm.apply(mode, input, running_mean, running_var, weight, bias, eps)

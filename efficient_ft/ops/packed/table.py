@@ -1,0 +1,33 @@
+"""The table of packed operations: for a function of torch, the function that computes it in its place.
+
+The modules of this package register their operations when they are imported. To add one, decorate it with `packs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+#: Called with the mode and the arguments of torch's function. Returns its result, or NotImplemented: for these
+#: arguments there is no packed form.
+Operation = Callable[..., Any]
+
+_OPERATIONS: dict[Any, Operation] = {}
+
+
+def packs(*functions: Any) -> Callable[[Operation], Operation]:
+    """Register a packed operation for functions of torch."""
+
+    def register(operation: Operation) -> Operation:
+        for function in functions:
+            # torch has some functions under two names
+            assert _OPERATIONS.get(function, operation) is operation, function
+            _OPERATIONS[function] = operation
+        return operation
+
+    return register
+
+
+def packed_operation(function: Any) -> Operation | None:
+    """Return the packed operation for a function of torch, or None."""
+    return _OPERATIONS.get(function)

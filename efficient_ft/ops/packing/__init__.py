@@ -1,0 +1,40 @@
+"""Packed tensors: the small forms in which activations are kept for the backward pass.
+
+`sparse` and `eight_bits` have the forms, `kernels` their kernels for CPU and GPU, and `packers` the classes that use
+them. `efficient_ft.ops.packed` has the operations that save packed tensors.
+"""
+
+from efficient_ft.ops.packing.eight_bits import dequantize, extremes, quantize
+from efficient_ft.ops.packing.packers import Dense, EightBits, Half, Packed, Packer, Sparse
+from efficient_ft.ops.packing.sparse import (
+    bitmap_bytes,
+    magnitude_bits,
+    pack_bits,
+    sparse_pack,
+    sparse_unpack,
+    unpack_bits,
+    values_kept,
+)
+from efficient_ft.ops.packing.state import Overflow, PackContext, Ranges
+
+__all__ = [
+    "Dense",
+    "EightBits",
+    "Half",
+    "Overflow",
+    "PackContext",
+    "Packed",
+    "Packer",
+    "Ranges",
+    "Sparse",
+    "bitmap_bytes",
+    "dequantize",
+    "extremes",
+    "magnitude_bits",
+    "pack_bits",
+    "quantize",
+    "sparse_pack",
+    "sparse_unpack",
+    "unpack_bits",
+    "values_kept",
+]

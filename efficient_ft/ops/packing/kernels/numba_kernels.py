@@ -1,0 +1,390 @@
+"""The loops of `kernels.cpu`, compiled by numba; importing this module needs numba.
+
+Each job is a C function of one pointer, to an array of 64-bit integers: sizes and the addresses of the data. A caller
+takes rows from the common counter ``job[0]`` until none is left, so any number of threads may call it at once. A job is
+compiled at its first use (seconds) and cached on disk.
+"""
+# mypy: ignore-errors
+# (numba's types, not Python's)
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+from numba import carray, cfunc, float32, int16, int32, int64, intp, njit, types, uint8, uint32, uint64
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_jit: Any = njit(nogil=True, cache=True, boundscheck=False)
+_INTEGERS = {2: int16, 4: int32, 8: int64}
+_CHUNK = 2048  # elements whose flags stay in the first cache; a multiple of 8
+_GATHER = np.uint64(0x0102040810204080)  # eight bytes of 0 or 1, times this: their bits in the highest byte
+
+
+@intrinsic
+def _take(typing: Any, counter: Any) -> Any:
+    """Increment counter[0] atomically and return the old value."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        pointer = cgutils.get_item_pointer(context, builder, signature.args[0], array, [context.get_constant(intp, 0)])
+        return builder.atomic_rmw("add", pointer, context.get_constant(int64, 1), "monotonic")
+
+    return int64(counter), generate
+
+
+@intrinsic
+def _address(typing: Any, integer: Any) -> Any:
+    """Cast an integer to a pointer."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(integer), generate
+
+
+# ------------------------------------------------------------------------------------------------ rows
+@_jit
+def _flags(row, largest, threshold, flags):
+    for i in range(len(row)):
+        flags[i] = (row[i] & largest) >= threshold
+
+
+@_jit
+def _pack_row(x, where, largest, threshold, extra, values, byte_of, out, flags):
+    """Keep the values from `threshold` up, without the last `extra` equal to it; stop when `values` is full.
+
+    `out` has room for the whole row: every element is written, and the position advances only after a kept one.
+    """
+    kept = len(values)
+    start, step, pieces, length = where
+    j, at = uint64(0), 0
+    for piece in range(pieces):
+        row = x[start + piece * step : start + piece * step + length]
+        for first in range(0, length, _CHUNK):
+            part = row[first : first + _CHUNK]
+            count = len(part)
+            padded = (count + 7) // 8
+            flags[8 * padded - 8 : 8 * padded] = 0
+            _flags(part, largest, threshold, flags)
+            for i in range(uint64(count)):
+                out[j] = part[i]
+                j += uint64(flags[i])
+            eight = flags[: 8 * padded].view(np.uint64)
+            for m in range(padded):
+                byte_of[at + m] = (eight[m] * _GATHER) >> uint64(56)
+            at += padded
+    if extra != 0 or j > kept:
+        # Rare: ties at the threshold, or a sampled threshold that is too low.
+        equal = -extra
+        for piece in range(pieces):
+            for v in x[start + piece * step : start + piece * step + length]:
+                equal += (v & largest) == threshold
+        j, at = uint64(0), 0
+        byte_of[:] = 0
+        for piece in range(pieces):
+            for v in x[start + piece * step : start + piece * step + length]:
+                a = v & largest
+                keep = a > threshold
+                if a == threshold and equal > 0:
+                    equal -= 1
+                    keep = True
+                if keep and j < kept:
+                    out[j] = v
+                    j += uint64(1)
+                    byte_of[at // 8] |= np.uint8(1 << (at % 8))
+                at += 1
+    stop = min(int64(j), kept)
+    values[:stop] = out[:stop]
+    values[stop:] = 0
+
+
+@_jit
+def _subsample(x, where, hop, largest, sample):
+    start, step, pieces, length = where
+    n, at = pieces * length, 0
+    for i in range(len(sample)):
+        sample[i] = x[start + at // length * step + at % length] & largest
+        at += hop
+        if at >= n:
+            at -= n
+
+
+@_jit
+def _in_rank(sample, rank, largest):
+    """Return the value of `rank` (from 0) of integers from 0 to `largest`, by bisection: counting is fast."""
+    low, high = int64(0), int64(largest)
+    while low < high:
+        middle = low + (high - low) // 2
+        count, bound = 0, sample.dtype.type(middle)
+        for i in range(len(sample)):
+            count += sample[i] <= bound
+        if count > rank:
+            high = middle
+        else:
+            low = middle + 1
+    return sample.dtype.type(low)
+
+
+@_jit
+def _exact_threshold(x, where, hop, largest, kept, sample, out):
+    """Return the threshold and the number of values from it up (Floyd, Rivest, CACM 1975).
+
+    A subsample brackets the threshold, which is then searched in the few values between the brackets.
+    """
+    start, step, pieces, length = where
+    n, m = pieces * length, len(sample)
+    k = n - kept  # its rank in ascending order, from 0
+    low, high = largest - largest, largest
+    if n > m:
+        _subsample(x, where, hop, largest, sample)
+        share = k / n
+        wide = int(3 * math.sqrt(m * share * (1 - share))) + 2
+        middle = int(share * m)
+        if middle - wide > 0:
+            low = _in_rank(sample, middle - wide, largest)
+        if middle + wide < m - 1:
+            high = _in_rank(sample, middle + wide, largest)
+    below, j = 0, uint64(0)
+    for piece in range(pieces):
+        row = x[start + piece * step : start + piece * step + length]
+        for i in range(len(row)):  # loops over indices are vectorized, loops over values are not
+            below += (row[i] & largest) < low
+        for i in range(len(row)):
+            a = row[i] & largest
+            out[j] = a
+            j += uint64((a >= low) & (a <= high))
+    if below > k or below + int64(j) <= k:  # the brackets miss it
+        below, j = 0, uint64(0)
+        for piece in range(pieces):
+            for v in x[start + piece * step : start + piece * step + length]:
+                out[j] = v & largest
+                j += uint64(1)
+    between = out[: int64(j)]
+    threshold = _in_rank(between, k - below, largest)
+    at_least = n - below
+    for i in range(len(between)):
+        at_least -= between[i] < threshold
+    return threshold, at_least
+
+
+@_jit
+def _pack(x, job, values, bitmap):
+    rows, pieces, length, kept = job[1], job[2], job[3], values.shape[1]
+    exact, rank, m, hop = job[8], job[9], job[10], job[14]
+    n = pieces * length
+    largest = x.dtype.type(job[11])
+    out = np.empty(n + 1, x.dtype)
+    flags = np.empty(_CHUNK, np.uint8)
+    sample = np.empty(min(m, n), x.dtype)
+    while True:
+        s = _take(job)
+        if s >= rows:
+            return
+        where = (s * job[12], job[13], pieces, length)
+        if exact:
+            threshold, at_least = _exact_threshold(x, where, hop, largest, kept, sample, out)
+            extra = at_least - kept
+        else:
+            _subsample(x, where, hop, largest, sample)
+            threshold, extra = _in_rank(sample, rank, largest), 0
+        _pack_row(x, where, largest, threshold, extra, values[s], bitmap[s], out, flags)
+
+
+@_jit
+def _unpack(values, bitmap, x, job):
+    rows, n = x.shape
+    kept = values.shape[1]
+    padded = np.zeros(kept + 1, values.dtype)
+    while True:
+        s = _take(job)
+        if s >= rows:
+            return
+        padded[:kept] = values[s]
+        row, j = x[s], uint64(0)
+        for m in range(uint64(n // 8)):
+            byte = uint64(bitmap[s, m])
+            for i in range(uint64(8)):
+                bit = (byte >> i) & uint64(1)
+                row[uint64(8) * m + i] = padded[j] & -int64(bit)
+                j += bit
+        for i in range(n - n % 8, n):
+            bit = (uint64(bitmap[s, n // 8]) >> uint64(i % 8)) & uint64(1)
+            row[i] = padded[j] & -int64(bit)
+            j += bit
+
+
+# Quantized tensors are rows of groups. Short groups are one loop over the row, with a range for each element; long
+# groups are a loop each, with the range in registers.
+@_jit
+def _noise(i, base):
+    h = uint32(base + uint32(i))
+    h = uint32((h ^ (h >> uint32(16))) * uint32(0x7FEB352D))
+    h = uint32((h ^ (h >> uint32(15))) * uint32(0x846CA68B))
+    h = uint32(h ^ (h >> uint32(16)))
+    return float32(int32(h >> uint32(8))) * float32(2.0**-24)
+
+
+@_jit
+def _quantize_short(x, low, step, base, q):
+    for i in range(len(x)):
+        # Truncation rounds down, since the value is not negative.
+        q[i] = uint8(int32(min(max((x[i] - low[i]) * step[i] + _noise(i, base), float32(0)), float32(255))))
+
+
+@_jit
+def _quantize_long(x, low, step, base, q):
+    for i in range(len(x)):
+        q[i] = uint8(int32(min(max((x[i] - low) * step + _noise(i, base), float32(0)), float32(255))))
+
+
+@_jit
+def _dequantize_short(q, low, step, x):
+    for i in range(len(q)):
+        x[i] = low[i] + float32(q[i]) * step[i]
+
+
+@_jit
+def _dequantize_long(q, low, step, x):
+    for i in range(len(q)):
+        x[i] = low + float32(q[i]) * step
+
+
+@_jit
+def _ordered(bits):
+    """Map the bits of a float to an integer of the same order, and back: integer comparisons are vectorized."""
+    return bits ^ ((bits >> int32(31)) & int32(0x7FFFFFFF))
+
+
+@_jit
+def _extremes_short(bits, low, high):
+    for i in range(len(bits)):
+        value = _ordered(bits[i])
+        low[i], high[i] = min(low[i], value), max(high[i], value)
+
+
+@_jit
+def _extremes_long(bits, low, high):
+    for i in range(len(bits)):
+        value = _ordered(bits[i])
+        low, high = min(low, value), max(high, value)
+    return low, high
+
+
+# ------------------------------------------------------------------------------------------------ jobs
+@functools.cache
+def pack(size: int) -> Any:
+    """Compile the job that packs rows of values of `size` bytes."""
+    integer = _INTEGERS[size]
+
+    @cfunc(types.void(types.CPointer(int64)), cache=True)
+    def job_of(pointer):
+        job = carray(pointer, 16)
+        rows, pieces, length, kept = job[1], job[2], job[3], job[4]
+        x = carray(_address(job[5]), ((rows - 1) * job[12] + (pieces - 1) * job[13] + length,), integer)
+        values = carray(_address(job[6]), (rows, kept), integer)
+        bitmap = carray(_address(job[7]), (rows, (pieces * length + 7) // 8), uint8)
+        _pack(x, job, values, bitmap)
+
+    return job_of
+
+
+@functools.cache
+def unpack(size: int) -> Any:
+    """Compile the job that unpacks rows of values of `size` bytes."""
+    integer = _INTEGERS[size]
+
+    @cfunc(types.void(types.CPointer(int64)), cache=True)
+    def job_of(pointer):
+        job = carray(pointer, 16)
+        rows, n, kept = job[1], job[2], job[3]
+        x = carray(_address(job[4]), (rows, n), integer)
+        values = carray(_address(job[5]), (rows, kept), integer)
+        _unpack(values, carray(_address(job[6]), (rows, (n + 7) // 8), uint8), x, job)
+
+    return job_of
+
+
+@functools.cache
+def quantize() -> Any:
+    """Compile the job that rounds float32 to steps."""
+
+    @cfunc(types.void(types.CPointer(int64)), cache=True)
+    def job_of(pointer):
+        job = carray(pointer, 16)
+        blocks, block, rows, groups, inner, ranges, short = job[1], job[2], job[3], job[4], job[5], job[6], job[7]
+        seed = job[8]
+        x = carray(_address(job[9]), (rows, groups, inner), float32)
+        low, step = carray(_address(job[10]), (ranges,), float32), carray(_address(job[11]), (ranges,), float32)
+        q = carray(_address(job[12]), (rows, groups, inner), uint8)
+        while True:
+            taken = _take(job)
+            if taken >= blocks:
+                return
+            for s in range(taken * block, min((taken + 1) * block, rows)):
+                for g in range(groups):
+                    base = uint32((s * groups + g) * inner + seed)
+                    if short:
+                        _quantize_short(x[s, g], low, step, base, q[s, g])
+                    else:
+                        _quantize_long(x[s, g], low[g], step[g], base, q[s, g])
+
+    return job_of
+
+
+@functools.cache
+def dequantize() -> Any:
+    """Compile the job that turns steps into float32."""
+
+    @cfunc(types.void(types.CPointer(int64)), cache=True)
+    def job_of(pointer):
+        job = carray(pointer, 16)
+        blocks, block, rows, groups, inner, ranges, short = job[1], job[2], job[3], job[4], job[5], job[6], job[7]
+        q = carray(_address(job[8]), (rows, groups, inner), uint8)
+        low, step = carray(_address(job[9]), (ranges,), float32), carray(_address(job[10]), (ranges,), float32)
+        x = carray(_address(job[11]), (rows, groups, inner), float32)
+        while True:
+            taken = _take(job)
+            if taken >= blocks:
+                return
+            for s in range(taken * block, min((taken + 1) * block, rows)):
+                for g in range(groups):
+                    if short:
+                        _dequantize_short(q[s, g], low, step, x[s, g])
+                    else:
+                        _dequantize_long(q[s, g], low[g], step[g], x[s, g])
+
+    return job_of
+
+
+@functools.cache
+def extremes() -> Any:
+    """Compile the job that finds the extremes of each block of rows."""
+
+    @cfunc(types.void(types.CPointer(int64)), cache=True)
+    def job_of(pointer):
+        job = carray(pointer, 16)
+        blocks, block, rows, groups, inner, ranges, short = job[1], job[2], job[3], job[4], job[5], job[6], job[7]
+        x = carray(_address(job[8]), (rows, groups, inner), int32)
+        low, high = (
+            carray(_address(job[9]), (blocks, ranges), int32),
+            carray(_address(job[10]), (blocks, ranges), int32),
+        )
+        while True:
+            taken = _take(job)
+            if taken >= blocks:
+                return
+            low[taken], high[taken] = 0x7FFFFFFF, -0x80000000
+            for s in range(taken * block, min((taken + 1) * block, rows)):
+                for g in range(groups):
+                    if short:
+                        _extremes_short(x[s, g], low[taken], high[taken])
+                    else:
+                        low[taken, g], high[taken, g] = _extremes_long(x[s, g], low[taken, g], high[taken, g])
+            for i in range(ranges):
+                low[taken, i], high[taken, i] = _ordered(low[taken, i]), _ordered(high[taken, i])
+
+    return job_of

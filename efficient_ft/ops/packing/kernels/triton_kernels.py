@@ -1,0 +1,274 @@
+"""The Triton kernels of `kernels.gpu`; importing this module needs Triton.
+
+Every kernel works on 32-bit magnitudes, `bits`: a float without its sign, as an integer. A row consists of pieces of
+`length` elements, `step` apart. Its length `n` and the distance `stride` between rows are given in units of `UNIT`
+elements, which tells the compiler their alignment. Auxiliary tensors have the shape (row, ...).
+"""
+# mypy: ignore-errors
+# (Triton's types, not Python's)
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _load(row, at, n, step, length, PIECES: tl.constexpr):
+    """Load the elements `at` of a row, zeros past its end."""
+    memory = (at // length).to(tl.int64) * step + at % length if PIECES else at
+    return tl.load(row + memory, mask=at < n, other=0)
+
+
+@triton.jit
+def _load_bits(row, at, n, step, length, PIECES: tl.constexpr, LARGEST: tl.constexpr):
+    """Load the magnitudes of the elements `at` of a row; −1, less than all, past its end."""
+    return tl.where(at < n, _load(row, at, n, step, length, PIECES).to(tl.int32) & LARGEST, -1)
+
+
+@triton.jit
+def _bisect(low, high, sample, rank):
+    """Return the half of a range that holds the value of `rank` (from 0) of a sample."""
+    middle = low + (high - low) // 2
+    above = (tl.sum((sample <= middle).to(tl.int32)) <= rank) & (low < high)
+    return tl.where(above, middle + 1, low), tl.where(above, high, middle)
+
+
+@triton.jit
+def bracket(
+    x, state, n, stride, step, length, hop, first, last, EQUAL: tl.constexpr,
+    M: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, PIECES: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Write the values of the ranks `first` and `last` of a subsample to state (row, 2).
+
+    The subsample has M values, `hop` apart around the row; a shorter row is padded with −1. A rank outside gives the
+    end of the range. The values are found to `BITS` bits, the first rounded down and the last up. `EQUAL`: `first` and
+    `last` are the same rank.
+    """
+    n, stride = n * UNIT, stride * UNIT
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, M)
+    if n > M:
+        at = ((at.to(tl.int64) * hop) % n).to(tl.int32)
+    sample = _load_bits(x + row * stride, at, n, step, length, PIECES, LARGEST)
+    low, high = tl.full((), 0, tl.int32), tl.full((), LARGEST, tl.int32)
+    low_2, high_2 = low, high
+    for _ in range(BITS):
+        low, high = _bisect(low, high, sample, first)
+        if not EQUAL:
+            low_2, high_2 = _bisect(low_2, high_2, sample, last)
+    tl.store(state + 2 * row, low)
+    tl.store(state + 2 * row + 1, high if EQUAL else high_2)
+
+
+@triton.jit
+def gather(
+    x, state, number, found, offset, candidates, n, stride, step, length, room,
+    TILE: tl.constexpr, UNIT: tl.constexpr, PIECES: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Collect the magnitudes in the range of `state`, up to `room` of them, in candidates (row, room).
+
+    number (row,), zeros before: number of candidates. Per tile, found (row, tile, 2): number of magnitudes above the
+    range, and of candidates; offset (row, tile): index of its first candidate.
+    """
+    n, stride = n * UNIT, stride * UNIT
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    low, high = tl.load(state + 2 * row), tl.load(state + 2 * row + 1)
+    bits = _load_bits(x + row * stride, tile * TILE + tl.arange(0, TILE), n, step, length, PIECES, LARGEST)
+    inside = (bits >= low) & (bits <= high)
+    so_far = tl.cumsum(inside.to(tl.int32), 0)
+    count = tl.max(so_far)
+    start = tl.atomic_add(number + row, count, sem="relaxed")
+    at = start + so_far - 1
+    tl.store(candidates + row * room + at, bits, mask=inside & (at < room))
+    own = row * tl.num_programs(1) + tile
+    tl.store(found + 2 * own, tl.sum((bits > high).to(tl.int32)))
+    tl.store(found + 2 * own + 1, count)
+    tl.store(offset + own, start)
+
+
+@triton.jit
+def select(
+    x, state, number, found, candidates, threshold, n, stride, step, length, rank, tiles, room, SHORT: tl.constexpr,
+    TILES: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr, PIECES: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Write the magnitude of `rank` to threshold (row,).
+
+    It is searched in the candidates, or in the whole row if it is not one of them or there are too many.
+    """
+    n, stride = n * UNIT, stride * UNIT
+    row = tl.program_id(0).to(tl.int64)
+    low, high = tl.load(state + 2 * row), tl.load(state + 2 * row + 1)
+    t = tl.arange(0, TILES)
+    above = tl.sum(tl.load(found + 2 * (row * tiles + t), mask=t < tiles, other=0))
+    count = tl.load(number + row)
+    below = n - above - count
+    is_candidate = (below <= rank) & (rank < below + count)
+    at = tl.arange(0, SHORT)
+    if is_candidate & (count <= SHORT) & (count <= room):
+        values = tl.load(candidates + row * room + at, mask=at < count, other=LARGEST)
+        while low < high:
+            low, high = _bisect(low, high, values, rank - below)
+    else:
+        low, high = tl.where(is_candidate, low, 0), tl.where(is_candidate, high, LARGEST)
+        while low < high:
+            middle = low + (high - low) // 2
+            counts = tl.zeros((TILE,), tl.int32)
+            for tile in range(tl.cdiv(n, TILE)):
+                bits = _load_bits(x + row * stride, tile * TILE + tl.arange(0, TILE), n, step, length, PIECES, LARGEST)
+                counts += ((bits >= 0) & (bits <= middle)).to(tl.int32)
+            up = tl.sum(counts) <= rank
+            low, high = tl.where(up, middle + 1, low), tl.where(up, high, middle)
+    tl.store(threshold + row, low)
+
+
+@triton.jit
+def count(
+    x, state, threshold, number, found, offset, candidates, n, stride, step, length, room,
+    GATHERED: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr, PIECES: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Write the number of magnitudes above the threshold (row,), and equal to it, to found (row, tile, 2)."""
+    n, stride = n * UNIT, stride * UNIT
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    bound = tl.load(threshold + row)
+    own = row * tl.num_programs(1) + tile
+    at = tl.arange(0, TILE)
+    if GATHERED:
+        inside = (bound >= tl.load(state + 2 * row)) & (bound <= tl.load(state + 2 * row + 1))
+        if inside & (tl.load(number + row) <= room):
+            above, size = tl.load(found + 2 * own), tl.load(found + 2 * own + 1)
+            start = row * room + tl.load(offset + own)
+            bits = tl.load(candidates + start + at, mask=at < size, other=-2)
+        else:
+            above = tl.full((), 0, tl.int32)
+            bits = _load_bits(x + row * stride, tile * TILE + at, n, step, length, PIECES, LARGEST)
+    else:
+        above = tl.full((), 0, tl.int32)
+        bits = _load_bits(x + row * stride, tile * TILE + at, n, step, length, PIECES, LARGEST)
+    tl.store(found + 2 * own, above + tl.sum((bits > bound).to(tl.int32)))
+    tl.store(found + 2 * own + 1, tl.sum((bits == bound).to(tl.int32)))
+
+
+@triton.jit
+def write(
+    x, threshold, found, values, bitmap, n, stride, step, length, kept,
+    TILE: tl.constexpr, TILES: tl.constexpr, UNIT: tl.constexpr,
+    PIECES: tl.constexpr, LARGEST: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Keep the values above the threshold and, if it is exact, as many equal to it as there is room for.
+
+    If more are above a sampled threshold, the rest of the row is dropped once `kept` values are kept.
+    """
+    n, stride = n * UNIT, stride * UNIT
+    row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    t = tl.arange(0, TILES)
+    own = found + row * tiles * 2
+    above_of = tl.load(own + 2 * t, mask=t < tiles, other=0)
+    equal_of = tl.load(own + 2 * t + 1, mask=t < tile, other=0)
+    room = tl.maximum(kept - tl.sum(above_of), 0) if EXACT else 0
+    above_before = tl.sum(tl.where(t < tile, above_of, 0))
+    equal_before = tl.sum(equal_of)
+
+    at = tile * TILE + tl.arange(0, TILE)
+    inside = at < n
+    value = _load(x + row * stride, at, n, step, length, PIECES)
+    bits = value.to(tl.int32) & LARGEST
+    bound = tl.load(threshold + row)
+    above, equal = inside & (bits > bound), inside & (bits == bound)
+    # Both counts in one sum: a tile holds fewer than 2¹⁶.
+    so_far = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
+    equal_so_far = equal_before + (so_far >> 16)
+    last = above_before + (so_far & 0xFFFF) + tl.minimum(equal_so_far, room)
+    keep = (above | (equal & (equal_so_far <= room))) & (last <= kept)
+    tl.store(values + row * kept + last - 1, value, mask=keep)
+    eight = tl.reshape(keep.to(tl.int32), (TILE // 8, 8)) << tl.arange(0, 8)[None, :]
+    byte = tile * (TILE // 8) + tl.arange(0, TILE // 8)
+    tl.store(bitmap + row * tl.cdiv(n, 8) + byte, tl.sum(eight, 1).to(tl.uint8), mask=byte < tl.cdiv(n, 8))
+
+
+@triton.jit
+def _load_flags(bitmap, row, tile, n, TILE: tl.constexpr):
+    """Load the bits of a tile, (TILE / 8, 8)."""
+    byte = tile * (TILE // 8) + tl.arange(0, TILE // 8)
+    bytes_ = tl.load(bitmap + row * tl.cdiv(n, 8) + byte, mask=byte < tl.cdiv(n, 8), other=0).to(tl.int32)
+    return (bytes_[:, None] >> tl.arange(0, 8)[None, :]) & 1
+
+
+@triton.jit
+def count_flags(bitmap, found, n, TILE: tl.constexpr, UNIT: tl.constexpr):
+    """Write the number of bits set to found (row, tile)."""
+    n = n * UNIT
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    flags = _load_flags(bitmap, row, tile, n, TILE)
+    tl.store(found + row * tl.num_programs(1) + tile, tl.sum(tl.sum(flags, 1)))
+
+
+@triton.jit
+def spread(values, bitmap, found, x, n, kept, TILE: tl.constexpr, TILES: tl.constexpr, UNIT: tl.constexpr):
+    """Write the values to x (row, n) where the bitmap has ones, zeros elsewhere."""
+    n = n * UNIT
+    row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    t = tl.arange(0, TILES)
+    before = tl.sum(tl.load(found + row * tiles + t, mask=t < tile, other=0))
+    flags = tl.reshape(_load_flags(bitmap, row, tile, n, TILE), (TILE,))
+    offset = before + tl.cumsum(flags, 0) - 1
+    value = tl.load(values + row * kept + offset, mask=flags > 0, other=0)
+    at = tile * TILE + tl.arange(0, TILE)
+    tl.store(x + row * n + at, value.to(x.dtype.element_ty), mask=at < n)
+
+
+@triton.jit
+def convert(x, y, overflow, count, WATCHED: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+    """Convert x to the dtype of y; if `WATCHED`, set `overflow` where a finite magnitude exceeds `LARGEST`."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    value = tl.load(x + at, mask=inside, other=0)
+    tl.store(y + at, value.to(y.dtype.element_ty), mask=inside)
+    if WATCHED:
+        magnitude = tl.abs(value)
+        beyond = (magnitude > LARGEST) & (magnitude < float("inf"))
+        if tl.max(beyond.to(tl.int32)) > 0:
+            tl.store(overflow, 1)
+
+
+@triton.jit
+def quantize(x, low, step, seed, q, count, groups, inner, BLOCK: tl.constexpr):
+    """Write x to q in steps above `low` of its group, rounded by a hash of the position and the seed."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    group = (at // inner) % groups
+    h = (at + tl.load(seed)).to(tl.uint32)
+    h = (h ^ (h >> 16)) * 0x7FEB352D
+    h = (h ^ (h >> 15)) * 0x846CA68B
+    h = h ^ (h >> 16)
+    noise = (h >> 8).to(tl.float32) * (1.0 / 16777216.0)
+    scaled = (tl.load(x + at, mask=inside, other=0).to(tl.float32) - tl.load(low + group)) * tl.load(step + group)
+    scaled = tl.minimum(tl.maximum(tl.floor(scaled + noise), 0.0), 255.0)
+    tl.store(q + at, scaled.to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def dequantize(q, low, step, x, count, groups, inner, BLOCK: tl.constexpr):
+    """Write the values of the steps q to x."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    group = (at // inner) % groups
+    steps = tl.load(q + at, mask=inside, other=0).to(tl.float32)
+    tl.store(x + at, tl.load(low + group) + steps * tl.load(step + group), mask=inside)
+
+
+@triton.jit
+def extremes(x, low, high, rows, groups, inner, share, width, R: tl.constexpr, C: tl.constexpr):
+    """Write the extremes of `share` rows and `width` columns of a group each to low and high (part, cut, group)."""
+    part, group, cut = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    least, most = tl.full((R, C), float("inf"), tl.float32), tl.full((R, C), float("-inf"), tl.float32)
+    stop, end = tl.minimum((part + 1) * share, rows), tl.minimum((cut + 1) * width, inner)
+    for first in range(part * share, stop, R):
+        r = first + tl.arange(0, R)[:, None]
+        for start in range(cut * width, end, C):
+            c = start + tl.arange(0, C)[None, :]
+            inside = (r < stop) & (c < end)
+            value = tl.load(x + (r.to(tl.int64) * groups + group) * inner + c, mask=inside, other=0).to(tl.float32)
+            least = tl.minimum(least, tl.where(inside, value, float("inf")))
+            most = tl.maximum(most, tl.where(inside, value, float("-inf")))
+    own = (part * tl.num_programs(2) + cut) * groups + group
+    tl.store(low + own, tl.min(tl.min(least, 1), 0))
+    tl.store(high + own, tl.max(tl.max(most, 1), 0))

@@ -1,0 +1,154 @@
+"""The low-rank backward pass of a linear layer or 1×1 convolution, as autograd functions.
+
+With A the analysis and S the synthesis matrix of a projection (R × L, see `ops.projection.transforms`)::
+
+    x̂ = A x        in the forward pass: x̂ is all that is kept of x
+    ĝ = A g_y
+    g_w = ĝᵀ x̂,    g_x = Sᵀ (ĝ w),    g_b = Σ g_y  (exact)
+
+(LBP-WHT, Algorithm 1.) Exact whenever SᵀA is the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from efficient_ft.ops.autocast import to_autocast_dtype
+from efficient_ft.ops.packed import current_packing, load, save
+from efficient_ft.ops.packing import Packed
+from efficient_ft.ops.projection.projection import Constants, Projection, SubsetProjection
+
+
+def low_rank_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection | SubsetProjection
+) -> Tensor:
+    """Compute `F.linear` with a low-rank backward pass.
+
+    Args:
+        x: (B, N, C_in) tokens, or (B, H, W, C_in).
+        weight: (C_out, C_in).
+        bias: (C_out,) or None.
+        projection: over the N tokens (prefix tokens and grid) or H·W positions, or over the tokens left of each image.
+    """
+    return _LowRankLinear.apply(*to_autocast_dtype(x, weight, bias), projection)
+
+
+def low_rank_conv1x1(x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection) -> Tensor:
+    """Compute a 1×1, stride-1, ungrouped `F.conv2d` with a low-rank backward pass.
+
+    Args:
+        x: (B, C_in, H, W), channels first or last in memory.
+        weight: (C_out, C_in, 1, 1).
+        bias: (C_out,) or None.
+        projection: over the H·W positions.
+    """
+    return _LowRankConv1x1.apply(*to_autocast_dtype(x, weight, bias), projection)
+
+
+class _LowRankLinear(torch.autograd.Function):
+    """A linear layer of tokens (B, N, C) or maps (B, H, W, C)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection | SubsetProjection
+    ) -> Tensor:
+        _save(ctx, x if x.dim() == 3 else x.flatten(1, 2), weight, projection)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        constants, g_w, g_b, gx_hat = _backward(ctx, g if g.dim() == 3 else g.flatten(1, 2))
+        g_x = None if gx_hat is None else ctx.projection.back(gx_hat, constants)
+        if g_x is not None and g.dim() == 4:
+            g_x = g_x.unflatten(1, g.shape[1:3])
+        return g_x, g_w, g_b, None
+
+
+class _LowRankConv1x1(torch.autograd.Function):
+    """A 1×1 convolution of maps (B, C, H, W)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection) -> Tensor:
+        _save(ctx, x.flatten(2).transpose(1, 2), weight, projection)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.conv2d(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        constants, g_w, g_b, gx_hat = _backward(ctx, g.flatten(2).transpose(1, 2))
+        g_x = None
+        if gx_hat is not None:
+            # In the memory format of g, so that the layers below need no copy.
+            first = g.is_contiguous()
+            g_x = ctx.projection.back(gx_hat, constants, channels_first=first)
+            g_x = (g_x if first else g_x.transpose(1, 2)).unflatten(2, g.shape[2:])
+        return g_x, None if g_w is None else g_w[:, :, None, None], g_b, None
+
+
+def _save(ctx: Any, x_BNC: Tensor, weight: Tensor, projection: Projection | SubsetProjection) -> None:
+    """Save x̂ if the weight needs a gradient, the weight if x does, and the constants; never x.
+
+    x̂ is packed in a packed part of a model.
+    """
+    ctx.projection = projection
+    constants = projection.constants(x_BNC.device, x_BNC.dtype)
+    x_hat: Tensor | Packed | None = None
+    packing = current_packing()  # no mode sees what an autograd function saves
+    if ctx.needs_input_grad[1]:
+        kept = None if packing is None else packing.find_source(x_BNC)
+        if kept is not None:
+            x_hat = Packed(kept.tensors, partial(_projected, kept.unpack, projection))
+        else:
+            x_hat = projection.project(x_BNC, constants)
+            if packing is not None:
+                x_hat = packing.keep(x_hat, packing.policy.product, heads=-1)
+    save(ctx, x_hat, weight if ctx.needs_input_grad[0] else None, *constants.matrices)
+
+
+def _projected(unpack: Callable[..., Tensor], projection: Projection | SubsetProjection, *tensors: Tensor) -> Tensor:
+    """Compute x̂ from an x that is computed from a kept tensor."""
+    x_BNC = unpack(*tensors)
+    return projection.project(x_BNC, projection.constants(x_BNC.device, x_BNC.dtype))
+
+
+def _backward(ctx: Any, g_BNC: Tensor) -> tuple[Constants, Tensor | None, Tensor | None, Tensor | None]:
+    """Return the constants, g_w (C_out, C_in), g_b (C_out,) and ĝw (B, R, C_in); None where it is not needed."""
+    x_hat, weight, *_ = load(ctx)
+    constants = ctx.projection.constants(g_BNC.device, g_BNC.dtype)
+    g_hat = ctx.projection.project(g_BNC, constants)
+    g_w = None if x_hat is None else _weight_gradient(g_hat.flatten(0, 1), x_hat.flatten(0, 1))
+    g_b = None
+    if ctx.needs_input_grad[2]:
+        if constants.ones is not None and g_BNC.dtype in (torch.float32, torch.float64):
+            # The sum over positions is a combination of the coefficients, without a second pass over g.
+            g_b = torch.matmul(constants.ones, g_hat.sum(0))
+        else:
+            g_b = g_BNC.sum((0, 1))
+    gx_hat = None
+    if ctx.needs_input_grad[0]:
+        # (ĝw)ᵀ = wᵀĝᵀ: CPU libraries compute this order up to a quarter faster
+        gx_hat = torch.mm(weight.flatten(1).T, g_hat.flatten(0, 1).T).unflatten(1, g_hat.shape[:2]).permute(1, 2, 0)
+    return constants, g_w, g_b, gx_hat
+
+
+def _weight_gradient(g_hat: Tensor, x_hat: Tensor) -> Tensor:
+    """Compute ĝᵀx̂ (C_out, C_in) from (B·R, C_out) and (B·R, C_in)."""
+    c_out, c_in = g_hat.shape[1], x_hat.shape[1]
+    if g_hat.device.type != "cpu" or c_in < 2 * c_out:
+        return torch.mm(g_hat.T, x_hat)
+    # CPU libraries distribute a wide, flat product badly over threads: square pieces take a fifth less time.
+    g_w = g_hat.new_empty(c_out, c_in)
+    pieces = c_in // c_out
+    for columns, out in zip(x_hat.chunk(pieces, 1), g_w.chunk(pieces, 1), strict=True):
+        torch.mm(g_hat.T, columns, out=out)
+    return g_w

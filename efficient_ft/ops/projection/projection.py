@@ -1,0 +1,254 @@
+"""Projections of tensors: groups of tiles that share one small matrix.
+
+Maps are logical (B, N, C) tensors of any strides: tokens as they are, channels-first maps as a transposed view. The
+matrices are constants: the projection caches them by device and dtype, and they are never in a ``state_dict``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from efficient_ft.ops.projection.transforms import Tile, dense, disjoint
+
+#: Up to this number of positions one dense matrix is faster than gathering tiles.
+DENSE_LIMIT = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Tiles that have the same matrices.
+
+    Attributes:
+        positions: (T, l) positions of each tile; None: the one tile is the whole map, in order.
+        analysis, synthesis: (r, l).
+    """
+
+    positions: np.ndarray | None
+    analysis: np.ndarray
+    synthesis: np.ndarray
+
+    @property
+    def tiles(self) -> int:
+        """T, the number of tiles."""
+        return 1 if self.positions is None else self.positions.shape[0]
+
+    @property
+    def multiply_adds(self) -> int:
+        """Multiply-adds of one projection, or reverse projection, of one channel."""
+        return self.tiles * self.analysis.size
+
+
+@dataclass(frozen=True, eq=False)
+class Constants:
+    """The tensors of a projection on one device and in one dtype, in the order of its groups.
+
+    Attributes:
+        matrices: analysis, synthesis, analysis, synthesis, ... (one tensor twice where both are equal).
+        gather: (N,) positions in the order of the groups; None: one group over the whole map.
+        scatter: (N,) the inverse of `gather`.
+        ones: (R,) combination of coefficients that gives the sum over tokens, or None.
+    """
+
+    matrices: tuple[Tensor, ...]
+    gather: Tensor | None
+    scatter: Tensor | None
+    ones: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """A pair of matrices over the tokens of a layer, split into independent tiles.
+
+    Prefix tokens (class, distillation, registers) are not on the grid and take the exact path: each is its own tile
+    with the matrix 1.
+
+    Attributes:
+        tokens: N = prefix + H·W.
+        rank: R, the number of coefficients per channel, prefix tokens included.
+        groups: the matrices.
+        ones: c (R,) with cᵀ·analysis = 1ᵀ: the exact sum over tokens, a bias gradient, as a combination of the
+            coefficients. None: there is no such c.
+    """
+
+    tokens: int
+    rank: int
+    groups: tuple[Group, ...]
+    ones: np.ndarray | None
+    _cache: dict[tuple[Any, ...], Constants] = field(default_factory=dict, repr=False)
+
+    @property
+    def flops(self) -> int:
+        """Executed FLOPs of one projection, or one reverse projection, of one channel (2 per multiply-add)."""
+        return 2 * sum(g.multiply_adds for g in self.groups)
+
+    @classmethod
+    def from_tiles(cls, tiles: list[Tile], grid: tuple[int, int], prefix: int = 0) -> Projection:
+        """Create a projection from the tiles of a map.
+
+        A small map becomes one dense matrix, a large one groups of equal tiles.
+
+        Args:
+            tiles: over the positions of the grid.
+            grid: (H, W).
+            prefix: number of prefix tokens.
+        """
+        positions = grid[0] * grid[1]
+        one = np.eye(1)
+        before = [Tile(np.array([k]), one, one) for k in range(prefix)]
+        tiles = before + [Tile(t.positions + prefix, t.analysis, t.synthesis) for t in tiles]
+        if positions <= DENSE_LIMIT:
+            whole = dense(tiles, prefix + positions)
+            groups = [Group(None, whole.analysis, whole.synthesis)]
+        else:
+            groups = _group(disjoint(tiles, prefix + positions))
+        ones = [_combination(g) for g in groups]
+        return cls(
+            prefix + positions,
+            sum(g.tiles * len(g.analysis) for g in groups),
+            tuple(groups),
+            None if any(c is None for c in ones) else np.concatenate([c for c in ones if c is not None]),
+        )
+
+    def constants(self, device: torch.device, dtype: torch.dtype) -> Constants:
+        """Return the tensors on `device`, in `dtype`; built once."""
+        key = (device, dtype)
+        if key not in self._cache:
+            # A fake tensor made while costs are traced must not be cached for real steps.
+            with unset_fake_temporarily(), torch.inference_mode(False):
+                self._cache[key] = self._build(device, dtype)
+        return self._cache[key]
+
+    def _build(self, device: torch.device, dtype: torch.dtype) -> Constants:
+        def tensor(a: np.ndarray) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(a)).to(device=device, dtype=dtype)
+
+        matrices: list[Tensor] = []
+        for g in self.groups:
+            analysis = tensor(g.analysis)
+            matrices += [analysis, analysis if g.synthesis is g.analysis else tensor(g.synthesis)]
+        gather = scatter = None
+        if self.groups[0].positions is not None:
+            order = np.concatenate([g.positions.reshape(-1) for g in self.groups if g.positions is not None])
+            gather = torch.from_numpy(order).to(device)
+            scatter = torch.from_numpy(np.argsort(order)).to(device)
+        return Constants(tuple(matrices), gather, scatter, None if self.ones is None else tensor(self.ones))
+
+    def matrices(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return analysis and synthesis over all tokens, dense (R, N); one tensor twice where they are equal."""
+        key = (device, dtype, "dense")
+        if key not in self._cache:
+            tiles = [
+                Tile(np.arange(self.tokens) if g.positions is None else g.positions[k], g.analysis, g.synthesis)
+                for g in self.groups
+                for k in range(g.tiles)
+            ]
+            whole = dense(tiles, self.tokens)
+            one = Projection(self.tokens, self.rank, (Group(None, whole.analysis, whole.synthesis),), None)
+            self._cache[key] = one.constants(device, dtype)
+        analysis, synthesis = self._cache[key].matrices
+        return analysis, synthesis
+
+    def project(self, x_BNC: Tensor, constants: Constants) -> Tensor:
+        """Compute the coefficients (B, R, C), contiguous, of tokens (B, N, C)."""
+        if constants.gather is None:
+            return torch.matmul(constants.matrices[0], x_BNC)
+        x_BNC = x_BNC.index_select(1, constants.gather)
+        parts, start = [], 0
+        for g, matrix in zip(self.groups, constants.matrices[::2], strict=True):
+            rank, size = matrix.shape
+            tiles = x_BNC[:, start : start + g.tiles * size].unflatten(1, (g.tiles, size))
+            parts.append(torch.matmul(matrix, tiles).reshape(len(x_BNC), g.tiles * rank, -1))
+            start += g.tiles * size
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def back(self, x_BRC: Tensor, constants: Constants, channels_first: bool = False) -> Tensor:
+        """Compute tokens (B, N, C), or (B, C, N) contiguous with `channels_first`, from coefficients (B, R, C)."""
+        if constants.scatter is None:
+            if channels_first:
+                return torch.matmul(x_BRC.transpose(1, 2), constants.matrices[1])
+            return torch.matmul(constants.matrices[1].T, x_BRC)
+        parts, start = [], 0
+        for g, matrix in zip(self.groups, constants.matrices[1::2], strict=True):
+            rank, size = matrix.shape
+            tiles = x_BRC[:, start : start + g.tiles * rank].unflatten(1, (g.tiles, rank))
+            parts.append(torch.matmul(matrix.T, tiles).reshape(len(x_BRC), g.tiles * size, -1))
+            start += g.tiles * rank
+        x_BNC = (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).index_select(1, constants.scatter)
+        return x_BNC.transpose(1, 2).contiguous() if channels_first else x_BNC
+
+
+@dataclass(frozen=True, eq=False)
+class SubsetProjection:
+    """A projection of the tokens left after a drop: their columns of its matrices, image by image.
+
+    Exact where the whole projection is. Fused tokens are not on the grid and take the exact path, like prefix tokens:
+    each is its own tile with the matrix 1.
+
+    Attributes:
+        tokens: N, number of tokens left.
+        rank: R of the whole projection, plus one per fused token.
+        analysis_BNR, synthesis_BNR: transposed matrices; one tensor twice where they are equal.
+    """
+
+    tokens: int
+    rank: int
+    analysis_BNR: Tensor
+    synthesis_BNR: Tensor
+
+    @classmethod
+    def from_columns(cls, whole: Projection, columns_BN: Tensor, fused: int, dtype: torch.dtype) -> SubsetProjection:
+        """Select columns of a projection.
+
+        Args:
+            whole: the projection of all tokens.
+            columns_BN: the column of each token left; columns after those of `whole` are fused tokens.
+            fused: number of fused tokens made so far.
+            dtype: of the matrices.
+        """
+        taken: list[Tensor] = []
+        analysis, synthesis = whole.matrices(columns_BN.device, dtype)
+        for matrix in (analysis,) if analysis is synthesis else (analysis, synthesis):
+            taken.append(torch.block_diag(matrix, torch.eye(fused, device=matrix.device, dtype=dtype)).T[columns_BN])
+        return cls(columns_BN.shape[1], whole.rank + fused, taken[0], taken[-1])
+
+    @property
+    def flops(self) -> int:
+        """Executed FLOPs of one projection, or one reverse projection, of one channel (2 per multiply-add)."""
+        return 2 * self.rank * self.tokens
+
+    def constants(self, device: torch.device, dtype: torch.dtype) -> Constants:
+        """Return the tensors, which have one device and dtype already."""
+        return Constants((self.analysis_BNR, self.synthesis_BNR), None, None, None)
+
+    def project(self, x_BNC: Tensor, constants: Constants) -> Tensor:
+        """Compute the coefficients (B, R, C) of tokens (B, N, C)."""
+        return torch.matmul(constants.matrices[0].mT, x_BNC)
+
+    def back(self, x_BRC: Tensor, constants: Constants, channels_first: bool = False) -> Tensor:
+        """Compute tokens (B, N, C) from coefficients (B, R, C)."""
+        assert not channels_first
+        return torch.matmul(constants.matrices[1], x_BRC)
+
+
+def _group(tiles: list[Tile]) -> list[Group]:
+    """Group tiles of equal matrices."""
+    equal: dict[tuple, list[Tile]] = {}
+    for t in tiles:
+        # rounded, since the matrices of equal tiles may differ in the last bit
+        equal.setdefault((t.analysis.shape, t.analysis.round(9).tobytes(), t.synthesis.round(9).tobytes()), []).append(
+            t
+        )
+    return [Group(np.stack([t.positions for t in ts]), ts[0].analysis, ts[0].synthesis) for ts in equal.values()]
+
+
+def _combination(group: Group) -> np.ndarray | None:
+    """Return c (tiles·r,) with cᵀ·analysis = 1ᵀ on every tile, or None: the constant map is not in the row span."""
+    c, *_ = np.linalg.lstsq(group.analysis.T, np.ones(group.analysis.shape[1]), rcond=None)
+    exact = np.abs(group.analysis.T @ c - 1).max() < 1e-10
+    return np.tile(c, group.tiles) if exact else None

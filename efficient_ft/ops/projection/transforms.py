@@ -1,0 +1,244 @@
+"""The matrices of the projections: small constants, built once per grid in float64, NumPy only.
+
+A projection is a pair of matrices over the L = H·W positions of a token grid: `analysis` (R × L) maps positions to R
+coefficients, and the transpose of `synthesis` (R × L) maps coefficients back. Both are equal, with orthonormal rows,
+except with the published padding, which analyzes a reflected map and crops the synthesized one.
+
+Source: LBP-WHT (Yang et al., NeurIPS 2023), Eq. 3–9. Padding and projection are linear, so both are one matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+Grid = tuple[int, int]
+Pairs = tuple[tuple[int, int], ...]
+
+BLOCK = 8  # the order of the paper's WHT: maps are divided into blocks of 8×8 positions
+
+
+def walsh(n: int = BLOCK) -> np.ndarray:
+    """Return the sequency-ordered Walsh–Hadamard matrix, n × n, entries ±1: row k changes sign k times.
+
+    Args:
+        n: a power of two.
+    """
+    h = np.ones((1, 1))
+    while h.shape[0] < n:
+        h = np.block([[h, h], [h, -h]])
+    assert h.shape[0] == n, n
+    return h[np.argsort((np.diff(h, axis=1) != 0).sum(1))]
+
+
+def low_pass_l1(order: int) -> Pairs:
+    """Return LP_L1-r: the pairs (i, j) of sequencies with i + j ≤ r − 1, lowest first (Eq. 8, 0-indexed).
+
+    Args:
+        order: r, from 1 to 15.
+    """
+    return lowest_first(p for p in np.ndindex(BLOCK, BLOCK) if sum(p) <= order - 1)
+
+
+def low_pass_linf(order: int) -> Pairs:
+    """Return LP_L∞-r: the pairs (i, j) of sequencies with max(i, j) ≤ r − 1, lowest first (Eq. 9, 0-indexed).
+
+    Args:
+        order: r, from 1 to 8.
+    """
+    return lowest_first(p for p in np.ndindex(BLOCK, BLOCK) if max(p) <= order - 1)
+
+
+def lowest_first(pairs: Iterable[tuple[int, int]]) -> Pairs:
+    """Sort pairs of sequencies into their canonical order, the constant (0, 0) first."""
+    return tuple(sorted(pairs, key=lambda p: (sum(p), p)))
+
+
+def pad_before_after(size: int) -> tuple[int, int]:
+    """Return the rows to add before and after an axis of `size` positions for a multiple of 8 (7: one before)."""
+    pad = -size % BLOCK
+    return (pad + 1) // 2, pad // 2
+
+
+def padded_axis(size: int, reflect: bool) -> np.ndarray:
+    """Return the padding of one axis as a matrix, padded size × size.
+
+    Args:
+        size: of the axis.
+        reflect: padded rows are mirrored rows; if False, zeros.
+
+    Raises:
+        ValueError: the axis has fewer rows than the reflection needs.
+    """
+    before, after = pad_before_after(size)
+    if reflect and before >= size:
+        raise ValueError(f"reflect padding needs {before} mirrored rows, but an axis of {size} has {size - 1}")
+    matrix = np.eye(before + size + after, size, -before)
+    if reflect:
+        for k in range(before):
+            matrix[k, before - k] = 1
+        for k in range(after):
+            matrix[before + size + k, size - 2 - k] = 1
+    return matrix
+
+
+@dataclass(frozen=True, eq=False)
+class Tile:
+    """The part of a projection over some positions of the map.
+
+    Attributes:
+        positions: (l,) ascending.
+        analysis: (r, l).
+        synthesis: (r, l); the same object as `analysis` if both are equal.
+    """
+
+    positions: np.ndarray
+    analysis: np.ndarray
+    synthesis: np.ndarray
+
+
+def wht_tiles(grid: Grid, pairs: Pairs, padding: str) -> list[Tile]:
+    """Build the block-wise WHT of a map: one tile for each 8×8 block, row by row.
+
+    The grid is padded to multiples of 8 and divided into blocks, all with the same bases. With H the ±1 matrix the rows
+    are H/8, so that ĝᵀx̂ and H_Iᵀ(ĝw)/64 of the paper need no other factor.
+
+    Args:
+        grid: (H, W) of the map.
+        pairs: the chosen (i, j) sequencies.
+        padding: ``zero``; ``reflect`` (as published: synthesis crops, so that rows are not orthonormal; a tile may
+            overlap its neighbor); ``ortho``: an orthonormal basis, block by block, of the span of the cropped rows (an
+            orthogonal projector on every grid; directions that vanish are dropped).
+
+    Raises:
+        ValueError: an axis of the grid has fewer rows than the reflection needs.
+    """
+    h, width = walsh(), grid[1]
+    crop_y, crop_x = (padded_axis(n, reflect=False) for n in grid)
+    pad_y, pad_x = (padded_axis(n, reflect=padding == "reflect") for n in grid)
+    tiles = []
+    for y in range(0, len(crop_y), BLOCK):
+        for x in range(0, len(crop_x), BLOCK):
+            by, bx = slice(y, y + BLOCK), slice(x, x + BLOCK)
+            rows, columns = (np.flatnonzero(a.any(0)) for a in (pad_y[by] + crop_y[by], pad_x[bx] + crop_x[bx]))
+
+            def block(axis_y: np.ndarray, axis_x: np.ndarray, rows=rows, columns=columns) -> np.ndarray:
+                ty, tx = h @ axis_y[:, rows] / BLOCK, h @ axis_x[:, columns]
+                return np.stack([np.outer(ty[i], tx[j]).reshape(-1) for i, j in pairs])
+
+            positions = (rows[:, None] * width + columns).reshape(-1)
+            synthesis = block(crop_y[by], crop_x[bx])
+            if padding == "ortho":
+                synthesis = orthonormal_rows(synthesis)
+            analysis = block(pad_y[by], pad_x[bx]) if padding == "reflect" else synthesis
+            tiles.append(Tile(positions, analysis, synthesis))
+    return tiles
+
+
+def dct_tiles(grid: Grid, sizes: tuple[list[int], list[int]], count: int) -> list[Tile]:
+    """Build a low-pass DCT of a map divided into rectangles.
+
+    The rows are distributed over the rectangles by area, with at least one each.
+
+    Args:
+        grid: (H, W) of the map.
+        sizes: heights and widths of the rectangles; they add up to H and W.
+        count: rows over all tiles, from the number of tiles to H·W.
+    """
+    cuts = [np.split(np.arange(n), np.cumsum(s)[:-1]) for n, s in zip(grid, sizes, strict=True)]
+    areas = [len(rows) * len(columns) for rows in cuts[0] for columns in cuts[1]]
+    assert len(areas) <= count <= sum(areas), (grid, sizes, count)
+    free, room = count - len(areas), max(1, sum(areas) - len(areas))  # every tile keeps at least its mean
+    shares = [1 + free * (a - 1) / room for a in areas]
+    counts = [int(s) for s in shares]
+    by_remainder = sorted(range(len(areas)), key=lambda k: (counts[k] - shares[k], k))
+    for k in by_remainder[: count - sum(counts)]:
+        counts[k] += 1
+    tiles = []
+    for k, (rows, columns) in enumerate((r, c) for r in cuts[0] for c in cuts[1]):
+        matrix = dct_rows((len(rows), len(columns)), counts[k])
+        tiles.append(Tile((rows[:, None] * grid[1] + columns).reshape(-1), matrix, matrix))
+    return tiles
+
+
+def dense(tiles: list[Tile], positions: int) -> Tile:
+    """Combine tiles into one tile over all `positions`, with the rows in the order of the tiles."""
+
+    def spread(matrices: list[np.ndarray]) -> np.ndarray:
+        full = np.zeros((sum(map(len, matrices)), positions))
+        start = 0
+        for tile, matrix in zip(tiles, matrices, strict=True):
+            full[start : start + len(matrix), tile.positions] = matrix
+            start += len(matrix)
+        return full
+
+    analysis = spread([t.analysis for t in tiles])
+    equal = all(t.synthesis is t.analysis for t in tiles)
+    return Tile(np.arange(positions), analysis, analysis if equal else spread([t.synthesis for t in tiles]))
+
+
+def disjoint(tiles: list[Tile], positions: int) -> list[Tile]:
+    """Merge tiles that share positions, so that every position belongs to one tile."""
+    owner = np.full(positions, -1)
+    groups: dict[int, list[int]] = {}
+    for k, tile in enumerate(tiles):
+        groups[k] = [k]
+        for other in {int(o) for o in owner[tile.positions] if o >= 0}:
+            groups[k] = groups.pop(other) + groups[k]
+        for member in groups[k]:
+            owner[tiles[member].positions] = k
+    merged = []
+    for members in groups.values():
+        if len(members) == 1:
+            merged.append(tiles[members[0]])
+            continue
+        union = np.unique(np.concatenate([tiles[m].positions for m in members]))
+        local = [
+            Tile(np.searchsorted(union, tiles[m].positions), tiles[m].analysis, tiles[m].synthesis) for m in members
+        ]
+        one = dense(local, len(union))
+        merged.append(Tile(union, one.analysis, one.synthesis))
+    return merged
+
+
+def orthonormal_rows(matrix: np.ndarray, tolerance: float = 1e-9) -> np.ndarray:
+    """Return an orthonormal basis of the row span, in the order of the rows, without rows that depend on earlier ones.
+
+    Gram–Schmidt, twice: orthonormal rows are returned unchanged (the first, constant one stays constant); a singular
+    value decomposition would mix them.
+    """
+    basis = np.zeros((0, matrix.shape[1]))
+    for row in matrix:
+        rest = row - basis.T @ (basis @ row)
+        rest -= basis.T @ (basis @ rest)
+        norm = float(np.linalg.norm(rest))
+        if norm > tolerance * max(1.0, float(np.linalg.norm(row))):
+            basis = np.vstack([basis, rest / norm])
+    return basis
+
+
+def dct_rows(grid: Grid, count: int) -> np.ndarray:
+    """Return the lowest orthonormal DCT-II rows of a map, count × L, in order of (i/H)² + (j/W)², ties by (i, j).
+
+    Args:
+        grid: (H, W) of the map.
+        count: number of rows, from 1 to L = H·W.
+    """
+    height, width = grid
+    cy, cx = _dct(height), _dct(width)
+    order = sorted(
+        ((i, j) for i in range(height) for j in range(width)),
+        # integer keys, since ties of floating-point keys would depend on rounding
+        key=lambda p: ((p[0] * width) ** 2 + (p[1] * height) ** 2, p),
+    )
+    return np.stack([np.outer(cy[i], cx[j]).reshape(-1) for i, j in order[:count]])
+
+
+def _dct(n: int) -> np.ndarray:
+    k, x = np.arange(n)[:, None], np.arange(n)[None]
+    matrix = np.cos(math.pi * (2 * x + 1) * k / (2 * n)) * math.sqrt(2 / n)
+    matrix[0] /= math.sqrt(2)
+    return matrix

@@ -1,0 +1,34 @@
+"""Fewer tokens: score, drop, fuse and merge them, and the record of those that are left. Functions of tensors.
+
+Tokens are (B, N, C), the first P of them prefix tokens (class, distillation, registers), which are never dropped. The
+other tokens are called patch tokens, also after they were fused or merged.
+"""
+
+from efficient_ft.ops.tokens.attention import class_attention
+from efficient_ft.ops.tokens.dropping import drop, num_kept, take
+from efficient_ft.ops.tokens.merging import match, merge
+from efficient_ft.ops.tokens.record import (
+    Tokens,
+    attach_tokens,
+    current_tokens,
+    is_token_reduction_suspended,
+    pop_tokens,
+    token_context,
+    token_reduction_suspended,
+)
+
+__all__ = [
+    "Tokens",
+    "attach_tokens",
+    "class_attention",
+    "current_tokens",
+    "drop",
+    "is_token_reduction_suspended",
+    "match",
+    "merge",
+    "num_kept",
+    "pop_tokens",
+    "take",
+    "token_context",
+    "token_reduction_suspended",
+]

@@ -1,0 +1,87 @@
+"""Merge similar tokens (ToMe: Bolya et al., "Token Merging: Your ViT But Faster", ICLR 2023)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from efficient_ft.ops.autocast import autocast_disabled
+from efficient_ft.ops.tokens.dropping import over_channels
+
+
+@torch.no_grad()
+def match(metric_BNC: Tensor, r: int, prefix: int) -> Tensor:
+    """Compute bipartite soft matching (ToMe, section 3).
+
+    Tokens alternate between two sets, A (even positions) and B (odd ones). Every token of A has an edge to the most
+    similar one of B, and the r edges of highest similarity are merged.
+
+    Args:
+        metric_BNC: features whose cosine similarity is compared, in single precision at least: keys, mean over heads.
+        r: at most half of the patch tokens.
+        prefix: P, number of prefix tokens, which are not merged.
+
+    Returns:
+        (B, N): the new index of each token, from 0 to N − r − 1; both tokens of a pair have the same one.
+        The order is prefix tokens, unmerged tokens of A, then B: not that of the input.
+    """
+    metric = metric_BNC.to(torch.promote_types(metric_BNC.dtype, torch.float32))
+    metric = metric / metric.norm(dim=-1, keepdim=True).clamp_min(1e-12)
+    with autocast_disabled(metric_BNC):
+        similarity_BAB = metric[:, ::2] @ metric[:, 1::2].mT
+    of_a, of_b = (prefix + 1) // 2, prefix // 2  # number of prefix tokens in A and in B, where they come first
+    similarity_BAB[:, :of_a] = -math.inf
+    similarity_BAB[:, :, :of_b] = -math.inf
+    best_BA, target_BA = similarity_BAB.max(-1)
+    order_BA = best_BA.argsort(dim=1, descending=True, stable=True)
+    source_BR, stay_BU = order_BA[:, :r], order_BA[:, r:].sort(1).values
+    u, j = (torch.arange(n, device=metric.device) for n in (stay_BU.shape[1], metric.shape[1] // 2))
+    index_of_u = torch.where(u < of_a, 2 * u, u + of_b)
+    index_of_j = torch.where(j < of_b, 2 * j + 1, j + len(u))
+    index_BN = torch.empty(metric.shape[:2], dtype=torch.long, device=metric.device)
+    index_BN[:, 1::2] = index_of_j
+    index_BN[:, ::2].scatter_(1, stay_BU, index_of_u.expand_as(stay_BU))
+    index_BN[:, ::2].scatter_(1, source_BR, index_of_j[target_BA.gather(1, source_BR)])
+    return index_BN
+
+
+def merge(x_BNC: Tensor, size_BN: Tensor, index_BN: Tensor, left: int) -> tuple[Tensor, Tensor]:
+    """Merge the tokens of equal index into the mean of all patches that they represent.
+
+    Args:
+        x_BNC: tokens.
+        size_BN: number of patches that each token represents, in single precision at least.
+        index_BN: new index of each token, from `match`.
+        left: N − r.
+
+    Returns:
+        Tokens (B, N − r, C), and their sizes (B, N − r).
+    """
+    sizes = size_BN.new_zeros(len(size_BN), left).scatter_add_(1, index_BN, size_BN)
+    return _Merge.apply(x_BNC, size_BN / sizes.gather(1, index_BN), index_BN, left), sizes
+
+
+class _Merge(torch.autograd.Function):
+    """Σ share · x over the tokens of each index. It keeps shares and indices, no activation."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BNC: Tensor, share_BN: Tensor, index_BN: Tensor, left: int) -> Tensor:
+        ctx.save_for_backward(share_BN, index_BN)
+        ctx.type = x_BNC.dtype
+        # rows of the whole batch, which CPUs add up many times faster
+        first = torch.arange(len(index_BN), device=index_BN.device).unsqueeze(1) * left
+        rows = (index_BN + first).flatten().unsqueeze(-1).expand(-1, x_BNC.shape[-1])
+        shares = (x_BNC * share_BN.unsqueeze(-1)).flatten(0, 1)
+        sums = shares.new_zeros(len(x_BNC) * left, x_BNC.shape[-1]).scatter_add_(0, rows, shares)
+        return sums.unflatten(0, (len(x_BNC), left)).to(x_BNC.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_BUC: Tensor) -> tuple[Tensor | None, ...]:
+        share_BN, index_BN = ctx.saved_tensors
+        g = g_BUC.gather(1, over_channels(index_BN, g_BUC.shape[-1])) * share_BN.unsqueeze(-1)
+        return g.to(ctx.type), None, None, None

@@ -1,0 +1,49 @@
+"""``config.yaml`` of a run folder: the checked configuration, as plain YAML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from efficient_ft.config import Config, UnknownSetting, check
+from efficient_ft.core.errors import UserError
+from efficient_ft.record.files import write_text_atomically
+from efficient_ft.record.formats import START_AGAIN, OtherVersionError
+
+NAME = "config.yaml"
+
+
+def write_config(run: Path, config: Config) -> None:
+    """Write `config` to the folder `run`."""
+    write_text_atomically(run / NAME, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+
+
+def read_config(run: Path, do: str = START_AGAIN) -> Config:
+    """The configuration of the run in folder `run`.
+
+    Args:
+        run: a run folder.
+        do: ends the error messages: what to do if the file cannot be used.
+
+    Raises:
+        OtherVersionError: it has settings that this version does not know: they were renamed or removed since.
+        UserError: there is no config.yaml, or it is damaged.
+    """
+    file = run / NAME
+    try:
+        plain: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        what = f"holds no {NAME}" if run.is_dir() else "is not a folder"
+        raise UserError(f"{run} {what}. {do}") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{file} cannot be read: it is not valid YAML. {do}") from error
+    if not isinstance(plain, dict):
+        raise UserError(f"{file} cannot be read: it is not a mapping. {do}")
+    try:
+        return check(plain)
+    except UnknownSetting as error:
+        raise OtherVersionError(file, f"it has the setting {error.setting}, unknown to this version", do) from error
+    except (UserError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} cannot be read: {error} {do}") from error

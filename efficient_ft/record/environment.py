@@ -1,0 +1,84 @@
+"""The environment in which something was measured: versions, device, threads and load."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from efficient_ft import __version__
+
+if TYPE_CHECKING:
+    import torch
+
+#: Load average of the last minute above which times are uncertain.
+BUSY_LOAD = 0.5
+
+
+def environment(
+    device: torch.device | str = "cpu", packages: Iterable[str] = ("torch", "timm"), **more: Any
+) -> dict[str, Any]:
+    """Describe the present environment, for a record in JSON.
+
+    Args:
+        device: the one in use.
+        packages: names of packages whose versions are recorded.
+        more: further entries, e.g. ``keep_allocator=True``.
+
+    Returns:
+        date (UTC), efficient_ft, the packages, python, platform, device (the model of the GPU or CPU), threads,
+        load (the last minute's load average; None where the system has none).
+    """
+    import torch
+
+    device = torch.device(device)
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "efficient_ft": __version__,
+        **{package: version(package) for package in packages},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        **more,
+    }
+
+
+def device_name(device: torch.device | str) -> str:
+    """The model of the GPU or CPU that `device` stands for."""
+    import torch
+
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return cpu_name() if device.type == "cpu" else f"{device.type} ({platform.machine()})"
+
+
+def cpu_name() -> str:
+    """The model of the CPU, or its architecture if the system does not tell the model."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def busy_note(recorded: Mapping[str, Any]) -> str | None:
+    """The sentence to print with times measured on a busy machine; None if it was not busy, or no load is recorded.
+
+    Args:
+        recorded: an environment, as `environment` returned it or as a file in ``benchmarks`` holds it.
+    """
+    load = recorded.get("load")
+    if load is None or load <= BUSY_LOAD:
+        return None
+    return (
+        f"The machine was busy (load {load:.1f} at the start, above {BUSY_LOAD}): times are uncertain, ratios of the"
+        " same round less so."
+    )

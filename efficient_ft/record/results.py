@@ -1,0 +1,147 @@
+"""``results.json`` of a run folder: what a finished run found.
+
+The types describe the JSON objects as they are; a run holds and returns them as plain dictionaries.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NotRequired, cast
+
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # pydantic needs this one below Python 3.12
+
+from efficient_ft.core.errors import UserError
+from efficient_ft.record.files import write_text_atomically
+from efficient_ft.record.formats import START_AGAIN, check_format
+
+NAME = "results.json"
+
+
+class ExecutedCost(TypedDict):
+    """Counted, the same on any machine; per image."""
+
+    forward_flops: float
+    backward_flops: float
+    saved_bytes: float
+
+
+class MeasuredCost(TypedDict):
+    """Measured on this machine: median seconds of a step (None: not timed) and peak bytes, for the whole batch."""
+
+    step_seconds: float | None
+    peak_bytes: float
+
+
+class StepCost(TypedDict):
+    """The cost of a training step."""
+
+    executed: ExecutedCost
+    measured: MeasuredCost
+
+
+class CostReport(StepCost):
+    """The cost of a training step with the run's methods, and of plain full fine-tuning (None: not probed)."""
+
+    full: StepCost | None
+
+
+class BestLast(TypedDict):
+    """Accuracy (a fraction) in the best and in the last epoch."""
+
+    best: float
+    last: float
+
+
+class Accuracy(BestLast):
+    """Accuracy on `split`, the split that chose the best epoch; with several tasks the mean, and that of each task."""
+
+    split: str
+    tasks: NotRequired[dict[str, BestLast]]
+
+
+class AppliedReport(TypedDict):
+    """The modules or parameters a method touched, and those it skipped with the reason (`methods.base.Applied`)."""
+
+    touched: list[str]
+    skipped: dict[str, str]
+    notes: list[str]
+
+
+class TaskData(TypedDict):
+    """One data set: images by split, corrupt images left out, and accuracy of model.safetensors by split."""
+
+    splits: dict[str, int]
+    skipped: int
+    accuracy: dict[str, float]
+
+
+class DataReport(TypedDict):
+    """`TaskData` of the run's data set; with several tasks the sum, the mean and each task's."""
+
+    splits: NotRequired[dict[str, int]]
+    skipped: int
+    accuracy: dict[str, float]
+    tasks: NotRequired[dict[str, TaskData]]
+
+
+class Results(TypedDict):
+    """The contents of results.json.
+
+    `config` is the whole configuration, `environment` what `record.environment` gives, `methods` a report by the name
+    of the method.
+    """
+
+    format: int
+    accuracy: Accuracy
+    cost: CostReport
+    trainable_parameters: int
+    total_parameters: int
+    methods: dict[str, AppliedReport]
+    data: DataReport
+    config: dict[str, Any]
+    environment: dict[str, Any]
+
+
+def write_results(run: Path, results: Results) -> None:
+    """Write `results` to the folder `run`, which marks the run as finished."""
+    write_text_atomically(run / NAME, json.dumps(results, indent=2) + "\n")
+
+
+def read_results(run: Path, do: str = START_AGAIN) -> Results:
+    """The results of the finished run in folder `run`.
+
+    Args:
+        run: a run folder.
+        do: ends the error messages: what to do if the file cannot be used.
+
+    Raises:
+        OtherVersionError: the file has another format number, or none.
+        UserError: there is no results.json (the run has not finished), or it is damaged.
+    """
+    file = run / NAME
+    try:
+        plain = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{run} holds no {NAME}: the run has not finished. {do}") from error
+    except ValueError as error:
+        raise UserError(f"{file} cannot be read: it is not valid JSON. {do}") from error
+    if not isinstance(plain, dict):
+        raise UserError(f"{file} cannot be read: it is not an object. {do}")
+    check_format(file, plain.get("format"), do)
+    try:
+        TypeAdapter(Results).validate_python(plain)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        raise UserError(f"{file} cannot be read: {key}: {first['msg']}. {do}") from error
+    return cast(Results, plain)
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one level with dotted keys; an empty mapping is a value."""
+    if not isinstance(tree, Mapping) or not tree:
+        return {prefix: tree}
+    return {k: v for name, sub in tree.items() for k, v in flatten(sub, f"{prefix}.{name}" if prefix else name).items()}

@@ -1,0 +1,68 @@
+"""Files of one JSON object per line, appended to during training and truncated on resume."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from efficient_ft.record.files import write_text_atomically
+
+
+class Rows:
+    """A file of one JSON object per line; each has the optimizer step it belongs to under ``step``.
+
+    Args:
+        path: the file; created by the first `append`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> list[dict[str, Any]]:
+        """All rows up to the first incomplete line (a killed process leaves one); [] if there is no file."""
+        rows = []
+        if self.path.is_file():
+            for line in self.path.read_text(encoding="utf-8").splitlines():
+                try:
+                    rows.append(json.loads(line))
+                except json.JSONDecodeError:
+                    break
+        return rows
+
+    def rewind(self, step: int) -> None:
+        """Truncate on resume: drop the rows written after optimizer step `step` of the checkpoint."""
+        kept = [row for row in self.read() if row["step"] <= step]
+        write_text_atomically(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Write `row` as the last line."""
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+class MetricsFile(Rows):
+    """``metrics.jsonl``, the source of truth; ``metrics.csv``, the same as a table.
+
+    A row per logged step has ``step``, ``epoch``, ``train_loss`` and ``lr``; a row per epoch ``step``, ``epoch``,
+    ``train_loss_epoch``, ``<split>_accuracy`` and ``<split>_loss`` (with several tasks also ``<split>_accuracy_<task>``
+    and ``<split>_loss_<task>``), and ``seconds`` of training so far.
+
+    Args:
+        run: the run folder.
+    """
+
+    def __init__(self, run: Path) -> None:
+        super().__init__(run / "metrics.jsonl")
+
+    def write_csv(self) -> None:
+        """Write all rows to metrics.csv, a column per key."""
+        rows = self.read()
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        text = io.StringIO()
+        writer = csv.DictWriter(text, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        write_text_atomically(self.path.with_suffix(".csv"), text.getvalue())

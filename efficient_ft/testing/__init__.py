@@ -1,0 +1,38 @@
+"""A test kit for methods: the contracts, the small models they are tried on, and steps of training.
+
+Needs pytest to run (`pip install efficient-ft[dev]`); importing it does not.
+"""
+
+from efficient_ft.testing.contracts import MethodContracts, counted_probes, stir, worked_on_or_refused
+from efficient_ft.testing.models import CLASSES, MODELS, USUAL, SmallModel, batch_of, lively, model_of
+from efficient_ft.testing.rows import Instead, Row
+from efficient_ft.testing.steps import (
+    Gradients,
+    evaluate,
+    gradients,
+    largest_difference,
+    train_a_little,
+    warm_up,
+)
+
+__all__ = [
+    "CLASSES",
+    "MODELS",
+    "USUAL",
+    "Gradients",
+    "Instead",
+    "MethodContracts",
+    "Row",
+    "SmallModel",
+    "batch_of",
+    "counted_probes",
+    "evaluate",
+    "gradients",
+    "largest_difference",
+    "lively",
+    "model_of",
+    "stir",
+    "train_a_little",
+    "warm_up",
+    "worked_on_or_refused",
+]

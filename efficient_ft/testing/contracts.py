@@ -1,0 +1,437 @@
+"""The contracts of methods, as a test class that anyone runs on their own rows of settings.
+
+In a test file::
+
+    from efficient_ft.testing import Instead, MethodContracts, Row
+
+    class TestContracts(MethodContracts):
+        rows = {"every_nth": Row(EveryNth, {"n": 2}, why_no_off="...", instead=Instead.SAME_GRADIENTS)}
+        conf = Path(__file__).parent.parent / "conf" / "method"
+
+pytest then drives every row through every contract, on every small model that the row names.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from efficient_ft.core.errors import UserError
+from efficient_ft.methods.base import Method, plain_state_dict
+from efficient_ft.methods.declarations import Axis
+from efficient_ft.methods.registry import METHODS, broken_contract, broken_settings
+from efficient_ft.models.marks import marks_of
+from efficient_ft.models.view import Skipped, model_view
+from efficient_ft.testing.models import MODELS, batch_of, model_of
+from efficient_ft.testing.rows import Instead, Row
+from efficient_ft.testing.steps import evaluate, gradients, largest_difference, train_a_little, warm_up
+
+_Test = TypeVar("_Test", bound=Callable[..., None])
+
+#: Axes whose methods set `requires_grad`.
+_SETS_REQUIRES_GRAD = (Axis.SELECTION, Axis.ADAPTERS)
+
+
+def _cases(wanted: Callable[[Row], bool], refused: bool = False) -> Callable[[_Test], _Test]:
+    """Run a contract on the rows that are `wanted`, on their models, or on those they must refuse."""
+
+    def mark(test: _Test) -> _Test:
+        test.models_of = lambda row: row.refused if refused else row.models if wanted(row) else ()  # type: ignore
+        return test
+
+    return mark
+
+
+class MethodContracts:
+    """Base of a test class that drives rows of settings through the contracts of methods.
+
+    Attributes:
+        rows: the table of settings, by a name of each row.
+        conf: the folder of the methods' YAML files; None: they are not tested.
+    """
+
+    rows: ClassVar[Mapping[str, Row]] = {}
+    conf: ClassVar[Path | None] = None
+
+    #: Applied once for each row and model, and copied for each contract.
+    _prototypes: ClassVar[dict[Any, tuple[nn.Module, Method]]] = {}
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """Let pytest run each contract on the rows and models it is about."""
+        test, names = metafunc.function, metafunc.fixturenames
+        if "name" in names:
+            models_of = getattr(test, "models_of", lambda row: row.models)
+            cases = [(row, name) for row, r in self.rows.items() for name in models_of(r)]
+            metafunc.parametrize(("row", "name"), cases)
+        elif "row" in names:
+            metafunc.parametrize("row", list(self.rows))
+        elif "file" in names:
+            files = sorted(self.conf.glob("*.yaml")) if self.conf is not None else []
+            metafunc.parametrize("file", files, ids=[file.stem for file in files])
+
+    # ------------------------------------------------------------------ helpers
+    def applied(self, row: str, name: str, **changes: Any) -> tuple[nn.Module, Method]:
+        """Return a copy of the small model `name` with the method of a row applied, and the method."""
+        key = (type(self), row, name, repr(sorted(changes.items())))
+        if key not in self._prototypes:
+            model, method = model_of(name), self.rows[row].create(**changes)
+            torch.manual_seed(1)
+            method.apply(model)
+            self._prototypes[key] = model, method
+        return copy.deepcopy(self._prototypes[key])
+
+    # ------------------------------------------------------------------ the row and the class
+    def test_the_class_keeps_the_contract(self, row: str) -> None:
+        method = self.rows[row].method
+        assert broken_contract(method) is None, broken_contract(method)
+        assert broken_settings(method) is None, broken_settings(method)
+        assert METHODS.get(method.name) in (method, None), "another method has this name"
+
+    def test_the_row_is_complete(self, row: str) -> None:
+        r = self.rows[row]
+        assert (r.off is None) == bool(r.why_no_off) == (r.instead is not None)
+        assert set(r.models) | set(r.refused) <= set(MODELS)
+        assert not set(r.models) & set(r.refused)
+        assert r.models, "no model to try it on"
+
+    def test_settings_rebuild_the_method(self, row: str) -> None:
+        method = self.rows[row].create()
+        again = type(method)(**method.settings())
+        assert again.settings() == method.settings()
+        assert again.state_key == method.state_key
+        assert repr(again) == repr(method)
+        assert method.state_key.startswith(method.name)
+
+    # ------------------------------------------------------------------ surgery
+    def test_apply_reports_what_it_did_and_is_idempotent(self, row: str, name: str) -> None:
+        model, method = model_of(name), self.rows[row].create()
+        assert method.applied is None
+        with counted_probes() as probes:
+            report = method.apply(model)
+        assert len(probes) <= 1, "one forward pass on fake tensors per application"
+        names = {n for n, _ in model.named_modules()} | {n for n, _ in model.named_parameters()}
+        plain = {n.replace(".base_layer", "") for n in names}
+        assert report.touched
+        assert len(set(report.touched)) == len(report.touched)
+        assert set(report.touched) <= names
+        assert set(report.skipped) <= plain
+        assert not set(report.skipped) & set(report.touched)
+        assert all(isinstance(why, Skipped) and str(why) for why in report.skipped.values())
+        assert report.method == method.name
+        assert method.name in str(report)
+
+        keys, classes = list(model.state_dict()), [type(m) for m in model.modules()]
+        assert method.apply(model) is report is method.applied
+        assert list(model.state_dict()) == keys
+        assert [type(m) for m in model.modules()] == classes
+        (mark,) = marks_of(model)
+        assert (mark.method, mark.key) == (method.name, method.state_key)
+
+    @_cases(lambda row: True, refused=True)
+    def test_models_it_cannot_serve_are_refused_with_the_reason(self, row: str, name: str) -> None:
+        model = model_of(name)
+        before = _state(model)
+        text = _refusal(self.rows[row].create(), model)
+        assert self.rows[row].refused[name] in text, text
+        assert self.rows[row].method.name in text
+        assert _state(model) == before
+        assert not marks_of(model)
+
+    def test_a_wrapped_model_is_refused(self, row: str) -> None:
+        model = model_of(self.rows[row].models[0])
+        distributed = torch.nn.parallel.DistributedDataParallel.__new__(torch.nn.parallel.DistributedDataParallel)
+        nn.Module.__init__(distributed)
+        distributed.module = model
+        for wrapped in (nn.DataParallel(model), distributed, torch.compile(model)):
+            method = self.rows[row].create()
+            assert "plain model first" in _refusal(method, wrapped)  # type: ignore[arg-type]
+            assert method.applied is None
+
+    def test_a_second_one_is_refused(self, row: str) -> None:
+        model, method = self.applied(row, self.rows[row].models[0])
+        before = _state(model)
+        text = _refusal(self.rows[row].create(), model)
+        assert f"{method.name} has been applied" in text
+        assert _state(model) == before
+
+    def test_copies_and_pickles_train_alike(self, row: str, name: str) -> None:
+        model, method = self.applied(row, name)
+        stir(model)
+        warm_up(model, method, name)
+        copied, copied_method = copy.deepcopy((model, method))
+        pickled, pickled_method = pickle.loads(pickle.dumps((model, method)))
+        assert copied_method.applied == pickled_method.applied == method.applied
+        expected = gradients(model, name)
+        assert largest_difference(expected, gradients(copied, name)) == 0
+        assert largest_difference(expected, gradients(pickled, name)) == 0
+
+        # What is done to a copy leaves the original as it is.
+        keys = list(model.state_dict())
+        copied_method.remove(copied)
+        assert list(copied.state_dict()) == list(model_of(name).state_dict())
+        assert list(model.state_dict()) == keys
+        assert largest_difference(expected, gradients(model, name)) == 0
+
+    def test_remove_gives_the_plain_model_back(self, row: str, name: str) -> None:
+        plain = model_of(name)
+        next(plain.parameters()).requires_grad = False
+        model, method = copy.deepcopy(plain), self.rows[row].create()
+        method.apply(model)
+        train_a_little(model, method, name)
+        method.remove(model)
+        assert method.applied is None
+        assert not marks_of(model)
+        assert _state(model) == _state(plain)
+        plain.load_state_dict(model.state_dict())
+        assert largest_difference(gradients(plain, name), gradients(model, name)) == 0
+        # It can be applied again, to this model or to another one.
+        assert method.apply(model).touched
+
+    # ------------------------------------------------------------------ off means off
+    @_cases(lambda row: row.off is not None)
+    def test_off_is_plain_training_and_on_is_not(self, row: str, name: str) -> None:
+        r = self.rows[row]
+        plain = gradients(model_of(name), name)
+        with ExitStack() as stack:
+            for owner, attribute, replacement in r.shortcuts:
+                stack.enter_context(mock.patch.object(owner, attribute, replacement))
+            model, method = model_of(name), r.create(**(r.off or {}))
+            torch.manual_seed(1)
+            method.apply(model)
+            warm_up(model, method, name)
+            assert largest_difference(plain, gradients(model, name)) < 1e-8
+        if not r.off:
+            return  # off as it is
+        model, method = self.applied(row, name)
+        warm_up(model, method, name)
+        assert largest_difference(plain, gradients(model, name)) > 1e-2
+
+    @_cases(lambda row: row.instead == Instead.SAME_GRADIENTS)
+    def test_gradients_of_what_trains_are_the_plain_ones(self, row: str, name: str) -> None:
+        plain = gradients(model_of(name), name)
+        model, _ = self.applied(row, name)
+        chosen = gradients(model, name)
+        trains = {n for n, p in model.named_parameters() if p.requires_grad}
+        assert 0 < len(trains) < len(plain)
+        assert {n for n, g in chosen.items() if g is not None} == trains
+        assert largest_difference({n: plain[n] for n in trains}, {n: chosen[n] for n in trains}) < 1e-10
+
+    @_cases(lambda row: row.instead == Instead.SAME_OUTPUT)
+    def test_output_is_unchanged_at_first_and_changed_after_training(self, row: str, name: str) -> None:
+        plain = self.rows[row].reference(model_of(name))
+        model, method = self.applied(row, name)
+        torch.testing.assert_close(evaluate(model, name), evaluate(plain, name), rtol=1e-10, atol=1e-12)
+        train_a_little(model, method, name)
+        assert (evaluate(model, name) - evaluate(plain, name)).abs().max() > 1e-4
+
+    @_cases(lambda row: row.instead == Instead.NEAR_GRADIENTS)
+    def test_gradients_are_near_the_plain_ones(self, row: str, name: str) -> None:
+        plain = gradients(model_of(name), name)
+        model, _ = self.applied(row, name)
+        near = gradients(model, name)
+        assert near.keys() == plain.keys()
+        a, b = (torch.cat([g.flatten() for g in found.values() if g is not None]) for found in (plain, near))
+        assert F.cosine_similarity(a, b, dim=0) > 0.99
+        assert abs(b.norm() / a.norm() - 1) < 0.02
+        assert largest_difference(plain, near) > 1e-6
+
+    # ------------------------------------------------------------------ evaluation and export
+    def test_what_is_exported_is_the_pretrained_models_own(self, row: str, name: str) -> None:
+        """After training the weights load into plain timm, by its names, and give there what the method's model gives.
+
+        What cannot be merged is added there first; all of the model's own names are there.
+        """
+        model, method = self.applied(row, name)
+        before = evaluate(self.rows[row].reference(model_of(name)), name)
+        equal = torch.allclose(evaluate(model, name), before, rtol=1e-10, atol=1e-12)
+        assert equal != bool(self.rows[row].own_evaluation)
+        train_a_little(model, method, name)
+        keys = list(model.state_dict())
+        exported = plain_state_dict(model, [method])
+        assert list(model.state_dict()) == keys
+
+        fresh = model_of(name)
+        assert fresh.state_dict().keys() <= exported.keys()
+        if not method.merges:
+            fresh, _ = self.applied(row, name)
+        fresh.load_state_dict(exported, strict=True)
+        after = evaluate(fresh, name)
+        torch.testing.assert_close(after, evaluate(model, name), rtol=1e-10, atol=1e-12)
+        assert (after - before).abs().max() > 1e-5
+
+    # ------------------------------------------------------------------ state
+    def test_state_travels_in_a_checkpoint(self, row: str) -> None:
+        name = self.rows[row].models[0]
+        model, method = self.applied(row, name)
+        train_a_little(model, method, name)
+        file = io.BytesIO()
+        torch.save({"model": model.state_dict(), "method": method.state_dict()}, file)
+        method.step_begin(2)
+        expected = gradients(model, name)
+        for load_first in (True, False):
+            file.seek(0)
+            saved = torch.load(file, weights_only=True)
+            resumed, again = model_of(name), self.rows[row].create()
+            if load_first:
+                again.load_state_dict(saved["method"])
+            again.apply(resumed)
+            if not load_first:
+                again.load_state_dict(saved["method"])
+            resumed.load_state_dict(saved["model"], strict=True)
+            assert again.state_dict() == saved["method"]
+            again.step_begin(2)
+            assert largest_difference(expected, gradients(resumed, name)) == 0
+
+    # ------------------------------------------------------------------ the meter
+    def test_nothing_hides_from_the_meter(self, row: str, name: str) -> None:
+        from efficient_ft.cost import kept_after_forward
+
+        model, method = self.applied(row, name)
+        model.float()
+        size = (MODELS[name].size, MODELS[name].size)
+        for precision in ("fp32", "bf16"):
+            kept = kept_after_forward(model, 2, size, methods=[method], precision=precision)
+            assert kept.hidden == (), precision
+            assert kept.saved_bytes == kept.live_bytes, precision
+
+    # ------------------------------------------------------------------ stacking
+    @_cases(lambda row: row.method.axis not in _SETS_REQUIRES_GRAD)
+    def test_only_selections_and_adapters_decide_what_trains(self, row: str, name: str) -> None:
+        model, method = model_of(name), self.rows[row].create()
+        parameters = list(model.parameters())
+        for parameter in parameters[: len(parameters) // 2]:
+            parameter.requires_grad_(False)
+        before = {n: p.requires_grad for n, p in model.named_parameters()}
+        method.apply(model)
+        assert {n: p.requires_grad for n, p in model.named_parameters()} == before
+
+    # ------------------------------------------------------------------ mixed precision
+    def test_mixed_precision_trains(self, row: str, name: str) -> None:
+        model, method = self.applied(row, name)
+        warm_up(model, method, name)
+        model.float()
+        images, labels = batch_of(name, torch.float32)
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        for _ in range(2):  # an adapter's A has a gradient once its B is not zero
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = F.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+        assert torch.isfinite(loss)
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        assert all(p.grad is not None or method.find_unused_parameters for p in trained.values())
+        assert all(p.grad.dtype == p.dtype == torch.float32 for p in trained.values() if p.grad is not None)
+        assert all(torch.isfinite(p).all() for p in trained.values())
+        assert any((p != before[n]).any() for n, p in trained.items())
+
+    # ------------------------------------------------------------------ YAML
+    def test_a_yaml_holds_the_constructors_arguments(self, file: Path) -> None:
+        from omegaconf import OmegaConf
+
+        package = re.match(r"# @package method\.(\w+)\n", file.read_text(encoding="utf-8"))
+        assert package, f"{file.name} must begin with its package, e.g. # @package method.{file.stem}"
+        (method,) = {r.method for r in self.rows.values() if r.method.name == package[1]}
+        values = OmegaConf.to_container(OmegaConf.load(file))
+        assert isinstance(values, dict)
+        parameters = inspect.signature(method).parameters
+        select = values.pop("select", None)
+        assert (select is None) == (method.axis == Axis.SELECTION), "all but selections bring a default selection"
+        assert values.keys() == parameters.keys()
+        if file.stem == method.name:
+            assert values == {n: "???" if p.default is p.empty else p.default for n, p in parameters.items()}
+        else:
+            assert any(values[n] != p.default for n, p in parameters.items()), "a variant differs from its method"
+
+    def test_every_method_has_a_yaml_of_its_name(self) -> None:
+        if self.conf is not None:
+            names = {r.method.name for r in self.rows.values()}
+            missing = names - {file.stem for file in self.conf.glob("*.yaml")}
+            assert not missing, f"{self.conf} has no YAML of {', '.join(sorted(missing))}"
+
+
+# ---------------------------------------------------------------------------------------------- plain functions
+@contextmanager
+def counted_probes() -> Iterator[list[str]]:
+    """Count the forward passes on fake tensors that views make: an entry for each."""
+    probes: list[str] = []
+    real = model_view.probe
+
+    def probe(model: nn.Module, size: tuple[int, int]) -> Any:
+        probes.append(type(model).__name__)
+        return real(model, size)
+
+    with mock.patch.object(model_view, "probe", probe):
+        yield probes
+
+
+def stir(model: nn.Module) -> None:
+    """Give adapters, gates and side modules, which start at zero, a value that shows."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad and not parameter.any():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+
+
+def worked_on_or_refused(plain: nn.Module, images: torch.Tensor, rows: Mapping[str, Row]) -> list[str]:
+    """Try every row on a model that nobody named: it works, or is refused with the names of method and model.
+
+    Args:
+        plain: any classifier of two classes or more.
+        images: two images for it.
+
+    Returns:
+        The rows that worked.
+    """
+    names = list(plain.state_dict())
+    worked = []
+    for key, row in rows.items():
+        model, method = copy.deepcopy(plain), row.create()
+        before = _state(model)
+        try:
+            report = method.apply(model)
+        except UserError as error:
+            assert method.name in str(error), error  # noqa: PT017
+            assert _state(model) == before
+            continue
+        worked.append(key)
+        assert report.touched or report.notes
+        model.train()
+        loss = F.cross_entropy(model(images), torch.tensor([0, 1]))
+        loss.backward()
+        assert torch.isfinite(loss)
+        assert any(p.grad is not None for p in model.parameters())
+        assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+        exported = list(plain_state_dict(model, [method]))
+        assert [n for n in exported if n in names] == names
+        assert len(exported) == len(names) or not method.merges
+    return worked
+
+
+def _state(model: nn.Module) -> list[Any]:
+    """Return what surgery can change: classes of the modules, and which parameters train."""
+    modules = [(name, type(module), "forward" in vars(module)) for name, module in model.named_modules()]
+    return [*modules, *((name, p.requires_grad) for name, p in model.named_parameters())]
+
+
+def _refusal(method: Method, model: nn.Module) -> str:
+    """Return the text of the error with which `method` refuses `model`."""
+    try:
+        method.apply(model)
+    except UserError as error:
+        return str(error)
+    raise AssertionError(f"{method!r} was applied to {type(model).__name__}, and should have been refused")

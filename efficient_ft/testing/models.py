@@ -1,0 +1,102 @@
+"""Small models on which methods are tried, and smooth images for them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+#: Classes of every small model.
+CLASSES = 5
+
+
+@dataclass(frozen=True)
+class SmallModel:
+    """A timm model made small.
+
+    Attributes:
+        architecture: timm's name.
+        size: height and width of its images in pixels.
+        kwargs: further arguments of `timm.create_model`.
+    """
+
+    architecture: str
+    size: int
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def create(self, **changes: Any) -> nn.Module:
+        """Build it with random weights."""
+        return timm.create_model(self.architecture, **{"num_classes": CLASSES, **self.kwargs, **changes})
+
+
+MODELS = {
+    # A class token before an 8×8 grid.
+    "vit": SmallModel(
+        "vit_tiny_patch16_224",
+        32,
+        {"img_size": 32, "patch_size": 4, "depth": 4, "embed_dim": 48, "num_heads": 3},
+    ),
+    # Convolutions on maps, then attention on tokens; two heads. Its attention biases fix the size.
+    "efficientformer": SmallModel(
+        "efficientformer_l1",
+        224,
+        {"depths": (1, 1, 1, 2), "embed_dims": (16, 16, 32, 64), "num_vit": 1},
+    ),
+    # Windows of 4×4, patch merging, qkv whose forward is not called by default.
+    "swinv2": SmallModel(
+        "swinv2_tiny_window8_256",
+        64,
+        {
+            "img_size": 64,
+            "window_size": 4,
+            "embed_dim": 32,
+            "depths": (1, 2),
+            "num_heads": (1, 2),
+            "drop_path_rate": 0.0,
+        },
+    ),
+    # A network without attention.
+    "resnet": SmallModel("resnet26", 64, {"layers": (1, 1, 1, 1), "channels": (16, 16, 32, 32)}),
+    # Inverted residual blocks; normalization and activation in one layer.
+    "mobilenet": SmallModel("mobilenetv2_035", 64),
+}
+
+#: The models that a row is tried on by default.
+USUAL = ("vit", "efficientformer", "swinv2", "resnet")
+
+
+@functools.cache
+def _prototype(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return lively(MODELS[name].create().double())
+
+
+def model_of(name: str) -> nn.Module:
+    """Return a float64 copy of the small model `name` in training mode, always with the same weights."""
+    return copy.deepcopy(_prototype(name))
+
+
+def lively(model: nn.Module) -> nn.Module:
+    """Give every weight of `model` a value that hides no mistake (not a scale of 0 or 1e-5, not a bias of 0)."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.uniform_(-0.2, 0.2)
+            elif "logit_scale" not in name and (parameter.dim() == 1 or parameter.abs().max() < 1e-3):
+                parameter.uniform_(0.5, 1.5)
+    return model.train()
+
+
+def batch_of(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Return two smooth images (2, 3, H, W) and their labels: of noise a low-pass method would keep next to nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    size = MODELS[name].size
+    coarse = torch.randn(2, 3, 6, 6, generator=generator, dtype=torch.float64)
+    images = F.interpolate(coarse, size=(size, size), mode="bicubic")
+    return images.to(dtype), torch.randint(0, CLASSES, (2,), generator=generator)

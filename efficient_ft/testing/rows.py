@@ -1,0 +1,56 @@
+"""A row of the table of settings: a method, settings at which it is tried, and what the contracts must know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from torch import nn
+
+from efficient_ft.methods.base import Method
+from efficient_ft.testing.models import USUAL
+
+
+class Instead(Enum):
+    """The property that is tested in place of "off equals plain training", for a method without an off value."""
+
+    SAME_GRADIENTS = "gradients of what trains equal the plain ones"
+    SAME_OUTPUT = "the output is unchanged at initialization"
+    NEAR_GRADIENTS = "gradients are near the plain ones"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the contracts need to know of a method.
+
+    Attributes:
+        method: its class.
+        settings: settings at which it differs from plain training.
+        off: changes of `settings` at which it equals plain training, or None with `why_no_off` and `instead`.
+        why_no_off: why there is no such value.
+        instead: the property that is tested in its place.
+        shortcuts: (class, attribute, replacement): shortcuts of the off case that are disabled in its test, so that
+            the method's own computation runs.
+        models: the small models (keys of `MODELS`) it is tried on.
+        refused: small models that it must refuse, each with a part of the message.
+        own_evaluation: why evaluation is not the pretrained model's own; empty: it is.
+        reference: turns a plain model into what the method's model equals at initialization, where that is not the
+            plain model.
+    """
+
+    method: type[Method]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    off: Mapping[str, Any] | None = None
+    why_no_off: str = ""
+    instead: Instead | None = None
+    shortcuts: tuple[tuple[type, str, Callable[..., Any]], ...] = ()
+    models: tuple[str, ...] = USUAL
+    refused: Mapping[str, str] = field(default_factory=dict)
+    own_evaluation: str = ""
+    reference: Callable[[nn.Module], nn.Module] = lambda model: model
+
+    def create(self, **changes: Any) -> Method:
+        """Make the method, with changes of the row's settings."""
+        return self.method(**{**self.settings, **changes})

@@ -1,0 +1,118 @@
+"""Observe a model's blocks in a forward pass: their inputs and outputs, and how much each adds to its input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from efficient_ft.core.context import is_recomputing
+from efficient_ft.ops.tokens import Tokens, pop_tokens
+
+
+class BlockIO(NamedTuple):
+    """Input and output of a block in one forward pass: detached, to be read only.
+
+    Attributes:
+        x: the input.
+        before: grid positions of the input's tokens; None: all tokens are present, or nothing is known.
+        y: the output.
+        after: grid positions of the output's tokens; None as above.
+    """
+
+    x: Tensor
+    before: Tokens | None
+    y: Tensor
+    after: Tokens | None
+
+
+@contextmanager
+def observe_blocks(model: nn.Module, blocks: Sequence[str], callback: Callable[[int, BlockIO], None]) -> Iterator[None]:
+    """Call `callback` with the index and the `BlockIO` of each block that runs inside this context.
+
+    Forward passes that recompute activations inside backward are skipped, and so are blocks whose first input or
+    output is not a tensor. Nothing is saved for the backward pass.
+
+    Args:
+        model: the model; hooks are removed on exit.
+        blocks: full names of the blocks.
+        callback: runs without gradients.
+    """
+
+    def hook(index: int) -> Callable[..., None]:
+        def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+            if x is None or not isinstance(output, Tensor) or is_recomputing():
+                return
+            with torch.no_grad():
+                (x, before), (y, after) = pop_tokens(x), pop_tokens(output)
+                callback(index, BlockIO(x.detach(), before, y.detach(), after))
+
+        return observe
+
+    with ExitStack() as stack:
+        for index, name in enumerate(blocks):
+            handle = model.get_submodule(name).register_forward_hook(hook(index), with_kwargs=True)
+            stack.callback(handle.remove)
+        yield
+
+
+def channel_axis(block: nn.Module, dims: int) -> int:
+    """The channel axis of a block's output with `dims` dimensions.
+
+    1 for maps (4 dimensions) of a block whose first layer is a convolution, else the last one.
+    """
+    first = next((m for m in block.modules() if isinstance(m, nn.Linear | nn.Conv2d)), None)
+    return 1 if dims == 4 and isinstance(first, nn.Conv2d) else dims - 1
+
+
+def relative_magnitude(io: BlockIO, prefix: int, axis: int) -> tuple[Tensor, Tensor] | None:
+    """‖f(x)‖ / ‖f(x) + x‖, and the number of tokens compared.
+
+    Norms are taken over channels, in single precision or higher; tokens whose output is zero are left out.
+
+    Args:
+        io: input and output of the block.
+        prefix: the number of the model's prefix tokens.
+        axis: the channel axis.
+
+    Returns:
+        The mean over images and tokens, and the tokens per image in that mean: two scalars on the block's device. None
+        if no token of the output was in the input.
+    """
+    pair = _same_tokens(io, prefix)
+    if pair is None:
+        return None
+    x, y, valid = pair
+    wide = torch.promote_types(y.dtype, torch.float32)
+    added = torch.linalg.vector_norm(y.to(wide) - x.to(wide), dim=axis)
+    whole = torch.linalg.vector_norm(y, dim=axis, dtype=wide)
+    valid = (whole > 0) & valid
+    count = valid.sum()
+    return torch.where(valid, added / whole, 0).sum() / count, count.to(wide) / len(y)
+
+
+def _same_tokens(io: BlockIO, prefix: int) -> tuple[Tensor, Tensor, Tensor | bool] | None:
+    """Pair the output's tokens with the same tokens of the input: (x, y, mask of the valid pairs)."""
+    x, before, y, after = io
+    if after is None or after is before:  # no token was dropped or merged, or positions are unknown
+        if x.shape == y.shape:
+            return x, y, True
+    elif after.grid_index_BL is not None and (before is None or before.grid_index_BL is not None):
+        old_BL = torch.arange(x.shape[1] - prefix, device=x.device).expand(len(x), -1)
+        if before is not None and before.grid_index_BL is not None:
+            old_BL = before.grid_index_BL
+        sorted_BL, order_BL = old_BL.sort(1)
+        found_BK = torch.searchsorted(sorted_BL, after.grid_index_BL.contiguous()).clamp_max(old_BL.shape[1] - 1)
+        kept_BK = sorted_BL.gather(1, found_BK) == after.grid_index_BL
+        index_BK = order_BL.gather(1, found_BK) + prefix
+        head_BP = torch.arange(prefix, device=x.device).expand(len(x), -1)
+        index_BN = torch.cat([head_BP, index_BK], 1)
+        valid_BN = torch.cat([torch.ones_like(head_BP, dtype=torch.bool), kept_BK], 1)
+        return x.gather(1, index_BN.unsqueeze(-1).expand(-1, -1, x.shape[2])), y, valid_BN
+    if prefix and x.dim() == y.dim() == 3 and x.shape[::2] == y.shape[::2]:
+        return x[:, :prefix], y[:, :prefix], True
+    return None

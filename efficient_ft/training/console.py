@@ -1,0 +1,164 @@
+"""Printing of a run: messages of the first process, numbers in human units, and the tables at the end."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_only
+
+
+def rank() -> int:
+    """The rank of this process; known before there is a Trainer, from the environment of processes it started."""
+    return int(getattr(rank_zero_only, "rank", None) or 0)
+
+
+@rank_zero_only
+def say(text: str) -> None:
+    """Print `text` in the first process only."""
+    print(text, flush=True)
+
+
+def quiet_lightning() -> None:
+    """Silence advice that does not apply: the loaders, checkpoints and frozen BatchNorm layers are ours on purpose."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning", "timm"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for message in (
+        ".*does not have many workers.*",
+        ".*module\\(s\\) in eval mode at the start of training.*",
+        ".*your dataloader is not resumable.*",
+        ".*is smaller than the logging interval.*",
+        ".*Checkpoint directory.*",
+        ".*GPU available but not used.*",
+        ".*isinstance\\(treespec, LeafSpec\\).*",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+
+
+# ---------------------------------------------------------------------------------------------- units
+def format_number(value: float, unit: str = "", step: int = 1000) -> str:
+    """Three digits and a prefix: 1234567 → ``1.23 M``; with ``step=1024``: ``1.18 Mi``."""
+    prefixes = ["", "k", "M", "G", "T", "P"] if step == 1000 else ["", "Ki", "Mi", "Gi", "Ti", "Pi"]
+    power = 0
+    while abs(value) >= 999.5 and power < len(prefixes) - 1:
+        value /= step
+        power += 1
+    digits = 0 if abs(value) >= 99.95 or (power == 0 and value == int(value)) else 1 if abs(value) >= 9.995 else 2
+    return f"{value:.{digits}f} {prefixes[power]}{unit}".rstrip()
+
+
+def format_bytes(value: float) -> str:
+    """1536 → ``1.50 KiB``."""
+    return format_number(value, "B", 1024)
+
+
+def format_seconds(value: float) -> str:
+    """0.0421 → ``42.1 ms``; 3725 → ``1 h 02 min``."""
+    if value < 1:
+        return f"{value * 1000:.3g} ms"
+    if value < 100:
+        return f"{value:.3g} s"
+    minutes, rest = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+# ---------------------------------------------------------------------------------------------- tables
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns with a rule under the first row: the first column left, the others right."""
+    columns = max(len(row) for row in rows)
+    full = [[*row, *[""] * (columns - len(row))] for row in rows]
+    widths = [max(len(row[i]) for row in full) for i in range(columns)]
+    lines = []
+    for i, row in enumerate(full):
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+        if i == 0:
+            lines.append("─" * (sum(widths) + 2 * (columns - 1)))
+    return "\n".join(lines)
+
+
+_COSTS = (
+    ("executed", "forward_flops", "forward FLOPs / image", format_number),
+    ("executed", "backward_flops", "backward FLOPs / image", format_number),
+    ("executed", "saved_bytes", "saved bytes / image", format_bytes),
+    ("measured", "peak_bytes", "peak, batch of {batch}", format_bytes),
+    ("measured", "step_seconds", "step time (median)", format_seconds),
+)
+
+
+def cost_table(cost: dict[str, Any], method: str, batch: int) -> str:
+    """FLOPs, saved bytes, peak and step time; where full fine-tuning was probed, its column and the ratio to it.
+
+    Args:
+        cost: a `record.results.CostReport`.
+        method: the header of its column.
+        batch: images per batch.
+    """
+    full = cost.get("full")
+    rows = [["cost", method, *(["full", "ratio"] if full else [])]]
+    for group, key, title, show in _COSTS:
+        value = cost[group][key]
+        if value is None:
+            continue
+        row = [title.format(batch=batch), show(value)]
+        if full and full[group][key]:
+            row += [show(full[group][key]), f"{value / full[group][key]:.2f}×"]
+        rows.append(row)
+    return table(rows)
+
+
+def results_text(results: dict[str, Any], folder: Path) -> str:
+    """The text at the end of a run: what was trained, accuracy and cost.
+
+    Args:
+        results: a `record.results.Results`.
+        folder: the run folder.
+    """
+    config, accuracy = results["config"], results["accuracy"]
+    method = "+".join(config["method"])
+    tasks = accuracy.get("tasks", {})
+    data = f"{', '.join(tasks)} in turn" if tasks else config["data"]["name"]
+    split = accuracy["split"]
+    chosen = " (the best epoch was chosen on the test split: data.select_best_on=test)" if split == "test" else ""
+    lines = [
+        "",
+        f"{config['model']['name']} on {data} with {method}:"
+        f" {results['trainable_parameters']:,} of {results['total_parameters']:,} parameters trained",
+    ]
+    for name, applied in results["methods"].items():
+        skipped = f", {len(applied['skipped'])} skipped" if applied["skipped"] else ""
+        reasons = sorted(set(applied["skipped"].values()))
+        why = f" ({'; '.join(reasons[:2])}{'; …' if len(reasons) > 2 else ''})" if reasons else ""
+        lines.append(f"  {name}: {len(applied['touched'])} touched{skipped}{why}")
+    if not config["model"]["pretrained"] and config["model"]["weights"] is None:
+        lines.append("  started from random weights (model.pretrained=false)")
+    skipped_images = results["data"].get("skipped", 0)
+    if skipped_images:
+        lines.append(f"  {skipped_images} corrupt images were left out (data.on_corrupt=skip)")
+    lines += [
+        "",
+        table(_accuracy_rows(accuracy, results["data"])) + chosen,
+        "",
+        cost_table(results["cost"], method, config["data"]["batch_size"]),
+        "",
+        f"Results: {folder} (model.safetensors holds the {'epoch of the best mean' if tasks else 'best epoch'})",
+    ]
+    return "\n".join(lines)
+
+
+def _accuracy_rows(accuracy: dict[str, Any], data: dict[str, Any]) -> list[list[str]]:
+    """Best and last accuracy on the split that chose the best epoch; the best weights' accuracy on the test split."""
+    tasks, split = accuracy.get("tasks", {}), accuracy["split"]
+    rows = [["accuracy", "best", "last"]]
+    rows += [[f"{task}, {split}", f"{of['best']:.2%}", f"{of['last']:.2%}"] for task, of in tasks.items()]
+    rows.append([f"{'mean, ' if tasks else ''}{split}", f"{accuracy['best']:.2%}", f"{accuracy['last']:.2%}"])
+    tested = data["accuracy"].get("test")
+    if split != "test" and tested is not None:
+        each = data.get("tasks", {})
+        rows += [[f"{task}, test", f"{of['accuracy']['test']:.2%}", ""] for task, of in each.items()]
+        rows.append([f"{'mean, ' if tasks else ''}test", f"{tested:.2%}", ""])
+    return rows

@@ -1,0 +1,108 @@
+"""The cost of a run's training step, and of plain full fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from efficient_ft import cost
+from efficient_ft.config import Config
+from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.data import class_count
+from efficient_ft.methods.base import Method
+from efficient_ft.methods.build import build_methods
+from efficient_ft.models import factory
+from efficient_ft.models.tasks import tasks_of
+from efficient_ft.record.results import CostReport, StepCost
+from efficient_ft.training.console import cost_table, say
+from efficient_ft.training.optimizer import build_optimizer
+
+#: Number of classes for `cost_only` if the data set is not there to count them: that of ImageNet.
+_UNKNOWN_CLASSES = 1000
+
+
+def cost_only(config: Config) -> dict[str, Any]:
+    """Count and print the cost of a training step, and that of full fine-tuning; needs no data and no weights.
+
+    Returns:
+        A `record.results.CostReport`.
+
+    Raises:
+        UserError: the model or a method cannot be built, or a method cannot be applied to the model.
+    """
+    counts = {task: class_count(data) or _UNKNOWN_CLASSES for task, data in config.tasks.items()}
+    classes = counts or class_count(config.data) or _UNKNOWN_CLASSES
+    spec = factory.input_of(config.model)
+    network = factory.random_model(config.model, classes)
+    report = cost_report(config, network, build_methods(config), spec, classes, torch.device("cpu"), steps=0)
+    height, width = spec.size
+    shown = classes if isinstance(classes, int) else "+".join(map(str, classes.values()))
+    say(
+        f"{config.model.name}, {height}×{width}, {shown} classes, batch {config.data.batch_size},"
+        f" {config.trainer.precision}; counted, not timed\n\n"
+        + cost_table(dict(report), "+".join(config.method), config.data.batch_size)
+    )
+    return dict(report)
+
+
+def cost_report(
+    config: Config,
+    network: nn.Module,
+    methods: Sequence[Method],
+    spec: InputSpec,
+    classes: int | Mapping[str, int],
+    device: torch.device,
+    steps: int,
+) -> CostReport:
+    """The cost of a training step of `network` with its methods and, with `cost.compare_full`, of full fine-tuning.
+
+    Args:
+        config: the run's configuration.
+        network: the model; with several tasks the step is one of the first task.
+        methods: the methods to apply, or applied, to it.
+        spec: its input.
+        classes: the number of classes, or that of each task.
+        device: measures the step.
+        steps: timed steps; 0: count only.
+    """
+    switch = tasks_of(network)
+    if switch is not None:
+        switch.active = switch.names[0]
+    found = cost.compare(
+        network,
+        methods,
+        (lambda: factory.random_model(config.model, classes)) if config.cost.compare_full else None,
+        batch_size=config.data.batch_size,
+        input_size=spec.size,
+        steps=steps,
+        precision=config.trainer.precision,
+        label_smoothing=config.optim.label_smoothing,
+        in_chans=len(spec.mean),
+        frozen_bn=config.model.frozen_bn,
+        device=device,
+        clip=config.optim.grad_clip_norm,
+        build_optimizer=lambda model: build_optimizer(model, config.optim, config.trainer.precision),
+    )
+    for name, one in found.items():
+        if one.note:
+            say(f"cost of {name}: {one.note}")
+    method = _step_cost(found["method"])
+    return {**method, "full": _step_cost(found["full"]) if "full" in found else None}
+
+
+def _step_cost(found: cost.Cost) -> StepCost:
+    counted, measured = found.executed, found.measured
+    return {
+        "executed": {
+            "forward_flops": counted.forward_flops,
+            "backward_flops": counted.backward_flops,
+            "saved_bytes": counted.saved_bytes,
+        },
+        "measured": {
+            "step_seconds": None if measured is None else measured.step_seconds,
+            "peak_bytes": counted.peak_bytes if measured is None else measured.peak_bytes,
+        },
+    }

@@ -1,0 +1,94 @@
+"""The images of a run: opened as the configuration asks, and handed to Lightning at the place where the run is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as L
+from torch.utils.data import DataLoader
+
+from efficient_ft.config import Config, DataConfig
+from efficient_ft.core.errors import SettingError
+from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.data import ImageData, RoundRobinData, missing_data, open_data
+
+
+def data_configs(config: Config) -> list[DataConfig]:
+    """The configuration of every data set of the run: one, or one per task."""
+    return list(config.tasks.values()) or [config.data]
+
+
+def missing_images(config: Config) -> list[str]:
+    """A message for every data set of the run that is not on this machine."""
+    found = map(missing_data, data_configs(config))
+    return [message for message in found if message is not None]
+
+
+def open_images(config: Config, spec: InputSpec) -> ImageData | RoundRobinData:
+    """Open the data set or data sets of the run, transformed to the network's input.
+
+    Args:
+        config: the run's configuration.
+        spec: the network's input.
+
+    Raises:
+        SettingError: a setting of a data set cannot be used; with several tasks it is named ``tasks.<task>.<setting>``.
+        UserError: the images are missing, damaged, or cannot be split as asked.
+    """
+    if not config.tasks:
+        return open_data(config.data, spec, config.seed)
+    parts = {}
+    for task, data in config.tasks.items():
+        try:
+            parts[task] = open_data(data, spec, config.seed)
+        except SettingError as error:
+            # `open_data` names the settings of a single data set.
+            error.setting = error.setting.replace("data.", f"tasks.{task}.", 1)
+            error.args = (str(error).replace("data.", f"tasks.{task}.", 1),)
+            raise
+    return RoundRobinData(parts, config.trainer.grad_accum_steps)
+
+
+def run_length(config: Config, images: ImageData | RoundRobinData, world: int) -> tuple[int, int]:
+    """Epochs and optimizer steps of the run. Batches left over at the end of an epoch make a step.
+
+    Args:
+        config: the run's configuration.
+        images: its images.
+        world: number of processes.
+    """
+    per_epoch = -(-len(images.train_loader(0, world)) // config.trainer.grad_accum_steps)
+    assert per_epoch, "an opened data set has a training image, and the last batch may be smaller"
+    total = config.trainer.epochs * per_epoch
+    if config.trainer.max_steps > 0:
+        total = min(total, config.trainer.max_steps)
+    return -(-total // per_epoch), total
+
+
+class RunDataModule(L.LightningDataModule):
+    """Loaders for Lightning; the training loader of a resumed run starts at the next batch, also within an epoch.
+
+    Args:
+        images: the run's images.
+    """
+
+    def __init__(self, images: ImageData | RoundRobinData) -> None:
+        super().__init__()
+        self.images = images
+
+    def train_dataloader(self) -> DataLoader:
+        trainer = self.trainer
+        assert trainer is not None
+        loader = self.images.train_loader(trainer.global_rank, trainer.world_size)
+        epochs: Any = trainer.fit_loop.epoch_progress.current
+        if epochs.started > epochs.processed:  # resumed in the middle of an epoch
+            batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+            sampler: Any = loader.sampler
+            sampler.start = batches.processed * int(loader.batch_size or 1)
+        return loader
+
+    def val_dataloader(self) -> DataLoader | Sequence[DataLoader]:
+        trainer = self.trainer
+        assert trainer is not None
+        return self.images.eval_loader(self.images.best_split, trainer.global_rank, trainer.world_size)

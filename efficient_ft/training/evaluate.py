@@ -1,0 +1,190 @@
+"""Evaluate the weights of a run: at its end, and later with ``evaluate=RUN``."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+import lightning.pytorch as L
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassAccuracy
+
+from efficient_ft.config import Config, DataConfig
+from efficient_ft.core.errors import UserError
+from efficient_ft.cost.executed import AUTOCAST
+from efficient_ft.data import ImageData, RoundRobinData
+from efficient_ft.models.tasks import tasks_of
+from efficient_ft.record.config_file import read_config
+from efficient_ft.record.results import DataReport, flatten
+from efficient_ft.training import export
+from efficient_ft.training.console import say, table
+from efficient_ft.training.datamodule import data_configs, missing_images, open_images
+
+_PASS_A_RUN = "Pass the run folder printed when training ended."
+
+
+class Evaluated(TypedDict):
+    """Accuracy by split (with several tasks the mean), and that of each task."""
+
+    accuracy: dict[str, float]
+    tasks: NotRequired[dict[str, dict[str, float]]]
+
+
+def evaluate(run: Path, config: Config | None = None) -> Evaluated:
+    """Print and return the accuracy of a run's best weights (model.safetensors) on every split of its images.
+
+    RUN/config.yaml says which data, splits, model and methods are meant. `config` may differ from it in where the
+    images are and how they are loaded (or name another data set with the same classes), and in `trainer.precision`,
+    `trainer.accelerator` and `trainer.limit_eval_batches`; it may not change model, methods or splits. Settings that
+    evaluation does not use (`optim`, `cost`, …) are ignored.
+
+    Args:
+        run: the folder of a finished or interrupted run.
+        config: RUN/config.yaml with changes; None: as stored.
+
+    Raises:
+        OtherVersionError: an earlier version of this package wrote the run folder.
+        UserError: `run` is not a run folder, `config` changes what it may not, or the images are missing or have other
+            classes.
+    """
+    stored = read_config(run, _PASS_A_RUN)
+    if config is None:
+        config = stored
+    _refuse_changes(run, stored, config)
+    trained = export.load(run)
+    missing = missing_images(config)
+    if missing:
+        raise UserError("\n".join(missing))
+    images = open_images(config, trained.input)
+    if images.class_names != (trained.tasks or trained.class_names):
+        roots = ", ".join(data.root for data in data_configs(config))
+        raise UserError(
+            f"evaluate={run}: the classes in {roots} must be those of the run, but they differ. Set data.root to images"
+            " of the same classes."
+        )
+    trainer = L.Trainer(accelerator=config.trainer.accelerator, devices=1, logger=False, enable_checkpointing=False)
+    found = accuracies(config, trained.model, images, trainer.strategy.root_device)
+    rows = [["accuracy", "", "images"]]
+    result: Evaluated
+    if isinstance(images, ImageData):
+        rows += [[split, f"{value:.2%}", str(images.splits[split])] for split, value in found.items()]
+        result = {"accuracy": found}
+    else:
+        for task, part in images.parts.items():
+            rows += [[f"{task} {s}", f"{value:.2%}", str(part.splits[s])] for s, value in found[task].items()]
+        result = {"accuracy": mean_accuracies(found), "tasks": found}
+        rows += [[f"mean {split}", f"{value:.2%}", ""] for split, value in result["accuracy"].items()]
+    say(f"{run / export.NAME} (epoch {trained.notes.get('epoch')}):\n{table(rows)}")
+    return result
+
+
+def _refuse_changes(run: Path, stored: Config, config: Config) -> None:
+    """Refuse another model, methods or tasks, and splits that could evaluate on training images."""
+    old, new = _fixed(stored, config), _fixed(config, stored)
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    if changed:
+        values = ", ".join(f"{key}={new.get(key)} (the run has {old.get(key)})" for key in changed[:3])
+        raise UserError(
+            f"evaluate={run}: {values}: evaluation uses the model, methods and splits of the run. Leave out"
+            f" {', '.join(changed[:3])}."
+        )
+
+
+def _fixed(config: Config, other: Config) -> dict[str, Any]:
+    """The settings of `config` that evaluation may not change."""
+    plain = config.model_dump(mode="json", include={"model", "method", "seed"})
+
+    def splits(data: DataConfig, other: DataConfig | None) -> dict[str, Any]:
+        same = other is not None and data.name == other.name
+        return {"val_fraction": data.val_fraction, "select_best_on": data.select_best_on} if same else {}
+
+    if config.tasks:
+        plain["tasks"] = {
+            task: {"task": task, **splits(data, other.tasks.get(task))} for task, data in config.tasks.items()
+        }
+    elif not other.tasks:
+        plain["data"] = splits(config.data, other.data)
+    return flatten(plain)
+
+
+@torch.inference_mode()
+def accuracy(
+    model: nn.Module, loader: DataLoader, classes: int, device: torch.device, precision: str, limit: int | None = None
+) -> float:
+    """Top-1 accuracy, a fraction.
+
+    Args:
+        model: moved to `device` and set to evaluation mode.
+        loader: batches of (images, labels).
+        classes: the number of classes.
+        device: evaluates.
+        precision: ``fp32``, or the type of autocast: ``bf16``, ``fp16``.
+        limit: the number of batches; None: all.
+    """
+    model.eval().to(device)
+    # In this process only: other processes of the run may have ended.
+    metric = MulticlassAccuracy(classes, average="micro", validate_args=False, sync_on_compute=False).to(device)
+    dtype = AUTOCAST[precision]
+    for number, (images, labels) in enumerate(loader):
+        if number == limit:
+            break
+        with torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext():
+            logits = model(images.to(device, non_blocking=True))
+        metric.update(logits.float(), labels.to(device, non_blocking=True))
+    return float(metric.compute())
+
+
+def accuracies(
+    config: Config, model: nn.Module, images: ImageData | RoundRobinData, device: torch.device
+) -> dict[str, Any]:
+    """Accuracy by split, or by task and split.
+
+    Args:
+        config: its precision and number of batches count.
+        model: the network; with several tasks it is switched to each.
+        images: the images.
+        device: evaluates.
+    """
+    options = config.trainer
+    if isinstance(images, ImageData):
+        return {
+            split: accuracy(
+                model,
+                images.eval_loader(split),
+                images.num_classes,
+                device,
+                options.precision,
+                options.limit_eval_batches,
+            )
+            for split in ("val", "test")
+            if split in images.splits
+        }
+    switch, found = tasks_of(model), {}
+    assert switch is not None
+    for task, part in images.parts.items():
+        switch.active = task
+        found[task] = accuracies(config, model, part, device)
+    return found
+
+
+def mean_accuracies(found: dict[str, dict[str, float]]) -> dict[str, float]:
+    """The mean over the tasks, for the splits that all of them have."""
+    splits = [s for s in ("val", "test") if all(s in of for of in found.values())]
+    return {split: sum(of[split] for of in found.values()) / len(found) for split in splits}
+
+
+def data_report(config: Config, folder: Path, images: ImageData | RoundRobinData, device: torch.device) -> DataReport:
+    """Sizes of the splits, corrupt images left out, and the accuracy of model.safetensors as written on every split."""
+    trained = export.load(folder)
+    found = accuracies(config, trained.model, images, device)
+    report = images.report()
+    if isinstance(images, ImageData):
+        return {"splits": report["splits"], "skipped": report["skipped_count"], "accuracy": found}
+    each: Any = {
+        task: {"splits": of["splits"], "skipped": of["skipped_count"], "accuracy": found[task]}
+        for task, of in report["tasks"].items()
+    }
+    return {"skipped": sum(of["skipped"] for of in each.values()), "accuracy": mean_accuracies(found), "tasks": each}

@@ -1,0 +1,111 @@
+"""The run folder: one run per folder, one process at a time, and nothing of an earlier run is deleted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from efficient_ft.config import Config, fingerprint
+from efficient_ft.core.errors import UserError
+from efficient_ft.record import config_file, results
+from efficient_ft.record.files import write_text_atomically
+from efficient_ft.record.formats import START_AGAIN
+from efficient_ft.record.results import flatten
+from efficient_ft.training import checkpoint, export
+from efficient_ft.training.console import rank, say
+
+#: Locked by the process that trains in the folder; the operating system releases it when that process ends.
+LOCK = ".lock"
+#: Any of these files shows that a run was started in a folder.
+_TRACES = (results.NAME, config_file.NAME, checkpoint.NAME, export.NAME, "metrics.jsonl")
+
+
+def refuse_another_run(config: Config, folder: Path) -> None:
+    """Refuse a folder that holds a run with other settings, unless ``resume=never`` moves that run away.
+
+    Raises:
+        OtherVersionError: an earlier version of this package wrote the folder.
+        UserError: the settings differ, or its config.yaml is damaged.
+    """
+    if config.resume == "never" or not (folder / config_file.NAME).is_file():
+        return
+    stored = config_file.read_config(folder)
+    if fingerprint(stored) == fingerprint(config):
+        return
+    raise UserError(f"{folder} holds another run ({differences(stored, config)}). {START_AGAIN}")
+
+
+def differences(stored: Config, config: Config) -> str:
+    """The first three settings that differ, for a message."""
+    old, new = (flatten(one.model_dump(mode="json")) for one in (stored, config))
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return ", ".join(f"{key} is {old.get(key)} there, {new.get(key)} here" for key in changed[:3])
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, so that no other process trains in it. The first of several DDP processes locks for all.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    if rank() != 0:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise UserError(
+            f"{folder} is in use: the same command is running in another process. Wait for it, or choose another"
+            " hydra.run.dir."
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def prepare_folder(config: Config, folder: Path) -> None:
+    """Write config.yaml, in the first process; with ``resume=never`` move an earlier run away first."""
+    if rank() != 0:
+        return
+    if config.resume == "never":
+        _move_earlier_run(folder)
+    config_file.write_config(folder, config)
+
+
+def _move_earlier_run(folder: Path) -> None:
+    """Move what an earlier run left in `folder` to ``<folder>.1``, ``.2``, …"""
+    if not any((folder / name).exists() for name in _TRACES):
+        return
+    number = 1
+    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    target.mkdir()
+    for entry in folder.iterdir():
+        # Hydra has already opened the log file of this command.
+        if entry.suffix != ".log" and entry.name not in (".hydra", LOCK):
+            shutil.move(str(entry), target / entry.name)
+    say(f"resume=never: the earlier run was moved to {target}.")
+
+
+def run_id(folder: Path) -> str:
+    """The run's id for loggers: kept in the folder and in every checkpoint, so that a resumed run keeps it."""
+    state, file = folder / checkpoint.NAME, folder / "run_id"
+    if file.is_file():
+        return file.read_text(encoding="utf-8").strip()
+    if checkpoint.exists(state):
+        for held in checkpoint.read(state)["callbacks"].values():
+            if "run_id" in held:
+                return str(held["run_id"])
+    created = os.urandom(4).hex()
+    if rank() == 0:
+        write_text_atomically(file, created + "\n")
+    return created

@@ -1,0 +1,96 @@
+"""The optimizer of a run and its learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from timm.optim import param_groups_layer_decay, param_groups_weight_decay
+from torch import nn
+
+from efficient_ft.config import OptimConfig
+from efficient_ft.core.errors import UserError
+from efficient_ft.models.view import view
+
+
+def lr_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
+    """The learning rate of optimizer step `step`, as a fraction of `optim.lr`.
+
+    Linear warm-up from `optim.warmup_start_factor` over `optim.warmup_steps`, then a cosine down to
+    `optim.min_lr_ratio`, or constant.
+
+    Args:
+        step: counted from 0.
+        total_steps: optimizer steps of the whole run.
+        optim: the optimizer's configuration.
+    """
+    warmup = min(optim.warmup_steps, total_steps)
+    if step < warmup:
+        return optim.warmup_start_factor + (1 - optim.warmup_start_factor) * step / warmup
+    if optim.schedule == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+class SGD(torch.optim.SGD):
+    """`torch.optim.SGD` for parameters that get their first gradient in different steps.
+
+    The fused kernel fails if only some parameters have a momentum buffer. A buffer of zeros gives the same first step,
+    bit for bit.
+    """
+
+    def _init_group(self, group: Any, *lists: Any) -> Any:
+        for parameter in group["params"] if group["momentum"] and group["fused"] else ():
+            if parameter.grad is not None and self.state[parameter].get("momentum_buffer") is None:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return super()._init_group(group, *lists)
+
+
+def build_optimizer(network: nn.Module, optim: OptimConfig, precision: str = "fp32") -> torch.optim.Optimizer:
+    """The optimizer over the parameters of `network` that require gradients.
+
+    As in timm, norms and biases have no weight decay; layer decay gives deeper layers a higher learning rate, by
+    timm's grouping of the model. `optim.head_lr_mult` multiplies the classifier's learning rate.
+
+    Args:
+        network: the model; methods have been applied to it.
+        optim: the optimizer's configuration.
+        precision: of the run; fused kernels are used in fp32 only.
+
+    Raises:
+        UserError: no parameter requires a gradient.
+    """
+    if not any(p.requires_grad for p in network.parameters()):
+        raise UserError(
+            "Nothing trains: every parameter is frozen. Choose a method that selects parameters, e.g. method=head."
+        )
+    no_decay: set[str] = getattr(network, "no_weight_decay", set)()
+    if optim.layer_decay is None:
+        groups = param_groups_weight_decay(network, optim.weight_decay, no_weight_decay_list=no_decay)
+    else:
+        groups = param_groups_layer_decay(
+            network, optim.weight_decay, no_weight_decay_list=no_decay, layer_decay=optim.layer_decay
+        )
+    if optim.head_lr_mult != 1:
+        head = {id(p) for name in view(network).head for p in network.get_submodule(name).parameters()}
+        scaled = [
+            {
+                **g,
+                "params": [p for p in g["params"] if id(p) in head],
+                "lr_scale": g.get("lr_scale", 1.0) * optim.head_lr_mult,
+            }
+            for g in groups
+        ]
+        groups = [{**g, "params": [p for p in g["params"] if id(p) not in head]} for g in groups] + scaled
+    groups = [g for g in groups if g["params"]]
+    for group in groups:
+        group["lr"] = group["initial_lr"] = optim.lr * group.get("lr_scale", 1.0)
+    # Lightning refuses to clip for fused kernels under autocast, since they unscale fp16 gradients themselves.
+    device = next(network.parameters()).device.type
+    fused = device in ("cpu", "cuda") and precision == "fp32"
+    if optim.name == "sgd":
+        return SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=fused)
+    adam = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
+    return adam(groups, lr=optim.lr, betas=optim.betas, fused=fused)

@@ -1,0 +1,195 @@
+"""The callback that writes a run: metrics, the best epoch's weights, and checkpoints."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+
+from efficient_ft.record.rows import MetricsFile
+from efficient_ft.training import checkpoint
+from efficient_ft.training.console import say
+from efficient_ft.training.module import FineTuner
+
+#: Optimizer steps between two rows of training loss.
+RECORD_EVERY = 50
+#: A checkpoint is written at the end of an epoch, unless the last one is younger than this …
+EPOCH_CHECKPOINT_SECONDS = 10.0
+#: … and within an epoch that takes longer than this.
+STEP_CHECKPOINT_SECONDS = 600.0
+
+
+class Recorder(L.Callback):
+    """Write the metrics, keep the best epoch's weights, and write checkpoints.
+
+    Args:
+        folder: the run folder.
+        split: the split on which the run evaluates during training.
+        keep_best: writes the network's weights; called with the module, the epoch (from 1) and its accuracy.
+        extra: further entries of every checkpoint, in plain containers.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        keep_best: Callable[[L.LightningModule, int, float], None],
+        extra: dict[str, Any],
+    ):
+        self.folder, self.split, self.keep_best, self.extra = folder, split, keep_best, extra
+        self.metrics = MetricsFile(folder)
+        self.best: float | None = None
+        self.best_epoch = 0
+        self.last: float | None = None
+        #: With several tasks: each task's accuracy in the best and in the last epoch; `best` and `last` are means.
+        self.best_tasks: dict[str, float] = {}
+        self.last_tasks: dict[str, float] = {}
+        self._started = 0.0
+        self._seconds_before = 0.0  # training time before the resume
+        self._saved = 0.0
+        #: Set by Ctrl-C: save after the present step, and stop.
+        self.stop_requested = False
+
+    # ------------------------------------------------------------------ steps
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._started = self._saved = time.monotonic()
+        if trainer.is_global_zero:
+            self.metrics.rewind(trainer.global_step)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, FineTuner)
+        step = trainer.global_step
+        if step % RECORD_EVERY == 0 and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self._record_step(trainer, pl_module, batch_idx)
+            # After the last batch the epoch's checkpoint follows, with its evaluation.
+            last = batch_idx + 1 >= trainer.num_training_batches
+            if not last and self._due(trainer, STEP_CHECKPOINT_SECONDS):
+                self._save(trainer, pl_module, batch_idx)
+        if self.stop_requested or trainer.received_sigterm:
+            self._save_and_stop(trainer, pl_module, batch_idx)
+        if step >= pl_module.total_steps:
+            trainer.should_stop = True
+
+    def _save_and_stop(self, trainer: L.Trainer, module: FineTuner, batch_idx: int) -> None:
+        """Save and stop after a whole optimizer step; the epoch's last step stops after its evaluation."""
+        whole = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if whole and batch_idx + 1 < trainer.num_training_batches:
+            self._save(trainer, module, batch_idx)
+            if self.stop_requested:  # after SIGTERM Lightning stops the run
+                raise KeyboardInterrupt
+
+    def _record_step(self, trainer: L.Trainer, module: FineTuner, batch_idx: int) -> None:
+        module.read_losses(batch_idx)
+        self._log(
+            trainer,
+            {
+                "step": trainer.global_step,
+                "epoch": trainer.current_epoch + 1,
+                "train_loss": module.mean_loss("window"),
+                "lr": max(g["lr"] for g in trainer.optimizers[0].param_groups),
+            },
+        )
+
+    def _due(self, trainer: L.Trainer, seconds: float) -> bool:
+        # All ranks take part in a checkpoint, so the first rank's clock decides.
+        due = time.monotonic() - self._saved >= seconds
+        return bool(trainer.strategy.broadcast(due)) if trainer.world_size > 1 else due
+
+    def _save(self, trainer: L.Trainer, module: FineTuner, batch_idx: int) -> None:
+        module.read_losses(batch_idx)  # raises for a NaN: such weights never replace good ones
+        trainer.save_checkpoint(self.folder / checkpoint.NAME)
+        self._saved = time.monotonic()
+
+    # ------------------------------------------------------------------ epochs
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # The evaluation has just run, as the last part of the epoch's loop.
+        assert isinstance(pl_module, FineTuner)
+        pl_module.read_losses(trainer.fit_loop.batch_idx)
+        evaluated = pl_module.evaluated
+        assert evaluated is not None
+        epoch = trainer.current_epoch + 1
+        row = {
+            "step": trainer.global_step,
+            "epoch": epoch,
+            "train_loss_epoch": pl_module.mean_loss("epoch"),
+            f"{self.split}_accuracy": evaluated.accuracy,
+            f"{self.split}_loss": evaluated.loss,
+            **{f"{self.split}_accuracy_{task}": of.accuracy for task, of in pl_module.evaluated_tasks.items()},
+            **{f"{self.split}_loss_{task}": of.loss for task, of in pl_module.evaluated_tasks.items()},
+            "seconds": round(self.seconds, 3),
+        }
+        self._log(trainer, row)
+        self.last = evaluated.accuracy
+        self.last_tasks = {task: of.accuracy for task, of in pl_module.evaluated_tasks.items()}
+        if self.best is None or evaluated.accuracy > self.best:
+            self.best, self.best_epoch, self.best_tasks = evaluated.accuracy, epoch, self.last_tasks
+            self.keep_best(pl_module, epoch, evaluated.accuracy)
+        if trainer.is_global_zero:
+            self.metrics.write_csv()
+        final = trainer.should_stop or epoch == trainer.max_epochs
+        stopping = self.stop_requested or trainer.received_sigterm
+        if final or stopping or self._due(trainer, EPOCH_CHECKPOINT_SECONDS):
+            self._save(trainer, pl_module, trainer.fit_loop.batch_idx)
+        if self.stop_requested and not final:
+            raise KeyboardInterrupt
+
+    @property
+    def seconds(self) -> float:
+        """Training time so far in seconds, with evaluation, without the time between interruption and resume."""
+        return self._seconds_before + (time.monotonic() - self._started if self._started else 0.0)
+
+    def _log(self, trainer: L.Trainer, row: dict[str, Any]) -> None:
+        if not trainer.is_global_zero:
+            return
+        self.metrics.append(row)
+        for logger in trainer.loggers:
+            values = {k: v for k, v in row.items() if v is not None and k != "step"}
+            logger.log_metrics(values, step=row["step"])
+
+    # ------------------------------------------------------------------ state
+    def state_dict(self) -> dict[str, Any]:
+        """Accuracies and training time so far, and `extra`."""
+        return {
+            "best": self.best,
+            "best_epoch": self.best_epoch,
+            "last": self.last,
+            "seconds": self.seconds,
+            **({"best_tasks": self.best_tasks, "last_tasks": self.last_tasks} if self.last_tasks else {}),
+            **self.extra,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from the state of `state_dict()`."""
+        self.best = state_dict["best"]
+        self.best_epoch = state_dict["best_epoch"]
+        self.last = state_dict["last"]
+        self._seconds_before = state_dict["seconds"]
+        self.best_tasks, self.last_tasks = (state_dict.get(key, {}) for key in ("best_tasks", "last_tasks"))
+
+
+@contextmanager
+def stop_on_interrupt(recorder: Recorder) -> Iterator[None]:
+    """The first Ctrl-C stops after the present step, with a checkpoint; the second stops at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def request(number: int, frame: Any) -> None:
+        if recorder.stop_requested:
+            raise KeyboardInterrupt
+        recorder.stop_requested = True
+        say("\nStopping after this step, with a checkpoint (Ctrl-C again: at once) …")
+
+    before = signal.signal(signal.SIGINT, request)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

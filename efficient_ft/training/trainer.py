@@ -1,0 +1,87 @@
+"""The Lightning Trainer of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from efficient_ft.config import Config
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.methods.base import Method
+from efficient_ft.training import checkpoint
+
+_PRECISION: dict[str, Any] = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+
+
+def world_size(config: Config) -> int:
+    """The number of processes that will train, before there is a Trainer."""
+    devices = config.trainer.devices
+    return devices if isinstance(devices, int) else max(1, torch.cuda.device_count())
+
+
+def build_trainer(
+    config: Config,
+    folder: Path,
+    methods: Sequence[Method],
+    callbacks: list[L.Callback],
+    loggers: list[Logger],
+    epochs: int,
+) -> L.Trainer:
+    """The Trainer that `config.trainer` asks for.
+
+    Args:
+        config: the run's configuration.
+        folder: the run folder.
+        methods: the run's methods; they declare whether DDP has to look for unused parameters.
+        callbacks: in the order in which Lightning calls them.
+        loggers: started loggers.
+        epochs: the number of epochs.
+
+    Raises:
+        UserError: the accelerator, devices or precision are not available on this machine.
+    """
+    options = config.trainer
+    # Layers that are frozen per step, and classifiers of other tasks, have no gradient in some steps.
+    unused = bool(config.tasks) or any(getattr(m, "find_unused_parameters", False) for m in methods)
+    strategy = "ddp_find_unused_parameters_true" if unused and options.devices != 1 else "auto"
+    try:
+        trainer = L.Trainer(
+            accelerator=options.accelerator,
+            devices=options.devices,
+            strategy=strategy,
+            precision=_PRECISION[options.precision],
+            max_epochs=epochs,
+            accumulate_grad_batches=options.grad_accum_steps,
+            gradient_clip_val=config.optim.grad_clip_norm,
+            limit_val_batches=options.limit_eval_batches,
+            deterministic=options.deterministic,
+            num_sanity_val_steps=0,
+            callbacks=callbacks,
+            plugins=[checkpoint.AtomicCheckpointIO()],
+            logger=loggers or False,
+            use_distributed_sampler=False,  # the run's own sampler knows rank, world size and where to continue
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=str(folder),
+        )
+    except (MisconfigurationException, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"trainer.accelerator={options.accelerator}, trainer.devices={options.devices} and"
+            f" trainer.precision={options.precision} are not available on this machine: {error}"
+        ) from error
+    if options.precision == "fp16" and trainer.strategy.root_device.type == "cpu":
+        raise SettingError("trainer.precision", "fp16", "fp32 or bf16 on a CPU")
+    return trainer
+
+
+def use_channels_last(config: Config, device: torch.device) -> bool:
+    """Whether convolutional maps are stored channels-last: as `trainer.channels_last` says, by default on a CPU."""
+    chosen = config.trainer.channels_last
+    return device.type == "cpu" if chosen is None else chosen

@@ -1,0 +1,1 @@
+"""What `scripts/docs.py` generates: tables, numbers and figures of the documentation, from benchmarks/*.json."""

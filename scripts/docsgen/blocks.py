@@ -1,0 +1,342 @@
+"""Blocks between markers: ``<!-- generated: NAME ARGUMENT... -->``. Each takes the page it stands on as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from docsgen import cards, configuration, labels, records
+from docsgen.markdown import cosine, duration, table, times
+from docsgen.values import error, projector
+
+Block = Callable[..., str]
+BLOCKS: dict[str, Block] = {}
+
+
+def block(function: Block) -> Block:
+    """Make a function available in markers under its own name, with - for _."""
+    BLOCKS[function.__name__.replace("_", "-")] = function
+    return function
+
+
+@block
+def conditions(*files: str, page: Path) -> str:
+    """How the files were measured."""
+    return "\n\n".join(records.conditions(file) for file in files)
+
+
+# ---------------------------------------------------------------------------------------------- memory
+@block
+def memory(page: Path) -> str:
+    """DeiT-S: how activations are kept, with gradient cosines."""
+    rows = []
+    for name in records.load("memory")["recipes"]:
+        trained = labels.TRAINED.get(name)
+        rows.append(
+            [
+                labels.MEMORY[name],
+                f"{records.saved('memory', name):.2f}",
+                f"{records.peak('memory', name):.0f}",
+                duration(records.seconds("memory", name)),
+                times(records.time("memory", name)),
+                _cosine("gradient_random", name),
+                _cosine("gradient", trained) if trained else "–",
+            ]
+        )
+    head = ["recipe", "saved MiB / image", "peak MiB, batch", "step", "× time of `full`"]
+    return table([*head, "cosine, this network", "cosine, trained network"], rows)
+
+
+def _cosine(file: str, name: str) -> str:
+    return cosine(records.recipe(file, name)["cosine"]["blocks"]["mean"])
+
+
+@block
+def memory_gpu(page: Path) -> str:
+    """ViT-B/16 on a GPU, in fp32 and bf16."""
+    rows = []
+    for name in records.load("memory_gpu")["recipes"]:
+        cells = [labels.GPU[name]]
+        for file in ("memory_gpu", "memory_gpu_bf16"):
+            if name in records.load(file)["recipes"]:
+                cells += [
+                    duration(records.seconds(file, name)),
+                    times(records.time(file, name)),
+                    f"{records.peak(file, name):.0f}",
+                ]
+            else:
+                cells += ["", "", ""]
+        rows.append(cells)
+    parts = [
+        f"{precision}{what}" for precision in ("fp32", "bf16") for what in (" step", ": × time of `full`", " peak MiB")
+    ]
+    return table(["recipe", *parts], rows)
+
+
+@block
+def gradients(page: Path) -> str:
+    """Gradient error and cosine of every recipe measured on the trained network."""
+    rows = [
+        [
+            labels.current(name),
+            f"{records.saved('gradient', name):.2f}",
+            f"{recipe['error']['blocks']['mean']:.3f}",
+            cosine(recipe["cosine"]["blocks"]["mean"]),
+            f"{cosine(recipe['cosine']['blocks']['min'])} to {cosine(recipe['cosine']['blocks']['max'])}",
+        ]
+        for name, recipe in records.load("gradient")["recipes"].items()
+        if name != "full"
+    ]
+    return table(["recipe", "saved MiB / image", "relative error", "cosine", "lowest to highest batch"], rows)
+
+
+# ---------------------------------------------------------------------------------------------- tokens and layers
+@block
+def tokens(page: Path) -> str:
+    """DeiT-S: fewer tokens, fewer layers."""
+    rows = []
+    for file in ("tokens", "stacked"):
+        for name in records.load(file)["recipes"]:
+            if name not in labels.TOKENS or (file == "stacked" and name == "full"):
+                continue
+            executed = records.recipe(file, name)["executed"]
+            rows.append(
+                [
+                    labels.TOKENS[name],
+                    f"{(executed['forward_flops'] + executed['backward_flops']) / 1e9:.1f}",
+                    f"{records.saved(file, name):.2f}",
+                    f"{records.peak(file, name):.0f}",
+                    duration(records.seconds(file, name)),
+                    times(records.time(file, name)),
+                ]
+            )
+    head = ["recipe", "forward + backward GFLOP / image", "saved MiB / image", "peak MiB, batch", "step"]
+    return table([*head, "× time of `full`"], rows)
+
+
+# ---------------------------------------------------------------------------------------------- methods
+@block
+def methods_cost(page: Path) -> str:
+    """EfficientFormer-L1: what trains, and adapters."""
+    rows = []
+    for name, of in records.load("methods")["recipes"].items():
+        rows.append(
+            [
+                labels.METHODS[name],
+                f"{of['trainable_parameters'] / 1e6:.2f} M",
+                f"{of['executed']['backward_flops'] / 1e6:.0f}",
+                f"{records.saved('methods', name):.2f}",
+                f"{records.peak('methods', name):.0f}",
+                duration(records.seconds("methods", name)),
+                times(records.time("methods", name)),
+            ]
+        )
+    head = ["recipe", "parameters trained", "backward MFLOPs / image", "saved MiB / image", "peak MiB, batch", "step"]
+    return table([*head, "× time of `full`"], rows)
+
+
+@block
+def counted(model: str, page: Path) -> str:
+    """Executed counts of every recipe on one model."""
+    of = records.load("counted")["models"][model]
+    rows = []
+    for recipe in of["recipes"].values():
+        executed = recipe["executed"]
+        rows.append(
+            [
+                labels.command(recipe["arguments"]),
+                f"{recipe['trainable_parameters'] / 1e6:.2f} M",
+                f"{executed['forward_flops'] / 1e9:.2f}",
+                f"{executed['backward_flops'] / 1e9:.2f}",
+                f"{executed['saved_bytes'] / records.MIB:.2f}",
+                f"{executed['peak_bytes'] / records.MIB:.0f}",
+            ]
+        )
+    head = ["recipe", "parameters trained", "forward GFLOP / image", "backward GFLOP / image", "saved MiB / image"]
+    return table([*head, f"peak MiB, batch {of['batch']}"], rows)
+
+
+# ---------------------------------------------------------------------------------------------- projectors and speed
+_PROJECTORS = ("WHT reflect", "WHT zero", "WHT ortho", "LHE", "DCT")
+_PROJECTOR_HEAD = ["WHT `reflect` (published)", "WHT `zero`", "WHT `ortho`", "LHE (`ortho`)", "DCT"]
+
+
+@block
+def projectors(page: Path) -> str:
+    """Relative error and cosine by projector on the trained network."""
+    rows = []
+    for grid in (7, 8, 14):
+        for order in (4, 6):
+            results = [projector("trained", grid, name, order) for name in _PROJECTORS]
+            best = min(error(r) for r in results)
+            dct = results[-1]
+            rows.append(
+                [
+                    f"{grid}×{grid}, order {order}",
+                    f"{dct['backward_mflops']:.0f} ({dct['exact_mflops']:.0f})",
+                    *(
+                        _bold(f"{error(r):.3f} ({r['batch']['network']['cosine']['mean']:.3f})", error(r) == best)
+                        for r in results
+                    ),
+                ]
+            )
+    return table(["grid, order", "backward MFLOPs (exact)", *_PROJECTOR_HEAD], rows)
+
+
+@block
+def projectors_finetuning(page: Path) -> str:
+    """Relative error at the start, middle and end of fine-tuning."""
+    rows = []
+    for grid in (7, 8, 14):
+        for order in (4, 6):
+            found = [
+                [error(projector(s, grid, name, order)) for s in ("start", "middle", "end")] for name in _PROJECTORS
+            ]
+            best = [min(column) for column in zip(*found, strict=True)]
+            cells = [
+                " / ".join(_bold(f"{e:.3f}", e == b) for e, b in zip(errors, best, strict=True)) for errors in found
+            ]
+            rows.append([f"{grid}×{grid}, order {order}", *cells])
+    return table(["grid, order", *_PROJECTOR_HEAD], rows)
+
+
+@block
+def projectors_layers(page: Path) -> str:
+    """Relative error by kind of layer, trained network, 7×7, order 4."""
+    rows = []
+    for kind in ("qkv", "proj", "fc1", "fc2"):
+        results = [projector("trained", 7, name, 4) for name in _PROJECTORS]
+        rows.append([kind, *(f"{r['batch'][kind]['error']['mean']:.3f}" for r in results)])
+    return table(["layer", *_PROJECTOR_HEAD], rows)
+
+
+@block
+def low_rank_step(file: str, page: Path) -> str:
+    """Backward pass and whole step with low-rank backward; ratios to the exact last stage of timm's model."""
+    batch = records.load(file)["batch"]
+    rows = [
+        [
+            labels.LOW_RANK[name],
+            f"{of['executed']['backward_flops'] / 1e6:.0f}",
+            duration(records.seconds(file, name, "backward")),
+            times(records.time(file, name, "backward")),
+            duration(records.seconds(file, name)),
+            times(records.time(file, name)),
+            f"{records.saved(file, name) * batch:.1f}",
+        ]
+        for name, of in records.load(file)["recipes"].items()
+    ]
+    head = ["recipe", "backward MFLOPs / image", "backward", "× time", "step", "× time", f"saved MiB, batch of {batch}"]
+    return table(head, rows)
+
+
+@block
+def low_rank_layer(page: Path) -> str:
+    """The backward pass of one linear layer, with the paper's speedups."""
+    printed = records.load("printed")["layer_speedup"]["shapes"]
+    rows = []
+    for shape, orders in records.load("layer")["shapes"].items():
+        exact = orders["exact"]["measured"]["backward"]
+        cells = [shape.replace(",", " → ", 1).replace(",", ", "), duration(exact["median"])]
+        for order in ("order 2", "order 4", "order 6"):
+            measured = orders[order]["measured"]["backward"]
+            cells += [
+                duration(measured["median"]),
+                f"{measured['times_faster']['median']:.1f}",
+                f"{printed[shape][order]:.1f}",
+            ]
+        rows.append(cells)
+    parts = [
+        f"{name}{what}"
+        for name in ("LP-2", "LP-4", "LP-6")
+        for what in ("", ", times faster", ", paper's times faster")
+    ]
+    return table(["layer (channels, grid)", "exact", *parts], rows)
+
+
+# ---------------------------------------------------------------------------------------------- published
+@block
+def published_rule(title: str, page: Path) -> str:
+    """A table of the papers' costs beside our count by the same rule."""
+    of = next(t for t in records.load("published")["tables"] if t["title"].startswith(f"{title}:"))
+    rows = of["rows"]
+    columns = [
+        ("published", "published", ""),
+        ("memory", "our count", ".1f"),
+        ("as_listed", "only the blocks listed", ".1f"),
+        ("published_gmacs", "published GMACs", ""),
+        ("gmacs", "our GMACs", ".1f"),
+    ]
+    columns = [c for c in columns if any(row.get(c[0]) is not None for row in rows)]
+    cells = [
+        [row["label"], *(_number(row.get(key), form) for key, _, form in columns), row.get("note", "")] for row in rows
+    ]
+    head = ["row", *(name for _, name, _ in columns), "note"]
+    noted = any(row[-1] for row in cells)
+    if not noted:
+        cells, head = [row[:-1] for row in cells], head[:-1]
+    return f"**{of['title']}**\n\n{table(head, cells, text_last=noted)}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+@block
+def printed(name: str, page: Path) -> str:
+    """A table of accuracies as a paper printed it."""
+    of = next(t for t in records.load("printed")["tables"] if t["id"] == name)
+    title = f"{of['paper']}, {of['table']}: {of['setting']}. As printed in the paper, not measured here."
+    rows = [[row["label"], *(v or "" for v in row["values"])] for row in of["rows"]]
+    return f"{table(['', *of['columns']], rows)}\n\n*{title}*"
+
+
+def _bold(text: str, yes: bool) -> str:
+    return f"**{text}**" if yes else text
+
+
+# ---------------------------------------------------------------------------------------------- configuration
+@block
+def methods(page: Path) -> str:
+    """Every method with its axis and its card's summary."""
+    rows = []
+    for card in cards.all_cards():
+        link = cards.link(card, page)
+        options = ", ".join(f"`{option}`" for option in card.options if option != card.name)
+        rows.append([f"[`{card.name}`]({link})" + (f" ({options})" if options else ""), card.axes, card.summary])
+    return table(["method", "axis", "what it does"], rows, left=3)
+
+
+@block
+def header(method: str, page: Path) -> str:
+    """Axis, options and class of a method."""
+    of = cards.card(method)
+    options = ", ".join(f"`method={option}`" for option in of.options)
+    return f"Axis: {of.axes}. Options: {options}. Class: `efficient_ft.methods.{cards.classes()[method].__name__}`."
+
+
+@block
+def settings(method: str, page: Path) -> str:
+    """A method's settings, from its YAML files and its constructor."""
+    return cards.settings_table(method)
+
+
+@block
+def cost(method: str, page: Path) -> str:
+    """What a method cost where it was counted or measured."""
+    return cards.cost_tables(method)
+
+
+@block
+def options(group: str, page: Path) -> str:
+    """The options of a configuration group, with the first lines of their files."""
+    rows = [[f"`{name}`", text] for name, text in configuration.options(group).items()]
+    return table([group, ""], rows, left=2)
+
+
+@block
+def recipes(page: Path) -> str:
+    """Which data sets have a recipe with which optimizer."""
+    found = configuration.recipes()
+    rows = [[f"`{optim}`", ", ".join(f"`{d}`" for d in data), text] for optim, (data, text) in found.items()]
+    return table(["optim", "data sets with a recipe", "source"], rows, left=3)

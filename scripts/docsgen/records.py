@@ -1,0 +1,121 @@
+"""Reading benchmarks/*.json: one recipe's numbers, ratios to the baseline of the same file, and how it was measured."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 2**20
+
+#: One-minute load average above which `efficient-ft bench` says that the machine is busy.
+BUSY = 0.5
+
+#: Short names of the files.
+FILES = {
+    "memory": "memory_deit_small_cpu",
+    "memory_gpu": "memory_vit_base_h200",
+    "memory_gpu_bf16": "memory_vit_base_bf16_h200",
+    "memory_gpu_unfused": "memory_vit_base_unfused_h200",
+    "tokens": "tokens_deit_small_cpu",
+    "stacked": "tokens_stacked_deit_small_cpu",
+    "masks": "tokens_masks_deit_small_cpu",
+    "methods": "methods_efficientformer_l1_cpu",
+    "step": "step_efficientformer_l1_cpu",
+    "swin": "step_swinv2_small_cpu",
+    "layer": "layer_cpu",
+    "loop": "loop_cpu",
+    "gradient": "gradient_vit_micro_56_cpu",
+    "gradient_32": "gradient_vit_micro_32_cpu",
+    "gradient_random": "gradient_deit_small_random_cpu",
+    "projectors": "gradient_error",
+    "counted": "counted_methods",
+    "published": "published_rule",
+    "printed": "published_tables",
+}
+
+
+def path(file: str) -> str:
+    """The file's path in the repository."""
+    return f"benchmarks/{FILES[file]}.json"
+
+
+@cache
+def load(file: str) -> Any:
+    """The contents of a file, by its short name."""
+    return json.loads((ROOT / path(file)).read_text(encoding="utf-8"))
+
+
+def recipe(file: str, name: str) -> Any:
+    """One recipe of a file; of `counted`, NAME is MODEL/RECIPE."""
+    if file == "counted":
+        model, _, name = name.partition("/")
+        return load(file)["models"][model]["recipes"][name]
+    return load(file)["recipes"][name]
+
+
+def saved(file: str, name: str) -> float:
+    """MiB that autograd keeps for the backward pass, per image."""
+    return recipe(file, name)["executed"]["saved_bytes"] / MIB
+
+
+def peak(file: str, name: str) -> float:
+    """Peak of the whole batch in MiB: the allocator's on a GPU, counted elsewhere."""
+    of = recipe(file, name)
+    return of.get("peak_bytes", of["executed"]["peak_bytes"]) / MIB
+
+
+def seconds(file: str, name: str, part: str = "step") -> float:
+    """Median time of a part of the step."""
+    return recipe(file, name)["measured"][part]["median"]
+
+
+def rounds(file: str) -> int:
+    """Timed rounds of a file."""
+    data = load(file)
+    if data["kind"] == "loop":
+        return len(data["jobs"]["default"]["bare loop"]["seconds"])
+    if data["kind"] == "layer":
+        return len(next(iter(data["shapes"].values()))["exact"]["measured"]["backward"]["seconds"])
+    return len(next(iter(data["recipes"].values()))["measured"]["step"]["seconds"])
+
+
+def time(file: str, name: str, part: str = "step", baseline: str | None = None) -> float:
+    """Times of a part, as a ratio to the baseline's of the same round: the median over the rounds. Below 1: faster."""
+    of = load(file)["recipes"]
+    base = of[baseline or load(file)["baseline"]]["measured"][part]["seconds"]
+    own = of[name]["measured"][part]["seconds"]
+    return statistics.median([a / b for a, b in zip(own, base, strict=True)])
+
+
+def faster(file: str, name: str, part: str = "step") -> float:
+    """The reciprocal ratio: how many times faster than the baseline of the same round, the median over the rounds."""
+    return recipe(file, name)["measured"][part]["times_faster"]["median"]
+
+
+def conditions(file: str) -> str:
+    """How a file was measured, in sentences."""
+    data = load(file)
+    environment = data["environment"]
+    device, threads, torch = environment["device"], environment["threads"], environment["torch"].partition("+")[0]
+    what = f"{device}, {threads} threads" if "NVIDIA" not in device else device
+    facts = [what, f"torch {torch}"]
+    if "dtype" in data:
+        facts.append(data["dtype"])
+    if "batch" in data:
+        facts.append(f"batch {data['batch']}")
+    facts.append(f"medians of {rounds(file)} rounds, in turn")
+    text = f"Measured on {', '.join(facts)}, {environment['date'][:10]}"
+    if "NVIDIA" not in device and environment["allocator"].startswith("keeping"):
+        text += ", glibc keeping freed memory"
+    text += "."
+    load_average = environment.get("load")
+    if load_average is not None and load_average > BUSY:
+        text += (
+            f" The machine's load average was {load_average:.2f} at the start, above the {BUSY} at which"
+            " `efficient-ft bench` calls a machine busy: times are less certain than their ratios."
+        )
+    return f"{text} Record: `{path(file)}`."

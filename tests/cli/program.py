@@ -1,0 +1,72 @@
+"""The command line in this process, and as a program whose run trains nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from efficient_ft.cli.compose import configurations
+from efficient_ft.cli.main import CONF, register
+from efficient_ft.config import Config
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+# train.py with a run that returns at once, instead of the one that needs seconds to import torch.
+PROGRAM = """
+import json, os, signal, sys, types
+sys.path.insert(0, {repository!r})
+import train
+from efficient_ft.cli import main
+
+def run(config, folder):
+    from efficient_ft.core.errors import UserError
+    order = config.method.get("lbp_wht", {{}}).get("order")
+    if order == 5:
+        raise UserError("order 5 is out of luck\\nand says so at length")
+    if order == 6:
+        raise RuntimeError("a bug")
+    if order == 7:
+        raise KeyboardInterrupt
+    if order == 8:
+        os.kill(os.getpid(), signal.SIGKILL)
+    print("ran", order, "lr", config.optim.lr, "root", config.data.root, "evaluate", config.evaluate)
+    if config.evaluate is not None or config.cost_only:
+        return {{"executed": {{"backward_flops": 3e6}}}}
+    settings = config.model_dump(mode="json")
+    results = {{"accuracy": {{"best": order / 10}}, "cost": {{"executed": {{"backward_flops": order * 1e6}}}},
+               "config": settings}}
+    (folder / "results.json").write_text(json.dumps(results))
+    (folder / "config.yaml").write_text(json.dumps(settings))
+    (folder / "model.safetensors").touch()
+    return results
+
+main.prepare = lambda config: None
+sys.modules["efficient_ft.training.run"] = types.SimpleNamespace(run=run)
+sys.modules["efficient_ft.training"] = types.SimpleNamespace()
+train.main()
+assert "torch" not in sys.modules
+"""
+
+
+def composed(*arguments: str, sweep: bool = False, search: Path | None = None) -> list[Config]:
+    """The configurations that a command line gives."""
+    register()
+    return configurations(CONF, "train", arguments, sweep=sweep, search=None if search is None else str(search))
+
+
+def write_program(folder: Path) -> None:
+    """Write the program into `folder`."""
+    (folder / "program.py").write_text(PROGRAM.format(repository=str(REPOSITORY)))
+
+
+def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the program of `folder` there."""
+    return subprocess.run(
+        [sys.executable, "program.py", *arguments], cwd=folder, capture_output=True, text=True, encoding="utf-8"
+    )
+
+
+def runs_of(folder: Path) -> set[Path]:
+    """The run folders below `folder`, relative."""
+    return {file.parent.relative_to(folder) for file in (folder / "outputs").rglob("results.json")}

@@ -1,0 +1,236 @@
+"""The configuration groups: every option composes, recipes hold the published settings, sweeps and own groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from efficient_ft.cli.main import CONF
+from efficient_ft.core.errors import UserError
+from tests.cli.program import composed
+
+
+def options(group: str) -> list[str]:
+    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("group", ["model", "data", "tasks", "optim", "trainer", "logger", "recipe", "from_scratch"])
+def test_every_option_of_every_group_composes(group: str) -> None:
+    for option in options(group):
+        named = ["model.name=resnet18"] if option == "timm" else []
+        (config,) = composed(f"{group}={option}", *named)
+        if group in ("data", "optim", "logger"):
+            assert option.partition("_")[0] == getattr(config, group).name  # the rest is whose recipe it is
+
+
+def test_every_model_is_known_to_timm_with_its_weights() -> None:
+    import timm
+
+    import efficient_ft.models.factory  # noqa: F401  registers ours
+
+    for option in set(options("model")) - {"timm", "vit_digits"}:
+        (config,) = composed(f"model={option}", "data=cifar10")
+        name = config.model.name
+        assert name in timm.list_pretrained(f"{name.partition('.')[0]}.*"), option
+        assert (config.model.pretrained, config.model.select) == (True, "last_stage")
+
+
+@pytest.mark.parametrize(
+    ("data", "lr", "warmup_steps", "min_lr_ratio", "grad_clip_norm"),
+    [
+        ("cifar100", 1e-4, 1000, 0.01, None),
+        ("cifar10", 1e-4, 1000, 0.01, 5),
+        ("pets", 1e-4, 1000, 0.01, 5),
+        ("cars", 5e-4, 1000, 0.01, 5),
+        ("food101", 2e-4, 1000, 0.01, 5),
+        ("flowers102", 2e-4, 100, 0.001, 5),
+    ],
+)
+def test_a_data_set_of_the_paper_brings_its_recipe(
+    data: str, lr: float, warmup_steps: int, min_lr_ratio: float, grad_clip_norm: float | None
+) -> None:
+    (config,) = composed("method=lbp_wht", "model=efficientformer_l1", f"data={data}")
+    optim = config.optim
+    assert (optim.lr, optim.warmup_steps, optim.min_lr_ratio, optim.grad_clip_norm) == (
+        lr,
+        warmup_steps,
+        min_lr_ratio,
+        grad_clip_norm,
+    )
+    assert (optim.name, optim.weight_decay, optim.schedule, optim.warmup_start_factor) == (
+        "adamw",
+        1e-5,
+        "cosine",
+        1e-3,
+    )
+    assert (optim.label_smoothing, optim.layer_decay) == (0.1, None)
+    assert (config.trainer.epochs, config.data.batch_size, config.seed) == (50, 64, 233)
+    assert (config.data.select_best_on, config.method["lbp_wht"]["select"]) == ("test", "last_stage")
+    assert config.data.augment.name == "resize_crop"
+
+
+BACK_RAZOR = ("pets", "aircraft", "cifar10", "cifar100", "flowers102", "cars", "cub200", "food101")
+
+
+@pytest.mark.parametrize(
+    ("data", "lr", "steps"),
+    list(
+        zip(
+            BACK_RAZOR,
+            (1e-3, 3e-2, 1e-2, 1e-2, 3e-2, 1e-1, 1e-2, 1e-2),
+            (20_000, 6_000, 20_000, 20_000, 2_000, 16_000, 6_000, 30_000),
+            strict=True,
+        )
+    ),
+)
+def test_back_razor_s_recipe_of_a_vit(data: str, lr: float, steps: int) -> None:
+    (config,) = composed("model=vit_base", f"data={data}", "method=back_razor", "optim=sgd_back_razor")
+    optim, augment = config.optim, config.data.augment
+    assert (optim.name, optim.lr, optim.momentum, optim.weight_decay) == ("sgd", lr, 0.9, 0.0)
+    assert (optim.schedule, optim.warmup_steps, optim.warmup_start_factor, optim.min_lr_ratio) == ("cosine", 500, 0, 0)
+    assert (optim.grad_clip_norm, optim.label_smoothing, optim.head_lr_mult) == (
+        1.0,
+        0.0,
+        10.0 if data == "aircraft" else 1.0,
+    )
+    assert (config.trainer.max_steps, config.data.batch_size) == (steps, 128)
+    images = {"food101": 75_750, "cifar10": 50_000, "cifar100": 50_000}.get(data, 8_144)
+    assert config.trainer.epochs * (images // 128) > steps, "the steps end the run, not the epochs"
+    assert config.model.name == "vit_base_patch16_224.orig_in21k"
+    assert config.model.zero_head
+    first = data in ("pets", "aircraft")
+    assert (augment.name, augment.scale, augment.resize) == ("resize_crop", (0.05, 1.0), 256 if first else "none")
+    assert augment.flip == first
+    assert config.method["back_razor"]["select"] == "keep"
+
+
+def test_the_vit_of_back_razor_takes_its_images() -> None:
+    from efficient_ft.models.factory import input_of
+
+    (config,) = composed("model=vit_base", "data=cifar100", "optim=sgd_back_razor")
+    spec = input_of(config.model)
+    assert (spec.size, spec.mean, spec.std) == ((224, 224), (0.5,) * 3, (0.5,) * 3)
+
+
+@pytest.mark.parametrize(
+    ("data", "lr", "label_smoothing"),
+    list(
+        zip(
+            BACK_RAZOR,
+            (3e-5, 3e-4, 3e-5, 3e-5, 1e-4, 3e-4, 1e-4, 3e-5),
+            (0.3, 0.3, 0.1, 0.1, 0.7, 0.7, 0.7, 0.1),
+            strict=True,
+        )
+    ),
+)
+def test_back_razor_s_recipe_of_a_mobile_network(data: str, lr: float, label_smoothing: float) -> None:
+    chosen = ("model=timm", "model.name=mobilenetv2_100", "method=back_razor", "method.back_razor.sparsity=0.9")
+    (config,) = composed(*chosen, f"data={data}", "optim=adam_back_razor")
+    optim = config.optim
+    assert (optim.name, optim.lr, optim.label_smoothing, optim.weight_decay) == ("adam", lr, label_smoothing, 0.0)
+    assert (optim.schedule, optim.min_lr_ratio, optim.grad_clip_norm) == ("cosine", 0.0, None)
+    assert (config.trainer.epochs, config.trainer.max_steps, config.data.batch_size) == (50, -1, 8)
+    assert (config.model.drop_rate, config.data.augment.resize) == (0.2, "input")
+
+
+@pytest.mark.parametrize(
+    ("data", "lr", "steps"),
+    [
+        ("cifar10", 1e-3, 20_000),
+        ("cifar100", 1e-2, 20_000),
+        ("flowers102", 3e-2, 20_000),
+        ("pets", 1e-3, 20_000),
+        ("food101", 1e-2, 30_000),
+    ],
+)
+def test_bsr_s_recipe_of_a_vit(data: str, lr: float, steps: int) -> None:
+    (config,) = composed("model=vit_base", f"data={data}", "method=bsr", "optim=sgd_bsr")
+    optim, augment = config.optim, config.data.augment
+    assert (optim.name, optim.lr, optim.momentum, optim.weight_decay) == ("sgd", lr, 0.9, 0.0)
+    assert (optim.schedule, optim.warmup_steps, optim.min_lr_ratio, optim.grad_clip_norm) == ("cosine", 500, 0, 1.0)
+    assert (config.trainer.max_steps, config.data.batch_size, config.trainer.precision) == (steps, 128, "fp32")
+    assert config.model.zero_head
+    assert (augment.scale, augment.resize, augment.flip) == ((0.05, 1.0), "none", False)
+
+
+@pytest.mark.parametrize("data", ["cifar10", "cifar100"])
+def test_bsr_s_recipe_of_deit(data: str) -> None:
+    (config,) = composed("model=deit_small", f"data={data}", "method=bsr", "optim=adamw_bsr")
+    optim = config.optim
+    assert (optim.name, optim.lr, optim.weight_decay, optim.layer_decay) == ("adamw", 5e-4, 0.05, 0.75)
+    assert optim.lr * optim.min_lr_ratio == pytest.approx(1e-6)
+    assert optim.warmup_steps == 5 * (50_000 // 128 + 1)
+    assert (optim.label_smoothing, config.trainer.epochs, config.data.batch_size) == (0.1, 50, 128)
+    assert config.data.augment.flip
+
+
+@pytest.mark.parametrize("data", ["cifar100", "flowers102", "food101"])
+def test_alast_s_recipe(data: str) -> None:
+    (config,) = composed("model=deit_small", f"data={data}", "method=alast", "optim=adam_alast")
+    optim = config.optim
+    assert (optim.name, optim.lr, optim.weight_decay, optim.schedule) == ("adam", 1e-4, 0.0, "constant")
+    assert (config.trainer.epochs, config.data.batch_size) == (20, 128)
+    assert config.method["alast"]["num_layers"] == 9
+
+
+def test_only_a_network_without_pretrained_weights_is_trained_from_scratch() -> None:
+    (scratch,) = composed()
+    (elsewhere,) = composed("data=cifar100")
+    (pretrained,) = composed("model=deit_tiny")
+    (plain,) = composed("model=deit_tiny", "data=folder")
+    (own,) = composed("from_scratch=none")
+    assert scratch.optim == elsewhere.optim
+    assert (scratch.optim.lr, scratch.optim.weight_decay, scratch.trainer.epochs) == (2e-3, 0.05, 15)
+    assert pretrained.optim == plain.optim == own.optim
+    assert (pretrained.optim.lr, pretrained.trainer.epochs) == (1e-4, 20)
+
+
+def test_a_recipe_is_for_its_optimizer_and_data_set_only_and_the_user_wins() -> None:
+    (folder,) = composed("model=deit_tiny", "data=folder")
+    (none,) = composed("model=deit_tiny", "data=cifar100", "recipe=none")
+    (sgd,) = composed("model=deit_tiny", "data=cifar100", "optim=sgd")
+    (own,) = composed("model=deit_tiny", "data=cifar100", "optim.lr=0.5", "trainer.epochs=2", "data.select_best_on=val")
+    (borrowed,) = composed("model=deit_tiny", "data=folder", "recipe=adamw_cars")
+    assert folder.optim == none.optim
+    assert folder.data.select_best_on == none.data.select_best_on == sgd.data.select_best_on == "val"
+    assert (sgd.optim.lr, sgd.optim.momentum) == (0.01, 0.9)
+    assert (own.optim.lr, own.trainer.epochs, own.data.select_best_on) == (0.5, 2, "val")
+    assert own.optim.warmup_steps == 1000
+    assert borrowed.optim.lr == 5e-4
+
+
+def test_a_sweep_is_the_product_of_its_values() -> None:
+    configs = composed("method.lbp_wht.order=2,4", "optim.lr=0.1,0.2,0.3", sweep=True)
+    assert {(c.method["lbp_wht"]["order"], c.optim.lr) for c in configs} == {
+        (order, lr) for order in (2, 4) for lr in (0.1, 0.2, 0.3)
+    }
+
+
+def test_several_data_sets_in_turn() -> None:
+    published = ["tasks=bsr_moe", "model=vit_base", "method=bsr_moe", "optim=sgd_back_razor", "recipe=bsr_moe"]
+    (config,) = composed(*published)
+    assert list(config.tasks) == ["cifar10", "cifar100", "flowers102", "pets", "food101"]
+    for name, data in config.tasks.items():
+        assert (data.name, data.batch_size, data.select_best_on) == (name, 128, "test")
+        assert (data.augment.scale, data.augment.resize, data.augment.flip) == ((0.05, 1.0), "none", False)
+    assert (config.optim.lr, config.optim.name, config.trainer.max_steps) == (0.01, "sgd", 8000)
+    assert config.model.zero_head
+    (config,) = composed(*published, "tasks.pets.batch_size=7")
+    assert config.tasks["pets"].batch_size == 7
+    by_hand = ["+data@tasks.a=cifar10", "+data@tasks.b=pets", "method=full", "optim.lr=1"]
+    (config,) = composed(*by_hand, "tasks.b.batch_size=3")
+    assert [(name, data.name, data.batch_size) for name, data in config.tasks.items()] == [
+        ("a", "cifar10", 64),
+        ("b", "pets", 3),
+    ]
+    assert composed()[0].tasks == composed("tasks=none")[0].tasks == {}
+
+
+def test_another_folder_of_configurations_is_looked_into_first(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("name: resnet18\n")
+    (config,) = composed("model=mine", "method=full", search=tmp_path)
+    assert config.model.name == "resnet18"
+    with pytest.raises(UserError, match="no such folder"):
+        composed(search=tmp_path / "nix")

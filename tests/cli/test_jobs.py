@@ -1,0 +1,99 @@
+"""Sweeps: jobs in processes of their own, finished ones skipped, failures in a table."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from efficient_ft.cli import jobs
+from tests.cli.program import REPOSITORY, call, composed, runs_of
+
+
+@pytest.mark.skipif(os.name != "posix", reason="kills a job by a signal")
+def test_a_sweep_runs_all_tables_failures_and_is_repeated_only_where_unfinished(program: Path) -> None:
+    assert call(program, "method.lbp_wht.order=3").returncode == 0
+    alone = runs_of(program)
+    done = call(program, "-m", "method.lbp_wht.order=2,5,8,3", "trainer.progress=false")
+    assert done.returncode == 1
+    # The job that ran before is the same run, in the same folder, and is not run again.
+    assert "ran 2" in done.stdout
+    assert "ran 3" not in done.stdout
+    assert len(runs_of(program)) == 2
+    assert alone < runs_of(program)
+    table = done.stdout[done.stdout.index("accuracy best") :]
+    assert re.search(r"order=2 +20\.00 % +2\.0 ", table)
+    assert re.search(r"order=3 +30\.00 % +3\.0 ", table)
+    assert "2 of 4 failed" in table
+    assert "method.lbp_wht.order=5: order 5 is out of luck\n" in table
+    assert "method.lbp_wht.order=8: killed by SIGKILL" in table
+
+
+def test_a_sweep_refuses_a_bad_job_first_and_ends_when_interrupted(program: Path) -> None:
+    refused = call(program, "-m", "method.lbp_wht.order=2,3", "optim.lr=0.1,abc")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("optim.lr must be a number > 0, got abc.")
+    shared = call(program, "-m", "optim.lr=0.1,0.10")
+    assert shared.returncode == 2
+    assert "would share the folder" in shared.stderr
+    assert runs_of(program) == set()
+    stopped = call(program, "-m", "method.lbp_wht.order=2,7,3")
+    assert stopped.returncode == 130
+    assert "ran 2" in stopped.stdout
+    assert "ran 3" not in stopped.stdout
+
+
+@pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
+def test_ending_a_sweep_ends_its_job(tmp_path: Path) -> None:
+    code = (
+        "import sys; from efficient_ft.cli.jobs import run_process\n"
+        "run_process([sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'])"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as sweep:
+        assert sweep.stdout is not None
+        job = int(sweep.stdout.readline())
+        sweep.send_signal(signal.SIGTERM)
+        assert sweep.wait() == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(job, 0)
+
+
+def test_a_job_is_started_as_the_sweep_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "efficient-ft"
+    script.touch()
+    started = {
+        (None, str(script)): [sys.executable, str(script)],
+        (None, "efficient-ft.exe"): [sys.executable, "-m", "efficient_ft"],
+        ("efficient_ft.__main__", "/somewhere/efficient_ft/__main__.py"): [sys.executable, "-m", "efficient_ft"],
+    }
+    for (name, argument), expected in started.items():
+        spec = None if name is None else types.SimpleNamespace(name=name)
+        monkeypatch.setitem(sys.modules, "__main__", types.SimpleNamespace(__spec__=spec))
+        monkeypatch.setattr(sys, "argv", [argument, "-m"])
+        assert jobs.this_program() == expected
+    assert jobs.command("conf", "train", None, ["a=1"])[-5:] == [
+        "--config-path",
+        "conf",
+        "--config-name",
+        "train",
+        "a=1",
+    ]
+
+
+def test_finished_means_the_same_settings(tmp_path: Path) -> None:
+    (config,) = composed()
+    (other,) = composed("optim.lr=0.5")
+    assert jobs.finished(tmp_path, config) is None
+    (tmp_path / "results.json").write_text(json.dumps({"config": config.model_dump(mode="json")}))
+    assert jobs.finished(tmp_path, config) is not None
+    assert jobs.finished(tmp_path, other) is None
+    for cut_short in ("", "{", "[]", "{}", '{"config": {"optim": 3}}'):
+        (tmp_path / "results.json").write_text(cut_short)
+        assert jobs.finished(tmp_path, config) is None

@@ -1,0 +1,94 @@
+"""Mistaken command lines are refused in one clear line, before anything starts."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from efficient_ft.core.errors import SettingError, UserError
+from tests.cli.program import composed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["optim.lrr=1"], r"^optim\.lrr=1: there is no such setting.* Did you mean 'lr'\?"),
+        (["+optim.lrr=1"], r"^optim\.lrr=1: there is no such setting"),
+        (["+typo=1"], r"^typo=1: there is no such setting"),
+        (["++a.typo=1"], r"^a=.*there is no such setting"),
+        (["modell=x"], r"^modell=x: .* Did you mean 'model'\?"),
+        (["recipee=none"], r"^recipee=none: .* Did you mean 'recipe'\?"),
+        (["lr=1"], r"Did you mean 'optim\.lr'\?"),
+        (["method=lbp_whtt"], r"^method must be one of .*full.*, got lbp_whtt\. Did you mean 'lbp_wht'\?"),
+        (["method=[lbp_wht,lbp_dctt]"], r"^method must be .*, got lbp_dctt\. Did you mean 'lbp_dct'\?"),
+        (["model=efficientformer_l11"], r"Did you mean 'efficientformer_l1'\?"),
+        (["data=cifar1000"], r"Did you mean 'cifar100'\?"),
+        (["recipe=adamw_cifar1000"], r"Did you mean 'adamw_cifar100'\?"),
+        (
+            ["optim=5"],
+            r"^optim must be one of adam, adam_alast, adam_back_razor, adamw, .*, sgd, .*, sgd_bsr, got 5\.$",
+        ),
+        (["optim=null"], r"^optim must be one of adam, adam_alast, .*, sgd_bsr, got null\.$"),
+        (["~optim"], r"^~optim: a run needs one\. .*adam, adam_alast, adam_back_razor, adamw"),
+        (["~optim.lr"], r"^optim\.lr must be a number > 0, got nothing\. It has no default: pass optim\.lr=VALUE\.$"),
+        (["model=timm"], r"^model\.name must be a non-empty string, got nothing\. .* pass model\.name=VALUE\.$"),
+        (["optim.lr=abc"], r"^optim\.lr must be a number > 0, got abc\.$"),
+        (["optim.lr=-1"], r"^optim\.lr must be a number > 0, got -1\.$"),
+        (["trainer.precision=fp8"], r"^trainer\.precision must be one of fp32, bf16, fp16, got fp8\.$"),
+        (
+            ["optim.momentum=.5"],
+            r"^optim\.momentum must be left out with optim=adamw, got 0\.5\. It belongs to optim=sgd\.$",
+        ),
+        (["+optim.lr=1"], r"^\+optim\.lr=1: optim\.lr exists already; leave out the \+\.$"),
+        (["method.lbp_wht.ordr=2"], r"^method\.lbp_wht\.ordr=2: .* Did you mean 'order'\?$"),
+        (["method.lbp_dct.order=2"], r"method lbp_dct is not chosen .*'method=\[lbp_wht,lbp_dct\]'"),
+        (["method=[lbp_wht,lbp_wht_published]"], r"lbp_wht and lbp_wht_published are variants of lbp_wht; name one"),
+        (["method=[lbp_wht,lbp_wht]"], r"lbp_wht is named twice"),
+        (["model.kwargs.depth=3"], r"with a plus: \+model\.kwargs\.depth=3$"),
+        (["optim.lr=1,2"], r"several values\. To run each of them add -m; .*optim\.lr=\[1,2\]"),
+        (["foo"], r"^foo: arguments have the form KEY=VALUE"),
+        (["data.root=/a=b"], r"quote it: 'data\.root=\"/a=b\"'$"),
+        (["optim.lr=[1"], r"^optim\.lr=\[1: the value has special characters"),
+        (["model.name=${a.b}"], r"^The configuration cannot be resolved: .*a\.b"),
+        (["hydra.run.dirr=x"], r"hydra\.run\.dirr"),
+        (["hydra/launcher=nix"], r"hydra/launcher/nix"),
+    ],
+)
+def test_a_mistaken_command_is_refused_in_one_clear_line(arguments: list[str], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        composed(*arguments)
+    assert re.search(said, str(caught.value)), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["data=pets"],
+            r"^data=pets: the data sets of this run are those of tasks \(cifar10, .*tasks\.cifar10\.",
+        ),
+        (["data.batch_size=3"], r"^data\.batch_size=3: the data sets of this run are those of tasks"),
+        (["tasks.pets.batch_sise=3"], r"^tasks\.pets\.batch_sise=3: .* Did you mean 'batch_size'\?"),
+        (["+data@tasks.pets=pets"], r"data@tasks\.pets appears more than once"),
+        (["tasks=bsr_mo"], r"^tasks must be one of bsr_moe, none, got bsr_mo\. Did you mean 'bsr_moe'\?"),
+        (["~tasks"], r"^~tasks: a run needs one"),
+    ],
+)
+def test_mistakes_with_tasks(arguments: list[str], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        composed("tasks=bsr_moe", "method=full", "optim.lr=1", *arguments)
+    assert re.search(said, str(caught.value)), str(caught.value)
+
+
+def test_the_quoting_that_is_advised_works() -> None:
+    (config,) = composed('data.root="/a=b"')
+    assert config.data.root == "/a=b"
+
+
+def test_one_bad_job_of_a_sweep_is_refused_before_any_starts() -> None:
+    with pytest.raises(SettingError, match=r"^method must be .*, got fulll\. Did you mean 'full'\?"):
+        composed("method=full,fulll", sweep=True)
+    with pytest.raises(SettingError, match=r"^optim.lr must be a number > 0, got abc"):
+        composed("optim.lr=1,abc", sweep=True)

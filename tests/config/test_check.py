@@ -1,0 +1,139 @@
+"""The schema and its messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from efficient_ft.config import Config, check, setting_names
+from efficient_ft.core.errors import SettingError
+from tests.config.settings import PLAIN, two_tasks, with_settings
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("optim__lr", "abc", "optim.lr must be a number > 0, got abc."),
+        ("optim__lr", -1, "optim.lr must be a number > 0, got -1."),
+        ("optim__lr", float("nan"), "optim.lr must be a number > 0, got NaN."),
+        ("optim__lr", "1", "optim.lr must be a number > 0, got 1."),
+        ("trainer__epochs", True, "trainer.epochs must be an integer >= 1, got true."),
+        ("trainer__epochs", 1.5, "trainer.epochs must be an integer >= 1, got 1.5."),
+        (
+            "trainer__epochs",
+            "???",
+            "trainer.epochs must be an integer >= 1, got nothing. It has no default: pass trainer.epochs=VALUE.",
+        ),
+        ("trainer__progress", "yes", "trainer.progress must be true or false, got yes."),
+        ("trainer__precision", "fp8", "trainer.precision must be one of fp32, bf16, fp16, got fp8."),
+        ("trainer__devices", "al", "trainer.devices must be an integer >= 1 or auto, got al."),
+        ("step_stats__interval", -1, "step_stats.interval must be an integer >= 0, got -1."),
+        ("trainer__max_steps", 0, "trainer.max_steps must be -1 (no limit) or an integer >= 1, got 0."),
+        ("data__name", "cifar1000", "Did you mean 'cifar100'?"),
+        (
+            "data__augment__scale",
+            [0.5],
+            "data.augment.scale must be a list of 2 values, each a number > 0 and <= 1, got [0.5].",
+        ),
+        ("data__augment__scale", [0.9, 0.5], "[smallest, largest]"),
+        ("data__augment", 3, "data.augment must be a mapping, got 3."),
+        (
+            "model__image_size",
+            [224, 0],
+            "model.image_size must be an integer >= 1, a list of 2 values, each an integer >= 1, or null, got [224",
+        ),
+        (
+            "model__std",
+            [1.0],
+            "model.mean must be a list of numbers, one per channel, because the other one is set, got null.",
+        ),
+        ("optim__momentum", 0.5, "It belongs to optim=sgd."),
+        ("method", {}, "method must be a non-empty mapping from names to mappings, got {}."),
+        ("method", "full", "method must be a mapping from a method's name to its settings, got full."),
+        ("optim", None, "optim must be a mapping, got null."),
+        ("optim__lrr", 1, "optim.lrr=1: there is no such setting"),
+        ("optim__lrr", 1, "Did you mean 'lr'?"),
+        ("optim__epochs", 1, "Did you mean 'trainer.epochs'?"),
+        ("lr", 1, "lr=1: there is no such setting; a run has"),
+        ("lr", 1, "Did you mean 'optim.lr'?"),
+        (
+            "data__augment__scael",
+            1,
+            "data.augment.scael=1: there is no such setting; data.augment has flip, name, resize, scale.",
+        ),
+        ("a__typo", 1, 'a={"typo": 1}: there is no such setting'),
+        ("seed", -1, "seed must be an integer >= 0 and < 4294967296, got -1."),
+    ],
+)
+def test_a_mistake_is_named_with_key_constraint_and_value(setting: str, value: Any, said: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        check(with_settings(**{setting: value}))
+    assert said in str(caught.value)
+
+
+def test_settings_that_exclude_each_other_are_refused() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"evaluate": "run", "cost_only": True}, "cost_only"),
+        ({"model__name": "vit_digits", "model__pretrained": True}, "model.pretrained"),
+        ({"trainer__precision": "fp16", "trainer__accelerator": "cpu"}, "trainer.precision"),
+        ({"model__mean": [0.5, 0.5, 0.5], "model__std": [0.5]}, "model.std"),
+        ({"data__augment__name": "none", "data__augment__resize": 256}, "data.augment.resize"),
+        ({"optim__name": "sgd", "optim__betas": [0.5, 0.9]}, "optim.betas"),
+    ]
+    for changes, said in cases:
+        with pytest.raises(SettingError) as caught:
+            check(with_settings(**changes))
+        assert caught.value.setting == said
+
+
+@settings(max_examples=20, deadline=None)
+@given(name=st.text(st.characters(codec="ascii", categories=["L"]), min_size=1, max_size=8), value=st.integers())
+@pytest.mark.parametrize("group", ["model", "data", "optim", "trainer", "logger", "cost", "step_stats"])
+def test_unknown_keys_are_refused_everywhere_by_their_full_name(group: str, name: str, value: int) -> None:
+    if f"{group}.{name}" in setting_names() or name in ("kwargs", "augment"):
+        return
+    with pytest.raises(SettingError) as caught:
+        check(with_settings(**{f"{group}__{name}": value}))
+    assert caught.value.setting == f"{group}.{name}"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        (
+            "tasks",
+            {"a": {"name": "pets"}},
+            "tasks must be two data sets or more, got a. For one, use tasks=none data=NAME.",
+        ),
+        ("tasks__b__batch_size", 0, "tasks.b.batch_size must be an integer >= 1, got 0."),
+        ("tasks__b__batchsize", 1, "tasks.b.batchsize=1: there is no such setting; tasks.b has augment"),
+        ("tasks__b__name", "cat", "tasks.b.name must be one of folder, "),
+        ("tasks__b", 3, "tasks.b must be a mapping, got 3."),
+        ("tasks", "bsr_moe", "tasks must be a mapping from names to mappings, got bsr_moe."),
+        ("tasks__b__select_best_on", "test", "tasks.b.select_best_on must be val, as for a, got test."),
+        (
+            "tasks__b__augment",
+            {"scale": [0.9, 0.1]},
+            "tasks.b.augment.scale must be [smallest, largest], got [0.9, 0.1].",
+        ),
+        ("tasks__c d", {"name": "pets"}, "tasks must be a mapping from names of letters, digits, _ and -, got c d."),
+    ],
+)
+def test_a_mistake_in_a_task_is_named_as_such(setting: str, value: Any, said: str) -> None:
+    plain = two_tasks()
+    if "__" in setting:
+        plain = two_tasks(**{setting: value})
+    else:
+        plain[setting] = value
+    with pytest.raises(SettingError) as caught:
+        check(plain)
+    assert str(caught.value).startswith(said)
+
+
+def test_configurations_cannot_be_changed_behind_their_folder() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        check(PLAIN).optim.lr = 1.0  # type: ignore[misc]
+    assert set(Config.model_fields) >= set(PLAIN)

@@ -1,0 +1,85 @@
+"""The folder of a run follows from the settings that affect its result."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from efficient_ft.config import check, fingerprint, run_folder
+from tests.config.settings import PLAIN, two_tasks, with_settings
+
+#: Valid values besides PLAIN's, of settings that change a run's result.
+_MATTERS = {
+    "model__name": "resnet50",
+    "model__pretrained": False,
+    "model__image_size": [64, 96],
+    "model__select": "all",
+    "data__name": "pets",
+    "data__batch_size": 3,
+    "data__augment__flip": False,
+    "data__val_fraction": 0.3,
+    "method": {"full": {}, "lora": {"rank": 3}},
+    "optim__lr": 0.5,
+    "optim__grad_clip_norm": 1.0,
+    "optim__betas": [0.5, 0.6],
+    "trainer__epochs": 3,
+    "trainer__precision": "bf16",
+    "seed": 1,
+}
+_SHOWN_ONLY = {
+    "trainer__progress": False,
+    "trainer__accelerator": "cpu",
+    "resume": "never",
+    "evaluate": "somewhere",
+    "logger__name": "wandb",
+    "data__num_workers": 0,
+    "data__download": False,
+    "data__eval_batch_size": 7,
+    "data__root": "elsewhere",
+    "keep_freed_memory": False,
+    "cost__steps": 9,
+    "step_stats__interval": 4,
+}
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.sets(st.sampled_from(sorted(_MATTERS))), st.sets(st.sampled_from(sorted(_SHOWN_ONLY))))
+def test_the_folder_follows_from_what_matters_and_survives_writing_out(matters: set[str], shown: set[str]) -> None:
+    base = check(with_settings(**{name: _MATTERS[name] for name in matters}))
+    same = check(with_settings(**{name: {**_MATTERS, **_SHOWN_ONLY}[name] for name in matters | shown}))
+    assert run_folder(base) == run_folder(same)
+    assert (fingerprint(base) == fingerprint(check(PLAIN))) == (not matters)
+    # What a run writes down is the run again.
+    assert check(same.model_dump(mode="json")) == same
+
+
+def test_a_folder_of_images_is_told_apart_by_its_place() -> None:
+    runs = [check(with_settings(data__name="folder", data__root=root)) for root in ("a/pets", "a/./pets/", "b/pets")]
+    assert fingerprint(runs[0]) == fingerprint(runs[1]) != fingerprint(runs[2])
+    assert run_folder(runs[0]).startswith("outputs/pets/resnet18/full/")
+
+
+def test_the_folder_names_data_model_and_methods_safely() -> None:
+    run = check(with_settings(model__name="hf_hub:org/a b", method={"lora": {}, "full": {}}))
+    assert run_folder(run).split("/")[:-1] == ["outputs", "cifar10", "hf_hub_org_a_b", "full+lora"]
+
+
+def test_tasks_are_part_of_the_run_in_their_order_and_the_one_data_set_is_not() -> None:
+    run = check(two_tasks())
+    assert run.data == run.tasks["a"]
+    assert run_folder(run).startswith("outputs/a+b/resnet18/full/")
+    assert check(run.model_dump(mode="json")) == run
+    assert fingerprint(check(two_tasks(data__batch_size=3))) == fingerprint(run)
+    assert fingerprint(check(two_tasks(tasks__a__num_workers=0, tasks__b__root="elsewhere"))) == fingerprint(run)
+    turned = check(with_settings(tasks={"b": {"name": "pets"}, "a": {"name": "cifar10"}}))
+    others = [turned, check(two_tasks(tasks__b__batch_size=3)), check(two_tasks(seed=1)), check(PLAIN)]
+    assert len({fingerprint(other) for other in [run, *others]}) == 5
+
+
+def test_a_run_of_one_data_set_says_nothing_of_tasks() -> None:
+    for none in ({}, None):
+        run = check(with_settings(tasks=none))
+        assert run == check(PLAIN)
+        assert "tasks" not in run.model_dump(mode="json")
+    # Changes only if a setting is added or renamed: each such change gives every run another folder.
+    assert fingerprint(run) == "cbb5268d"

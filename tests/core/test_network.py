@@ -1,0 +1,55 @@
+"""Reachability of URLs, without a network: local files, a stub in the place of the opener."""
+
+from __future__ import annotations
+
+import threading
+import urllib.error
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+from efficient_ft.core import network
+from efficient_ft.core.network import reason_of, unreachable
+
+
+def test_a_file_that_exists_is_reachable_if_its_length_is_the_expected_one(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"abc")
+    url = (tmp_path / "x").as_uri()
+    assert unreachable(url) is None
+    assert unreachable(url, size=3) is None
+    assert "announces 3 bytes, expected 4" in str(unreachable(url, size=4))
+    assert "No such file" in str(unreachable((tmp_path / "y").as_uri()))
+    assert unreachable("nonsense") is not None
+
+
+@pytest.mark.parametrize(
+    ("code", "accept_404", "reachable"), [(404, False, False), (404, True, True), (401, True, False)]
+)
+def test_a_host_that_refuses(monkeypatch: pytest.MonkeyPatch, code: int, accept_404: bool, reachable: bool) -> None:
+    def refuse(url: str, timeout: float) -> None:
+        raise urllib.error.HTTPError(url, code, "no", Message(), None)
+
+    monkeypatch.setattr(network, "open_url", refuse)
+    reason = unreachable("http://host/x", accept_404=accept_404)
+    assert (reason is None) == reachable
+    assert reachable or reason == f"host: HTTP {code} no"
+
+
+def test_a_host_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = threading.Event()
+    monkeypatch.setattr(network, "PROBE_SECONDS", 0.05)
+
+    def wait(url: str, timeout: float) -> None:
+        end.wait(60)
+        raise TimeoutError
+
+    monkeypatch.setattr(network, "open_url", wait)
+    assert unreachable("http://host/x") == "host gave no answer within 0.05 seconds"
+    end.set()
+
+
+def test_reasons() -> None:
+    assert reason_of(urllib.error.URLError("Name or service not known")) == "Name or service not known"
+    assert reason_of(OSError(28, "No space left on device")) == "[Errno 28] No space left on device"
+    assert reason_of(TimeoutError()) == "TimeoutError"

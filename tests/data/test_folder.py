@@ -1,0 +1,193 @@
+"""A user's own images: every layout, and every mistake."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import unicodedata
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from efficient_ft.config import DataConfig
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.data import (
+    ImageData,
+    missing_data,
+    open_data,
+)
+from efficient_ft.data.folder import read_folder
+from tests.data.pictures import SPEC, save
+
+Make = Callable[..., Path]
+Config = Callable[..., DataConfig]
+
+
+def opened(config: DataConfig, seed: int = 0) -> ImageData:
+    return open_data(config, SPEC, seed)
+
+
+def test_train_and_test_folders_with_validation_from_train(folders: Make, data_config: Config) -> None:
+    root = folders(train={"cat": 10, "dog": 20}, test={"cat": 3, "dog": 2})
+    data = opened(data_config("folder", root=str(root)))
+    assert data.class_names == ["cat", "dog"]
+    assert data.num_classes == 2
+    assert data.splits == {"train": 27, "val": 3, "test": 5}
+    assert data.best_split == "val"
+    labels = [int(y) for _, batch in data.eval_loader("val") for y in batch]
+    assert sorted(labels) == [0, 1, 1]
+    assert data.report()["notes"] == []
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "validation"])
+def test_a_validation_folder_validates_and_nothing_is_taken_from_train(
+    folders: Make, data_config: Config, name: str
+) -> None:
+    root = folders(train={"a": 5, "b": 5}, **{name: {"a": 2, "b": 1}})
+    data = opened(data_config("folder", root=str(root)))
+    assert data.splits == {"train": 10, "val": 3}
+    assert any("no test/ folder" in note for note in data.report()["notes"])
+    with pytest.raises(UserError, match=r"no test images\. It has val images"):
+        data.eval_loader("test")
+    with pytest.raises(SettingError, match=r"data\.select_best_on must be val, got test.*no test images"):
+        opened(data_config("folder", root=str(root), select_best_on="test"))
+
+
+def test_three_folders(folders: Make, data_config: Config) -> None:
+    root = folders(train={"a": 5, "b": 5}, val={"a": 2, "b": 1}, test={"a": 1, "b": 3})
+    assert opened(data_config("folder", root=str(root))).splits == {"train": 10, "val": 3, "test": 4}
+    best_on_test = opened(data_config("folder", root=str(root), select_best_on="test"))
+    assert best_on_test.splits == {"train": 10, "val": 3, "test": 4}  # the user's val/ is not trained on
+    assert best_on_test.best_split == "test"
+    assert any("selected on the test images" in note for note in best_on_test.report()["notes"])
+
+
+def test_class_folders_alone_are_split_the_same_for_every_seed(folders: Make, data_config: Config) -> None:
+    root = folders(a=10, b=20, c=5)
+    tests, vals = [], []
+    for seed in (0, 1):
+        data = opened(data_config("folder", root=str(root)), seed)
+        assert data.splits == {"train": 35 - 7 - 4, "val": 4, "test": 7}
+        paths = {name: set(part.images) for name, part in data._parts.items()}
+        assert not paths["train"] & paths["test"]
+        assert not paths["train"] & paths["val"]
+        assert not paths["val"] & paths["test"]
+        tests.append(paths["test"])
+        vals.append(paths["val"])
+        assert Counter(data._parts["test"].labels.tolist()) == {0: 2, 1: 4, 2: 1}
+    assert tests[0] == tests[1]
+    assert vals[0] != vals[1]
+
+
+def test_train_alone_is_split_too(folders: Make) -> None:
+    listing = read_folder(folders(train={"a": 10, "b": 5}))
+    assert listing.test is not None
+    assert len(listing.train) == 12
+    assert len(listing.test) == 3
+    assert any("train/ only" in note for note in listing.notes)
+
+
+def test_a_class_named_train_is_a_class(folders: Make) -> None:
+    listing = read_folder(folders(bus=5, train=5))
+    assert listing.class_names == ["bus", "train"]
+
+
+def test_nested_images_links_hidden_files_and_other_files(folders: Make, data_config: Config) -> None:
+    root = folders(train={"a": 4, "b": 4}, test={"a": 1, "b": 1})
+    save(root / "train/a/deep/er/x.JPEG", 90)
+    save(root / "train/a/y.PNG", 91)
+    (root / "train/a/._0.jpg").write_bytes(b"resource fork")
+    (root / "train/a/.DS_Store").write_bytes(b"x")
+    (root / "train/.cache").mkdir()
+    (root / "train/__MACOSX").mkdir()
+    (root / "train/a/notes.txt").write_text("x")
+    (root / "train/loose.jpg").write_bytes(b"")
+    (root / "masks").mkdir()
+    if hasattr(os, "symlink"):
+        with contextlib.suppress(OSError):  # Windows without the right to make links
+            os.symlink(root / "train/a", root / "train/a/loop", target_is_directory=True)
+    data = opened(data_config("folder", root=str(root), val_fraction=0.1))
+    assert data.splits["train"] + data.splits["val"] == 10
+    notes = " ".join(data.report()["notes"])
+    assert "1 files in" in notes
+    assert ".txt ×1" in notes
+    assert "Not used: masks" in notes
+
+
+def test_class_names_in_any_language_and_spelling_of_accents(folders: Make) -> None:
+    composed, decomposed = unicodedata.normalize("NFC", "é"), unicodedata.normalize("NFD", "é")
+    root = folders(train={composed: 2, "猫 кот": 2}, test={"猫 кот": 1})
+    save(root / "test" / decomposed / "0.jpg", 99)
+    listing = read_folder(root)
+    assert listing.class_names == sorted([composed, "猫 кот"])
+    assert listing.test is not None
+    assert sorted(listing.test.labels.tolist()) == [0, 1]
+
+
+def test_names_that_are_not_text(folders: Make, data_config: Config) -> None:
+    root = folders(train={"a": 2, "b": 2}, test={"a": 1, "b": 1})
+    bad = os.fsencode(root / "train/a") + b"/\xff.jpg"
+    try:
+        with open(bad, "wb") as file:
+            file.write(b"no image")
+    except OSError:
+        pytest.skip("this file system accepts text as names only")
+    data = opened(data_config("folder", root=str(root), val_fraction=0.5, batch_size=8))
+    with pytest.raises(UserError) as error:
+        [*data.train_loader(), *data.eval_loader("val")]
+    assert str(error.value).startswith(f"{root / 'train/a'}/\N{REPLACEMENT CHARACTER}.jpg: not readable")
+    skipping = open_data(data_config("folder", root=str(root), val_fraction=0.5, on_corrupt="skip"), SPEC, 0)
+    assert list(skipping.report()["skipped"]) == [f"{root / 'train/a'}/\N{REPLACEMENT CHARACTER}.jpg"]
+
+
+def test_a_class_missing_in_test_is_noted(folders: Make) -> None:
+    listing = read_folder(folders(train={"a": 2, "b": 2, "c": 2}, test={"a": 2, "c": 1}))
+    assert listing.test is not None
+    assert listing.test.labels.tolist() == [0, 0, 2]
+    assert any("no images of 1 classes: 'b'" in note for note in listing.notes)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ({"train": {"cats": 2, "dogs": 2}, "test": {"cat": 2}}, "classes that train/ lacks: 'cat'.*mean 'cats'"),
+        ({"train": {"a": 2, "b": 0}, "test": {"a": 2}}, "without images: 'b'"),
+        ({"train": {"a": 2}, "test": {"a": 2}}, "single class, 'a'"),
+        ({"a": 2}, "single class, 'a'"),
+        ({"train": {"a": 2, "b": 2}, "test": {"a": 0}}, "no images in class folders"),
+        ({"train": {"a": 2, "b": 2}, "val": {"a": 1}, "valid": {"a": 1}}, "val/ and valid/. Keep one"),
+        ({"test": {"a": 2, "b": 2}}, "no train/"),
+        ({"train": {"": 3}, "test": {"a": 1}}, "train has no class folders"),
+        ({"a": 0, "b": 0}, "no class folders with images"),
+        ({"a": 1, "b": 1}, "Every class has a single image"),
+    ],
+)
+def test_mistaken_layouts_are_explained(folders: Make, layout: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_folder(folders(**layout))
+
+
+def test_loose_images_and_unreadable_kinds_are_named(tmp_path: Path) -> None:
+    save(tmp_path / "0.jpg", 0)
+    with pytest.raises(UserError, match="1 images are outside of class folders"):
+        read_folder(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "photo.heic").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"\.heic ×2"):
+        read_folder(tmp_path)
+
+
+def test_no_folder_at_all(tmp_path: Path, data_config: Config) -> None:
+    config = data_config("folder", root=str(tmp_path / "nothing"))
+    message = missing_data(config)
+    assert message is not None
+    assert str(tmp_path / "nothing") in message
+    assert "data=digits" in message
+    with pytest.raises(UserError, match="does not exist"):
+        opened(config)
+    (tmp_path / "file").write_text("x")
+    assert "is a file" in str(missing_data(data_config("folder", root=str(tmp_path / "file"))))
+    assert missing_data(data_config("folder", root=str(tmp_path))) is None

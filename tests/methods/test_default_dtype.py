@@ -1,0 +1,95 @@
+"""Methods that keep activations in 8 bits give the same gradients under every default dtype of torch.
+
+Lightning's ``64-true`` and ``bf16-true`` convert the model and run its forward pass, but not its backward pass, under
+a default of float64 or bfloat16. A kernel that writes into a buffer of the default dtype corrupts the heap then, so
+these checks run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = '''
+import copy
+from contextlib import contextmanager, nullcontext
+
+import timm
+import torch
+import torch.nn.functional as F
+
+from efficient_ft.methods import BackRazor, Checkpointing, Mesa
+
+METHODS = {
+    "mesa": Mesa,
+    "mesa, fused attention": lambda: Mesa(attention="fused"),
+    "back_razor, int8": lambda: BackRazor(value_dtype="int8"),
+    "back_razor, fused attention": lambda: BackRazor(attention="fused"),
+    "checkpointing, int8": lambda: Checkpointing(input_dtype="int8"),
+}
+torch.manual_seed(0)
+settings = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
+MODEL = timm.create_model("vit_tiny_patch16_224", **settings)
+IMAGES, LABELS = torch.randn(4, 3, 32, 32), torch.arange(4)
+
+
+@contextmanager
+def default_dtype(dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def gradients(method, dtype, forward=nullcontext, everything=nullcontext):
+    """Of two steps, after the first of which the method's state is saved and restored."""
+    found = []
+    with everything():
+        model, images = copy.deepcopy(MODEL).to(dtype).train(), IMAGES.to(dtype)
+        if method is not None:
+            method.apply(model)
+        torch.manual_seed(1)
+        for step in range(2):
+            if method is not None:
+                method.step_begin(step)
+            with forward():
+                loss = F.cross_entropy(model(images * (1 + step)), LABELS)
+            loss.backward()
+            if method is not None:
+                method.step_end()
+                method.load_state_dict(method.state_dict())
+            found += [p.grad.clone() for p in model.parameters()]
+    return found
+
+
+def flat(tensors):
+    return torch.cat([t.double().flatten() for t in tensors])
+
+
+for name, make in METHODS.items():
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        expected = gradients(make(), dtype)
+        near = F.cosine_similarity(flat(expected), flat(gradients(None, dtype)), 0)
+        if near < 0.8:
+            print(f"{name}, {dtype}: far from plain training ({near})")
+        for default in {dtype, torch.float64, torch.bfloat16} - {torch.float32}:
+            for where in ("forward", "everything"):
+                found = gradients(make(), dtype, **{where: lambda: default_dtype(default)})
+                if not all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)):
+                    print(f"{name}, {dtype}, default {default} in {where}: other gradients")
+'''
+
+
+def test_gradients_are_the_same_under_every_default_dtype(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, cwd=root, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, f"the process ended with {done.returncode}: {done.stderr[-2000:]}"
+    assert done.stdout.strip() == ""

@@ -1,0 +1,135 @@
+"""results.json, config.yaml and the environment: read back as written, or refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from efficient_ft.config import check
+from efficient_ft.core.errors import UserError
+from efficient_ft.record.config_file import read_config, write_config
+from efficient_ft.record.environment import environment
+from efficient_ft.record.formats import FORMAT, OtherVersionError
+from efficient_ft.record.results import Results, flatten, read_results, write_results
+from tests.training.runs import plain_config
+
+
+def some_results() -> Any:
+    step = {
+        "executed": {"forward_flops": 1.0, "backward_flops": 2.0, "saved_bytes": 3},
+        "measured": {"step_seconds": None, "peak_bytes": 4},
+    }
+    results: Results = {
+        "format": FORMAT,
+        "accuracy": {"best": 0.5, "last": 0.25, "split": "val"},
+        "cost": {**step, "full": None},  # type: ignore[typeddict-item]
+        "trainable_parameters": 1,
+        "total_parameters": 2,
+        "methods": {"full": {"touched": ["a"], "skipped": {}, "notes": []}},
+        "data": {"splits": {"train": 1}, "skipped": 0, "accuracy": {"val": 0.5}},
+        "config": {"seed": 1},
+        "environment": {"torch": "2"},
+    }
+    return results
+
+
+def test_results_are_read_as_written(tmp_path: Path) -> None:
+    results = some_results()
+    write_results(tmp_path, results)
+    assert read_results(tmp_path) == results
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda r: r.pop("format"), "earlier version of efficient-ft (it has no format number"),
+        (lambda r: r.update(format=FORMAT - 1), f"earlier version of efficient-ft (it has format {FORMAT - 1}"),
+        (lambda r: r.update(format="new"), "earlier version"),
+        (lambda r: r.update(format=FORMAT + 1), f"later version of efficient-ft (it has format {FORMAT + 1}"),
+    ],
+)
+def test_results_of_another_version_are_refused(tmp_path: Path, change: Any, said: str) -> None:
+    results = some_results()
+    change(results)
+    write_results(tmp_path, results)
+    with pytest.raises(OtherVersionError) as caught:
+        read_results(tmp_path)
+    assert said in str(caught.value)
+    assert "resume=never" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "holds no results.json: the run has not finished. DO"),
+        ('{"format": 1, "acc', "not valid JSON. DO"),
+        ("[1]", "not an object. DO"),
+        (json.dumps({**some_results(), "accuracy": {"best": 1}}), "accuracy.last: "),
+        (json.dumps({**some_results(), "trainable_parameters": "many"}), "trainable_parameters: "),
+    ],
+)
+def test_damaged_results_are_refused(tmp_path: Path, text: str | None, said: str) -> None:
+    if text is not None:
+        (tmp_path / "results.json").write_text(text)
+    with pytest.raises(UserError) as caught:
+        read_results(tmp_path, "DO")
+    assert said in str(caught.value)
+
+
+def test_the_configuration_is_read_as_written(tmp_path: Path) -> None:
+    config = check(plain_config())
+    write_config(tmp_path, config)
+    assert read_config(tmp_path) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda c: c["model"].update(drop=c["model"].pop("drop_rate")), "the setting model.drop, unknown to this"),
+        (lambda c: c["trainer"].update(accumulate=2), "the setting trainer.accumulate, unknown to this"),
+        (lambda c: c["data"].update(workers=2), "the setting data.workers, unknown to this"),
+    ],
+)
+def test_renamed_settings_show_an_earlier_version(tmp_path: Path, change: Any, said: str) -> None:
+    import yaml
+
+    plain = copy.deepcopy(plain_config())
+    change(plain)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(plain))
+    with pytest.raises(OtherVersionError) as caught:
+        read_config(tmp_path)
+    assert said in str(caught.value)
+    assert "by an earlier version" in str(caught.value)
+    assert "Choose another hydra.run.dir, or resume=never" in str(caught.value)
+
+
+def test_no_configuration_at_all(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no config\.yaml"):
+        read_config(tmp_path)
+    with pytest.raises(UserError, match="is not a folder"):
+        read_config(tmp_path / "nowhere")
+
+
+def test_flatten() -> None:
+    assert flatten({"a": {"b": 1, "c": {}}, "d": [2]}) == {"a.b": 1, "a.c": {}, "d": [2]}
+
+
+def test_the_environment_names_versions_and_the_device() -> None:
+    found = environment("cpu", keep_allocator=True)
+    assert torch.__version__.startswith(found["torch"])  # with or without its local part
+    assert found["threads"] == torch.get_num_threads()
+    assert found["keep_allocator"] is True
+    assert found["device"]
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_reading_a_run_loads_no_torch() -> None:
+    code = "import sys, efficient_ft.record.results, efficient_ft.record.config_file, efficient_ft.record.step_stats\n"
+    subprocess.run([sys.executable, "-c", code + "assert 'torch' not in sys.modules"], check=True)

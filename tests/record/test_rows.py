@@ -1,0 +1,36 @@
+"""Files of one JSON object per line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from efficient_ft.record.rows import MetricsFile, Rows
+
+
+def test_rows_are_appended_and_truncated_on_resume(tmp_path: Path) -> None:
+    rows = Rows(tmp_path / "rows.jsonl")
+    assert rows.read() == []
+    for step in range(1, 5):
+        rows.append({"step": step})
+    rows.rewind(2)
+    assert [row["step"] for row in rows.read()] == [1, 2]
+    rows.append({"step": 3, "more": "ü"})
+    assert rows.read()[-1] == {"step": 3, "more": "ü"}
+
+
+def test_a_line_cut_short_ends_the_file(tmp_path: Path) -> None:
+    rows = Rows(tmp_path / "rows.jsonl")
+    rows.append({"step": 1})
+    with open(rows.path, "a") as file:
+        file.write('{"step": 2, "lo')
+    assert rows.read() == [{"step": 1}]
+    rows.rewind(1)
+    assert rows.path.read_text() == '{"step": 1}\n'
+
+
+def test_the_table_has_a_column_per_key(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path)
+    metrics.append({"step": 1, "lr": 0.5})
+    metrics.append({"step": 2, "val_accuracy": 0.25})
+    metrics.write_csv()
+    assert (tmp_path / "metrics.csv").read_text() == "step,lr,val_accuracy\n1,0.5,\n2,,0.25\n"

@@ -1,0 +1,141 @@
+"""Small runs for tests: their configuration, how they are interrupted or killed, and how two are compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from efficient_ft.config import Config
+from efficient_ft.training import checkpoint
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+#: Run PLAIN in FOLDER and kill the process with SIGKILL after optimizer step AT (0: never).
+SCRIPT = """
+import json, os, signal, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from efficient_ft.config import check
+from efficient_ft.training import recorder
+from efficient_ft.training.run import run
+plain, folder, at = json.loads(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+recorder.RECORD_EVERY, recorder.STEP_CHECKPOINT_SECONDS = 4, 0.0 if at else 600.0
+end = recorder.Recorder.on_train_batch_end
+def dying(self, trainer, *args):
+    end(self, trainer, *args)
+    if trainer.global_step == at:
+        os.kill(os.getpid(), signal.SIGKILL)
+recorder.Recorder.on_train_batch_end = dying
+run(check(plain), folder)
+"""
+
+
+def plain_config(**changes: Any) -> dict[str, Any]:
+    """A configuration as plain containers; `changes` are dotted keys with `__` for the dot."""
+    plain: dict[str, Any] = {
+        "model": {
+            "name": "vit_digits",
+            "pretrained": False,
+            "frozen_bn": False,
+            "drop_rate": 0.1,
+            "drop_path_rate": 0.2,
+            "kwargs": {"depth": 2, "embed_dim": 16, "num_heads": 2},
+        },
+        "data": {
+            "name": "digits",
+            "batch_size": 128,
+            "num_workers": 0,
+            "augment": {"scale": [0.6, 1.0], "flip": False},
+        },
+        "method": {"full": {}},
+        "optim": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.05, "warmup_steps": 5, "grad_clip_norm": 1.0},
+        "trainer": {"epochs": 2, "accelerator": "cpu", "progress": False},
+        "cost": {"compare_full": False, "steps": 1},
+    }
+    for key, value in changes.items():
+        *path, last = key.split("__")
+        inner = plain
+        for part in path:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    return plain
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """Metrics without wall time."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    """Bit for bit: last weights, best weights, metrics, optimizer state, methods' state."""
+    one, other = checkpoint.read(a / checkpoint.NAME), checkpoint.read(b / checkpoint.NAME)
+    assert one["state_dict"].keys() == other["state_dict"].keys()
+    for name, value in one["state_dict"].items():
+        assert torch.equal(value, other["state_dict"][name]), name
+    best, other_best = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
+    assert best.keys() == other_best.keys()
+    for name, value in best.items():
+        assert torch.equal(value, other_best[name]), name
+    states = (one["optimizer_states"][0]["state"], other["optimizer_states"][0]["state"])
+    assert states[0].keys() == states[1].keys()
+    for key, state in states[0].items():
+        assert all(torch.equal(value, states[1][key][name]) for name, value in state.items())
+    assert rows_of(a) == rows_of(b)
+
+
+def method_states(folder: Path) -> dict[str, dict[str, Any]]:
+    """The methods' state in the checkpoint of `folder`, by the method's name."""
+    held = checkpoint.read(folder / checkpoint.NAME)["callbacks"].get("MethodCallback", {})
+    return {key.partition("[")[0]: state for key, state in held.items()}
+
+
+def interrupted_at(step: int, config: Config, folder: Path) -> None:
+    """Run until Ctrl-C comes in optimizer step `step`."""
+    from efficient_ft.training.recorder import Recorder
+    from efficient_ft.training.run import run
+
+    end = Recorder.on_train_batch_end
+
+    def interrupted(self: Recorder, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == step:
+            signal.raise_signal(signal.SIGINT)
+        end(self, trainer, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recorder, "on_train_batch_end", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(config, folder)
+    assert checkpoint.read(folder / checkpoint.NAME)["global_step"] == step
+
+
+def killed_at(step: int, plain: dict[str, Any], folder: Path) -> None:
+    """Run in a process that is killed after optimizer step `step`."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(plain), str(folder), str(step)],
+        capture_output=True, text=True, cwd=REPOSITORY,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not (folder / "results.json").exists()
+
+
+def run_in_processes(plain: dict[str, Any], folder: Path) -> None:
+    """Run in a process of its own, which starts the other ones of DDP."""
+    file = folder.with_name(f"{folder.name}.py")
+    file.write_text(SCRIPT)
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, str(file), json.dumps(plain), str(folder), "0"],
+        capture_output=True, text=True, timeout=300, env=env,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,52 @@
+"""Numbers and tables as a run prints them."""
+
+from __future__ import annotations
+
+import copy
+
+from efficient_ft.training.console import (
+    cost_table,
+    format_bytes,
+    format_number,
+    format_seconds,
+    results_text,
+    table,
+)
+
+
+def test_human_units():
+    assert format_number(1_234_567) == "1.23 M"
+    assert format_number(999.6) == "1.00 k"
+    assert format_bytes(1536) == "1.50 KiB"
+    assert format_bytes(4.27 * 2**30) == "4.27 GiB"
+    assert format_seconds(0.0421) == "42.1 ms"
+    assert format_seconds(3725) == "1 h 02 min"
+
+
+def test_columns_are_aligned():
+    assert table([["a", "b"], ["long", "1"]]).splitlines() == ["a     b", "───────", "long  1"]
+
+
+def test_costs_that_were_not_probed_have_no_column(finished):
+    cost = finished[2]["cost"]
+    assert cost_table(cost, "head", 4).splitlines()[0].split() == ["cost", "head", "full", "ratio"]
+    counted = {**cost, "full": None, "measured": {**cost["measured"], "step_seconds": None}}
+    lines = cost_table(counted, "head", 4).splitlines()
+    assert lines[0].split() == ["cost", "head"]
+    assert not any("step time" in line for line in lines)
+
+
+def test_the_text_at_the_end_says_what_is_unusual(finished, tmp_path):
+    results = copy.deepcopy(finished[2])
+    shown = results_text(results, tmp_path)
+    assert "vit_digits on digits with full" in shown
+    assert "started from random weights" in shown
+    assert "corrupt" not in shown
+    assert "test  " in shown
+    results["accuracy"]["split"] = "test"
+    results["data"]["skipped"] = 3
+    results["methods"]["full"]["skipped"] = {"a": "frozen", "b": "frozen"}
+    shown = results_text(results, tmp_path)
+    assert "chosen on the test split" in shown
+    assert "3 corrupt images were left out" in shown
+    assert "2 skipped (frozen)" in shown

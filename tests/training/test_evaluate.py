@@ -1,0 +1,88 @@
+"""``evaluate=RUN``: the run's weights on the run's splits; what may be changed, and what may not."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import yaml
+
+from efficient_ft.core.errors import UserError
+from efficient_ft.record.formats import OtherVersionError
+from efficient_ft.training.evaluate import evaluate, mean_accuracies
+from efficient_ft.training.run import run
+
+
+def test_the_accuracy_on_every_split(configuration, finished, capsys):
+    folder, _, results = finished
+    found = run(configuration(evaluate=str(folder)), folder)
+    assert found["accuracy"] == pytest.approx(results["data"]["accuracy"])
+    assert set(found["accuracy"]) == {"val", "test"}
+    assert "test" in capsys.readouterr().out
+
+
+def test_without_a_configuration_it_is_the_stored_one(finished):
+    folder, _, results = finished
+    assert evaluate(folder)["accuracy"] == pytest.approx(results["data"]["accuracy"])
+
+
+def test_loading_precision_and_limits_may_be_changed(configuration, finished, monkeypatch):
+    seen = []
+
+    def accuracy(model, loader, classes, device, precision, limit):
+        seen.append((loader.batch_size, precision, limit))
+        return 0.5
+
+    monkeypatch.setattr("efficient_ft.training.evaluate.accuracy", accuracy)
+    changes = {
+        "data__eval_batch_size": 7,
+        "trainer__precision": "bf16",
+        "trainer__limit_eval_batches": 3,
+        "optim__lr": 0.5,  # has no effect, and does not matter
+    }
+    assert evaluate(finished[0], configuration(**changes))["accuracy"] == {"val": 0.5, "test": 0.5}
+    assert seen == [(7, "bf16", 3)] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"seed": 1}, "seed=1 (the run has 233)"),
+        ({"data__val_fraction": 0.3}, "data.val_fraction=0.3 (the run has 0.1)"),
+        ({"model__kwargs__depth": 3}, "model.kwargs.depth=3 (the run has 2)"),
+        ({"method": {"head": {}}}, "method.head"),
+    ],
+)
+def test_another_model_or_method_or_split_is_refused(configuration, finished, changes, named):
+    with pytest.raises(UserError) as caught:
+        run(configuration(evaluate=str(finished[0]), **changes), finished[0])
+    assert named in str(caught.value)
+    assert "uses the model, methods and splits of the run" in str(caught.value)
+
+
+def test_images_that_are_not_there_are_named(tmp_path, configuration, finished):
+    data = {"name": "folder", "root": str(tmp_path / "nowhere"), "num_workers": 0}
+    with pytest.raises(UserError, match="nowhere"):
+        run(configuration(evaluate=str(finished[0]), data=data), tmp_path)
+
+
+@pytest.mark.parametrize("what", ["nowhere", "empty"])
+def test_a_folder_that_is_no_run_is_refused(tmp_path, configuration, what):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=rf"{what}.*Pass the run folder printed when training ended\."):
+        run(configuration(evaluate=str(tmp_path / what)), tmp_path)
+
+
+def test_a_run_of_an_earlier_version_is_refused(tmp_path, configuration, finished):
+    shutil.copytree(finished[0], tmp_path / "run")
+    file = tmp_path / "run" / "config.yaml"
+    plain = yaml.safe_load(file.read_text())
+    plain["optim"]["clip"] = plain["optim"].pop("grad_clip_norm")
+    file.write_text(yaml.safe_dump(plain))
+    with pytest.raises(OtherVersionError, match=r"optim\.clip, unknown to this version"):
+        run(configuration(evaluate=str(tmp_path / "run")), tmp_path)
+
+
+def test_the_mean_is_over_the_splits_that_all_tasks_have():
+    found = {"a": {"val": 0.5, "test": 1.0}, "b": {"val": 1.0}}
+    assert mean_accuracies(found) == {"val": 0.75}

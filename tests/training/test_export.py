@@ -1,0 +1,108 @@
+"""model.safetensors: what it holds, and which files are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from efficient_ft.config import ModelConfig
+from efficient_ft.core.errors import UserError
+from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.methods import EViT
+from efficient_ft.methods.base import plain_state_dict
+from efficient_ft.record.formats import OtherVersionError
+from efficient_ft.training import export
+
+
+def test_loaded_weights_do_not_train(finished):
+    trained = export.load(finished[0])
+    assert not trained.model.training
+    assert not any(p.requires_grad for p in trained.model.parameters())
+    assert trained.class_names == [str(k) for k in range(10)]
+    assert trained.input.size == (32, 32)
+    assert torch.equal(
+        export.probabilities(trained.model, torch.zeros(1, 3, 32, 32)).sum(-1).round(decimals=5), torch.ones(1)
+    )
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no umask on Windows")
+def test_the_exported_file_has_the_rights_of_any_other(finished):
+    folder, _, _ = finished
+    rights = {stat.S_IMODE((folder / name).stat().st_mode) for name in (export.NAME, "results.json")}
+    assert len(rights) == 1
+
+
+def test_a_file_that_no_run_wrote_is_refused(tmp_path, finished):
+    save_file(load_file(finished[0] / export.NAME), tmp_path / export.NAME)
+    with pytest.raises(UserError, match="not written by a run"):
+        export.load(tmp_path)
+    shutil.copy(finished[0] / export.NAME, tmp_path / export.NAME)
+    os.truncate(tmp_path / export.NAME, 1000)
+    with pytest.raises(UserError, match="cannot be read"):
+        export.load(tmp_path)
+
+
+def test_a_file_of_one_task_has_no_other(finished):
+    assert export.load(finished[0]).tasks == {}
+    with pytest.raises(UserError, match="has no task a: it was trained on one data set"):
+        export.load(finished[0], "a")
+
+
+# ---------------------------------------------------------------------------------------------- noted methods
+KWARGS = {"depth": 3, "embed_dim": 16, "num_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def pruned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file that notes a method: EViT drops tokens in evaluation too."""
+    model, method = timm.create_model("vit_digits", **KWARGS, num_classes=3), EViT(drop_at=[1], keep_rate=0.5)
+    method.apply(model)
+    file = tmp_path_factory.mktemp("pruned") / export.NAME
+    config = ModelConfig(name="vit_digits", pretrained=False, kwargs=KWARGS)
+    spec = InputSpec((32, 32), (0.5,) * 3, (0.5,) * 3)
+    export.save(file, plain_state_dict(model, [method]), config, ["a", "b", "c"], spec, {"epoch": 1}, [method])
+    return file
+
+
+def renoted(pruned: Path, folder: Path, **changes: object) -> Path:
+    """The same file with other notes of its method."""
+    with safe_open(pruned, "pt") as opened:
+        about = opened.metadata()
+    (part,) = json.loads(about["added"])
+    about["added"] = json.dumps([{**part, **changes}])
+    save_file(load_file(pruned), folder / export.NAME, about)
+    return folder / export.NAME
+
+
+def test_a_noted_method_is_applied(pruned):
+    tokens = []
+    trained = export.load(pruned)
+    trained.model.blocks[1].register_forward_hook(lambda module, args, output: tokens.append(output.shape[1]))
+    trained.model(torch.zeros(1, 3, 32, 32))
+    assert tokens == [1 + 32 + 1]
+    assert trained.notes["epoch"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"settings": {"drop_at": [1], "keep": 0.5}}, "it notes method.evit.keep, unknown to this version"),
+        ({"method": "evit_old"}, "it notes the method evit_old, unknown to this version"),
+        ({"settings": {"drop_at": [1], "keep_rate": 50}}, "it notes the method evit with keep_rate must be"),
+    ],
+)
+def test_notes_of_an_earlier_version_are_refused(pruned, tmp_path, changes, named):
+    with pytest.raises(OtherVersionError) as caught:
+        export.load(renoted(pruned, tmp_path, **changes))
+    assert named in str(caught.value)
+    assert "written by an earlier version" in str(caught.value)
+    assert "Train again with this version" in str(caught.value)

@@ -1,0 +1,74 @@
+"""Runs in two processes (DDP over gloo): they train what one process trains, and one of them writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from efficient_ft.training import checkpoint, export
+from efficient_ft.training.run import run
+from tests.training.runs import method_states, plain_config, run_in_processes
+from tests.training.test_resume import PER_STEP
+from tests.training.test_tasks import plain_tasks
+
+pytestmark = pytest.mark.slow
+
+#: Nothing random in the network.
+QUIET: dict[str, Any] = {"model__drop_rate": 0.0, "model__drop_path_rate": 0.0, "model__frozen_bn": True}
+
+
+@pytest.mark.parametrize("name", PER_STEP)
+def test_two_processes_choose_and_train_as_one(name, tmp_path, configuration):
+    """SGD: 64 images on each of two processes or 128 on one."""
+    quiet = {
+        **QUIET,
+        "trainer__max_steps": 9,
+        "optim__warmup_steps": 0,
+        "optim__name": "sgd",
+        "method": {name: PER_STEP[name]},
+    }
+    run_in_processes(plain_config(**quiet, trainer__devices=2, data__batch_size=64), tmp_path / "two")
+    run(configuration(**quiet), tmp_path / "one")
+    assert (tmp_path / "two" / "results.json").is_file(), "its cost was counted by one process alone"
+    two, one = (checkpoint.read(tmp_path / folder / checkpoint.NAME)["state_dict"] for folder in ("two", "one"))
+    for key, value in one.items():
+        torch.testing.assert_close(two[key], value, rtol=1e-4, atol=1e-5)
+    states = [method_states(tmp_path / folder).get(name, {}) for folder in ("two", "one")]
+    if name == "top_layers":
+        assert states[0]["top"] == states[1]["top"] != []
+    if name == "alast":
+        budgets = [torch.tensor(list(state.values())) for state in states]
+        torch.testing.assert_close(*budgets, rtol=1e-4, atol=1e-5)
+        assert not ((budgets[0][:, 0] == 0.8) | (budgets[0][:, 0] == 0.2)).any()
+
+
+def test_two_processes_train_one_model(tmp_path):
+    """Both ranks see their half of the images, and one of them writes, also the rows of step statistics."""
+    plain = plain_config(trainer__devices=2, data__batch_size=64, step_stats__interval=4)
+    run_in_processes(plain, tmp_path / "run")
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert checkpoint.read(tmp_path / "run" / checkpoint.NAME)["global_step"] == 2 * 11
+    assert results["data"]["accuracy"]["val"] == pytest.approx(results["accuracy"]["best"], abs=1e-6)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "step_stats.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 5, 9, 13, 17, 21]
+    assert all(len(row["magnitudes"]) == len(row["trained"]) == 2 for row in rows)
+
+
+def test_two_processes_train_several_tasks_as_one(tmp_path: Path, folders: Path) -> None:
+    """Half a batch each: the same images in the same steps, the same weights but for rounding."""
+    exact: dict[str, Any] = {**QUIET, "optim": {"name": "sgd", "lr": 0.05, "grad_clip_norm": 1.0}}
+    halves = {task: {"batch_size": 2} for task in ("colours", "planes")}
+    for name, changes in (("one", {}), ("two", {"trainer__devices": 2, "tasks": halves})):
+        # 16 images of `planes` for two processes are 15 and the first once more: the last batches are left out.
+        run_in_processes(plain_tasks(folders, **exact, **changes, trainer__max_steps=6), tmp_path / name)
+    one, two = (load_file(tmp_path / name / export.NAME) for name in ("one", "two"))
+    for key, value in one.items():
+        torch.testing.assert_close(two[key], value, rtol=1e-4, atol=1e-5, msg=key)
+    results = [json.loads((tmp_path / name / "results.json").read_text())["accuracy"] for name in ("one", "two")]
+    assert results[0] == results[1]
+    assert one["blocks.3.mlp.gate.planes.weight"].any()

@@ -1,0 +1,176 @@
+"""Runs continue after any end, bit for bit: interrupted, killed, or with a damaged checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from efficient_ft.core.errors import UserError
+from efficient_ft.record.formats import OtherVersionError
+from efficient_ft.training import checkpoint
+from efficient_ft.training.run import run
+from tests.training.runs import assert_same_run, interrupted_at, killed_at, method_states, plain_config
+
+pytestmark = pytest.mark.usefixtures("without_cost")
+
+PER_STEP = {
+    "alast": {"num_layers": 1, "budget_init": 0.8, "budget_min": 0.2, "budget_lr": 0.01, "first_delta": "same"},
+    "lisa": {"num_layers": 1, "interval": 4},
+    "top_layers": {"num_layers": 1, "profile_steps": 8},
+    "uniform_layers": {"num_layers": 1},
+}
+
+
+def test_killed_in_the_middle_of_an_epoch_it_continues_bit_for_bit(tmp_path, configuration, finished):
+    broken = tmp_path / "broken"
+    killed_at(18, plain_config(), broken)
+    assert 11 < checkpoint.read(broken / checkpoint.NAME)["global_step"] < 22
+    run(configuration(), broken)
+    assert_same_run(broken, finished[0])
+
+
+@pytest.mark.slow
+def test_killed_with_worker_processes_and_accumulation_it_continues(tmp_path, configuration):
+    changes = {"trainer__grad_accum_steps": 2, "data__num_workers": 2}
+    broken, straight = tmp_path / "broken", tmp_path / "straight"
+    killed_at(10, plain_config(**changes), broken)
+    assert 6 < checkpoint.read(broken / checkpoint.NAME)["global_step"] < 12
+    run(configuration(**changes), broken)
+    run(configuration(**changes), straight)
+    assert_same_run(broken, straight)
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_the_command_continues(tmp_path, configuration, finished, capsys):
+    folder = tmp_path / "run"
+    config = configuration()
+    interrupted_at(14, config, folder)
+    run(config, folder)
+    assert "Continuing" in capsys.readouterr().out
+    assert_same_run(folder, finished[0])
+
+
+# ---------------------------------------------------------------------------------------------- methods with a state
+def straight_and_broken(configuration, folder: Path, steps: tuple[int, ...], **changes) -> tuple[Path, Path]:
+    """The same run without a stop, and stopped at `steps`."""
+    config, straight, broken = configuration(**changes), folder / "straight", folder / "broken"
+    run(config, straight)
+    for step in steps:
+        interrupted_at(step, config, broken)
+    run(config, broken)
+    assert_same_run(broken, straight)
+    return straight, broken
+
+
+def test_the_bases_that_a_profile_chose_continue(tmp_path, configuration):
+    """LHE stopped while it profiles (5 steps of 8) and again after it has chosen (14)."""
+    method = {"full": {}, "lbp_wht": {"bases": "lhe", "order": 2, "profile_steps": 8}}
+    folders = straight_and_broken(configuration, tmp_path, (5, 14), method=method, trainer__max_steps=16)
+    of_straight, of_broken = (method_states(folder)["lbp_wht"] for folder in folders)
+    assert of_broken == of_straight
+    assert (of_broken["steps"], of_broken["energy"]) == (8, {})
+    assert len(of_broken["chosen"]) > 4
+
+
+@pytest.mark.parametrize("method", [{"mesa": {}}, {"swat": {"refresh_interval": 4}}], ids=["mesa", "swat"])
+def test_running_ranges_and_stochastic_rounding_continue(method, tmp_path, configuration):
+    straight_and_broken(configuration, tmp_path, (5,), method=method, trainer__max_steps=8)
+
+
+@pytest.mark.parametrize("name", ["alast", "lisa", "top_layers"])
+def test_per_step_choices_continue(name, tmp_path, configuration):
+    """Stopped twice: within a profile and within steps that share a choice, and after it."""
+    changes = {"method": {name: PER_STEP[name]}, "trainer__max_steps": 16}
+    folders = straight_and_broken(configuration, tmp_path, (5, 14), **changes)
+    states = [method_states(folder) for folder in folders]
+    assert states[0] == states[1]
+    if name == "lisa":
+        return
+    state = states[0][name]
+    if name == "alast":
+        assert len({budget for budget, _ in state.values()} - {0.8, 0.2, 1.0}) == 2, "they have moved"
+    if name == "top_layers":
+        assert len(state["top"]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["alast", "top_layers"])
+def test_killed_twice_it_continues_with_its_choices(name, tmp_path, configuration):
+    changes = {"method": {name: PER_STEP[name]}, "trainer__grad_accum_steps": 2}
+    broken, straight = tmp_path / "broken", tmp_path / "straight"
+    for step in (4, 10):
+        killed_at(step, plain_config(**changes), broken)
+    run(configuration(**changes), broken)
+    run(configuration(**changes), straight)
+    assert method_states(broken) == method_states(straight)
+    assert_same_run(broken, straight)
+
+
+# ---------------------------------------------------------------------------------------------- damaged checkpoints
+def test_a_truncated_checkpoint_falls_back_to_the_previous_one(tmp_path, configuration, finished, caplog, monkeypatch):
+    monkeypatch.setattr("efficient_ft.training.recorder.EPOCH_CHECKPOINT_SECONDS", 0.0)
+    folder = tmp_path / "run"
+    run(configuration(), folder)
+    (folder / "results.json").unlink()
+    latest = folder / checkpoint.NAME
+    with open(latest, "rb+") as file:
+        file.truncate(latest.stat().st_size // 2)
+    assert checkpoint.read(latest)["global_step"] == 11
+    assert "damaged" in caplog.text
+    run(configuration(), folder)
+    assert_same_run(folder, finished[0])
+
+
+def test_damaged_checkpoints_end_in_one_clear_message(tmp_path, configuration, finished):
+    folder = tmp_path / "run"
+    shutil.copytree(finished[0], folder)
+    (folder / "results.json").unlink()
+    for file in (folder / checkpoint.NAME, checkpoint.previous(folder / checkpoint.NAME)):
+        file.write_bytes(b"PK\x03\x04 not a checkpoint")
+    with pytest.raises(UserError, match="resume=never"):
+        run(configuration(), folder)
+
+
+def test_a_checkpoint_with_one_entry_per_method_is_refused(tmp_path, configuration, finished):
+    """As earlier versions wrote it: Lightning would ignore the entries and start without the methods' state."""
+    folder = tmp_path / "run"
+    shutil.copytree(finished[0], folder)
+    (folder / "results.json").unlink()
+    file = folder / checkpoint.NAME
+    held = checkpoint.read(file)
+    del held["efficient_ft_format"]
+    held["callbacks"]["lbp_wht[('bases', 'l1')]"] = held["callbacks"].pop("MethodCallback", {"steps": 3})
+    torch.save(held, file)
+    with pytest.raises(OtherVersionError, match=r"checkpoint\.ckpt was written by an earlier version.*resume=never"):
+        run(configuration(), folder)
+    assert torch.load(file, weights_only=True)["global_step"] == 22, "it is not replaced"
+
+
+# ---------------------------------------------------------------------------------------------- checkpoint files
+def test_a_checkpoint_holds_plain_containers_and_the_format(finished):
+    # `read` loads with weights_only=True: nothing but tensors and plain containers passes.
+    held = checkpoint.read(finished[0] / checkpoint.NAME)
+    assert held["global_step"] == 2 * 11
+    assert held["efficient_ft_format"] == 1
+
+
+def test_the_previous_checkpoint_is_kept_and_removed(tmp_path):
+    file, io = tmp_path / checkpoint.NAME, checkpoint.AtomicCheckpointIO()
+    for step in (1, 2):
+        io.save_checkpoint({"global_step": step}, file)
+    assert [io.load_checkpoint(path)["global_step"] for path in (checkpoint.previous(file), file)] == [1, 2]
+    file.unlink()  # killed between the two renames
+    assert checkpoint.exists(file)
+    assert checkpoint.read(file)["global_step"] == 1
+    io.remove_checkpoint(file)
+    assert not checkpoint.exists(file)
+    with pytest.raises(UserError, match="no file"):
+        checkpoint.read(file)
+
+
+def test_a_checkpoint_of_a_later_version_is_refused(tmp_path):
+    torch.save({"efficient_ft_format": 1000}, tmp_path / checkpoint.NAME)
+    with pytest.raises(OtherVersionError, match="by a later version"):
+        checkpoint.read(tmp_path / checkpoint.NAME)
