@@ -1,4 +1,4 @@
-"""What the framework adds to a bare PyTorch loop, per step."""
+"""Benchmark of the framework: its time per step on top of a bare PyTorch loop."""
 
 from __future__ import annotations
 

@@ -20,8 +20,10 @@ from omegaconf import OmegaConf
 from efficient_ft.cli.mistakes import check_option, known_here, refuse_data, unknown
 from efficient_ft.config import Config, UnknownSetting, check, setting_names
 from efficient_ft.config.plain import plain
-from efficient_ft.config.stored import stored_config
 from efficient_ft.core.errors import UserError
+from efficient_ft.record.config_file import read_config
+
+PASS_A_RUN = "Pass the run folder printed when training ended."
 
 
 def evaluation(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> Config | None:
@@ -41,8 +43,8 @@ def evaluation(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> C
     run = Path(str(runs[-1]))
     if not (run / "model.safetensors").is_file():
         what = "holds no model.safetensors: no epoch was finished there" if run.is_dir() else "no such folder"
-        raise UserError(f"evaluate={run}: {what}. Pass the run folder printed when training ended.")
-    settings = stored_config(run).model_dump(mode="json")
+        raise UserError(f"evaluate={run}: {what}. {PASS_A_RUN}")
+    settings = read_config(run, PASS_A_RUN).model_dump(mode="json")
     groups = [override for override in parsed if loader.get_group_options(override.key_or_group)]
     for override in groups:
         check_option(loader, override)

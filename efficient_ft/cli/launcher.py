@@ -81,7 +81,7 @@ class Sweep:
 
 
 def _returned(job: Job) -> JobReturn:
-    """What a searching sweeper receives: the value of a job is its best accuracy."""
+    """The result of a job for sweepers that search: its value is the best accuracy."""
     value = JobReturn(overrides=list(job.arguments), cfg=OmegaConf.create(job.config.model_dump(mode="json")))
     value.status = JobStatus.COMPLETED
     value.return_value = (job.results or {}).get("accuracy", {}).get("best")

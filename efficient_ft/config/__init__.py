@@ -15,7 +15,6 @@ from efficient_ft.config.schema import (
     StepStatsConfig,
     TrainerConfig,
 )
-from efficient_ft.config.stored import stored_config
 
 __all__ = [
     "AugmentConfig",
@@ -33,6 +32,5 @@ __all__ = [
     "fingerprint",
     "run_folder",
     "setting_names",
-    "stored_config",
     "validate",
 ]

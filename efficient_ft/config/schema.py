@@ -14,6 +14,8 @@ Name = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
+    """Base of the sections: strict, immutable, without unknown keys."""
+
     # Unknown keys are mistakes; NaN and infinity are never a sensible setting; a key `model_…` is nobody's.
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, protected_namespaces=())
 
@@ -147,7 +149,7 @@ class CostConfig(Section):
 
 
 class StepStatsConfig(Section):
-    """What a run records in step_stats.jsonl in addition to its metrics."""
+    """The recording of step statistics (step_stats.jsonl), in addition to the metrics."""
 
     #: The first optimizer step and every n-th after it; 0: none.
     interval: Annotated[int, Field(ge=0)] = 0

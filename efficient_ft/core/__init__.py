@@ -1,1 +1,1 @@
-"""What everything else uses and that uses nothing of ours: errors, seeding, processes, the input specification."""
+"""Basics without dependencies inside the package: errors, seeding, processes, the input specification."""

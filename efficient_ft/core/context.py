@@ -1,4 +1,4 @@
-"""What surrounds the code that runs now: the one place for thread-local state.
+"""Thread-local context of the running code: packing, tokens, recomputation, local-only execution.
 
 A value set here holds for code that the same thread runs inside the ``with`` block, not for other threads. Autograd
 runs the backward pass on CUDA in threads of its own, which start from the defaults; a forward pass that is recomputed

@@ -1,4 +1,4 @@
-"""What a training step costs: executed (counted, the same on any machine), measured (timed, always next to another
+"""The cost of a training step: executed (counted, the same on any machine), measured (timed, always next to another
 step), and published (by the papers' own rule)."""
 
 from efficient_ft.cost.executed import Executed, Kept, executed, kept_after_forward, layer_flops

@@ -1,4 +1,4 @@
-"""What a training step executes and keeps, counted without a device, data or weights.
+"""FLOPs that a training step executes and bytes that it keeps, counted without a device, data or weights.
 
 The step is: forward in training mode (BatchNorm statistics frozen), cross-entropy, backward. It runs on fake tensors,
 with the batch size asked for, on a copy of the model and of its methods. Counted are:
@@ -40,7 +40,7 @@ FEW = 8
 
 @dataclass(frozen=True)
 class Executed:
-    """What one training step executes and keeps.
+    """Executed FLOPs and kept bytes of one training step.
 
     Attributes:
         forward_flops: FLOPs per image of the forward pass.
@@ -73,7 +73,7 @@ class Executed:
 
 @dataclass(frozen=True)
 class Kept:
-    """What lives after a forward pass, counted in two ways (`kept_after_forward`).
+    """Bytes alive after a forward pass, counted in two ways (`kept_after_forward`).
 
     Attributes:
         saved_bytes: storages the saved-tensors hook saw, made during the forward pass and still alive.

@@ -1,4 +1,4 @@
-"""What a training step takes on this machine: seconds and peak memory, always measured in turn with another step's."""
+"""Time and peak memory of a training step on this machine, always measured in turn with another step's."""
 
 from __future__ import annotations
 

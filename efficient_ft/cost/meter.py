@@ -69,7 +69,7 @@ class Meter(TorchDispatchMode):
 
     Attributes:
         live: bytes of the storages alive now.
-        peak: the largest `live` seen after any operation; its operands are then alive beside its results.
+        peak: the largest `live` seen after any operation; its operands are then alive together with its results.
         flops: FLOPs of the whole batch by phase. A multiply-add is 2 FLOPs; formulas of torch.utils.flop_counter.
     """
 
@@ -86,6 +86,7 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
+        """Attribute operations to `phase` (forward or backward) within the context."""
         before, self._phase = self._phase, phase
         try:
             yield
@@ -97,6 +98,7 @@ class Meter(TorchDispatchMode):
         return {key: made for key, (_, made) in self._tracked.items() if made is not None}
 
     def layer_flops(self, images: int) -> dict[str, LayerFlops]:
+        """FLOPs per image of each layer, by its name; the meter must have been created with ``layers``."""
         assert self._layers is not None
         return self._layers.table(images)
 
@@ -149,7 +151,7 @@ class _Attribution:
 
     Forward: the module whose weight is an operand (this also finds SwinV2's qkv, whose ``forward`` never runs), else
     the innermost module that is running. Backward: autograd's nodes carry the sequence number they got in the forward
-    pass, so that whatever a node computes, inside custom Functions too, belongs to the layer that made the node.
+    pass, so that all a node computes, inside custom Functions too, belongs to the layer that made the node.
     Module hooks on gradients, which torch.utils.module_tracker uses, lose layers whose input needs no gradient.
     """
 
@@ -243,4 +245,5 @@ class SavedTensors:
         self._hooks.__exit__(*exc)
 
     def alive(self) -> dict[int, int]:
+        """Bytes of the saved storages that are still alive, by storage."""
         return {key: nbytes for key, (ref, nbytes) in self._seen.items() if ref() is not None}

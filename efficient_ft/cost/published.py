@@ -7,7 +7,7 @@ in bytes, values in fp32, operations in forward order:
 
 * parameters: 4 B for one that trains, 1 B for one that is frozen; no gradients, no optimizer state, no buffers;
 * tmp: 4·(in + out) of a linear layer, 4·in + 4·out / groups of a convolution, 4·in of all else;
-* saved: 4·in of a linear layer, convolution or normalisation whose weight trains; where a gradient passes, in / 8 of
+* saved: 4·in of a linear layer, convolution or normalization whose weight trains; where a gradient passes, in / 8 of
   ReLU and ReLU6, 4·in of other activations and of softmax, and the operands of a product of two activations (softmax's
   output once);
 * residual: 4·the older operand of a later sum, a block's input, while the younger one is computed.
@@ -16,11 +16,11 @@ q, k and v count as three layers, each with an input of its own, also where they
 products, pooling, resizing, dropout and the choice of tokens count nothing. BSR ("Block Selective Reprogramming", CVPR
 Workshops 2024) counts one matrix as one layer, and no residual: in a block of N tokens of d values with H heads, all
 that trains keeps 4 · (16 N d + H N²) bytes, a frozen one through which a gradient passes 4 · (7 N d + H N²). A block
-in which tokens are dropped has fewer of them from its second normalisation on.
+in which tokens are dropped has fewer of them from its second normalization on.
 
-BSR's "FLOPs" are the multiply-adds of the forward pass, of all products, whatever trains.
+BSR's "FLOPs" are the multiply-adds of the forward pass, of all products, regardless of what trains.
 
-It is not what a step executes (that is `executed`): it stands beside a paper's own column.
+It is not what a step executes (that is `executed`): it is compared with a paper's own column.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Keeping:
 
     Attributes:
         product: inputs of linear layers and convolutions, operands of attention's products.
-        norm: inputs of normalisations.
+        norm: inputs of normalizations.
         activation: inputs of activation functions that are not piecewise linear.
     """
 
@@ -70,7 +70,7 @@ def back_razor(sparsity: float, value_bytes: int = 2, norm_bytes: int | None = N
 
     Args:
         value_bytes: of a value kept: 2 in half precision (ViT), 4 in fp32 (Table 1), 1 together with Mesa.
-        norm_bytes: of one that a normalisation keeps; None: as many. (4 in Back Razor@90% and @95% of ViT-B.)
+        norm_bytes: of one that a normalization keeps; None: as many. (4 in Back Razor@90% and @95% of ViT-B.)
     """
     if not 0 <= sparsity < 1:
         raise SettingError("sparsity", sparsity, "a number of at least 0 and below 1")
@@ -112,8 +112,8 @@ class Operation:
         tmp: its input and output while it runs.
         saved: what it keeps where nothing is packed; a bit per element of ``relu``.
         macs: its multiply-adds.
-        residual: block inputs kept beside it.
-        in_block: it belongs to a block, not to the stem, the final normalisation or the head.
+        residual: block inputs kept in addition.
+        in_block: it belongs to a block, not to the stem, the final normalization or the head.
     """
 
     name: str
@@ -145,7 +145,7 @@ class Published:
 
     @property
     def bytes(self) -> float:
-        """Of the whole batch. The papers write MiB (2²⁰ B) for transformers and MB of 10⁶ B for CNNs."""
+        """Bytes for the whole batch. The papers write MiB (2²⁰ B) for transformers and MB of 10⁶ B for CNNs."""
         return self.parameter_bytes + self.batch_size * self.activation_bytes
 
 
@@ -166,7 +166,7 @@ def published(
         batch_size: images in the batch.
         input_size: (H, W) of the images.
         keeping: how activations are kept: in the blocks of a model with attention (as published, patch embedding,
-            final normalisation and head stay dense), everywhere in one without.
+            final normalization and head stay dense), everywhere in one without.
         rule: whose.
 
     Raises:
@@ -197,13 +197,13 @@ def peak(running: Sequence[Operation], keeping: Keeping = DENSE) -> tuple[float,
 
 
 def _share(op: Operation, keeping: Keeping) -> float:
-    """Of what an operation saves where nothing is packed, how much remains."""
+    """The fraction of an operation's saved bytes that remains under `keeping`."""
     kinds = {"product": keeping.product, "attention": keeping.product, "norm": keeping.norm}
     return {**kinds, "activation": keeping.activation, "relu": VALUE}[op.kind] / VALUE
 
 
 # ---------------------------------------------------------------------------------------------- the forward pass
-#: Where the weight stands among the arguments of a normalisation.
+#: Position of the weight in the arguments of a normalization.
 _NORMS = {F.layer_norm: 2, F.group_norm: 2, F.rms_norm: 2, F.batch_norm: 3, F.instance_norm: 3}
 _CONVOLUTIONS = {F.conv1d, F.conv2d, F.conv3d}
 _RELUS: set[Any] = {F.relu, F.relu_, F.relu6, F.hardtanh, F.hardtanh_, F.leaky_relu, F.leaky_relu_}
@@ -231,7 +231,7 @@ def operations(
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.inference_mode(False), torch.enable_grad():
         with FakeCopyOnCPU(mode):
             probe = copy.deepcopy(model)
-        probe.eval()  # dropout is nothing to the rule, and methods of the memory axis stand aside
+        probe.eval()  # dropout is nothing to the rule, and methods of the memory axis are suspended
         image = torch.empty(1, in_chans, *input_size, dtype=next(probe.parameters()).dtype)
         trace = _Trace(probe, blocks, image, rule)
         with trace:
@@ -326,7 +326,7 @@ class _Trace(TorchFunctionMode):
                 self.operations[at] = replace(op, residual=op.residual + VALUE * older.numel())
 
     def _choosing_tokens(self) -> bool:
-        """Whether a product or softmax is no attention: it runs beside the fused call, or between the parts of a block
+        """Whether a product or softmax is no attention: it runs next to the fused call, or between the parts of a block
         whose forward pass is a method's."""
         module = self._model.get_submodule(self._running[-1])
         own = self._running[-1] in self._blocks and "forward" in vars(module)

@@ -67,12 +67,12 @@ class MethodCallback(Callback):
 
     @property
     def reports(self) -> list[Applied]:
-        """What each method did to the network; empty before ``setup``."""
+        """The report of each method; empty before ``setup``."""
         return self._runner.reports
 
     @property
     def state_key(self) -> str:
-        """The key of the methods' state among the callbacks' in a checkpoint."""
+        """The key of the methods' state in the callback states of a checkpoint."""
         return "MethodCallback" if self.network == "model" else f"MethodCallback({self.network})"
 
     # ------------------------------------------------------------------ before training

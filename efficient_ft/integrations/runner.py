@@ -1,4 +1,4 @@
-"""What the callbacks share: methods applied to one network, their work per step, and their state."""
+"""The common part of the callbacks: methods applied to one network, their work per step, and their state."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def encode(state: Any) -> Any:
 
 
 def decode(state: Any) -> Any:
-    """What `encode` was given, tensors on the CPU."""
+    """Invert `encode`; tensors are on the CPU."""
     if isinstance(state, dict):
         if _TENSOR in state:
             return torch.tensor(state[_TENSOR], dtype=getattr(torch, state["dtype"]))

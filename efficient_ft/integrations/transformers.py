@@ -79,7 +79,7 @@ class MethodCallback(TrainerCallback, ExportableState):
 
     @property
     def reports(self) -> list[Applied]:
-        """What each method did to the network; empty before the Trainer is built."""
+        """The report of each method; empty before the Trainer is built."""
         return self._runner.reports
 
     # ------------------------------------------------------------------ before training

@@ -23,7 +23,7 @@ from efficient_ft.models.tasks import Tasks
 
 
 def build_methods(config: Config) -> list[Method]:
-    """Return the methods of a run, the selection among them, in their order of application.
+    """Return the methods of a run, including the selection, in their order of application.
 
     A selection named by the user replaces the default one (`select`) of the other methods; where none is named and no
     method has a default, `requires_grad` is left as it is.

@@ -1,7 +1,7 @@
-"""A forward pass of one's own for a module object, which several methods can give to the same one.
+"""Replacements of a module object's forward pass, which several methods can stack on one module.
 
-It is one attribute of the object, `forward`. Nothing else of the model changes, so that it can be copied, pickled,
-saved and changed back. Each of several runs the one inside it; the innermost runs in the place of the module's own.
+A replacement is stored in the attribute `forward` of the object. Nothing else of the model changes, so it can be copied,
+pickled, saved and changed back. Each replacement calls the one inside it; the innermost calls the module's own forward.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import nn
 
 
 class OwnForward:
-    """Base of the callables that a method gives to a module object as its `forward`."""
+    """Base of the callables that replace the `forward` of a module object."""
 
     inner: OwnForward | None = None
 
@@ -23,14 +23,14 @@ class OwnForward:
         raise NotImplementedError  # abstract
 
     def within(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module does without this one."""
+        """Run the module without this replacement."""
         if self.inner is not None:
             return self.inner(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
 def forwards_of(module: nn.Module) -> list[OwnForward]:
-    """Those of a module, from the outermost."""
+    """List the replaced forwards of `module`, outermost first."""
     found: list[OwnForward] = []
     forward = module.__dict__.get("forward")
     while isinstance(forward, OwnForward):
@@ -40,14 +40,14 @@ def forwards_of(module: nn.Module) -> list[OwnForward]:
 
 
 def put_around(module: nn.Module, forward: OwnForward) -> None:
-    """Make `forward` the outermost."""
+    """Make `forward` the outermost replacement."""
     outermost = forwards_of(module)[:1]
     forward.inner = outermost[0] if outermost else None
     module.forward = forward  # type: ignore[assignment]
 
 
 def put_inside(module: nn.Module, forward: OwnForward) -> None:
-    """Make `forward` the innermost: what the others see of the module."""
+    """Make `forward` the innermost replacement: the others call it as the module's own."""
     others = forwards_of(module)
     if others:
         others[-1].inner = forward
@@ -56,7 +56,7 @@ def put_inside(module: nn.Module, forward: OwnForward) -> None:
 
 
 def take_away(module: nn.Module, kind: type[OwnForward]) -> None:
-    """Take those of a kind away."""
+    """Remove the replacements that are instances of `kind`."""
     if not forwards_of(module):
         return
     rest = [forward for forward in forwards_of(module) if not isinstance(forward, kind)]

@@ -49,7 +49,7 @@ def recompute(
     leaves, form = tree_flatten((others, keywords))
     if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
         raise UserError(
-            "The first argument of a recomputed block must be the only one that needs a gradient, got another one."
+            "Only the first argument of a recomputed block may need a gradient, and another argument needs one."
             " Leave the block out of `blocks`."
         )
     return _Recompute.apply(function, leaves, form, packer, context, x, *parameters)

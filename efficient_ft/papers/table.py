@@ -121,7 +121,7 @@ def _model(architecture: str, classes: int, methods: Sequence[Callable[[], Any]]
 
 @dataclass(frozen=True)
 class _Counted:
-    """What the rule sees of a model: operations on one image, bytes of parameters, names of the frozen ones."""
+    """A model as the rule counts it: operations on one image, bytes of parameters, names of the frozen ones."""
 
     operations: tuple[Operation, ...]
     parameter_bytes: int

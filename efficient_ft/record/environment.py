@@ -30,7 +30,7 @@ def environment(
         more: further entries, e.g. ``keep_allocator=True``.
 
     Returns:
-        date (UTC), efficient_ft, the packages, python, platform, device (the model of the GPU or CPU), threads (torch's),
+        date (UTC), efficient_ft, the packages, python, platform, device (the model of the GPU or CPU), threads,
         load (the last minute's load average; None where the system has none).
     """
     import torch

@@ -94,12 +94,14 @@ class MethodContracts:
 
     # ------------------------------------------------------------------ the row and the class
     def test_the_class_keeps_the_contract(self, row: str) -> None:
+        """The class declares name, axis, settings and the methods to override."""
         method = self.rows[row].method
         assert broken_contract(method) is None, broken_contract(method)
         assert broken_settings(method) is None, broken_settings(method)
         assert METHODS.get(method.name) in (method, None), "another method has this name"
 
     def test_the_row_is_complete(self, row: str) -> None:
+        """The row has models, and an off value or the reason and a substitute."""
         r = self.rows[row]
         assert (r.off is None) == bool(r.why_no_off) == (r.instead is not None)
         assert set(r.models) | set(r.refused) <= set(MODELS)
@@ -107,6 +109,7 @@ class MethodContracts:
         assert r.models, "no model to try it on"
 
     def test_settings_rebuild_the_method(self, row: str) -> None:
+        """`type(m)(**m.settings())` equals `m`, by settings and state key."""
         method = self.rows[row].create()
         again = type(method)(**method.settings())
         assert again.settings() == method.settings()
@@ -116,6 +119,7 @@ class MethodContracts:
 
     # ------------------------------------------------------------------ surgery
     def test_apply_reports_what_it_did_and_is_idempotent(self, row: str, name: str) -> None:
+        """The report names modules or parameters of the model; a second `apply` changes nothing."""
         model, method = model_of(name), self.rows[row].create()
         assert method.applied is None
         with counted_probes() as probes:
@@ -141,6 +145,7 @@ class MethodContracts:
 
     @_cases(lambda row: True, refused=True)
     def test_models_it_cannot_serve_are_refused_with_the_reason(self, row: str, name: str) -> None:
+        """A model the method cannot serve raises UserError that names method and reason, and stays as it was."""
         model = model_of(name)
         before = _state(model)
         text = _refusal(self.rows[row].create(), model)
@@ -150,6 +155,7 @@ class MethodContracts:
         assert not marks_of(model)
 
     def test_a_wrapped_model_is_refused(self, row: str) -> None:
+        """A compiled or wrapped model raises UserError."""
         model = model_of(self.rows[row].models[0])
         distributed = torch.nn.parallel.DistributedDataParallel.__new__(torch.nn.parallel.DistributedDataParallel)
         nn.Module.__init__(distributed)
@@ -160,6 +166,7 @@ class MethodContracts:
             assert method.applied is None
 
     def test_a_second_one_is_refused(self, row: str) -> None:
+        """A second method object of the same kind is refused on one model."""
         model, method = self.applied(row, self.rows[row].models[0])
         before = _state(model)
         text = _refusal(self.rows[row].create(), model)
@@ -167,6 +174,7 @@ class MethodContracts:
         assert _state(model) == before
 
     def test_copies_and_pickles_train_alike(self, row: str, name: str) -> None:
+        """Deep copies and pickles of model and method have the same gradients."""
         model, method = self.applied(row, name)
         stir(model)
         warm_up(model, method, name)
@@ -185,6 +193,7 @@ class MethodContracts:
         assert largest_difference(expected, gradients(model, name)) == 0
 
     def test_remove_gives_the_plain_model_back(self, row: str, name: str) -> None:
+        """`remove` restores classes, names, values and `requires_grad`."""
         plain = model_of(name)
         next(plain.parameters()).requires_grad = False
         model, method = copy.deepcopy(plain), self.rows[row].create()
@@ -202,6 +211,7 @@ class MethodContracts:
     # ------------------------------------------------------------------ off means off
     @_cases(lambda row: row.off is not None)
     def test_off_is_plain_training_and_on_is_not(self, row: str, name: str) -> None:
+        """The off value equals plain training with shortcuts disabled; the row's own settings differ from it."""
         r = self.rows[row]
         plain = gradients(model_of(name), name)
         with ExitStack() as stack:
@@ -220,6 +230,7 @@ class MethodContracts:
 
     @_cases(lambda row: row.instead == Instead.SAME_GRADIENTS)
     def test_gradients_of_what_trains_are_the_plain_ones(self, row: str, name: str) -> None:
+        """Selections leave the gradients of what trains exact."""
         plain = gradients(model_of(name), name)
         model, _ = self.applied(row, name)
         chosen = gradients(model, name)
@@ -230,6 +241,7 @@ class MethodContracts:
 
     @_cases(lambda row: row.instead == Instead.SAME_OUTPUT)
     def test_output_is_unchanged_at_first_and_changed_after_training(self, row: str, name: str) -> None:
+        """Adapters leave the output unchanged at initialization, and change it after training."""
         plain = self.rows[row].reference(model_of(name))
         model, method = self.applied(row, name)
         torch.testing.assert_close(evaluate(model, name), evaluate(plain, name), rtol=1e-10, atol=1e-12)
@@ -238,6 +250,7 @@ class MethodContracts:
 
     @_cases(lambda row: row.instead == Instead.NEAR_GRADIENTS)
     def test_gradients_are_near_the_plain_ones(self, row: str, name: str) -> None:
+        """The mean gradient over several seeds is close to the exact one."""
         plain = gradients(model_of(name), name)
         model, _ = self.applied(row, name)
         near = gradients(model, name)
@@ -273,6 +286,7 @@ class MethodContracts:
 
     # ------------------------------------------------------------------ state
     def test_state_travels_in_a_checkpoint(self, row: str) -> None:
+        """A method restored from `state_dict` continues exactly."""
         name = self.rows[row].models[0]
         model, method = self.applied(row, name)
         train_a_little(model, method, name)
@@ -296,6 +310,7 @@ class MethodContracts:
 
     # ------------------------------------------------------------------ the meter
     def test_nothing_hides_from_the_meter(self, row: str, name: str) -> None:
+        """The bytes counted by the saved-tensors hook equal the bytes alive after the forward pass."""
         from efficient_ft.cost import kept_after_forward
 
         model, method = self.applied(row, name)
@@ -309,6 +324,7 @@ class MethodContracts:
     # ------------------------------------------------------------------ stacking
     @_cases(lambda row: row.method.axis not in _SETS_REQUIRES_GRAD)
     def test_only_selections_and_adapters_decide_what_trains(self, row: str, name: str) -> None:
+        """Methods of other axes do not touch `requires_grad`."""
         model, method = model_of(name), self.rows[row].create()
         parameters = list(model.parameters())
         for parameter in parameters[: len(parameters) // 2]:
@@ -319,6 +335,7 @@ class MethodContracts:
 
     # ------------------------------------------------------------------ mixed precision
     def test_mixed_precision_trains(self, row: str, name: str) -> None:
+        """Steps under bf16 autocast train: finite loss and weights, gradients in fp32."""
         model, method = self.applied(row, name)
         warm_up(model, method, name)
         model.float()
@@ -340,6 +357,7 @@ class MethodContracts:
 
     # ------------------------------------------------------------------ YAML
     def test_a_yaml_holds_the_constructors_arguments(self, file: Path) -> None:
+        """Each YAML file of a method holds exactly its constructor's arguments."""
         from omegaconf import OmegaConf
 
         package = re.match(r"# @package method\.(\w+)\n", file.read_text(encoding="utf-8"))
@@ -357,6 +375,7 @@ class MethodContracts:
             assert any(values[n] != p.default for n, p in parameters.items()), "a variant differs from its method"
 
     def test_every_method_has_a_yaml_of_its_name(self) -> None:
+        """Each method has a YAML file of its name."""
         if self.conf is not None:
             names = {r.method.name for r in self.rows.values()}
             missing = names - {file.stem for file in self.conf.glob("*.yaml")}

@@ -23,7 +23,7 @@ class Instead(Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """What the contracts need to know of a method.
+    """One method with the settings and models that the contracts try it on.
 
     Attributes:
         method: its class.

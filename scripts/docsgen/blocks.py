@@ -257,7 +257,7 @@ def low_rank_layer(page: Path) -> str:
 # ---------------------------------------------------------------------------------------------- published
 @block
 def published_rule(title: str, page: Path) -> str:
-    """A table of the papers' costs beside our count by the same rule."""
+    """A table of the papers' costs and our count by the same rule."""
     of = next(t for t in records.load("published")["tables"] if t["title"].startswith(f"{title}:"))
     rows = of["rows"]
     columns = [
@@ -323,7 +323,7 @@ def settings(method: str, page: Path) -> str:
 
 @block
 def cost(method: str, page: Path) -> str:
-    """What a method cost where it was counted or measured."""
+    """The cost of a method, counted and measured."""
     return cards.cost_tables(method)
 
 

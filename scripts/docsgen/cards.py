@@ -198,7 +198,7 @@ def _arguments(doc: str) -> Iterator[tuple[str, str]]:
 
 # ---------------------------------------------------------------------------------------------- costs
 def cost_tables(name: str) -> str:
-    """What was counted and measured of a method, beside full fine-tuning."""
+    """Counted and measured cost of a method, relative to full fine-tuning."""
     counted, measured = _counted(name), _measured(name)
     parts = []
     if counted:

@@ -1,4 +1,4 @@
-"""What conf/ says of its options."""
+"""Options and settings as conf/ documents them."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def data() -> list[tuple[str, float, float]]:
 
 
 def digest() -> str:
-    """Changes if the numbers or this module do, whatever version of matplotlib draws."""
+    """Changes if the numbers or this module do, with any version of matplotlib."""
     source = inspect.getsource(sys.modules[__name__])
     return hashlib.sha256((json.dumps(data()) + source).encode()).hexdigest()[:16]
 

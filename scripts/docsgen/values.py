@@ -78,13 +78,13 @@ def backward(file: str, recipe: str) -> str:
 
 @value
 def cosine(file: str, recipe: str) -> str:
-    """Of the gradient of all blocks with the exact one, the mean over the batches."""
+    """Cosine of the gradient of all blocks to the exact one, mean over the batches."""
     return markdown.cosine(records.recipe(file, recipe)["cosine"]["blocks"]["mean"])
 
 
 @value
 def overhead(job: str) -> str:
-    """What the framework adds to a step of a bare loop, in percent with quartiles: ``overhead default``."""
+    """Overhead of the framework on a step of a bare loop, in percent with quartiles: ``overhead default``."""
     added = records.load("loop")["jobs"][job]["overhead_percent"]
     signed = [f"{added[key]:.1f}".replace("-", "−") for key in ("median", "q1", "q3")]
     return f"{signed[0]} % [{signed[1]} to {signed[2]}]"

@@ -54,6 +54,12 @@ def test_its_options_compose_like_our_own(site: Path) -> None:
         composed("method=every_nth", "method.every_nth.nn=5")
 
 
+def test_the_registry_reads_the_same_entry_points() -> None:
+    from efficient_ft.methods import registry
+
+    assert plugins.GROUP == registry.GROUP
+
+
 def test_without_them_nothing_is_added() -> None:
     plugins.register(CONF)
     assert plugins.folders() == {}

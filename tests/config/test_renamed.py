@@ -10,9 +10,10 @@ import yaml
 
 from efficient_ft.config import check, setting_names
 from efficient_ft.config.renamed import RENAMED, RENAMED_VALUES, renamed
-from efficient_ft.config.stored import stored_config
-from efficient_ft.core.errors import SettingError, UserError
-from tests.config.settings import PLAIN, two_tasks, with_settings
+from efficient_ft.core.errors import SettingError
+from efficient_ft.record.config_file import read_config
+from efficient_ft.record.formats import OtherVersionError
+from tests.config.settings import two_tasks, with_settings
 
 
 def names() -> set[str]:
@@ -49,36 +50,5 @@ def test_old_names_in_tasks_and_old_words_for_values() -> None:
 
 def test_a_run_folder_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(with_settings(optim__clip=1.0)))
-    with pytest.raises(UserError) as caught:
-        stored_config(tmp_path)
-    assert str(caught.value) == (
-        f"{tmp_path} was written by an earlier version: its setting optim.clip is now optim.grad_clip_norm. Use another"
-        " folder, or resume=never to train again; to read it, use the version that wrote it."
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (None, "holds no config.yaml"),
-        ("[1, 2]", "must hold a mapping"),
-        ("a: [", "cannot be read"),
-        ("\x00", "cannot be read"),
-        ("optim: {lr: -1}", "config.yaml: "),
-    ],
-)
-def test_a_folder_without_a_usable_configuration_is_refused(tmp_path: Path, text: str | None, said: str) -> None:
-    if text is not None:
-        (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(UserError) as caught:
-        stored_config(tmp_path)
-    assert said in str(caught.value)
-    assert str(tmp_path) in str(caught.value)
-    with pytest.raises(UserError, match="no such folder"):
-        stored_config(tmp_path / "nix")
-
-
-def test_a_stored_configuration_is_read_back(tmp_path: Path) -> None:
-    config = check(PLAIN)
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    assert stored_config(tmp_path) == config
+    with pytest.raises(OtherVersionError, match=r"an earlier version of efficient-ft \(it has the setting optim\.clip"):
+        read_config(tmp_path)

@@ -187,9 +187,9 @@ def test_two_networks_have_a_callback_each() -> None:
 
     module = Pair()
     callbacks = [MethodCallback(METHODS["moe"](), network=name) for name in ("net", "other")]
-    trainer_of(*callbacks, max_epochs=2).fit(module, loader_of())
+    trainer_of(*callbacks).fit(module, loader_of(2))
     assert_same_weights(module.net, module.other)
-    assert_same_weights(trained_by_hand(METHODS["moe"](), 2, 1), module.other)
+    assert_same_weights(trained_by_hand(METHODS["moe"](), 1, 1, count=2), module.other)
     with pytest.raises(RuntimeError, match="more than one stateful callback"):
         trainer_of(*(MethodCallback(Full()) for _ in range(2)))
 

@@ -478,7 +478,7 @@ def test_lora_trains_on_the_tokens_of_the_budgets_and_its_budgets_move() -> None
         ({"rate": "fast"}, "rate"),
         ({"delta": "mean"}, "delta"),
         ({"first_delta": "none"}, "first_delta"),
-        ({"choice": "lowest"}, "choice"),
+        ({"layer_choice": "lowest"}, "layer_choice"),
         ({"seed": True}, "seed"),
     ],
 )
@@ -487,7 +487,7 @@ def test_settings_out_of_range_are_named(settings: dict[str, Any], named: str) -
         ALaST(**settings)
     assert error.value.setting == named
     assert str(settings[named]) in str(error.value)
-    with pytest.raises(SettingError, match=rf"method\.alast\.{named}="):
+    with pytest.raises(SettingError, match=rf"method\.alast\.{named} must be"):
         build_methods(check(plain_config(method={"alast": settings})))
 
 
@@ -501,8 +501,8 @@ def test_what_is_refused_is_left_as_it_was() -> None:
     cases = [
         (no_class, "no class token"),
         (behind, r"ResPostBlock\) are not of the form"),
-        (dropping, "dropped or merged in this model already"),
-        (adapted, "Apply the selection first"),
+        (dropping, "evit has been applied to this VisionTransformer already, and both decide which tokens flow on"),
+        (adapted, "lora has been applied .* but must come after alast"),
         (model_of("resnet"), "no class token"),
     ]
     for model, message in cases:
@@ -512,7 +512,7 @@ def test_what_is_refused_is_left_as_it_was() -> None:
             ALaST(1, train_embeddings=False).apply(model)
         assert {n: p.requires_grad for n, p in model.named_parameters()} == trains
         assert [forwards_of(m) for m in model.modules()] == given
-    with pytest.raises(UserError, match="Apply the selection first"):
+    with pytest.raises(UserError, match="must come after bsr"):
         BSR([1], [1]).apply(adapted)
     assert not any(forwards_of(m) for m in adapted.modules())
 

@@ -15,7 +15,7 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.cost import executed, layer_flops
 from efficient_ft.methods import LBPDCT, LBPWHT, Full, LastStage, apply_methods
 from efficient_ft.methods.backprop.low_rank import LowRankConv2d, LowRankLinear
-from efficient_ft.models.view import view
+from efficient_ft.models.view import Reason, view
 from efficient_ft.ops.projection import WalshProjector, low_pass_l1
 
 # The layers the paper projects (and no others), by model.
@@ -81,7 +81,7 @@ def test_swinv2_as_published_leaves_qkv_exact(pristine):
     model = pristine("swinv2_small_window8_256")
     applied = LBPWHT(padding="reflect", as_published=True).apply(model)
     assert not any(n.endswith("qkv") for n in applied.touched)
-    assert applied.skipped["layers.3.blocks.0.attn.qkv"].startswith("left exact, as published")
+    assert applied.skipped["layers.3.blocks.0.attn.qkv"].reason == Reason.AS_PUBLISHED
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -117,7 +117,7 @@ def test_a_layer_that_would_cost_more_stays_exact_and_is_reported(pristine):
     applied = LBPWHT().apply(model)
     talking = [n for n in applied.skipped if "talking_head" in n]
     assert len(talking) == 8
-    assert all("exact is cheaper" in applied.skipped[n] for n in talking)
+    assert all(applied.skipped[n].reason == Reason.EXACT_IS_CHEAPER for n in talking)
     assert all(type(model.get_submodule(n)) is nn.Conv2d for n in talking)
     assert "layers left exact" in applied.notes[0]
 
@@ -280,7 +280,10 @@ def test_a_refusal_leaves_the_model_as_it_was():
 def test_two_projectors_are_refused():
     model = vit()
     LBPWHT().apply(model)
-    with pytest.raises(UserError, match="lbp_dct: the model's layers have a low-rank backward already"):
+    with pytest.raises(
+        UserError,
+        match=r"lbp_dct: lbp_wht has been applied .*, and both replace",
+    ):
         LBPDCT().apply(model)
 
 

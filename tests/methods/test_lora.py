@@ -12,6 +12,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 from efficient_ft.core.errors import UserError
@@ -27,6 +28,7 @@ from efficient_ft.methods import (
     plain_state_dict,
 )
 from efficient_ft.methods.adapters import lora as lora_module
+from efficient_ft.models.view import Reason, view
 from efficient_ft.testing import MODELS, USUAL, batch_of, evaluate, gradients, lively, model_of, train_a_little
 
 Targets = Literal["attention", "all"]
@@ -149,7 +151,8 @@ def test_layers_no_wider_than_the_rank_are_left_and_train_as_other_convolutions(
     assert lora.applied is not None
     heads = [f"stages.3.blocks.{b}.token_mixer.talking_head{k}" for b in (2, 3) for k in (1, 2)]
     for name in heads:
-        assert lora.applied.skipped[name] == "rank 8 is not below its 8 channels"
+        assert str(lora.applied.skipped[name]) == "rank 8 is not below its 8 channels"
+        assert lora.applied.skipped[name].reason == Reason.TOO_NARROW
         assert f"{name}.weight" in trains(model)
     lora.remove(model)
     with pytest.raises(UserError, match=r"no layer .* is wide enough .*rank 4096 is not below.*lower rank"):
@@ -263,8 +266,13 @@ def test_a_checkpoint_of_an_adapted_model_loads_into_another(tmp_path: Path) -> 
 def test_a_model_with_other_adapters_is_refused() -> None:
     model = model_of("vit")
     LoRA(rank=2).apply(model)
-    with pytest.raises(UserError, match="holds peft adapters already"):
+    with pytest.raises(UserError, match=r"lora has been applied .* both add modules"):
         LoRA(rank=4).apply(model)
+    model = model_of("vit")
+    inject_adapter_in_model(LoraConfig(target_modules=["qkv"]), model)
+    with pytest.raises(UserError, match="has peft adapters already"):
+        LoRA(rank=4).apply(model)
+    assert not any("lora" in layer.name for layer in view(model).layers)
 
 
 def test_peft_is_imported_only_when_it_is_needed() -> None:

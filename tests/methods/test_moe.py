@@ -41,7 +41,7 @@ from efficient_ft.training import export
 
 def with_experts(gates: float = 1.0, name: str = "vit", **settings: Any) -> tuple[Any, MoE]:
     """A small model with experts that differ, and gates that choose."""
-    model, method = model_of(name), MoE(**{"experts": 6, "top": 2, "blocks": [1, -1], **settings})
+    model, method = model_of(name), MoE(**{"num_experts": 6, "top_k": 2, "blocks": [1, -1], **settings})
     method.apply(model)
     generator = torch.Generator().manual_seed(4)
     for n, p in model.named_parameters():
@@ -51,7 +51,7 @@ def with_experts(gates: float = 1.0, name: str = "vit", **settings: Any) -> tupl
     return model, method
 
 
-def by_hand(mlp: Any, x_TC: Tensor, top: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+def by_hand(mlp: Any, x_TC: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:
     """The experts' output a token at a time, and E · Σ share of the tokens · mean probability."""
     gate = mlp.gate.weight
     ffns = [mlp, *mlp.experts]
@@ -60,29 +60,29 @@ def by_hand(mlp: Any, x_TC: Tensor, top: int, renormalise: bool) -> tuple[Tensor
         p = [torch.exp(gate[e] @ x) for e in range(len(ffns))]
         p = [value / sum(p) for value in p]
         probabilities.append(torch.stack(p))
-        chosen = sorted(range(len(ffns)), key=lambda e: -p[e].item())[:top]
-        total = sum(p[e] for e in chosen) if renormalise else 1.0
+        chosen = sorted(range(len(ffns)), key=lambda e: -p[e].item())[:top_k]
+        total = sum(p[e] for e in chosen) if norm_topk_prob else 1.0
         y = torch.zeros_like(x)
         for e in chosen:
             ffn = ffns[e]
             hidden = F.gelu(ffn.fc1.weight @ x + ffn.fc1.bias)
             y = y + p[e] / total * (ffn.fc2.weight @ hidden + ffn.fc2.bias)
-            shares[e] += 1 / (top * len(x_TC))
+            shares[e] += 1 / (top_k * len(x_TC))
         rows.append(y)
     means = torch.stack(probabilities).mean(0)
     return torch.stack(rows), len(ffns) * sum((f * m for f, m in zip(shares, means, strict=True)), torch.zeros(()))
 
 
 # ------------------------------------------------------------------------------------------------ what they compute
-@pytest.mark.parametrize("renormalise", [True, False])
-@pytest.mark.parametrize("top", [1, 2, 6])
-def test_output_and_all_gradients_are_those_of_each_token_by_itself(top: int, renormalise: bool) -> None:
-    model, method = with_experts(top=top, renormalise=renormalise, balance=0.3, blocks=[1])
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+@pytest.mark.parametrize("top_k", [1, 2, 6])
+def test_output_and_all_gradients_are_those_of_each_token_by_itself(top_k: int, norm_topk_prob: bool) -> None:
+    model, method = with_experts(top_k=top_k, norm_topk_prob=norm_topk_prob, aux_loss_coef=0.3, blocks=[1])
     mlp = model.blocks[1].mlp
     x = torch.randn(2, 5, 48, dtype=torch.float64, requires_grad=True)
     g = torch.randn(2, 5, 48, dtype=torch.float64)
     found = mlp(x)
-    expected, uneven = by_hand(mlp, x.reshape(10, 48), top, renormalise)
+    expected, uneven = by_hand(mlp, x.reshape(10, 48), top_k, norm_topk_prob)
     expected = expected.reshape(2, 5, 48)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     loss, reference = method.total_loss((found * g).sum()), (expected * g).sum() + 0.3 * uneven
@@ -129,7 +129,7 @@ def test_at_first_the_output_is_top_of_experts_and_the_first_ones_are_taken() ->
 
 
 def test_the_sum_is_in_single_precision_and_the_result_in_the_layer_s_type() -> None:
-    model, _ = with_experts(top=6)
+    model, _ = with_experts(top_k=6)
     mlp = model.blocks[1].mlp.float()
     x = torch.randn(2, 5, 48)
     with torch.autocast("cpu", torch.bfloat16):
@@ -141,7 +141,7 @@ def test_the_sum_is_in_single_precision_and_the_result_in_the_layer_s_type() -> 
 
 # ------------------------------------------------------------------------------------------------ what a step costs
 def test_an_expert_without_tokens_is_not_run() -> None:
-    model, _ = with_experts(experts=8, top=2, gates=0.0)
+    model, _ = with_experts(num_experts=8, top_k=2, gates=0.0)
     mlp = model.blocks[1].mlp
     with torch.no_grad():  # the first features decide: only experts 2 and 5 are ever among the two
         mlp.gate.weight[2, 0] = mlp.gate.weight[5, 0] = 50.0
@@ -226,7 +226,7 @@ def test_a_model_without_memory_can_be_run() -> None:
 # ------------------------------------------------------------------------------------------------ the balance loss
 def test_the_balance_loss_takes_tokens_from_the_expert_that_has_most() -> None:
     """From the start on, where all probabilities are alike and only the shares differ."""
-    model, method = with_experts(gates=0.0, experts=4, top=1, balance=1.0)
+    model, method = with_experts(gates=0.0, num_experts=4, top_k=1, aux_loss_coef=1.0)
     mlp = model.blocks[1].mlp
     x = torch.randn(400, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.5
     optimizer = torch.optim.SGD([mlp.gate.weight], lr=0.05)
@@ -251,7 +251,7 @@ def test_without_a_balance_nothing_is_added_and_nothing_kept() -> None:
 
 
 def test_a_balance_loss_does_not_stand_in_the_way_of_copies_and_evaluation() -> None:
-    model, method = with_experts(balance=0.1)
+    model, method = with_experts(aux_loss_coef=0.1)
     images, _ = batch_of("vit")
     model(images)
     other, copied = copy.deepcopy((model, method))
@@ -259,7 +259,7 @@ def test_a_balance_loss_does_not_stand_in_the_way_of_copies_and_evaluation() -> 
     model.train()
     loss = torch.zeros((), dtype=torch.float64)
     assert method.total_loss(loss) > 0
-    with pytest.raises(UserError, match=r"no balance loss .*balance=0"):
+    with pytest.raises(UserError, match=r"no balance loss .*aux_loss_coef=0"):
         method.total_loss(loss)
     other(images)
     assert copied.total_loss(loss) > 0
@@ -279,7 +279,7 @@ def test_every_task_has_routers_and_a_classifier(kind: type[MoE] | type[BSRMoE])
     torch.manual_seed(0)
     model = _vit_of_four()
     give_heads(model, {"pets": 5, "food": 7})
-    method = kind(experts=4, top=2, blocks=[1, 3], **({"drop_at": [1, 2]} if kind is BSRMoE else {}))
+    method = kind(num_experts=4, top_k=2, blocks=[1, 3], **({"drop_at": [1, 2]} if kind is BSRMoE else {}))
     method.apply(model)
     assert method.task == "pets"
     images = torch.randn(2, 3, 32, 32)
@@ -321,7 +321,7 @@ def _vit_of_four() -> Any:
 
 def test_bsr_with_experts_is_bsr_and_experts() -> None:
     one, two = model_of("vit"), model_of("vit")
-    settings: dict[str, Any] = {"experts": 4, "top": 2, "blocks": [1, -1], "renormalise": True}
+    settings: dict[str, Any] = {"num_experts": 4, "top_k": 2, "blocks": [1, -1], "norm_topk_prob": True}
     apply_methods(one, [BSR([1, -1], [1, 2], 0.5), MoE(**settings)])
     BSRMoE(**settings, drop_at=[1, 2]).apply(two)
     assert {n for n, p in one.named_parameters() if p.requires_grad} == {
@@ -336,7 +336,9 @@ def test_experts_go_where_the_selection_trains() -> None:
     assert applied.touched == ("blocks.1.mlp",)
     assert set(applied.skipped) == {"blocks.0", "blocks.2", "blocks.3"}
     for selection, frozen in ((HeadOnly(), 0), (Blocks([0]), 1)):
-        with pytest.raises(SettingError, match=rf"method\.moe\.blocks=\[0, 1\]: .* frozen blocks\.{frozen} of"):
+        with pytest.raises(
+            SettingError, match=rf"method\.moe\.blocks .* got \[0, 1\].* frozen blocks\.{frozen}\.mlp of"
+        ):
             apply_methods(model_of("vit"), [MoE(4, 2, [0, 1]), selection])
 
 
@@ -375,7 +377,7 @@ def test_what_is_packed_beside_them_leaves_experts_exact() -> None:
 
 
 def test_a_recomputed_block_has_no_balance_loss() -> None:
-    model, method = with_experts(balance=0.1)
+    model, method = with_experts(aux_loss_coef=0.1)
     Checkpointing().apply(model)
     model(batch_of("vit")[0])
     with pytest.raises(UserError, match="checkpointing"):
@@ -417,17 +419,17 @@ def test_a_run_s_result_is_loaded_with_its_experts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "setting",
     [
-        {"experts": 0},
-        {"experts": 2.0},
-        {"top": 0},
-        {"top": 17},
-        {"top": True},
+        {"num_experts": 0},
+        {"num_experts": 2.0},
+        {"top_k": 0},
+        {"top_k": 17},
+        {"top_k": True},
         {"blocks": []},
         {"blocks": "3"},
-        {"renormalise": 1},
-        {"balance": -0.1},
-        {"balance": float("nan")},
-        {"balance": True},
+        {"norm_topk_prob": 1},
+        {"aux_loss_coef": -0.1},
+        {"aux_loss_coef": float("nan")},
+        {"aux_loss_coef": True},
     ],
 )
 @pytest.mark.parametrize("kind", [MoE, BSRMoE])
@@ -440,8 +442,8 @@ def test_a_setting_out_of_range_names_itself(kind: Any, setting: dict[str, Any])
 def test_what_can_have_no_experts_is_refused_and_left_as_it_was() -> None:
     model = model_of("vit")
     for method, said in (
-        (MoE(4, 2), r"method\.moe\.blocks=\[3, 7, 11\]: allowed is indices from -4 to 3"),
-        (BSRMoE(4, 2), r"method\.bsr_moe\.blocks=\[3, 7, 11\]"),
+        (MoE(4, 2), r"method\.moe\.blocks must be indices from -4 to 3: .* got \[3, 7, 11\]"),
+        (BSRMoE(4, 2), r"method\.bsr_moe\.blocks must be .* got \[3, 7, 11\]"),
     ):
         with pytest.raises(SettingError, match=said):
             method.apply(model)
@@ -454,9 +456,9 @@ def test_what_can_have_no_experts_is_refused_and_left_as_it_was() -> None:
     MoE(4, 2, [1]).apply(model)
     assert len(model.blocks[1].mlp.experts) == 3
     for other in (MoE(3, 2, [2]), LoRA(rank=2), BSRMoE(3, 2, [2], drop_at=[1])):
-        with pytest.raises(UserError, match=rf"{other.name}: .* holds experts already"):
+        with pytest.raises(UserError, match=rf"{other.name}: moe has been applied .* both add modules"):
             other.apply(model)
-    for applied, said in ((LoRA(rank=2), "holds LoRA's adapters already"), (LBPWHT(order=2), "experts come first")):
+    for applied, said in ((LoRA(rank=2), "lora .* both add modules"), (LBPWHT(order=2), "must come after moe")):
         changed = model_of("vit")
         applied.apply(changed)
         with pytest.raises(UserError, match=said):

@@ -44,7 +44,7 @@ class Fixed(LayersPerStep):
 
     def __init__(self, blocks: list[int], embeddings: bool = False) -> None:
         super().__init__(len(blocks), embeddings, None)
-        self.blocks = blocks
+        self.blocks, self.embeddings = blocks, embeddings
 
     def choose(self, step: int, count: int) -> list[int]:
         return self.blocks
@@ -623,24 +623,25 @@ def test_adapters_keep_nothing_below_the_lowest_chosen_block() -> None:
 @pytest.mark.parametrize("layers", [0, -1, True, 2.0, "2", 5])
 def test_k_that_cannot_be_names_itself(kind: str, layers: Any) -> None:
     model = model_of("vit")
-    config = check(plain_config(method={kind: {"layers": layers}}))
+    config = check(plain_config(method={kind: {"num_layers": layers}}))
     with pytest.raises(SettingError) as error:
         apply_methods(model, build_methods(config))
     shown = "true" if layers is True else layers
-    assert str(error.value).startswith(f"method.{kind}.layers={shown}: ")
+    assert str(error.value).startswith(f"method.{kind}.num_layers must be ")
+    assert f", got {shown}." in str(error.value)
     assert ("4 blocks" in str(error.value)) == (layers == 5)
     assert all(p.requires_grad for p in model.parameters())
     if layers != 5:
-        with pytest.raises(SettingError, match=f"layers={layers}: .*at least 1"):
+        with pytest.raises(SettingError, match=f"num_layers must be an integer >= 1, got {layers}"):
             {"alast": ALaST, "uniform_layers": UniformLayers, "lisa": LISA, "top_layers": TopLayers}[kind](layers)
 
 
 @pytest.mark.parametrize(
     ("kind", "setting", "value"),
     [
-        ("lisa", "every", 0),
-        ("lisa", "every", 1.5),
-        ("lisa", "embeddings", 1),
+        ("lisa", "interval", 0),
+        ("lisa", "interval", 1.5),
+        ("lisa", "train_embeddings", 1),
         ("lisa", "seed", -1),
         ("uniform_layers", "seed", 0.5),
         ("top_layers", "profile_steps", 0),
@@ -652,14 +653,14 @@ def test_settings_out_of_range_are_named(kind: str, setting: str, value: Any) ->
     with pytest.raises(SettingError) as of_class:
         classes[kind](**{setting: value})
     assert of_class.value.setting == setting
-    with pytest.raises(SettingError, match=rf"method\.{kind}\.{setting}="):
+    with pytest.raises(SettingError, match=rf"method\.{kind}\.{setting} must be"):
         build_methods(check(plain_config(method={kind: {setting: value}})))
 
 
 @pytest.mark.parametrize("method", [UniformLayers(1), LISA(1), TopLayers(1)], ids=lambda m: m.name)
 def test_a_model_without_blocks_is_refused(method: LayersPerStep) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
-    with pytest.raises(UserError, match=rf"method {method.name}: no blocks were recognised in Sequential"):
+    with pytest.raises(UserError, match=rf"method {method.name}: no blocks were recognized in Sequential"):
         method.apply(model)
     assert all(p.requires_grad for p in model.parameters())
 

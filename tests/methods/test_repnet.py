@@ -148,8 +148,8 @@ def test_it_keeps_to_the_part_that_the_selection_leaves() -> None:
     apply_methods(model, [report, LastStage()])
     assert list(sides_of(model)) == ["layer4.1"]
     assert report.applied is not None
-    assert report.applied.skipped["layer1.0"] == "frozen by the selection"
-    assert report.applied.skipped["layer4.0"] == "no place of a side module"
+    assert str(report.applied.skipped["layer1.0"]) == "frozen by the selection"
+    assert str(report.applied.skipped["layer4.0"]) == "gets no side module"
     for places in (None, [0]):
         with pytest.raises(UserError, match=r"repnet: .* of resnet26 are all frozen by the selection; choose full"):
             apply_methods(timm.create_model("resnet26"), [RepNet(places), Blocks([-1]) if places else HeadOnly()])
@@ -255,13 +255,13 @@ def test_other_methods_leave_the_modules_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "first", "second", "message"),
     [
-        ("vit", RepNet(), LoRA(), "holds Rep-Net's side modules already"),
-        ("vit", LoRA(), RepNet(), "holds LoRA's adapters already"),
-        ("mobilenet", RepNet(), TinyTL(), "holds Rep-Net's side modules already"),
-        ("mobilenet", TinyTL(), RepNet(), "holds TinyTL's lite residual modules already"),
-        ("vit", RepNet([1]), RepNet([2]), "holds Rep-Net's side modules already"),
-        ("vit", BSR([1], [1]), RepNet([1]), "drop tokens beside a side block"),
-        ("vit", RepNet([1]), EViT([1]), "holds a side module"),
+        ("vit", RepNet(), LoRA(), "repnet has been applied .* both add modules"),
+        ("vit", LoRA(), RepNet(), "lora has been applied .* both add modules"),
+        ("mobilenet", RepNet(), TinyTL(), "repnet has been applied .* both add modules"),
+        ("mobilenet", TinyTL(), RepNet(), "tinytl has been applied .* both add modules"),
+        ("vit", RepNet([1]), RepNet([2]), "repnet has been applied .* both add modules"),
+        ("vit", BSR([1], [1]), RepNet([1]), "drop tokens in a block with a side module"),
+        ("vit", RepNet([1]), EViT([1]), "has a side module"),
         ("vit", Checkpointing(), RepNet([1]), "others come after it"),
     ],
     ids=lambda value: value.name if isinstance(value, Method) else "",
@@ -285,11 +285,11 @@ def test_tokens_may_be_dropped_in_other_blocks() -> None:
 # ------------------------------------------------------------------------------------------------ mistakes
 def test_models_and_settings_that_will_not_do() -> None:
     for setting, value in (
-        ("places", []),
-        ("places", "3"),
-        ("places", [1.5]),
-        ("kernel", 4),
-        ("kernel", True),
+        ("blocks", []),
+        ("blocks", "3"),
+        ("blocks", [1.5]),
+        ("kernel_size", 4),
+        ("kernel_size", True),
         ("groups", 3),
     ):
         with pytest.raises(SettingError) as error:
@@ -297,7 +297,7 @@ def test_models_and_settings_that_will_not_do() -> None:
         assert error.value.setting == setting
     for name, place, message in (
         ("vit", 4, "indices from -4 to 3: .* has 4 blocks"),
-        ("mobilenet", 0, r"which blocks.0.0 is not"),
+        ("mobilenet", 0, r"not blocks.0.0"),
     ):
         model = model_of(name)
         with pytest.raises(SettingError, match=f"method.repnet.blocks.*{message}"):

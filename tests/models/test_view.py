@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from efficient_ft.core.errors import UserError
-from efficient_ft.models.view import default_image_size, parameters_under, view
+from efficient_ft.models.view import Reason, Skipped, default_image_size, parameters_under, view
 
 
 def layouts(model: nn.Module, size=None) -> Counter:
@@ -76,18 +76,19 @@ def test_swinv2_qkv_is_found_though_its_forward_is_never_called():
     assert qkv.tokens is not None
     assert not model.layers[3].blocks[1].attn.qkv_bias_separate, "looking must not change the model"
     position_mlp = layers["layers.3.blocks.1.attn.cpb_mlp.0"]
-    assert position_mlp.why_not == "its input does not come from the images"
+    assert position_mlp.why_not == Skipped(Reason.NOT_FROM_IMAGES)
 
 
 def test_reasons_for_layers_without_tokens():
     reasons = {layer.name: layer.why_not for layer in view(timm.create_model("efficientformerv2_s0")).layers}
-    assert reasons["stem.conv1.conv"] == "the stem or patch embedding"
-    assert reasons["stages.0.blocks.0.mlp.mid.conv"] == "a depthwise or grouped convolution"
-    assert reasons["stages.1.downsample.conv.conv"] == "a convolution that is not 1×1 with stride 1"
-    assert reasons["head"] == "the head"
+    assert reasons["stem.conv1.conv"] == Skipped(Reason.STEM)
+    assert reasons["stages.0.blocks.0.mlp.mid.conv"] == Skipped(Reason.GROUPED_CONVOLUTION)
+    assert reasons["stages.1.downsample.conv.conv"] == Skipped(Reason.SPATIAL_CONVOLUTION)
+    assert reasons["head"] == Skipped(Reason.HEAD)
     assert reasons["stages.3.blocks.3.token_mixer.talking_head1"] is None
     mixer = {layer.name: layer.why_not for layer in view(timm.create_model("mixer_s16_224")).layers}
-    assert mixer["blocks.0.mlp_tokens.fc1"] == "512 tokens that lie on no grid of the model"
+    assert mixer["blocks.0.mlp_tokens.fc1"].reason == Reason.NO_GRID
+    assert str(mixer["blocks.0.mlp_tokens.fc1"]) == "512 tokens without positions on a grid of the model"
     assert mixer["blocks.0.mlp_channels.fc1"] is None
 
 
@@ -96,7 +97,7 @@ def test_looking_changes_nothing():
     before = copy.deepcopy(model.state_dict())
     modes = [m.training for m in model.modules()]
     state = torch.get_rng_state()
-    view(model)
+    assert view(model).layers
     assert torch.equal(torch.get_rng_state(), state)
     assert [m.training for m in model.modules()] == modes
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
@@ -110,7 +111,7 @@ def test_attention_layers_are_marked():
 
 def test_a_size_the_model_cannot_take_is_an_error_of_one_line():
     with pytest.raises(UserError, match="VisionTransformer cannot be run on images of 100×100: "):
-        view(timm.create_model("vit_tiny_patch16_224", depth=1), (100, 100))
+        _ = view(timm.create_model("vit_tiny_patch16_224", depth=1), (100, 100)).layers
 
 
 def test_a_model_without_stages_has_no_last_stage():
@@ -122,7 +123,7 @@ def test_a_model_without_stages_has_no_last_stage():
         def forward(self, x):
             return self.fc(self.conv(x).mean((2, 3)))
 
-    with pytest.raises(UserError, match="no stages or blocks were recognised"):
+    with pytest.raises(UserError, match="no stages or blocks were recognized"):
         view(Plain(), (8, 8)).last_stage()
 
 

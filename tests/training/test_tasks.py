@@ -119,7 +119,7 @@ def test_the_file_holds_all_heads_and_their_classes(
 
     image = folders / "planes" / "val" / "left" / "0.png"
     assert predict(folder, image, "--device", "cpu") == 2
-    assert "give --task colours or planes" in capsys.readouterr().err
+    assert "--task colours or planes" in capsys.readouterr().err
     assert predict(folder, image, "--device", "cpu", "--task", "planes") == 0
     assert {line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]} == {"left", "middle", "right"}
 
@@ -213,9 +213,7 @@ def test_the_missing_images_of_every_task_are_named(tmp_path: Path, folders: Pat
 
 def test_a_setting_of_one_task_is_named_as_such(tmp_path: Path, folders: Path) -> None:
     on_test = {task: {"select_best_on": "test"} for task in ("colours", "planes")}
-    with pytest.raises(
-        SettingError, match=r"^tasks\.colours\.select_best_on must be one of val, got test\. There are no"
-    ):
+    with pytest.raises(SettingError, match=r"^tasks\.colours\.select_best_on must be .*val, got test\. There are no"):
         run(config_of(folders, tasks=on_test), tmp_path / "run")
 
 

@@ -16,7 +16,7 @@ of BSR's Table 5 (per image: 6.2 GMACs and 9.91 MB for ResNet-50, 5.7 and 40.1 f
   50 M parameters. That follows from the table: of modules of this form, kernels up to 7, spread evenly over all four
   stages, none that reach both its columns hold fewer than 49 M.
 
-Our choice is also the start: the sum is the network's own at first. The last normalisation of a CNN's module starts at
+Our choice is also the start: the sum is the network's own at first. The last normalization of a CNN's module starts at
 0; a transformer's side block is a copy of the block beside it whose two last projections start at 0, and adds what its
 branches add.
 """

@@ -46,7 +46,7 @@ class GroupNorm2d(nn.BatchNorm2d):
 
 
 class GroupNormAct2d(BatchNormAct2d):
-    """The same for timm's normalisation and activation in one."""
+    """The same for timm's normalization and activation in one."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.group_norm(x, self.num_features // GROUP, self.weight, self.bias, self.eps)
@@ -69,7 +69,7 @@ class TinyTL(Method):
         kernel_size: side of the modules' convolutions, odd; 3 where the block's input is 32 times smaller than the
             image.
         groups: of these convolutions.
-        norm: of the pretrained network: ``group``, as published (GroupNorm of 8 channels and standardised weights of
+        norm: of the pretrained network: ``group``, as published (GroupNorm of 8 channels and standardized weights of
             the convolutions before it, for weights that were trained so), or ``batch`` (BatchNorm as it is, which
             leaves the pretrained network's output unchanged at first).
 
@@ -93,7 +93,7 @@ class TinyTL(Method):
             raise SettingError("norm", norm, ["group", "batch"])
         self.kernel_size, self.groups, self.norm = kernel_size, groups, norm
         self._before: dict[str, bool] = {}
-        # What each normalisation was, and mean and deviation of each standardised filter.
+        # What each normalization was, and mean and deviation of each standardized filter.
         self._norms: dict[str, type] = {}
         self._filters: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -191,7 +191,7 @@ class TinyTL(Method):
 
 
 def _is_normalised(module: nn.Module) -> bool:
-    """A convolution that a normalisation follows has no bias (those of squeeze-and-excitation have one)."""
+    """A convolution that a normalization follows has no bias (those of squeeze-and-excitation have one)."""
     return isinstance(module, nn.Conv2d) and module.bias is None
 
 

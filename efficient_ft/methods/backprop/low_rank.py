@@ -1,4 +1,4 @@
-"""What every low-rank backward method shares: the layers it puts in place, and where.
+"""The common part of the low-rank backward methods: the layer classes, and which layers become them.
 
 A layer is changed by its class alone: the same module object, the same parameters under the same names, its own
 forward in evaluation. So a changed model can be copied, pickled, saved and changed back.
@@ -31,13 +31,13 @@ from efficient_ft.ops.tokens import Tokens, current_tokens
 
 @dataclass
 class LowRank:
-    """What a changed layer carries.
+    """State of a layer with low-rank backward.
 
     Attributes:
         projector: gives the projection for the grid of a step; None while the layer is profiled (exact backward).
-        tokens: where the positions lie in the input.
+        tokens: layout of the token grid in the input.
         energy: (8, 8) float64 on the CPU, the share of each WHT basis in the energy of g_y, added up over the backward
-            passes while `projector` is None. Shares, so that every pass counts alike whatever its loss is scaled by.
+            passes while `projector` is None. Shares, so that every pass has equal weight for any scale of its loss.
     """
 
     projector: Projector | None
@@ -57,8 +57,8 @@ class LowRankLinear(nn.Linear):
         grid = how.tokens.grid if how.tokens.form == "tokens" else (x.shape[1], x.shape[2])
         if tokens is not None and tokens.grid_index_BL is None:
             raise UserError(
-                f"a layer with low-rank backward was given {x.shape[1]} tokens of which is not known where they lie:"
-                " merged ones, or those of images of another size than the model was built for"
+                f"layer with low-rank backward: grid positions of the {x.shape[1]} input tokens are unknown (merged tokens,"
+                " or another image size)"
             )
         if how.projector is None:
             return _profiled(super().forward(x), how, grid, tokens)

@@ -1,4 +1,4 @@
-"""What the methods of the memory axis share: how they change a forward pass, and their state."""
+"""The common part of the memory methods: how they replace a forward pass, and their state."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from efficient_ft.ops.packed import PackingState
 
 
 class MemoryForward(OwnForward):
-    """The forward pass of a part of a model whose activations are kept in another way."""
+    """Replacement of the forward pass of a module whose activations are kept in another form."""
 
     @property
     def training(self) -> bool:
-        """Whether this may be a training step: a BatchNorm of frozen statistics is in evaluation mode in every one."""
+        """True in training; always True for a BatchNorm, since one with frozen statistics is in evaluation mode."""
         return self.module.training or isinstance(self.module, nn.modules.batchnorm._BatchNorm)
 
 
@@ -31,7 +31,7 @@ class MemoryMethod(Method):
         self._restored: dict[str, Any] | None = None
 
     def _begin(self) -> PackingState:
-        """What is remembered from step to step, as it was in the checkpoint where there is one."""
+        """Create the state kept from step to step, restored from the checkpoint if there is one."""
         self._session = self._new_session()
         if self._restored is not None:
             self._session.load_state_dict(self._restored)
@@ -45,8 +45,10 @@ class MemoryMethod(Method):
             take_away(module, MemoryForward)
 
     def step_end(self) -> None:
-        """Raises:
-        UserError: a packed value was too large for fp16.
+        """Check the step's packed values.
+
+        Raises:
+            UserError: a packed value was too large for fp16.
         """
         if self._session is not None:
             self._session.last.held = None

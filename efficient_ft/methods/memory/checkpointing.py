@@ -26,7 +26,7 @@ from efficient_ft.ops.tokens import Tokens, attach_tokens, pop_tokens
 
 
 class _RecomputedForward(MemoryForward):
-    """Keeps in training only the input of the module."""
+    """Replacement that saves only the input of the module, in training."""
 
     def __init__(self, module: nn.Module, name: str, packer: Packer, session: PackingState) -> None:
         super().__init__(module)
@@ -48,7 +48,7 @@ class _RecomputedForward(MemoryForward):
         x = attach_tokens(x, tokens)
         if not torch.is_grad_enabled():  # the first time
             return self.within(x, *args, **keywords)
-        # The second time must not move running statistics again, nor write to them: autograd has them in its keeping.
+        # The recomputation must not update running statistics again: autograd has saved them.
         moving = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
         before = [m.momentum for m in moving]
         for m in moving:
@@ -66,12 +66,16 @@ class _RecomputedForward(MemoryForward):
 class Checkpointing(MemoryMethod):
     """Keep only the input of each block and compute the block again in the backward pass.
 
-    Gradients are exact with ``input_dtype=same``; it costs the blocks' forward pass once more. Never sparse: a block
-    recomputed from a pruned input has another gradient altogether.
+    Gradients are exact with ``input_dtype=same``. The forward pass of the blocks runs twice. Inputs are never pruned: a
+    block recomputed from a pruned input has a different gradient.
 
     Args:
         blocks: indices of the blocks, negative ones from the end; None: all of them.
-        input_dtype: how a block's input is kept: ``same`` (as it is), ``bf16``, or ``int8``.
+        input_dtype: type in which a block's input is kept: ``same`` (unchanged), ``bf16``, or ``int8``.
+
+    Raises:
+        SettingError: a value outside these, or (when applied) a block outside the model.
+        UserError: when applied: the model's blocks are not recognized.
     """
 
     name = "checkpointing"

@@ -1,4 +1,4 @@
-"""What the methods that pack activations share: in which parts of a model, and for how long.
+"""The common part of the methods that pack activations: in which parts of a model, and for how long.
 
 In training, parts of the model (blocks, stem, downsampling) run their forward pass inside a `PackedOperations` mode.
 """
@@ -54,13 +54,12 @@ class _PlainForward(MemoryForward):
 
 
 class PartwiseMethod(MemoryMethod):
-    """Base of the methods that give parts of a model a forward pass which keeps its activations in another way.
+    """Base of the methods that change, part by part, how a model keeps its activations.
 
-    In a model with attention, blocks and what lies between stages are packed, and a stem of several convolutions; the
-    patch embedding, the final normalisation and the head stay dense and exact, as published. In a network without
-    attention everything is packed, the stem and the classifier too, as published. Layers of which nothing needs a
-    gradient keep nothing anyway; what trains is decided by the selection. torch.compile leaves packed parts as they
-    are.
+    In a model with attention these parts are the blocks, the layers between stages and a stem of several convolutions;
+    the patch embedding, the final normalization and the head stay dense and exact, as published. In a network without
+    attention all layers are packed, including stem and classifier, as published. Layers that need no gradient keep
+    nothing. Packed parts run eagerly under torch.compile.
     """
 
     def _left_plain(self, view: ModelView) -> dict[str, Skipped]:
@@ -80,7 +79,7 @@ class PartwiseMethod(MemoryMethod):
         Args:
             module: the part.
             name: its full name.
-            session: what is remembered from step to step.
+            session: state kept from step to step.
             layers: those of the part that run packed, by their full names.
         """
 

@@ -28,9 +28,9 @@ class BSR(Blocks):
     Args:
         blocks: those that train, counted from 0, negative ones from the end.
         drop_at: blocks in which tokens are dropped; not the last. With an empty list no token is dropped, and any
-            model with blocks will do (BSR on ResNet-50; "Ours" in the paper's Table 5).
+            model with blocks is accepted (BSR on ResNet-50; "Ours" in the paper's Table 5).
         keep_rate: share of the patch tokens kept in each of them, above 0 and at most 1.
-        fuse: what is dropped becomes one more token.
+        fuse: fuse the dropped tokens into one, weighted by attention.
 
     Raises:
         SettingError: a value outside these, or (when applied) a block outside the model or listed twice.

@@ -137,7 +137,7 @@ class Blocks(Selection):
 class BitFit(Selection):
     """Train all bias vectors and the head (Ben Zaken et al., 2022).
 
-    SwinV2's and BEiT's `q_bias` and `v_bias`, which are not in the qkv layer, are among them; tables of relative
+    SwinV2's and BEiT's `q_bias` and `v_bias`, which are not in the qkv layer, are included; tables of relative
     positions that are called biases are not.
 
     Raises:

@@ -173,7 +173,7 @@ class ToMe(Method):
         super().__init__()
         each = r if isinstance(r, Sequence) and not isinstance(r, str) else [r]
         if not each or not all(type(n) is int and n >= 0 for n in each):
-            raise SettingError("r", r, "a whole number of at least 0, or a list of them, one for each block")
+            raise SettingError("r", r, "an integer >= 0, or a list of them, one for each block")
         if isinstance(inflect, bool) or not isinstance(inflect, int | float) or not -1 <= inflect <= 1:
             raise SettingError("inflect", inflect, "a number from -1 to 1")
         if inflect and each is r:
@@ -225,7 +225,7 @@ class ToMe(Method):
             raise SettingError(
                 setting,
                 self.r,
-                f"a whole number from 0 to {largest}",
+                f"an integer from 0 to {largest}",
                 f"{view.name} has {patches} patch tokens, {blocks} blocks merge at most half of those they are given,"
                 " and more than one has to be left.",
             )

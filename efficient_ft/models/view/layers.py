@@ -1,4 +1,4 @@
-"""What the view of a model says of one layer."""
+"""The entries of a view: one layer, and the layout of its tokens."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ def above(model: nn.Module, name: str) -> Iterator[nn.Module]:
 
 
 def classifiers(model: nn.Module) -> list[nn.Module]:
+    """The classifier modules of a timm model, without identities."""
     get_classifier: Any = getattr(model, "get_classifier", None)
     found = None if get_classifier is None else get_classifier()
     modules = list(found) if isinstance(found, tuple | list) else [found]
@@ -29,6 +30,7 @@ def classifiers(model: nn.Module) -> list[nn.Module]:
 
 
 def names_of(model: nn.Module, modules: Iterable[nn.Module]) -> tuple[str, ...]:
+    """Full names of the given modules, in the order of the model."""
     wanted = {id(m) for m in modules}
     return tuple(name for name, m in model.named_modules() if id(m) in wanted)
 
@@ -104,7 +106,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether it is a normalisation layer, by the name of its class."""
+    """Whether it is a normalization layer, by the name of its class."""
     return _NORM.search(type(module).__name__) is not None
 
 

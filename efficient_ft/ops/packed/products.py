@@ -140,7 +140,7 @@ class _Matmul(torch.autograd.Function):
 
 
 @packs(torch.bmm, Tensor.bmm)
-def bmm(mode: PackedOperations, input: Tensor, mat2: Tensor) -> Any:
+def _bmm(mode: PackedOperations, input: Tensor, mat2: Tensor) -> Any:
     return matmul(mode, input, mat2)
 
 

@@ -19,7 +19,7 @@ from efficient_ft.ops.projection import (
     low_rank_conv1x1,
     low_rank_linear,
 )
-from tests.ops.projection import reference
+from tests.ops import reference
 
 GRIDS = [(7, 7), (8, 8), (14, 14), (5, 9), (16, 16)]
 SELECT = {"l1": low_pass_l1, "linf": low_pass_linf}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from efficient_ft.ops.projection import block_energy
-from tests.ops.projection import reference
+from tests.ops import reference
 
 
 @given(st.integers(1, 17), st.integers(1, 17), st.integers(1, 3))

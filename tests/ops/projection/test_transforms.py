@@ -18,7 +18,7 @@ from efficient_ft.ops.projection.transforms import (
     walsh,
     wht_tiles,
 )
-from tests.ops.projection import reference
+from tests.ops import reference
 
 
 def test_walsh_rows_are_symmetric_orthogonal_and_in_sequency_order():

@@ -1,0 +1,75 @@
+"""Methods in a LightningModule of one's own: one callback, nothing in the module.
+
+The callback adds the experts' balance loss to what `training_step` returns, freezes BatchNorm statistics, refuses a
+strategy that the methods cannot run under, and keeps the methods' state in the checkpoint.
+
+    python examples/lightning_module.py
+"""
+
+from __future__ import annotations
+
+import lightning.pytorch as L
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from efficient_ft.integrations.lightning import MethodCallback
+from efficient_ft.methods import LastStage, MoE
+
+
+class Classifier(L.LightningModule):
+    """A plain classifier; its network is called `net`."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.losses: list[float] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """The cross-entropy of a batch."""
+        images, labels = batch
+        return F.cross_entropy(self.net(images), labels)
+
+    def on_total_loss(self, loss: Tensor) -> None:
+        """Optional: called with the loss that is minimized, the balance loss included."""
+        self.losses.append(float(loss.detach()))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW over what trains: the callback has applied the methods before."""
+        return torch.optim.AdamW([p for p in self.net.parameters() if p.requires_grad], lr=1e-3)
+
+
+def main(epochs: int = 2) -> list[float]:
+    """Train on random images; print what the methods did; return the losses."""
+    L.seed_everything(0, verbose=False)
+    net = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=4, depth=4, embed_dim=48, num_heads=3, num_classes=10
+    )
+    images = TensorDataset(torch.randn(64, 3, 32, 32), torch.randint(10, (64,)))
+    module = Classifier(net)
+    callback = MethodCallback(
+        [MoE(num_experts=4, top_k=2, blocks=[-1], norm_topk_prob=True, aux_loss_coef=0.01), LastStage()],
+        network="net",
+    )
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,  # with more: strategy="ddp_find_unused_parameters_true", which the callback asks for
+        max_epochs=epochs,
+        accumulate_grad_batches=2,
+        callbacks=[callback],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(images, batch_size=16))
+    for report in callback.reports:
+        print(report)
+    print(f"loss: {module.losses[0]:.3f} at first, {module.losses[-1]:.3f} at last")
+    return module.losses
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""The registry: this package's methods, those of other packages, and packages that break the contract."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import efficient_ft.methods
+from efficient_ft.core.errors import UserError
+from efficient_ft.methods import METHODS, Method, registry
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+GOOD = """
+    from efficient_ft.methods import Applied, Axis, Method
+
+    class Nothing(Method):
+        name = "nothing"
+        axis = Axis.MEMORY
+
+        def __init__(self, n: int = 1) -> None:
+            self.n = n
+
+        def _apply(self, model, view):
+            return Applied(self.name, view.blocks)
+
+        def _remove(self, model):
+            pass
+"""
+
+
+def distribution(folder: Path, source: str, entry: str = "nothing = foreign:Nothing") -> None:
+    """Install a distribution `foreign-methods` of one module `foreign` in a folder."""
+    (folder / "foreign.py").write_text(textwrap.dedent(source))
+    information = folder / "foreign_methods-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: foreign-methods\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text(f"[efficient_ft.methods]\n{entry}\n")
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> registry.Registry:
+    """A registry that has read nothing yet, and sees the distributions in `tmp_path`."""
+    known = {name: (METHODS[name], METHODS.distribution(name)) for name in METHODS}
+    monkeypatch.setattr(registry, "_registered", known)
+    monkeypatch.setattr(registry, "_untried", set())
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "foreign", raising=False)
+    return registry.Registry()
+
+
+# ------------------------------------------------------------------------------------------------ our own
+def test_names_are_those_of_the_classes() -> None:
+    assert list(METHODS) == sorted(METHODS)
+    for name, method in METHODS.items():
+        assert method.name == name
+        assert getattr(efficient_ft.methods, method.__name__) is method
+        assert METHODS.distribution(name) == "efficient-ft"
+    assert "LBPWHT" in dir(efficient_ft.methods)
+    with pytest.raises(ImportError, match="NoSuchMethod"):
+        from efficient_ft.methods import NoSuchMethod  # noqa: F401
+
+
+def test_importing_the_methods_is_cheap() -> None:
+    """Nothing is imported that torch and timm do not import themselves: no lightning, peft, pydantic, numba ..."""
+    program = """
+import sys, torch, timm
+before = set(sys.modules)
+from efficient_ft.methods import LBPWHT, LoRA, BSRMoE
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+assert "efficient_ft.methods.build" not in sys.modules
+print(*sorted(new))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "efficient_ft"
+
+
+# ------------------------------------------------------------------------------------------------ other packages
+def test_a_package_adds_a_method(fresh: registry.Registry, tmp_path: Path) -> None:
+    distribution(tmp_path, GOOD)
+    assert fresh["nothing"].__module__ == "foreign"
+    assert fresh.distribution("nothing") == "foreign-methods"
+    assert set(fresh) == {*METHODS, "nothing"}
+
+
+def test_a_decorated_method_of_a_package_has_its_distributions_name(fresh: registry.Registry, tmp_path: Path) -> None:
+    source = GOOD.replace("Applied, Axis, Method", "Applied, Axis, Method, register")
+    distribution(tmp_path, source.replace("    class Nothing", "    @register\n    class Nothing"))
+    assert fresh.distribution("nothing") == "foreign-methods"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("    from efficient_ft", "    import no_such_module\n    from efficient_ft"), "cannot be imported"),
+        (("class Nothing(Method)", "class Nothing"), "is no subclass of"),
+        (('axis = Axis.MEMORY', "pass"), "`axis` must be one of selection, adapters, .* got None"),
+        (('axis = Axis.MEMORY', 'axis = "memmory"'), "`axis` must be one of .* got 'memmory'"),
+        (('name = "nothing"', 'name = "Nothing!"'), "both must be equal"),
+        (("def _remove", "def _restore"), "does not implement `_remove`"),
+        (("self.n = n", "self.m = n"), "does not store the setting `n`"),
+        (("self.n = n", "raise ValueError(n)"), "cannot be made from its defaults: ValueError: 1"),
+        (("n: int = 1", "**settings"), r"must name its settings, got \*\*settings"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_a_package_that_breaks_the_contract_is_refused_by_name(
+    fresh: registry.Registry, tmp_path: Path, change: tuple[str, str], message: str
+) -> None:
+    assert change[0] in GOOD
+    distribution(tmp_path, GOOD.replace(*change))
+    for _ in range(2):  # not only the first time
+        with pytest.raises(UserError, match=f"^Package foreign-methods: .*{message}"):
+            list(fresh)
+
+
+def test_a_name_that_exists_is_refused(fresh: registry.Registry, tmp_path: Path) -> None:
+    distribution(tmp_path, GOOD.replace('"nothing"', '"mesa"'), "mesa = foreign:Nothing")
+    taken = r"foreign.Nothing takes the name 'mesa', .* efficient_ft.methods.memory.mesa.Mesa \(efficient-ft\)"
+    with pytest.raises(UserError, match=f"^Package foreign-methods: {taken}"):
+        list(fresh)
+    from efficient_ft.methods import Mesa
+
+    assert Mesa.name == "mesa", "this package's own methods need no other package"
+
+
+@pytest.mark.parametrize("name", ["tokens", "loss", "Every", "", "a-b"])
+def test_names_that_cannot_be_are_refused(name: str) -> None:
+    class Odd(METHODS["full"]):  # type: ignore[misc]
+        pass
+
+    Odd.name = name
+    with pytest.raises(UserError, match="`name` must"):
+        registry.register(Odd)
+    assert issubclass(Odd, Method)
+
+
+# ------------------------------------------------------------------------------------------------ the example
+def test_the_out_of_tree_example_passes_its_tests(tmp_path: Path) -> None:
+    example = REPOSITORY / "examples" / "out_of_tree_method"
+    information = tmp_path / "every_nth_method-0.1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: every-nth-method\nVersion: 0.1.0\n")
+    (information / "entry_points.txt").write_text(
+        "[efficient_ft.methods]\nevery_nth = every_nth_method.method:EveryNth\n"
+    )
+    path = os.pathsep.join(map(str, (tmp_path, example / "src", REPOSITORY)))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+        cwd=example,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    passed = done.stdout.strip().splitlines()[-1]
+    assert "passed" in passed
+    assert int(passed.split()[0]) > 25, passed

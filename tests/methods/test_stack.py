@@ -1,0 +1,152 @@
+"""Which methods can be stacked, from what they declare: on the command line, in `apply_methods` and in `apply`."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from torch import nn
+
+from efficient_ft.core.errors import UserError
+from efficient_ft.methods import (
+    BSR,
+    LBPWHT,
+    LISA,
+    METHODS,
+    SWAT,
+    ALaST,
+    Applied,
+    Axis,
+    BackRazor,
+    BSRMoE,
+    Checkpointing,
+    EViT,
+    Full,
+    LastStage,
+    LoRA,
+    Mesa,
+    Method,
+    ModelView,
+    MoE,
+    Needs,
+    ToMe,
+    apply_methods,
+    check_stack,
+)
+from efficient_ft.models.marks import marks_of
+from efficient_ft.models.view import view
+from efficient_ft.testing import model_of
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "why"),
+    [
+        (LastStage(), Full(), "both select what trains"),
+        (BSR(), LISA(), "both select what trains"),
+        (BSR(), EViT(), "both decide which tokens flow on"),
+        (ALaST(), ToMe(), "both decide which tokens flow on"),
+        (LoRA(), MoE(), "both add modules to the model"),
+        (BSRMoE(), LoRA(), "both add modules to the model"),
+        (LBPWHT(), METHODS["lbp_dct"](), "both replace the backward pass"),
+        (Mesa(), Checkpointing(), "both decide how activations are kept"),
+        (ToMe(), LBPWHT(), "cannot be stacked: merged tokens have no grid positions"),
+        (SWAT(), LBPWHT(), "cannot be stacked: low-rank layers have a dense forward"),
+        (BackRazor(prune="both"), LBPWHT(), "cannot be stacked: prune=both: low-rank layers"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Method) else "",
+)
+def test_what_cannot_be_stacked_is_refused_in_either_order(one: Method, other: Method, why: str) -> None:
+    for first, second in ((one, other), (other, one)):
+        with pytest.raises(UserError, match=rf"^method: {first.name} and {second.name} .*{why}"):
+            check_stack([first, second])
+
+
+def test_methods_of_different_axes_can_be_stacked() -> None:
+    check_stack([BSR(), LBPWHT(), BackRazor()])
+    check_stack([BSR(drop_at=[]), EViT(), LoRA(), Mesa()])
+    check_stack([ALaST(), LoRA(), LBPWHT(), Checkpointing()])
+
+
+def test_nothing_is_changed_by_a_stack_that_is_refused() -> None:
+    model = model_of("vit")
+    with pytest.raises(UserError, match="both decide how activations are kept"):
+        apply_methods(model, [LastStage(), Mesa(), Checkpointing()])
+    assert all(p.requires_grad for p in model.parameters())
+    assert not marks_of(model)
+
+
+def test_what_is_applied_counts_as_part_of_the_stack() -> None:
+    model, first = model_of("vit"), Mesa()
+    first.apply(model)
+    with pytest.raises(UserError, match="checkpointing: mesa has been applied to this VisionTransformer already, and"):
+        Checkpointing().apply(model)
+    with pytest.raises(UserError, match="or remove mesa first"):
+        apply_methods(model, [LastStage(), Checkpointing()])
+    assert all(p.requires_grad for p in model.parameters())
+    apply_methods(model, [first, LastStage()])  # the same object is not a second one
+    assert [mark.method for mark in marks_of(model)] == ["mesa", "last_stage"]
+    first.remove(model)
+    assert [mark.method for mark in marks_of(model)] == ["last_stage"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(LoRA(2), LastStage()), (MoE(2, 1, [1]), LastStage()), (LBPWHT(order=2), LoRA(2))]
+)
+def test_what_must_come_first_is_not_applied_second(first: Method, second: Method) -> None:
+    model = model_of("vit")
+    first.apply(model)
+    with pytest.raises(UserError, match=f"{first.name} has been applied .* but must come after {second.name}"):
+        second.apply(model)
+
+
+def test_what_others_build_on_is_not_removed_below_them() -> None:
+    model, methods = model_of("vit"), [LastStage(), LoRA(2), LBPWHT(order=2)]
+    apply_methods(model, methods)
+    for below, above in itertools.pairwise(methods):
+        with pytest.raises(UserError, match=f"{above.name} was applied on top of it; remove {above.name} first"):
+            below.remove(model)
+    for method in reversed(methods):
+        method.remove(model)
+    assert all(p.requires_grad for p in model.parameters())
+
+
+class Named(Method):
+    """Conflicts with a method by its name, and with an axis."""
+
+    name = "named"
+    axis = Axis.MEMORY
+    needs = frozenset({Needs.CLASS_TOKEN})
+    conflicts: Any = {"lisa": "it must see all layers", Axis.TOKENS: "it counts tokens"}  # noqa: RUF012
+
+    def _apply(self, model: nn.Module, view: ModelView) -> Applied:
+        return Applied(self.name, ("head",))
+
+    def _remove(self, model: nn.Module) -> None: ...
+
+
+def test_conflicts_may_name_methods_and_axes() -> None:
+    for other, why in ((LISA(), "it must see all layers"), (ToMe(), "it counts tokens"), (ALaST(), "it counts tokens")):
+        with pytest.raises(UserError, match=f"cannot be stacked: {why}"):
+            check_stack([Named(), other])
+    check_stack([Named(), Full()])
+
+
+def test_needs_are_checked_before_anything_is_called() -> None:
+    with pytest.raises(UserError, match=r"method named: resnet26 has no class token, .*\.$"):
+        Named().apply(model_of("resnet"))
+    with pytest.raises(UserError, match=r"no class token, .*\. Without dropping: method.bsr.drop_at=\[\]"):
+        BSR([1], [1]).apply(model_of("resnet"))
+    BSR([1], []).apply(model_of("resnet"))
+
+
+def test_the_view_leaves_out_what_methods_added() -> None:
+    plain = [layer.name for layer in view(model_of("mobilenet")).layers]
+    model = model_of("mobilenet")
+    METHODS["tinytl"]().apply(model)
+    assert [layer.name for layer in view(model).layers] == plain
+    model = model_of("vit")
+    LoRA(2).apply(model)
+    names = [layer.name for layer in view(model).layers]
+    assert len(names) == len(view(model_of("vit")).layers)
+    assert not any("lora" in name for name in names)

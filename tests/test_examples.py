@@ -1,0 +1,60 @@
+"""The programs of `examples/` run, and do what they say."""
+
+from __future__ import annotations
+
+import logging
+import runpy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+def main_of(name: str, **arguments: Any) -> Any:
+    """What the example's `main` returns."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](**arguments)
+
+
+def test_own_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_of("own_loop") > 0.5, "it learns"
+    shown = capsys.readouterr().out
+    assert "alast: 4 touched" in shown
+    assert "step 20: loss" in shown
+
+
+def test_lightning_module(capsys: pytest.CaptureFixture[str]) -> None:
+    losses = main_of("lightning_module")
+    assert len(losses) == 8
+    assert losses[-1] < losses[0]
+    assert "moe: 1 touched" in capsys.readouterr().out
+
+
+def test_huggingface_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    weights = main_of("huggingface_trainer", steps=2)
+    plain = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=4, depth=4, embed_dim=48, num_heads=3, num_classes=10
+    )
+    plain.load_state_dict(weights)
+    assert "4 steps" in capsys.readouterr().out
+
+
+def test_count_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    counts = main_of("count_cost", batch_size=2)
+    full, smallest = counts["full"], counts["BSR, Back Razor"]
+    assert smallest.saved_bytes < full.saved_bytes / 10
+    assert counts["last stage, LBP-WHT"].backward_flops < counts["last stage"].backward_flops
+    assert "BSR, Back Razor" in capsys.readouterr().out
+
+
+def test_every_example_is_run() -> None:
+    programs = {file.stem for file in EXAMPLES.glob("*.py")}
+    assert programs == {name.removeprefix("test_") for name in globals() if name.startswith("test_")} - {
+        "every_example_is_run"
+    }
