@@ -21,8 +21,6 @@ from docsgen.markdown import duration, table, times
 ROOT = Path(__file__).resolve().parents[2]
 CARDS = ROOT / "docs" / "methods"
 
-#: Methods that take more than one axis; the others take the one their class names.
-SEVERAL_AXES = {"bsr": "selection, tokens", "alast": "selection, tokens", "bsr_moe": "adapters, selection, tokens"}
 ORDER = ("selection", "backprop", "memory", "tokens", "adapters")
 
 #: What a value of `select` is, of the methods whose constructor has no such argument.
@@ -98,7 +96,8 @@ def card(name: str) -> Card:
     if first is None:
         raise ValueError(f"docs/methods/{name}.md: a card begins with a title and a paragraph that sums the method up")
     summary = " ".join(first[1].split())
-    return Card(name, options_of()[name], SEVERAL_AXES.get(name) or classes()[name].axis, summary)
+    of = classes()[name]
+    return Card(name, options_of()[name], ", ".join((of.axis, *of.other_axes)), summary)
 
 
 def link(of: Card, page: Path) -> str:

@@ -8,11 +8,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from efficient_ft.record.environment import BUSY_LOAD
+
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
 
 #: One-minute load average above which `efficient-ft bench` says that the machine is busy.
-BUSY = 0.5
+BUSY = BUSY_LOAD
 
 #: Short names of the files.
 FILES = {
