@@ -1,7 +1,8 @@
 """Replacements of a module object's forward pass, which several methods can stack on one module.
 
 A replacement is stored in the attribute `forward` of the object. Nothing else of the model changes, so it can be
-copied, pickled, saved and changed back. Each replacement calls the one inside it; the innermost calls the module's own forward.
+copied, pickled, saved and changed back. Each replacement calls the one inside it; the innermost calls the own forward
+of the module.
 """
 
 from __future__ import annotations

@@ -58,6 +58,8 @@ def device_name(device: torch.device | str) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return cpu_name() if device.type == "cpu" else f"{device.type} ({platform.machine()})"
+
+
 def _version(package: str) -> str:
     """The version of a package, with its build (+cu128) if the module has been imported."""
     return str(getattr(sys.modules.get(package), "__version__", None) or version(package))

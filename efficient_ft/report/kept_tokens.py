@@ -16,10 +16,10 @@ from efficient_ft.data import missing_data, open_data
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models.view import view
-from efficient_ft.record.step_stats import Passed, watched
 from efficient_ft.report.figures import Drawing
 from efficient_ft.report.record import block_labels
 from efficient_ft.training import checkpoint, export
+from efficient_ft.training.block_stats import BlockIO, observe_blocks
 
 #: Columns of the figure: of more blocks that drop tokens, some are left out evenly, never the last one.
 MAX_DROPS = 5
@@ -128,16 +128,16 @@ def _drops(model: Any, blocks: Sequence[str], batch: Any) -> dict[int, np.ndarra
     """
     drops: dict[int, np.ndarray] = {}
 
-    def see(index: int, passed: Passed) -> None:
+    def see(index: int, passed: BlockIO) -> None:
         if passed.after is None or passed.y.shape[1] == passed.x.shape[1]:
             return
-        if passed.after.places_BL is None:
+        if passed.after.grid_index_BL is None:
             raise UserError(
                 "The grid positions of this run's tokens are unknown: they were merged, or left out at random."
             )
-        drops[index] = passed.after.places_BL.numpy()
+        drops[index] = passed.after.grid_index_BL.numpy()
 
-    with torch.no_grad(), watched(model, blocks, see):
+    with torch.no_grad(), observe_blocks(model, blocks, see):
         model(batch)
     return drops
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.record.files import write_atomically, write_text_atomically
 from efficient_ft.report.figures import (
     Drawing,
     draw_budgets,
@@ -24,7 +25,6 @@ from efficient_ft.report.figures import (
 )
 from efficient_ft.report.kept_tokens import draw_kept, kept_tokens
 from efficient_ft.report.record import Record, describe, read
-from efficient_ft.training.checkpoint import write_atomically, write_text_atomically
 
 PAGE = "report.html"
 

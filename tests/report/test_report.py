@@ -18,11 +18,11 @@ from PIL import Image
 
 from efficient_ft.cli import report as command
 from efficient_ft.config import Config, check
+from efficient_ft.record.rows import Rows
 from efficient_ft.report.figures import draw_budgets, draw_magnitudes, draw_tokens, draw_trained
 from efficient_ft.report.kept_tokens import _dimmed, kept_tokens
 from efficient_ft.report.page import table
 from efficient_ft.report.record import describe, read
-from efficient_ft.record.rows import Rows
 from efficient_ft.training.run import run
 from tests.training.runs import plain_config
 
