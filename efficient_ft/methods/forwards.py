@@ -1,7 +1,7 @@
-"""A forward pass of one's own for a module object, which several methods can give to the same one.
+"""Another forward pass for a module object; several methods can give one to the same module.
 
 It is one attribute of the object, `forward`. Nothing else of the model changes, so that it can be copied, pickled,
-saved and changed back. Each of several runs the one inside it; the innermost runs in the place of the module's own.
+saved and changed back. Forwards are nested: each calls the one inside it, the innermost calls the module's class.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from torch import nn
 
 
 class OwnForward:
-    """Base of the callables that a method gives to a module object as its `forward`."""
+    """Base of the callables that a method gives to a module object as its `forward`.
+
+    Args:
+        module: the module it becomes the forward of.
+    """
 
     inner: OwnForward | None = None
 
@@ -23,14 +27,14 @@ class OwnForward:
         raise NotImplementedError  # abstract
 
     def within(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module does without this one."""
+        """Run what the module does without this forward."""
         if self.inner is not None:
             return self.inner(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
 def forwards_of(module: nn.Module) -> list[OwnForward]:
-    """Those of a module, from the outermost."""
+    """Return the forwards of a module, from the outermost to the innermost."""
     found: list[OwnForward] = []
     forward = module.__dict__.get("forward")
     while isinstance(forward, OwnForward):
@@ -47,7 +51,7 @@ def put_around(module: nn.Module, forward: OwnForward) -> None:
 
 
 def put_inside(module: nn.Module, forward: OwnForward) -> None:
-    """Make `forward` the innermost: what the others see of the module."""
+    """Make `forward` the innermost: the other forwards run around it."""
     others = forwards_of(module)
     if others:
         others[-1].inner = forward
@@ -56,7 +60,7 @@ def put_inside(module: nn.Module, forward: OwnForward) -> None:
 
 
 def take_away(module: nn.Module, kind: type[OwnForward]) -> None:
-    """Take those of a kind away."""
+    """Remove the forwards of a kind from a module."""
     if not forwards_of(module):
         return
     rest = [forward for forward in forwards_of(module) if not isinstance(forward, kind)]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Declared(Protocol):
-    """What methods and marks have in common."""
+    """The declarations that methods and marks have in common."""
 
     @property
     def axes(self) -> tuple[str, ...]: ...

@@ -23,7 +23,7 @@ class Instead(Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """What the contracts need to know of a method.
+    """A method, and what the contracts must know of it.
 
     Attributes:
         method: its class.
