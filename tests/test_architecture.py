@@ -154,7 +154,7 @@ def test_the_checks_see_what_is_wrong() -> None:
     ours = (
         "class B(Method):\n    'It.'\n    def apply(self): ...\n    def step_begin(self): ...\n    def other(self): ..."
     )
-    assert list(_undocumented("m", ast.parse(ours).body)) == ["m.B.z"]
+    assert list(_undocumented("m", ast.parse(ours).body)) == ["m.B.other"]
     theirs = "class A(L.Callback):\n    def on_x(self): ...\n    def y(self): ...\n    def _z(self): ..."
     assert list(_undocumented("m", ast.parse(theirs).body)) == ["m.A", "m.A.y"]
 

@@ -31,7 +31,7 @@ PAGE = "report.html"
 
 @dataclass(frozen=True)
 class Written:
-    """What `write_report` wrote: the files, and notes on what could not be drawn."""
+    """The result of `write_report`: the files, and notes on figures that could not be drawn."""
 
     files: list[Path]
     notes: list[str]

@@ -16,7 +16,7 @@ import yaml
 from efficient_ft.config import Config, check
 from efficient_ft.core.errors import UserError
 from efficient_ft.record.step_stats import NAME
-from efficient_ft.training.callbacks import Rows
+from efficient_ft.record.rows import Rows
 
 #: If more steps are recorded, figures that draw them one by one leave some out evenly.
 MAX_STEPS = 600
