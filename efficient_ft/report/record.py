@@ -15,8 +15,8 @@ import yaml
 
 from efficient_ft.config import Config, check
 from efficient_ft.core.errors import UserError
-from efficient_ft.record.step_stats import NAME
 from efficient_ft.record.rows import Rows
+from efficient_ft.record.step_stats import NAME
 
 #: If more steps are recorded, figures that draw them one by one leave some out evenly.
 MAX_STEPS = 600
