@@ -45,7 +45,7 @@ _HOOKS = {
     "load_checkpoint", "remove_checkpoint", "set_epoch", "emit", "filter", "flush", "write",
 }  # fmt: skip
 
-not_yet = pytest.mark.xfail(strict=False, reason="rooms are being split; holds once all of them are")
+not_yet = pytest.mark.xfail(strict=False, reason="seven definitions in cost, models.view, ops and config lack one")
 
 
 @cache
@@ -123,7 +123,6 @@ def test_every_room_has_its_place() -> None:
     assert all(set(below) <= set(ROOMS[: ROOMS.index(room)]) for room, below in ONLY.items())
 
 
-@not_yet
 def test_no_import_goes_up() -> None:
     imports = {module: wanted for module, wanted in _imports().items() if _room(module) != "__main__"}
     assert _wrong_arrows(imports) == []
@@ -135,7 +134,6 @@ def test_the_package_itself_imports_nothing_of_ours() -> None:
     assert {module: imports[module] for module in LEAVES} == dict.fromkeys(LEAVES, ())
 
 
-@not_yet
 def test_no_imports_form_a_circle() -> None:
     assert _circle(_imports()) == []
 
@@ -151,16 +149,13 @@ def test_the_checks_see_what_is_wrong() -> None:
     assert "efficient_ft.integrations.runner" in imports["efficient_ft.integrations.lightning"]
     assert "efficient_ft.models.factory" in imports["efficient_ft.training.run"], "inside a function or not"
     assert len(imports) > 60
-    ours = (
-        "class B(Method):\n    'It.'\n    def apply(self): ...\n    def step_begin(self): ...\n    def other(self): ..."
-    )
+    ours = "class B(Method):\n 'It.'\n def step_begin(self): ...\n def warmup_steps(self): ...\n def z(self): ..."
     assert list(_undocumented("m", ast.parse(ours).body)) == ["m.B.z"]
     theirs = "class A(L.Callback):\n    def on_x(self): ...\n    def y(self): ...\n    def _z(self): ..."
     assert list(_undocumented("m", ast.parse(theirs).body)) == ["m.A", "m.A.y"]
 
 
 # ------------------------------------------------------------------------------------------------ files
-@not_yet
 def test_no_file_is_long() -> None:
     lines = {
         str(file.relative_to(ROOT)): len(file.read_text(encoding="utf-8").splitlines())
@@ -206,11 +201,13 @@ def _inherits(cls: ast.ClassDef, function: str) -> bool:
 
 
 def _undocumented(prefix: str, body: list[ast.stmt], cls: ast.ClassDef | None = None) -> Iterator[str]:
-    """Public classes, functions and methods without a docstring; overrides inherit theirs."""
+    """Public classes, functions and methods without a docstring; overrides inherit theirs, a test's name says it."""
     for node in body:
         if isinstance(node, ast.If | ast.Try):
             yield from _undocumented(prefix, node.body + node.orelse, cls)
-        if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("_"):
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith(
+            ("_", "test_")
+        ):
             continue
         name = f"{prefix}.{node.name}"
         if isinstance(node, ast.ClassDef):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from efficient_ft.methods import BSR, LBPWHT, ALaST, BackRazor, Full, LoRA, MoE, TopLayers, apply_methods
 from efficient_ft.methods.base import Method
-from tests.methods.settings import batch_of, model_of
+from efficient_ft.testing import batch_of, model_of
 
 LR, MOMENTUM = 0.05, 0.9
 

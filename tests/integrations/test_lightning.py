@@ -24,6 +24,7 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.integrations.lightning import MethodCallback
 from efficient_ft.methods import BSR, LBPWHT, LISA, ALaST, Full, LastStage, LoRA, MoE, apply_methods
 from efficient_ft.methods.base import Method
+from efficient_ft.testing import model_of
 from tests.integrations.loops import (
     METHODS,
     Probe,
@@ -34,7 +35,6 @@ from tests.integrations.loops import (
     train_by_hand,
     trained_by_hand,
 )
-from tests.methods.settings import model_of
 
 
 @pytest.fixture(autouse=True)

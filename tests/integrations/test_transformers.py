@@ -23,8 +23,8 @@ from efficient_ft.integrations.runner import decode, encode
 from efficient_ft.integrations.transformers import MethodCallback
 from efficient_ft.methods import LBPWHT, LISA, SWAT, ALaST, Full, LastStage, LoRA
 from efficient_ft.methods.base import Method
+from efficient_ft.testing import CLASSES, MODELS, model_of
 from tests.integrations.loops import LR, METHODS, Probe, assert_same_weights, batches_of, states_of, train_by_hand
-from tests.methods.settings import CLASSES, MODELS, model_of
 
 
 @pytest.fixture(autouse=True)
