@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method, apply_methods, in_order, make_trainable, trainable
+from efficient_ft.methods.declarations import Adds
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 
 #: The key of a tensor's values in an encoded state.
@@ -227,9 +228,10 @@ def decode(state: Any) -> Any:
 
 
 def _adds_loss(method: Method) -> bool:
-    """Whether `total_loss` adds something: it is the method's own, and the method does not say that it adds no loss."""
+    """Whether `total_loss` adds something.
+
+    It does if the method overrides it, unless its settings took `Adds.LOSS` away from what the class declares.
+    """
     if type(method).total_loss is Method.total_loss:
         return False
-    declared: frozenset[str] = getattr(type(method), "adds", frozenset())
-    narrowed: frozenset[str] = getattr(method, "adds", frozenset())
-    return "loss" in narrowed or "loss" not in declared
+    return Adds.LOSS in method.adds or Adds.LOSS not in type(method).adds

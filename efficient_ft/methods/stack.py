@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Protocol
 
 from torch import nn
 
@@ -15,7 +15,7 @@ from efficient_ft.models.view import ModelView
 
 
 class _Declared(Protocol):
-    """The declarations that methods and marks have in common."""
+    """What methods and marks have in common."""
 
     @property
     def axes(self) -> tuple[str, ...]: ...
@@ -25,23 +25,24 @@ class _Declared(Protocol):
     def conflicts(self) -> Mapping[str, str]: ...
 
 
-class _StackedMethod(_Declared, Protocol):
-    """A `Method` as this module sees it; `methods.base` imports this module."""
-
-    name: ClassVar[str]
-    hints: ClassVar[Mapping[Needs, str]]
+class _Method(_Declared, Protocol):
+    """What is read of a method (`methods.base`, which imports this module)."""
 
     @property
-    def needs(self) -> frozenset[Needs]: ...
+    def name(self) -> str: ...
     @property
     def axes(self) -> tuple[Axis, ...]: ...
     @property
-    def applied(self) -> Any: ...
+    def needs(self) -> frozenset[Needs]: ...
+    @property
+    def hints(self) -> Mapping[Needs, str]: ...
     @property
     def state_key(self) -> str: ...
+    @property
+    def applied(self) -> object | None: ...
 
 
-def check_stack(methods: Sequence[_StackedMethod], model: nn.Module | None = None) -> None:
+def check_stack(methods: Sequence[_Method], model: nn.Module | None = None) -> None:
     """Check that methods can be applied together, and on top of those that `model` already has.
 
     At most one method decides on each axis; no method conflicts with another one; and a method that must come before
@@ -72,7 +73,7 @@ def check_stack(methods: Sequence[_StackedMethod], model: nn.Module | None = Non
             _check_against(method, mark, type(model).__name__)
 
 
-def _check_against(method: _StackedMethod, mark: Mark, model: str) -> None:
+def _check_against(method: _Method, mark: Mark, model: str) -> None:
     """Raise UserError where `method` cannot follow the one that left `mark`."""
     applied = f"method {method.name}: {mark.method} has been applied to this {model} already"
     axis = _shared_axis(method, mark)
@@ -88,7 +89,7 @@ def _check_against(method: _StackedMethod, mark: Mark, model: str) -> None:
         )
 
 
-def check_removal(method: _StackedMethod, model: nn.Module) -> None:
+def check_removal(method: _Method, model: nn.Module) -> None:
     """Check that nothing which must come after `method` is still applied to `model`.
 
     Raises:
@@ -116,7 +117,7 @@ def _conflict(a: _Declared, a_name: str, b: _Declared, b_name: str) -> str | Non
     return None
 
 
-def check_needs(method: _StackedMethod, view: ModelView) -> None:
+def check_needs(method: _Method, view: ModelView) -> None:
     """Check that the model has what `method` declares to need of it.
 
     Raises:
@@ -131,7 +132,7 @@ def check_needs(method: _StackedMethod, view: ModelView) -> None:
                 raise UserError(f"method {method.name}: {why}." + (f" {hint}" if hint else ""))
 
 
-def _missing(need: Needs, method: _StackedMethod, view: ModelView) -> str | None:
+def _missing(need: Needs, method: _Method, view: ModelView) -> str | None:
     """The reason why a model does not meet a need; None: it does."""
     if need == Needs.BLOCKS and not view.blocks:
         return f"no blocks were recognized in {view.name}"

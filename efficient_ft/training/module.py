@@ -91,7 +91,7 @@ class FineTuner(L.LightningModule):
             group["lr"] = group["initial_lr"] * factor
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The loss of a batch, with the methods' own losses."""
+        """The loss of a batch; `MethodCallback` adds the methods' own."""
         images, labels, *task = batch
         if self.tasks is not None:
             (self.tasks.active,) = task
