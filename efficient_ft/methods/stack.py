@@ -15,7 +15,7 @@ from efficient_ft.models.view import ModelView
 
 
 class _Declared(Protocol):
-    """What methods and marks have in common."""
+    """The declarations that methods and marks have in common."""
 
     @property
     def axes(self) -> tuple[str, ...]: ...
@@ -26,7 +26,7 @@ class _Declared(Protocol):
 
 
 class _Method(_Declared, Protocol):
-    """What is read of a method (`methods.base`, which imports this module)."""
+    """A method as this module reads it; `methods.base` imports this module."""
 
     @property
     def name(self) -> str: ...
