@@ -22,7 +22,8 @@ def report_text(report: Mapping[str, Any]) -> str:
         "loop": _loop,
         "gradient": _gradient,
     }
-    busy = busy_note(report.get("environment", {}))
+    timed = report["kind"] != "gradient"
+    busy = busy_note(report.get("environment", {})) if timed else None
     notes = [*report.get("notes", ()), *([busy] if busy else [])]
     return "\n".join([kinds[report["kind"]](report), *(f"note: {note}" for note in notes)])
 
@@ -48,7 +49,7 @@ def _step(report: Mapping[str, Any]) -> str:
                 f"{count['backward_flops'] / 1e6:.0f}",
                 _ratio(count["backward_flops"], base["backward_flops"]),
                 f"{count['saved_bytes'] * batch / 2**20:.1f}",
-                f"{record['peak_bytes'] / 2**20:.0f}",
+                f"{record['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in record else "–",  # absent in old records
             ]
         )
     attention = ", unfused attention" if report.get("attention") == "unfused" else ""

@@ -148,7 +148,7 @@ def _measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     busy = busy_note(here)
     if busy:
         print(f"# {busy}")
-    report = {"command": shlex.join([PROG, *arguments]), "environment": here, **options.run(options)}
+    report = {"command": shlex.join([*PROG.split(), *arguments]), "environment": here, **options.run(options)}
     print(f"\n{report_text(report)}")
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
 """Watch one training step from outside: FLOPs by phase and layer, live bytes and their peak, bytes kept for backward.
 
-Nothing here knows a method. Everything is read from the operations that run and the storages that live, so the same
-meter serves any model, real or on fake tensors.
+Everything is read from the operations that run and the storages that live, so the meter works for any model and
+method, on real or fake tensors.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of each storage behind `tensors`, each storage once."""
+    """Bytes by storage of `tensors`; views of one storage count once."""
     return {storage_id(t): t.untyped_storage().nbytes() for t in tensors}
 
 
 class LayerFlops(NamedTuple):
-    """FLOPs per image that one layer caused, and how often its own ``forward`` ran."""
+    """FLOPs per image that one layer caused, and the number of calls of its own ``forward``."""
 
     forward: float
     backward: float
@@ -51,25 +51,28 @@ class LiveTensor(NamedTuple):
 
 
 def _conv_backward_flops(grad: Tensor, x: Tensor, w: Tensor, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """The registry's formula counts a grouped convolution's weight gradient once per *pair* of groups: for a depthwise
-    layer C times too much. A gradient to the input or to the weight takes the products of the forward pass each."""
+    """Count the FLOPs of a convolution's backward pass.
+
+    The registry's formula counts a grouped convolution's weight gradient once per *pair* of groups: C times too much
+    for a depthwise layer. The gradients of the input and of the weight each take the products of the forward pass.
+    """
     transposed, wanted = args[4], args[7]
     positions = prod(x.shape[2:]) if transposed else prod(grad.shape[2:])
     return 2 * x.shape[0] * positions * prod(w.shape) * (bool(wanted[0]) + bool(wanted[1]))
 
 
 class Meter(TorchDispatchMode):
-    """Counts while it is entered. ``with meter.phase("forward"): ...`` says to which phase the FLOPs belong.
+    """Count FLOPs and live bytes within a ``with`` block; ``with meter.phase("backward"): ...`` sets the phase.
 
     Args:
-        resident: tensors that live before the step begins and through it (parameters, buffers, the batch). They count
-            in `live` and `peak` from the start. A constant that was there before but not named is added when it is
-            first used.
-        layers: with it, FLOPs are also attributed to this model's modules (`layer_flops`).
+        resident: tensors that live before and throughout the step (parameters, buffers, the batch). They count in
+            `live` and `peak` from the start. A constant that existed before but is not listed is added when first
+            used.
+        layers: a model to whose modules FLOPs are attributed (`layer_flops`); None: none.
 
     Attributes:
         live: bytes of the storages alive now.
-        peak: the largest `live` seen after any operation; its operands are then alive together with its results.
+        peak: the largest `live` after any operation, when both its operands and its results are alive.
         flops: FLOPs of the whole batch by phase. A multiply-add is 2 FLOPs; formulas of torch.utils.flop_counter.
     """
 
@@ -86,7 +89,7 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Attribute operations to `phase` (forward or backward) within the context."""
+        """Count the FLOPs within the block to `phase`."""
         before, self._phase = self._phase, phase
         try:
             yield
@@ -94,11 +97,11 @@ class Meter(TorchDispatchMode):
             self._phase = before
 
     def created(self) -> dict[int, LiveTensor]:
-        """By storage: what operations of this step created and is still alive."""
+        """The tensors that operations of this step created and that are still alive, by storage."""
         return {key: made for key, (_, made) in self._tracked.items() if made is not None}
 
     def layer_flops(self, images: int) -> dict[str, LayerFlops]:
-        """FLOPs per image of each layer, by its name; the meter must have been created with ``layers``."""
+        """FLOPs by module name, divided by `images`; ends the attribution."""
         assert self._layers is not None
         return self._layers.table(images)
 
@@ -127,7 +130,7 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         for operand in tree_leaves((args, kwargs)):
-            if isinstance(operand, Tensor):  # not seen before: a constant that some cache held before the step
+            if isinstance(operand, Tensor):  # if new: a constant that some cache held before the step
                 self._track(operand, None)
         for result in tree_leaves(out):
             if isinstance(result, Tensor):
@@ -142,17 +145,17 @@ class Meter(TorchDispatchMode):
             flops = 0
         self.flops[self._phase] += flops
         if self._layers is not None:
-            self._layers.see(packet, args, out, flops, self._phase)
+            self._layers.add(packet, args, out, flops, self._phase)
         return out
 
 
 class _Attribution:
-    """Whose FLOPs an operation's are.
+    """Attribute the FLOPs of operations to modules.
 
     Forward: the module whose weight is an operand (this also finds SwinV2's qkv, whose ``forward`` never runs), else
     the innermost module that is running. Backward: autograd's nodes carry the sequence number they got in the forward
-    pass, so that all a node computes, inside custom Functions too, belongs to the layer that made the node.
-    Module hooks on gradients, which torch.utils.module_tracker uses, lose layers whose input needs no gradient.
+    pass, so that everything a node computes, inside custom Functions too, belongs to the layer that made the node.
+    Module hooks on gradients, which torch.utils.module_tracker uses, miss layers whose input needs no gradient.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -168,7 +171,7 @@ class _Attribution:
                 if parameter.ndim >= 2:
                     self._owner.setdefault(storage_id(parameter), name)
             if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
-                self._flops[name]  # a layer that is never reached stands in the table with zeros
+                self._flops[name]  # an entry of zeros for a layer that is never reached
             self._handles.append(module.register_forward_pre_hook(self._enter(name)))
             self._handles.append(module.register_forward_hook(self._leave, always_call=True))
 
@@ -183,9 +186,11 @@ class _Attribution:
         self._running.pop()
 
     def forget(self, storage: int) -> None:
+        """Forget a storage that was freed."""
         self._copies.pop(storage, None)
 
-    def see(self, packet: Any, args: tuple[Any, ...], out: Any, flops: int, phase: Phase) -> None:
+    def add(self, packet: Any, args: tuple[Any, ...], out: Any, flops: int, phase: Phase) -> None:
+        """Attribute one operation."""
         if packet in (aten._to_copy, aten.clone):  # autocast's copy of a weight is still that weight
             owner = self._owner_of(args[0])
             if owner is not None:
@@ -212,7 +217,7 @@ class _Attribution:
         return self._owner.get(key) or self._copies.get(key)
 
     def table(self, images: int) -> dict[str, LayerFlops]:
-        """Per image; takes the hooks off the model."""
+        """Counts per image; removes the hooks from the model."""
         for handle in self._handles:
             handle.remove()
         return {
@@ -222,10 +227,9 @@ class _Attribution:
 
 
 class SavedTensors:
-    """A saved-tensors hook that keeps nothing alive: which storages autograd holds for the backward pass.
+    """Record which storages autograd holds for the backward pass, by a hook that keeps nothing alive.
 
-    ``with saved: forward()``, then ``saved.alive()``: one entry per storage that is still held, with the bytes of the
-    whole storage, since a kept view keeps all of it.
+    ``with saved: forward()``, then ``saved.alive()``.
     """
 
     def __init__(self) -> None:
@@ -245,5 +249,5 @@ class SavedTensors:
         self._hooks.__exit__(*exc)
 
     def alive(self) -> dict[int, int]:
-        """Bytes of the saved storages that are still alive, by storage."""
+        """Bytes by storage still held; of the whole storage, since a kept view keeps all of it."""
         return {key: nbytes for key, (ref, nbytes) in self._seen.items() if ref() is not None}

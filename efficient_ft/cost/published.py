@@ -1,4 +1,4 @@
-"""Cost as the papers count it: memory by the rule of TinyTL (Cai et al., NeurIPS 2020), which Back Razor's and BSR's
+"""Costs as the papers count them: memory by the rule of TinyTL (Cai et al., NeurIPS 2020), which Back Razor's and BSR's
 tables follow, and BSR's multiply-adds.
 
     M = parameters + B · max over operations [ tmp(operation) + Σ saved by earlier operations + residual ]
@@ -18,9 +18,9 @@ Workshops 2024) counts one matrix as one layer, and no residual: in a block of N
 that trains keeps 4 · (16 N d + H N²) bytes, a frozen one through which a gradient passes 4 · (7 N d + H N²). A block
 in which tokens are dropped has fewer of them from its second normalization on.
 
-BSR's "FLOPs" are the multiply-adds of the forward pass, of all products, regardless of what trains.
+BSR's "FLOPs" are the multiply-adds of all products of the forward pass; what trains makes no difference.
 
-It is not what a step executes (that is `executed`): it is compared with a paper's own column.
+These are not the costs of an executed step (`executed`): they are for comparison with a paper's own column.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ VALUE = 4
 
 @dataclass(frozen=True)
 class Keeping:
-    """Bytes per value kept for the backward pass, bitmaps and all, of what the rule saves in `VALUE` bytes.
+    """Bytes per value kept for the backward pass, bitmaps included; the rule itself saves `VALUE` bytes.
 
     Attributes:
         product: inputs of linear layers and convolutions, operands of attention's products.
@@ -66,14 +66,18 @@ MESA = Keeping(1, 1, 1)
 
 
 def back_razor(sparsity: float, value_bytes: int = 2, norm_bytes: int | None = None) -> Keeping:
-    """Back Razor: a bitmap and the share 1 − `sparsity` of the values; a smooth activation's input whole.
+    """Back Razor's keeping: a bitmap and the share 1 − `sparsity` of the values; a smooth activation's input whole.
 
     Args:
-        value_bytes: of a value kept: 2 in half precision (ViT), 4 in fp32 (Table 1), 1 together with Mesa.
-        norm_bytes: of one that a normalization keeps; None: as many. (4 in Back Razor@90% and @95% of ViT-B.)
+        sparsity: share of the values dropped, from 0 to below 1.
+        value_bytes: of a kept value: 2 in half precision (ViT), 4 in fp32 (Table 1), 1 together with Mesa.
+        norm_bytes: of a value kept by a normalization; None: `value_bytes`. (4 in Back Razor@90% and @95% of ViT-B.)
+
+    Raises:
+        SettingError: a value outside these ranges.
     """
     if not 0 <= sparsity < 1:
-        raise SettingError("sparsity", sparsity, "a number of at least 0 and below 1")
+        raise SettingError("sparsity", sparsity, "a number >= 0 and < 1")
     norm_bytes = value_bytes if norm_bytes is None else norm_bytes
     for name, value in (("value_bytes", value_bytes), ("norm_bytes", norm_bytes)):
         if value not in (1, 2, 4):
@@ -84,7 +88,7 @@ def back_razor(sparsity: float, value_bytes: int = 2, norm_bytes: int | None = N
 
 @dataclass(frozen=True)
 class Rule:
-    """Where the papers' rules differ.
+    """The points in which the papers' rules differ.
 
     Attributes:
         shared_inputs: projections in one matrix (qkv) keep their input once, and count as one layer.
@@ -103,16 +107,16 @@ BSR_RULE = Rule(shared_inputs=True, residual=False)
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a forward pass as the rule sees it; sizes in bytes per image, in fp32.
+    """One operation of a forward pass by the rule; sizes in bytes per image, in fp32.
 
     Attributes:
         name: full name of the module it ran in, or whose weight it used.
         kind: ``product`` (of activations and weights), ``attention`` (two products and softmax), ``norm``,
             ``activation`` or ``relu``.
         tmp: its input and output while it runs.
-        saved: what it keeps where nothing is packed; a bit per element of ``relu``.
+        saved: bytes it keeps if nothing is packed; a bit per element of ``relu``.
         macs: its multiply-adds.
-        residual: block inputs kept in addition.
+        residual: bytes of block inputs held while it runs.
         in_block: it belongs to a block, not to the stem, the final normalization or the head.
     """
 
@@ -131,8 +135,8 @@ class Published:
 
     Attributes:
         parameter_bytes: of the model.
-        activation_bytes: per image, at the operation where they are most.
-        peak_at: its name.
+        activation_bytes: per image, at the operation where they peak.
+        peak_at: name of that operation.
         macs: multiply-adds of the forward pass over one image, the head's included.
         batch_size: images.
     """
@@ -145,7 +149,7 @@ class Published:
 
     @property
     def bytes(self) -> float:
-        """Bytes for the whole batch. The papers write MiB (2²⁰ B) for transformers and MB of 10⁶ B for CNNs."""
+        """Memory of the whole batch. The papers write MiB (2²⁰ B) for transformers and MB of 10⁶ B for CNNs."""
         return self.parameter_bytes + self.batch_size * self.activation_bytes
 
 
@@ -157,7 +161,7 @@ def published(
     in_chans: int = 3,
     rule: Rule = TINYTL_RULE,
 ) -> Published:
-    """The rule for one training step of `model`; what trains is what has `requires_grad`.
+    """Apply the rule to one training step of `model`; parameters with `requires_grad` train.
 
     Args:
         model: a classifier on images (B, in_chans, H, W), on any device; not changed. A method of the memory axis
@@ -167,10 +171,11 @@ def published(
         input_size: (H, W) of the images.
         keeping: how activations are kept: in the blocks of a model with attention (as published, patch embedding,
             final normalization and head stay dense), everywhere in one without.
-        rule: whose.
+        in_chans: channels of the images.
+        rule: TinyTL's and Back Razor's, or BSR's.
 
     Raises:
-        SettingError: a batch or image size that cannot be.
+        SettingError: a batch or image size that is out of range.
         UserError: `model` cannot be run on images of that size.
     """
     require_positive("batch_size", batch_size)
@@ -180,12 +185,12 @@ def published(
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    """`VALUE` of a parameter that trains, 1 of a frozen one."""
+    """Bytes of the parameters: `VALUE` for one that trains, 1 for a frozen one."""
     return sum(p.numel() * (VALUE if p.requires_grad else 1) for p in model.parameters())
 
 
 def peak(running: Sequence[Operation], keeping: Keeping = DENSE) -> tuple[float, str]:
-    """Bytes of activations per image at the operation where they are most, and its name."""
+    """Bytes of activations per image at the operation where they peak, and its name."""
     everywhere = not any(op.kind == "attention" for op in running)
     earlier, most, at = 0.0, 0.0, ""
     for op in running:
@@ -197,13 +202,13 @@ def peak(running: Sequence[Operation], keeping: Keeping = DENSE) -> tuple[float,
 
 
 def _share(op: Operation, keeping: Keeping) -> float:
-    """The fraction of an operation's saved bytes that remains under `keeping`."""
+    """The share of what an operation saves that packing leaves."""
     kinds = {"product": keeping.product, "attention": keeping.product, "norm": keeping.norm}
     return {**kinds, "activation": keeping.activation, "relu": VALUE}[op.kind] / VALUE
 
 
 # ---------------------------------------------------------------------------------------------- the forward pass
-#: Position of the weight in the arguments of a normalization.
+#: Index of the weight in the arguments of a normalization.
 _NORMS = {F.layer_norm: 2, F.group_norm: 2, F.rms_norm: 2, F.batch_norm: 3, F.instance_norm: 3}
 _CONVOLUTIONS = {F.conv1d, F.conv2d, F.conv3d}
 _RELUS: set[Any] = {F.relu, F.relu_, F.relu6, F.hardtanh, F.hardtanh_, F.leaky_relu, F.leaky_relu_}
@@ -219,19 +224,27 @@ _TOGETHER = {"qkv": 3, "kv": 2, "qk": 2}
 
 
 def operations(
-    model: nn.Module, input_size: Sequence[int], in_chans: int = 3, rule: Rule = TINYTL_RULE
+    model: nn.Module,
+    input_size: Sequence[int],
+    in_chans: int = 3,
+    rule: Rule = TINYTL_RULE,
+    blocks: Sequence[str] | None = None,
 ) -> list[Operation]:
-    """The operations of one forward pass over one image, in order, seen on fake tensors.
+    """List the operations of one forward pass over one image, in order, on fake tensors.
 
-    Arguments and errors as in `published`.
+    Arguments and errors are those of `published`.
+
+    Args:
+        blocks: names of the model's blocks, if they are known already; None: those its view recognizes.
     """
     require_image_size(input_size)
     require_positive("in_chans", in_chans)
-    blocks = view(model, (input_size[0], input_size[1])).blocks
+    if blocks is None:
+        blocks = view(model, (input_size[0], input_size[1])).blocks
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.inference_mode(False), torch.enable_grad():
         with FakeCopyOnCPU(mode):
             probe = copy.deepcopy(model)
-        probe.eval()  # dropout is nothing to the rule, and methods of the memory axis are suspended
+        probe.eval()  # the rule ignores dropout, and methods of the memory axis act in training only
         image = torch.empty(1, in_chans, *input_size, dtype=next(probe.parameters()).dtype)
         trace = _Trace(probe, blocks, image, rule)
         with trace:
@@ -240,7 +253,7 @@ def operations(
 
 
 class _Trace(TorchFunctionMode):
-    """Writes down the `operations` on what comes from the images."""
+    """Record the `operations` on values computed from the images."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str], image: Tensor, rule: Rule) -> None:
         super().__init__()
@@ -250,8 +263,8 @@ class _Trace(TorchFunctionMode):
         self._owner: dict[int, str] = {}
         self._running: list[str] = []
         self._blocks = frozenset(blocks)
-        # By storage: how many operations there were when it was written last. The tensors are held, so that no
-        # storage takes the place of another; on fake tensors that costs nothing.
+        # By storage: the number of operations when it was last written. The tensors are held so that no storage is
+        # reused; on fake tensors that costs nothing.
         self._made = {storage_id(image): 0}
         self._held = [image]
         self._probabilities: set[int] = set()
@@ -326,14 +339,14 @@ class _Trace(TorchFunctionMode):
                 self.operations[at] = replace(op, residual=op.residual + VALUE * older.numel())
 
     def _choosing_tokens(self) -> bool:
-        """Whether a product or softmax is no attention: it runs next to the fused call, or between the parts of a block
-        whose forward pass is a method's."""
+        """True if a product or softmax is not attention: it runs in addition to the fused call, or in a block whose
+        forward pass is a method's."""
         module = self._model.get_submodule(self._running[-1])
         own = self._running[-1] in self._blocks and "forward" in vars(module)
         return own or bool(getattr(module, "fused_attn", False))
 
     def _product(self, a: Tensor, b: Tensor, size_a: int, macs: int) -> None:
-        """The product of two activations: each is kept for the other's gradient."""
+        """Add the product of two activations: each is kept for the other's gradient."""
         saved = size_a * b.requires_grad + b.numel() * a.requires_grad
         self._add("attention", VALUE * (a.numel() + b.numel()), VALUE * saved, macs)
 

@@ -1,4 +1,4 @@
-"""Declarations of a method about itself, as enumerations: code reads these, never the text of a message."""
+"""Declarations of methods, as enumerations: code reads these, never the text of a message."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Axis(StrEnum):
 
     @property
     def does(self) -> str:
-        """The axis as a predicate of several methods ("decide which tokens flow on")."""
+        """The verb phrase for its methods, in the plural."""
         return _DOES[self]
 
 
@@ -40,7 +40,7 @@ MUST_COME_BEFORE: dict[Axis, frozenset[Axis]] = {
 
 
 class Adds(StrEnum):
-    """Things a method adds to a model or to its training step."""
+    """Additions of a method to a model or to its training step."""
 
     MODULES = "modules"  # modules with parameters of their own
     LOSS = "loss"  # a loss of its own (`Method.total_loss`)
@@ -51,9 +51,9 @@ class Adds(StrEnum):
 
 
 class Needs(StrEnum):
-    """Requirements of a method on the model or on the training loop.
+    """Needs of a method: properties of a model, or an option of the training loop.
 
-    What it needs of the model is checked before anything is changed, in the order given here.
+    Those of the model are checked before anything is changed, in the order given here.
     """
 
     BLOCKS = "blocks"  # blocks that the view recognizes

@@ -1,7 +1,7 @@
-"""Replacements of a module object's forward pass, which several methods can stack on one module.
+"""Another forward pass for a module object; several methods can give one to the same module.
 
-A replacement is stored in the attribute `forward` of the object. Nothing else of the model changes, so it can be copied,
-pickled, saved and changed back. Each replacement calls the one inside it; the innermost calls the module's own forward.
+It is one attribute of the object, `forward`. Nothing else of the model changes, so that it can be copied, pickled,
+saved and changed back. Forwards are nested: each calls the one inside it, the innermost calls the module's class.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from torch import nn
 
 
 class OwnForward:
-    """Base of the callables that replace the `forward` of a module object."""
+    """Base of the callables that a method gives to a module object as its `forward`.
+
+    Args:
+        module: the module it becomes the forward of.
+    """
 
     inner: OwnForward | None = None
 
@@ -23,14 +27,14 @@ class OwnForward:
         raise NotImplementedError  # abstract
 
     def within(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module without this replacement."""
+        """Run what the module does without this forward."""
         if self.inner is not None:
             return self.inner(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
 def forwards_of(module: nn.Module) -> list[OwnForward]:
-    """List the replaced forwards of `module`, outermost first."""
+    """Return the forwards of a module, from the outermost to the innermost."""
     found: list[OwnForward] = []
     forward = module.__dict__.get("forward")
     while isinstance(forward, OwnForward):
@@ -47,7 +51,7 @@ def put_around(module: nn.Module, forward: OwnForward) -> None:
 
 
 def put_inside(module: nn.Module, forward: OwnForward) -> None:
-    """Make `forward` the innermost replacement: the others call it as the module's own."""
+    """Make `forward` the innermost: the other forwards run around it."""
     others = forwards_of(module)
     if others:
         others[-1].inner = forward
@@ -56,7 +60,7 @@ def put_inside(module: nn.Module, forward: OwnForward) -> None:
 
 
 def take_away(module: nn.Module, kind: type[OwnForward]) -> None:
-    """Remove the replacements that are instances of `kind`."""
+    """Remove the forwards of a kind from a module."""
     if not forwards_of(module):
         return
     rest = [forward for forward in forwards_of(module) if not isinstance(forward, kind)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
@@ -12,9 +12,6 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.declarations import MUST_COME_BEFORE, Axis, Needs
 from efficient_ft.models.marks import Mark, marks_of
 from efficient_ft.models.view import ModelView
-
-if TYPE_CHECKING:
-    from efficient_ft.methods.base import Method
 
 
 class _Declared(Protocol):
@@ -28,7 +25,23 @@ class _Declared(Protocol):
     def conflicts(self) -> Mapping[str, str]: ...
 
 
-def check_stack(methods: Sequence[Method], model: nn.Module | None = None) -> None:
+class _StackedMethod(_Declared, Protocol):
+    """A `Method` as this module sees it; `methods.base` imports this module."""
+
+    name: ClassVar[str]
+    hints: ClassVar[Mapping[Needs, str]]
+
+    @property
+    def needs(self) -> frozenset[Needs]: ...
+    @property
+    def axes(self) -> tuple[Axis, ...]: ...
+    @property
+    def applied(self) -> Any: ...
+    @property
+    def state_key(self) -> str: ...
+
+
+def check_stack(methods: Sequence[_StackedMethod], model: nn.Module | None = None) -> None:
     """Check that methods can be applied together, and on top of those that `model` already has.
 
     At most one method decides on each axis; no method conflicts with another one; and a method that must come before
@@ -59,7 +72,7 @@ def check_stack(methods: Sequence[Method], model: nn.Module | None = None) -> No
             _check_against(method, mark, type(model).__name__)
 
 
-def _check_against(method: Method, mark: Mark, model: str) -> None:
+def _check_against(method: _StackedMethod, mark: Mark, model: str) -> None:
     """Raise UserError where `method` cannot follow the one that left `mark`."""
     applied = f"method {method.name}: {mark.method} has been applied to this {model} already"
     axis = _shared_axis(method, mark)
@@ -75,7 +88,7 @@ def _check_against(method: Method, mark: Mark, model: str) -> None:
         )
 
 
-def check_removal(method: Method, model: nn.Module) -> None:
+def check_removal(method: _StackedMethod, model: nn.Module) -> None:
     """Check that nothing which must come after `method` is still applied to `model`.
 
     Raises:
@@ -103,7 +116,7 @@ def _conflict(a: _Declared, a_name: str, b: _Declared, b_name: str) -> str | Non
     return None
 
 
-def check_needs(method: Method, view: ModelView) -> None:
+def check_needs(method: _StackedMethod, view: ModelView) -> None:
     """Check that the model has what `method` declares to need of it.
 
     Raises:
@@ -118,7 +131,7 @@ def check_needs(method: Method, view: ModelView) -> None:
                 raise UserError(f"method {method.name}: {why}." + (f" {hint}" if hint else ""))
 
 
-def _missing(need: Needs, method: Method, view: ModelView) -> str | None:
+def _missing(need: Needs, method: _StackedMethod, view: ModelView) -> str | None:
     """The reason why a model does not meet a need; None: it does."""
     if need == Needs.BLOCKS and not view.blocks:
         return f"no blocks were recognized in {view.name}"

@@ -15,13 +15,17 @@ from efficient_ft.core.input_spec import InputSpec
 if TYPE_CHECKING:
     from efficient_ft.config.schema import ModelConfig
 
-# Arguments of timm that have a setting of their own.
+# Arguments of timm that have a setting of their own. Those that name a file must not come from a run folder: early
+# versions of timm unpickle it.
 _SET_ELSEWHERE = {
     "num_classes": "It follows from the data.",
     "pretrained": "Set model.pretrained instead.",
     "img_size": "Set model.image_size instead.",
     "drop_rate": "Set model.drop_rate instead.",
     "drop_path_rate": "Set model.drop_path_rate instead.",
+    "checkpoint_path": "Set model.weights instead.",
+    "pretrained_cfg": "Set model.name=NAME.TAG instead.",
+    "pretrained_cfg_overlay": "Set model.weights instead.",
 }
 
 

@@ -14,7 +14,7 @@ from torch import nn
 import efficient_ft.models.proxyless  # noqa: F401  registers proxyless_mobile
 from efficient_ft.core import text
 from efficient_ft.cost.published import DENSE, TINYTL_RULE, Keeping, Operation, Rule, operations, parameter_bytes, peak
-from efficient_ft.models.view import is_norm
+from efficient_ft.models.view import is_norm, view
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Table:
                 model.get_parameter(name).requires_grad_(True)
             # The published count goes by each weight if a layer is linear or a normalization, but lets no gradient pass
             # through attention and GELU before the first block listed, even if something trains there.
-            trains = operations(model, size, rule=self.rule)
+            trains = operations(model, size, rule=self.rule, blocks=_blocks(self.architecture, size))
             both = [t if t.kind in ("product", "norm") else p for t, p in zip(trains, plain.operations, strict=True)]
             memory = self._memory(both, row, parameter_bytes(model))
         return Count(memory, sum(op.macs for op in plain.operations) * self.batch_size / 1e9, as_listed)
@@ -139,7 +139,14 @@ def _counted(
 ) -> _Counted:
     model = _model(architecture, classes, methods, frozen_norms)
     frozen = tuple(name for name, p in model.named_parameters() if not p.requires_grad)
-    return _Counted(tuple(operations(model, size, rule=rule)), parameter_bytes(model), frozen)
+    found = operations(model, size, rule=rule, blocks=_blocks(architecture, size))
+    return _Counted(tuple(found), parameter_bytes(model), frozen)
+
+
+@cache
+def _blocks(architecture: str, size: tuple[int, int]) -> tuple[str, ...]:
+    """Names of the plain model's blocks, which methods do not change."""
+    return view(_model(architecture, 2, (), False), size).blocks
 
 
 def named_alike(names: Iterable[str], blocks: Sequence[int]) -> list[str]:

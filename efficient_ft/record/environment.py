@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import sys
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -30,8 +31,8 @@ def environment(
         more: further entries, e.g. ``keep_allocator=True``.
 
     Returns:
-        date (UTC), efficient_ft, the packages, python, platform, device (the model of the GPU or CPU), threads,
-        load (the last minute's load average; None where the system has none).
+        ``date`` (UTC), ``efficient_ft``, the packages, ``python``, ``platform``, ``device`` (the model of the GPU or
+        CPU), ``threads`` (torch's), ``load`` (the last minute's load average; None if the system has none).
     """
     import torch
 
@@ -39,7 +40,7 @@ def environment(
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "efficient_ft": __version__,
-        **{package: version(package) for package in packages},
+        **{package: _version(package) for package in packages},
         "python": platform.python_version(),
         "platform": platform.platform(),
         "device": device_name(device),
@@ -57,6 +58,11 @@ def device_name(device: torch.device | str) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return cpu_name() if device.type == "cpu" else f"{device.type} ({platform.machine()})"
+
+
+def _version(package: str) -> str:
+    """The version of a package, with its build (+cu128) if the module has been imported."""
+    return str(getattr(sys.modules.get(package), "__version__", None) or version(package))
 
 
 def cpu_name() -> str:

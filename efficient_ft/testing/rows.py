@@ -23,7 +23,7 @@ class Instead(Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """One method with the settings and models that the contracts try it on.
+    """A method, and what the contracts must know of it.
 
     Attributes:
         method: its class.

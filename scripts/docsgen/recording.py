@@ -136,8 +136,7 @@ def record_published() -> Path:
             print(table.title, rows[-1], flush=True)
         tables.append({"title": table.title, "rows": rows})
     moe = [
-        {"label": label, "published_gmacs": gmacs, "gmacs": bsr.moe_gmacs(methods)}
-        for label, gmacs, methods in bsr.MOE
+        {"label": label, "published_gmacs": gmacs, "gmacs": bsr.moe_gmacs(methods)} for label, gmacs, methods in bsr.MOE
     ]
     tables.append({"title": "BSR, Table 6: ViT-B/16 with experts, batch 128, 10⁹ multiply-adds", "rows": moe})
     record = {"command": "python scripts/docs.py --record published", "kind": "published rule", "tables": tables}

@@ -12,7 +12,7 @@ import yaml
 
 from efficient_ft.cli.compose import configurations
 from efficient_ft.cli.main import CONF
-from efficient_ft.config import Config
+from efficient_ft.config import Config, ModelConfig
 from efficient_ft.core.errors import UserError
 from tests.cli.program import composed as composed_jobs
 from tests.cli.program import write_program
@@ -188,3 +188,12 @@ def test_its_configuration_can_be_shown_and_several_runs_swept_over(stored: Path
     assert done.returncode == 0, done.stderr
     assert "ran 4 lr 1.0 root here evaluate a run\n" in done.stdout
     assert "ran 4 lr 2.0 root here evaluate a run\n" in done.stdout
+
+
+@pytest.mark.parametrize("argument", ["checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay"])
+def test_a_run_folder_names_no_file_for_timm_to_load(argument: str) -> None:
+    from efficient_ft.models.factory import random_model
+
+    config = ModelConfig(name="vit_digits", pretrained=False, kwargs={argument: "notes.bin"})
+    with pytest.raises(UserError, match=rf"^model\.kwargs\.{argument} must be unset, got notes\.bin\."):
+        random_model(config, 10)

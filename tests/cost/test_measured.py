@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from efficient_ft.core.errors import UserError
-from efficient_ft.cost import TrainingStep, compare, executed, measured, time_steps
+from efficient_ft.cost import StepSpec, TrainingStep, compare, executed, measured, time_steps
 from efficient_ft.methods import LBPWHT, LastStage
 from efficient_ft.methods.base import Method, apply_methods
 
@@ -41,14 +41,14 @@ def test_recipes_take_turns_and_the_warm_up_is_not_timed():
     assert calls == ["a", "b"] * 5
     assert {name: len(values) for name, values in seconds.items()} == {"a": 3, "b": 3}
     assert all(value >= 0 for values in seconds.values() for value in values)
-    with pytest.raises(UserError, match="steps=0"):
+    with pytest.raises(UserError, match="steps must be an integer >= 1, got 0"):
         time_steps({}, steps=0)
 
 
 def test_a_training_step_trains_what_the_methods_left_trainable(run: tuple[nn.Module, list[Method]]):
     model, methods = run
     before = copy.deepcopy(model.state_dict())
-    step = TrainingStep(model, methods, **SHAPE, clip=1.0)
+    step = TrainingStep(model, methods, StepSpec(**SHAPE, clip=1.0))
     step()
     step()
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
@@ -57,22 +57,22 @@ def test_a_training_step_trains_what_the_methods_left_trainable(run: tuple[nn.Mo
     assert step.steps == 2
 
 
-def test_methods_are_told_of_each_step():
-    told: list[Any] = []
+def test_methods_do_their_work_around_each_step():
+    calls: list[Any] = []
 
     class Listening(LastStage):
         def step_begin(self, step: int) -> None:
-            told.append(step)
+            calls.append(step)
 
         def step_end(self) -> None:
-            told.append("end")
+            calls.append("end")
 
     model, method = small_vit(), Listening()
     method.apply(model)
-    step = TrainingStep(model, [method], **SHAPE, first_step=7)
+    step = TrainingStep(model, [method], StepSpec(**SHAPE), first_step=7)
     step()
     step()
-    assert told == [7, "end", 8, "end"]
+    assert calls == [7, "end", 8, "end"]
 
 
 def test_both_groups_for_the_method_and_for_full_fine_tuning(run: tuple[nn.Module, list[Method]]):
@@ -112,7 +112,7 @@ def test_a_probe_leaves_the_run_alone(run: tuple[nn.Module, list[Method]]):
     assert all(torch.equal(after[k][n], v) for k, s in state["state"].items() for n, v in s.items())
 
 
-def test_only_counted(run: tuple[nn.Module, list[Method]]):
+def test_zero_steps_count_and_do_not_time(run: tuple[nn.Module, list[Method]]):
     costs = compare(*run, small_vit, **SHAPE, steps=0)
     assert all(cost.measured is None and not cost.note for cost in costs.values())
 
@@ -149,15 +149,15 @@ def test_out_of_memory_is_a_note(run: tuple[nn.Module, list[Method]]):
 
 def test_the_runs_own_optimizer_is_built_on_the_copy(run: tuple[nn.Module, list[Method]]):
     model, methods = run
-    seen: list[nn.Module] = []
+    given: list[nn.Module] = []
 
     def build(network: nn.Module) -> torch.optim.Optimizer:
-        seen.append(network)
+        given.append(network)
         return torch.optim.SGD((p for p in network.parameters() if p.requires_grad), lr=0.1)
 
     compare(model, methods, None, **SHAPE, steps=1, build_optimizer=build)
-    assert len(seen) == 1
-    assert seen[0] is not model
+    assert len(given) == 1
+    assert given[0] is not model
 
 
 @pytest.mark.gpu

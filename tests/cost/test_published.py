@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,214 +21,9 @@ from efficient_ft.cost.published import (
     Keeping,
     back_razor,
     operations,
-    parameter_bytes,
 )
 from efficient_ft.methods import BSR, BackRazor, BitFit, EViT
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
-
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "published.py"
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("published_tables", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["published_tables"] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
-
-
-# ---------------------------------------------------------------------------------------------- the tables
-@pytest.mark.parametrize(
-    ("label", "mib"),
-    [
-        ("FT-Last", 525),
-        ("FT-Full", 19235),
-        ("BitFit", 9460),
-        ("Mesa", 5442),
-        ("Back Razor@80%", 4565),
-        ("Back Razor@90%", 3912),
-        ("Back Razor@95%", 3496),
-        ("Back Razor@80% + Mesa", 2937),
-    ],
-)
-def test_the_vit_column(script, label, mib):
-    row = next(r for r in script.VIT.rows if r.label == label)
-    assert row.published == mib
-    assert script.VIT.count(row).memory == pytest.approx(mib, abs=1)
-
-
-#: With one more digit than the table prints (366 is 366.96 cut off).
-CNN = {
-    "FT-Full": 366.96,
-    "Back Razor@90%": 42.1,
-    "Back Razor@95%": 40.6,
-    "Back Razor@97%": 40.0,
-    "Back Razor@99%": 39.4,
-    "FT-Last": 30.8,
-    "FT-Norm+Last": 192.4,
-    "FT-Last, the plain model": 29.0,
-    "FT-Norm+Last, the plain model": 183.0,
-    "TinyTL": 37.1,
-    "TinyTL@320": 64.7,
-}
-
-
-@pytest.mark.parametrize("label", CNN)
-def test_the_cnn_column(script, label):
-    row = next(r for r in script.CNN.rows if r.label == label)
-    assert script.CNN.count(row).memory == pytest.approx(CNN[label], abs=0.1)
-    if "plain" not in label:
-        assert abs(CNN[label] - row.published) < 1
-
-
-def test_every_row_is_checked(script):
-    assert {r.label for r in script.CNN.rows} == CNN.keys()
-    assert len(script.VIT.rows) == 8
-    found = {t.title.split(":")[0].removeprefix("BSR, "): [int(r.published) for r in t.rows] for t in script.BSR_TABLES}
-    assert found == {
-        "Table 3": [8649, 369, 1433],
-        "Table 4": [17388, 525, 2938],
-        "Table 5": [66, 34],
-        "Table 2": [1477, 2187, 2896],
-        "Table 7": list(TABLE_7.values()),
-        "Table 8": [1363, 1433, 1673],
-    }
-
-
-def bsr_table(script: ModuleType, number: int) -> Any:
-    return next(t for t in script.BSR_TABLES if t.title.startswith(f"BSR, Table {number}:"))
-
-
-#: BSR's Table 7: the blocks, MiB.
-TABLE_7 = {
-    (3, 6, 9, 11): 1526,
-    (2, 5, 8, 11): 2809,
-    (4, 7, 10, 11): 1132,
-    (8, 9, 10, 11): 502,
-    (0, 2, 5, 8): 3705,
-    (3, 7, 11): 1433,
-    (4, 7, 11): 1079,
-    (2, 7, 11): 2731,
-    (9, 10, 11): 333,
-    (2, 5, 8): 2785,
-    (4, 11): 986,
-    (7, 11): 460,
-    (10, 11): 215,
-}
-
-#: Of the rows that unfroze more than they list: MiB of those blocks alone, what of it is kept, and MiB of all that was
-#: unfrozen with the gradient passing wherever it has to.
-NAMED_ALIKE = {
-    (2, 5, 8): (2057, 2036, 3305),
-    (2, 5, 8, 11): (2089, 2089, 3329),
-    (2, 7, 11): (1915, 1915, 3251),
-    (0, 2, 5, 8): (3139, 3118, 3705),
-}
-
-
-@pytest.mark.parametrize("blocks", TABLE_7)
-def test_bsr_s_ablation_as_published_and_as_listed(script, blocks):
-    table = bsr_table(script, 7)
-    row = next(r for r in table.rows if r.label == str(list(blocks)))
-    assert row.published == TABLE_7[blocks]
-    count = table.count(row)
-    assert count.memory == pytest.approx(TABLE_7[blocks], abs=1)
-    if blocks not in NAMED_ALIKE:
-        assert count.as_listed == count.memory
-        return
-    listed, kept, passing = NAMED_ALIKE[blocks]
-    assert count.as_listed == pytest.approx(listed, abs=0.5)
-    model = table.model(row)
-    saved = sum(op.saved for op in operations(model, (224, 224), rule=BSR_RULE))
-    assert (128 * saved + parameter_bytes(model)) / 2**20 == pytest.approx(kept, abs=0.5)
-    for name, p in model.named_parameters():
-        p.requires_grad_(p.requires_grad or any(str(b) in name for b in blocks))
-    found = published(model, 128, (224, 224), rule=BSR_RULE).bytes / 2**20
-    assert found == pytest.approx(passing, abs=0.5)
-    if blocks[0]:
-        assert f": {passing}" in row.note
-
-
-def test_which_names_contain_an_index(script):
-    names = [n for n, _ in timm.create_model("vit_tiny_patch16_224", embed_dim=12, num_heads=3).named_parameters()]
-    two = {n for n in names if n.startswith("blocks.2.") or ".norm2." in n or ".fc2." in n}
-    assert set(script.named_alike(names, [2])) == two
-    assert {n.split(".")[1] for n in script.named_alike(names, [0])} == {"0", "10"}
-    for index in range(3, 12):
-        assert {".".join(n.split(".")[:2]) for n in script.named_alike(names, [index])} == {f"blocks.{index}"}
-    assert script.named_alike(names, []) == []
-
-
-def test_the_caption_s_drop_locations_do_not_give_the_column(script):
-    """The 4th, 7th and 11th block, of which one is not where the text has it."""
-    row = script.Row("", 1433, (lambda: BSR([3, 7, 11], [3, 6, 10]),))
-    assert bsr_table(script, 7).count(row).memory == pytest.approx(1470.5, abs=0.5)
-
-
-@pytest.mark.parametrize(
-    ("number", "memory", "gmacs"),
-    [
-        (2, [1477, 2187, 2896], None),
-        (3, [8649, 205, 1433], [588.6, 588.6, 295.5]),  # FT-Last is published as 369
-        (4, [17388, 451, 2938], [2248.1, 2248.1, 1128.8]),  # FT-Last as 525, by TinyTL's rule
-        (8, [1363, 1433, 1673], [270.0, 295.5, 310.6]),
-    ],
-)
-def test_bsr_s_columns(script, number, memory, gmacs):
-    table = bsr_table(script, number)
-    counts = [table.count(row) for row in table.rows]
-    assert [c.memory for c in counts] == pytest.approx(memory, abs=1)
-    for row, expected in zip(table.rows, memory, strict=True):
-        assert (row.label == "FT-Last") == (abs(row.published - expected) > 1)
-    if gmacs:
-        assert [c.gmacs for c in counts] == pytest.approx(gmacs, rel=2e-4)
-        assert [r.gmacs for r in table.rows] == pytest.approx(gmacs, rel=2e-3)
-
-
-def test_bsr_s_activations_of_one_image(script):
-    table = bsr_table(script, 5)
-    counts = [table.count(row) for row in table.rows]
-    assert [c.memory for c in counts] == pytest.approx([66.9, 34.3], abs=0.05)
-    assert [c.gmacs for c in counts] == pytest.approx([4.6, 4.6], abs=0.05)
-
-
-def test_bsr_s_experts_are_left_out_of_their_operations(script):
-    """Within .1 % with the gates left out; with four experts of a token counted, the baseline is 3319."""
-    for (_, gmacs, methods), expected in zip(script.MOE, (1801, 1237), strict=True):
-        assert gmacs == expected
-        assert script.moe_gmacs(methods) == pytest.approx(expected, rel=0.0015)
-
-
-@pytest.mark.parametrize(
-    ("drop_at", "keep", "gmacs"), [([1, 3, 5, 7, 9], 0.7, 270.0), ([3, 6, 9], 0.5, 295.5), ([5, 7, 9], 0.3, 310.6)]
-)
-def test_what_is_executed_agrees_with_bsr_s_table_8(drop_at, keep, gmacs):
-    with torch.device("meta"):
-        model = timm.create_model("deit_small_patch16_224", num_classes=10)
-    found = executed(model, 1, (224, 224), methods=[EViT(drop_at, keep)])
-    assert found.forward_flops / 2 * 128 / 1e9 == pytest.approx(gmacs, rel=0.002)
-
-
-def test_the_script_prints_published_beside_ours(script, monkeypatch, capsys):
-    row = script.Row("a row", 1.5, note="as it is")
-    small = script.Table("T", "vit_tiny_patch16_224", 2, 2**20, (row,))
-    more = replace(row, gmacs=2.5, by_name=(3,), note="")
-    monkeypatch.setattr(script, "VIT", small)
-    monkeypatch.setattr(script, "CNN", small)
-    monkeypatch.setattr(script, "BSR_TABLES", (replace(small, rows=(more,)),))
-    monkeypatch.setattr(script, "MOE", script.MOE[:1])
-    script.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == ["published", "ours"]
-    assert lines[2].split()[:3] == ["a", "row", "1.5"]
-    assert lines[2].endswith("as it is")
-    assert lines[9].split() == ["published", "ours", "as", "listed", "published", "ours"]
-    assert [lines[10].split()[i] for i in (2, 5)] == ["1.5", "2.5"]
-    assert lines[10].split()[3] == lines[10].split()[4]
-    assert lines[14].split() == ["MoE,", "baseline", "1801", "1799.6"]
 
 
 # ---------------------------------------------------------------------------------------------- by hand
@@ -346,9 +137,15 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("fuse", [True, False])
+#: Every pair of two settings; the other half of the combinations is slow.
+BSR_CASES = [
+    case if (index + case[1] + case[2]) % 2 else pytest.param(*case, marks=pytest.mark.slow)
+    for index, form in enumerate(FORMS)
+    for case in product([form], [True, False], [True, False])
+]
+
+
+@pytest.mark.parametrize(("form", "fuse", "fused"), BSR_CASES)
 def test_bsr_s_rule_by_hand(form, fuse, fused):
     d, heads, depth, classes = 24, 3, 5, 7
     size = {"img_size": 20, "patch_size": 4, "depth": depth, "embed_dim": d, "num_heads": heads}
@@ -412,26 +209,61 @@ def test_a_method_of_the_memory_axis_and_frozen_statistics_change_nothing():
     assert all(p.device.type == "cpu" and p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["swinv2_tiny_window8_256", "efficientformer_l1", "xcit_nano_12_p16_224"])
-def test_other_models_are_counted(name):
+@pytest.mark.parametrize(
+    ("name", "arguments", "size"),
+    [
+        ("swinv2_tiny_window8_256", {"img_size": 64, "depths": (2, 1), "num_heads": (3, 6)}, (64, 64)),
+        ("efficientformer_l1", {"depths": (1, 1, 2, 2)}, (224, 224)),
+        ("xcit_nano_12_p16_224", {"depth": 3, "cls_attn_layers": 1}, (64, 64)),
+    ],
+)
+def test_other_models_are_counted(name, arguments, size):
     with torch.device("meta"):
-        model = timm.create_model(name, num_classes=3)
-    size = model.pretrained_cfg["input_size"][1:]
+        model = timm.create_model(name, num_classes=3, **arguments)
     ops = operations(model, size)
     assert any(op.kind == "attention" for op in ops)
     assert sum(op.in_block for op in ops) > len(ops) / 2
     assert published(model, 1, size, MESA).bytes < published(model, 1, size).bytes
 
 
-def test_mistakes_are_named():
+PAIR = "a pair (height, width) of integers >= 1"
+
+
+def test_an_image_size_that_the_model_refuses_is_named():
     model = timm.create_model("vit_tiny_patch16_224", depth=1)
-    for call in (
-        lambda: published(model, 0, (224, 224)),
-        lambda: published(model, 1, (224,)),
-        lambda: back_razor(1.0),
-        lambda: back_razor(0.5, 3),
-    ):
-        with pytest.raises(SettingError):
-            call()
     with pytest.raises(UserError, match="cannot be run on images of 100×100"):
         published(model, 1, (100, 100))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda model: published(model, 0, (2, 2)), "batch_size must be an integer >= 1, got 0."),
+        (lambda model: published(model, 1, (2,)), f"input_size must be {PAIR}, got (2,)."),
+        (lambda model: published(model, 1, (2, 0)), f"input_size must be {PAIR}, got (2, 0)."),
+        (lambda model: published(model, 1, (2, 2), in_chans=0), "in_chans must be an integer >= 1, got 0."),
+        (lambda model: back_razor(1.0), "sparsity must be a number >= 0 and < 1, got 1.0."),
+        (lambda model: back_razor(-0.1), "sparsity must be a number >= 0 and < 1, got -0.1."),
+        (lambda model: back_razor(0.5, 3), "value_bytes must be one of 1, 2, 4, got 3."),
+        (lambda model: back_razor(0.5, norm_bytes=0), "norm_bytes must be one of 1, 2, 4, got 0."),
+    ],
+)
+def test_settings_out_of_range_are_refused(call, message):
+    with pytest.raises(SettingError) as error:
+        call(Flat(nn.Linear(12, 5)))
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("drop_at", "keep", "gmacs"),
+    [
+        pytest.param([1, 3, 5, 7, 9], 0.7, 270.0, marks=pytest.mark.slow),
+        ([3, 6, 9], 0.5, 295.5),
+        pytest.param([5, 7, 9], 0.3, 310.6, marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_executed_agrees_with_bsr_s_table_8(drop_at, keep, gmacs):
+    with torch.device("meta"):
+        model = timm.create_model("deit_small_patch16_224", num_classes=10)
+    found = executed(model, 1, (224, 224), methods=[EViT(drop_at, keep)])
+    assert found.forward_flops / 2 * 128 / 1e9 == pytest.approx(gmacs, rel=0.002)

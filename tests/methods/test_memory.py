@@ -437,13 +437,13 @@ def test_after_the_backward_pass_no_dense_tensor_is_held(method: Any, name: str,
     images, labels = batch_of(name)
     for _ in range(2):
         F.cross_entropy(model(images), labels).backward(retain_graph=True)
-        assert packing._session is not None
-        assert packing._session.last.held is None
+        assert packing._packing is not None
+        assert packing._packing.last.held is None
     # A backward pass of a part holds nothing longer than to the next step.
     trained = [p for p in model.parameters() if p.requires_grad]
     torch.autograd.grad(F.cross_entropy(model(images), labels), trained[-1:])
     packing.step_end()
-    assert packing._session.last.held is None
+    assert packing._packing.last.held is None
 
 
 def test_normalizations_whose_operation_is_not_packed_are_reported_as_dense() -> None:

@@ -346,7 +346,7 @@ def test_a_low_rank_layer_never_takes_merged_tokens_for_others() -> None:
     layer = model.blocks[0].attn.qkv
     assert hasattr(layer, "low_rank")
     layer(x)
-    with token_context(Tokens(sizes_BN=torch.ones(2, 65))), pytest.raises(UserError, match="merged ones"):
+    with token_context(Tokens(sizes_BN=torch.ones(2, 65))), pytest.raises(UserError, match="merged tokens"):
         layer(x)
 
 

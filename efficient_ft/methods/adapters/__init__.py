@@ -1,1 +1,1 @@
-"""What is added to the model."""
+"""Adapters: methods that add modules to the model."""

@@ -1,24 +1,24 @@
-"""Rep-Net: a few small side modules beside a frozen network, which take its features and add theirs to them.
+"""Rep-Net: a few small side modules in parallel with a frozen network, which take its features and add theirs.
 
 Source: Yang, Rakin, Fan, "Rep-Net: Efficient On-Device Learning via Feature Reprogramming", CVPR 2022, in the form in
 which "Block Selective Reprogramming" (BSR, CVPR Workshops 2024; its Figure 3 and equation 7) compares itself with it:
 a_{i+1} = f_M(a_i) + f_S(a_i), f_M a frozen block of the network, f_S a side module that trains. Also for transformers.
 
 From the papers: six modules in a CNN, working on a downsampled map, their output added to the main stream; three blocks
-in a transformer; the head trains with them. Where they stand, and how large they are, is told by no paper but the costs
-of BSR's Table 5 (per image: 6.2 GMACs and 9.91 MB for ResNet-50, 5.7 and 40.1 for DeiT-S), by which we chose:
+in a transformer; the head trains with them. No paper says where they are and how large they are. We chose both so that
+they fit the costs of BSR's Table 5 (per image: 6.2 GMACs and 9.91 MB for ResNet-50, 5.7 and 40.1 for DeiT-S):
 
 * DeiT-S: side blocks of the network's own form. Three of them make 5.73 GMACs. 40.1 MiB is what three blocks that train
-  and the eight frozen ones above the first of them keep by BSR's rule: so the first stands beside block 3 (of 0-11),
-  where BSR's first block is. That the others stand beside 7 and 11, as BSR's do, is our choice.
-* ResNet-50: TinyTL's module, as wide as its input, with kernels of 5 in four groups, beside the middle block of each of
-  six equal runs (1, 4, 6, 9, 12, 14 of 0-15): 6.22 GMACs and 10.0 MiB by TinyTL's rule (`cost.published`). They hold
-  50 M parameters. That follows from the table: of modules of this form, kernels up to 7, spread evenly over all four
-  stages, none that reach both its columns hold fewer than 49 M.
+  and the eight frozen ones above the first of them keep by BSR's rule: so the first side block belongs to block 3 (of
+  0-11), where BSR's first block is. That the others belong to 7 and 11, as BSR's do, is our choice.
+* ResNet-50: TinyTL's module, as wide as its input, with kernels of 5 in four groups, in parallel with the middle block
+  of each of six equal runs (1, 4, 6, 9, 12, 14 of 0-15): 6.22 GMACs and 10.0 MiB by TinyTL's rule (`cost.published`).
+  They have 50 M parameters. That follows from the table: of modules of this form, kernels up to 7, spread evenly over
+  all four stages, none that fit both its columns have fewer than 49 M.
 
-Our choice is also the start: the sum is the network's own at first. The last normalization of a CNN's module starts at
-0; a transformer's side block is a copy of the block beside it whose two last projections start at 0, and adds what its
-branches add.
+The initialization is also our choice: the sum equals the network's own output. The last normalization of a CNN's module
+starts at 0; a transformer's side block is a copy of the block it belongs to, its two last projections start at 0, and
+it adds what its branches add.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from efficient_ft.methods.registry import register
 from efficient_ft.models.view import ModelView, Reason, Skipped, parameters_under
 from efficient_ft.ops.tokens import attach_tokens, pop_tokens, token_context
 
-#: First and last convolution of the blocks on maps beside which a module can stand.
+#: First and last convolution of the blocks on maps that a side module fits.
 _CONVOLUTIONS = {
     BasicBlock: ("conv1", "conv2"),
     Bottleneck: ("conv1", "conv3"),
@@ -52,14 +52,14 @@ _CONVOLUTIONS = {
 
 
 class _SideForward(OwnForward):
-    """A block, and beside it its `side_module`."""
+    """A block with a parallel `side_module`."""
 
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         side: Any = self.module.side_module
         y, tokens = pop_tokens(self.within(x, *others, **keywords))
         if isinstance(side, LiteResidual):
             return y + side(x, y.shape[-2:])
-        # What it adds to the stream, without the stream itself, which is in y.
+        # Only what it adds to the stream: the stream itself is in y.
         x, before = pop_tokens(x)
         with token_context(before):
             return attach_tokens(y + (side(x, *others, **keywords) - x), tokens)
@@ -67,21 +67,20 @@ class _SideForward(OwnForward):
 
 @register
 class RepNet(Method):
-    """Side modules beside some blocks of a frozen network; they and the head train, nothing else.
+    """Add side modules in parallel with some blocks of a frozen network; only they and the head train.
 
-    It takes the part of the model that the selection applied before leaves trainable, and works on ResNets' and
-    MobileNets' blocks and on plain transformers' (ViT, DeiT). Modules start at an output of 0 and cannot be merged:
-    exported weights hold them under names of their own (``….side_module.…``).
+    It works in the part of the model that the selection applied before leaves trainable, on blocks of ResNets,
+    MobileNets and plain transformers (ViT, DeiT). Modules start at an output of 0 and cannot be merged: exported
+    weights hold them under their own names (``….side_module.…``).
 
     Args:
-        blocks: those beside which modules stand, counted from 0 through all stages, negative ones from the end; None:
-            six, spread evenly, in a CNN, and three in a transformer.
+        blocks: those that get a module, counted from 0 through all stages, negative ones from the end; None: six,
+            spread evenly, in a CNN, and three in a transformer.
         kernel_size: side of a CNN's modules' convolutions, odd.
         groups: of these convolutions.
 
     Raises:
-        SettingError: a value outside these, or (when applied) a place outside the model or beside a block of another
-            form.
+        SettingError: a value outside these, or (when applied) a block outside the model or of another form.
         UserError: when applied: no block of these forms is in the part that trains, channels that do not divide into
             groups, or something else that adapts the model or drops tokens in it.
     """
@@ -180,7 +179,7 @@ class RepNet(Method):
         return side.to(first.weight.device, first.weight.dtype).train(block.training)
 
     def _remove(self, model: nn.Module) -> None:
-        """The model's own blocks and names; the head keeps its values, the modules are lost."""
+        """Restore the model's own blocks and names; the head keeps its values, the modules are lost."""
         for module in model.modules():
             if hasattr(module, "side_module"):
                 take_away(module, _SideForward)
@@ -193,7 +192,7 @@ class RepNet(Method):
 
 
 def _is_token_block(block: nn.Module) -> bool:
-    """Of a plain transformer, with a last projection in both branches."""
+    """Return True for a block of a plain transformer, with a last projection in both branches."""
     return type(block) is Block and hasattr(block.attn, "proj") and hasattr(block.mlp, "fc2")
 
 

@@ -1,4 +1,4 @@
-"""TinyTL: small residual modules that work on a pooled map, beside a frozen network whose biases train.
+"""TinyTL: small residual modules on pooled maps, in parallel with a frozen network whose biases train.
 
 Source: Cai, Gan, Zhu, Han, "TinyTL: Reduce Memory, Not Parameters for Efficient On-Device Learning", NeurIPS 2020.
 """
@@ -23,13 +23,13 @@ from efficient_ft.models.frozen_batch_norm import FROZEN
 from efficient_ft.models.view import ModelView, Reason, Skipped, parameters_under
 
 #: Blocks whose input is this much smaller than the image get kernels of 3: their pooled map is 3×3 at 224 px. The paper
-#: leaves this open; so, and with modules as wide as their input, all four published memories that depend on it come out
-#: (TinyTL 37 and 65 MB, FT-Last 31, FT-Norm+Last 192). Kernels of 5 everywhere would give 42 MB instead of 37.
+#: leaves this open. With it, and with modules as wide as their input, all four published memories that depend on it are
+#: reproduced (TinyTL 37 and 65 MB, FT-Last 31, FT-Norm+Last 192); kernels of 5 everywhere give 42 MB instead of 37.
 COARSE = 32
 
 
 class InvertedResidualWithLite(InvertedResidual):
-    """timm's block and a `lite_residual` beside it; its own parameters keep their names."""
+    """timm's block with a parallel `lite_residual`; its own parameters keep their names."""
 
     lite_residual: LiteResidual
 
@@ -39,14 +39,14 @@ class InvertedResidualWithLite(InvertedResidual):
 
 
 class GroupNorm2d(nn.BatchNorm2d):
-    """The scale and shift of a BatchNorm, applied after normalising each image by groups of channels."""
+    """The scale and shift of a BatchNorm, applied after normalizing each image by groups of channels."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.group_norm(x, self.num_features // GROUP, self.weight, self.bias, self.eps)
 
 
 class GroupNormAct2d(BatchNormAct2d):
-    """The same for timm's normalization and activation in one."""
+    """`GroupNorm2d` for timm's normalization and activation in one."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.group_norm(x, self.num_features // GROUP, self.weight, self.bias, self.eps)
@@ -59,11 +59,11 @@ _GROUPED |= {FROZEN[norm]: grouped for norm, grouped in _GROUPED.items()}
 
 @register
 class TinyTL(Method):
-    """Lite residual modules beside the inverted residual blocks of a CNN; they, all biases and the head train.
+    """Add lite residual modules to the inverted residual blocks of a CNN; they, all biases and the head train.
 
-    It takes the part of the model that the selection applied before leaves trainable: blocks in which nothing trains
-    get no module. Blocks without expansion (MobileNetV2's first) get none. Modules start at an output of 0 and cannot
-    be merged: exported weights hold them under names of their own (``….lite_residual.…``).
+    It works in the part of the model that the selection applied before leaves trainable: blocks in which nothing trains
+    get no module, nor do blocks without expansion (MobileNetV2's first). Modules start at an output of 0 and cannot be
+    merged: exported weights hold them under their own names (``….lite_residual.…``).
 
     Args:
         kernel_size: side of the modules' convolutions, odd; 3 where the block's input is 32 times smaller than the
@@ -93,7 +93,7 @@ class TinyTL(Method):
             raise SettingError("norm", norm, ["group", "batch"])
         self.kernel_size, self.groups, self.norm = kernel_size, groups, norm
         self._before: dict[str, bool] = {}
-        # What each normalization was, and mean and deviation of each standardized filter.
+        # The class of each normalization before, and mean and deviation of each standardized filter.
         self._norms: dict[str, type] = {}
         self._filters: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -109,7 +109,7 @@ class TinyTL(Method):
             module = model.get_submodule(name)
             module.__class__ = _GROUPED[type(module)]
         if norms:
-            self._filters = {n: _standardise(m) for n, m in model.named_modules() if _is_normalised(m)}
+            self._filters = {n: _standardize(m) for n, m in model.named_modules() if _is_normalized(m)}
         for name, stride in chosen.items():
             block: Any = model.get_submodule(name)
             like = next(block.parameters())
@@ -122,7 +122,7 @@ class TinyTL(Method):
             )
             block.lite_residual = lite.to(like.device, like.dtype).train(block.training)
             block.__class__ = InvertedResidualWithLite
-        notes = ("every BatchNorm gave way to GroupNorm: made for weights that were trained with it",) if norms else ()
+        notes = ("every BatchNorm is replaced by a GroupNorm: for weights that were trained with it",) if norms else ()
         added = tuple(f"{name}.lite_residual" for name in chosen)
         return Applied(self.name, added, skipped, notes, modules=added)
 
@@ -157,7 +157,11 @@ class TinyTL(Method):
         return chosen, skipped
 
     def _to_group(self, view: ModelView) -> list[str]:
-        """Names of the BatchNorms; all of them can become GroupNorms."""
+        """Return the names of the BatchNorms.
+
+        Raises:
+            UserError: one of them cannot become a GroupNorm.
+        """
         found = []
         for name, module in view.model.named_modules():
             if isinstance(module, _BatchNorm):
@@ -171,7 +175,7 @@ class TinyTL(Method):
         return found
 
     def _remove(self, model: nn.Module) -> None:
-        """The model's own layers, filters and names; what trained keeps its values, the modules are lost."""
+        """Restore the model's own layers, filters and names; the modules are lost."""
         block: Any
         for block in model.modules():
             if hasattr(block, "lite_residual"):
@@ -190,14 +194,18 @@ class TinyTL(Method):
         self._before, self._norms, self._filters = {}, {}, {}
 
 
-def _is_normalised(module: nn.Module) -> bool:
-    """A convolution that a normalization follows has no bias (those of squeeze-and-excitation have one)."""
+def _is_normalized(module: nn.Module) -> bool:
+    """Return True for a convolution before a normalization: it has no bias (squeeze-and-excitation's have one)."""
     return isinstance(module, nn.Conv2d) and module.bias is None
 
 
 @torch.no_grad()
-def _standardise(module: Any) -> tuple[Tensor, Tensor]:
-    """Each filter of a convolution to mean 0 and deviation 1, in place: it is frozen, so once is enough."""
+def _standardize(module: Any) -> tuple[Tensor, Tensor]:
+    """Bring each filter of a convolution to mean 0 and deviation 1, in place: it is frozen, so once is enough.
+
+    Returns:
+        Mean and deviation of each filter before.
+    """
     weight = module.weight
     variance, mean = torch.var_mean(weight, dim=(1, 2, 3), correction=0, keepdim=True)
     deviation = (variance + EPS).sqrt()

@@ -112,7 +112,7 @@ class LBPWHT(LowRankBackward):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not self.profiles or not state_dict:
             return
-        self._restored = state_dict  # applied later, if the model is not there yet
+        self._restored = state_dict  # for a model that it is applied to later
         self._steps = state_dict["steps"]
         for name, how in self._layers.items():
             if name in state_dict["chosen"]:

@@ -1,7 +1,7 @@
-"""The common part of the low-rank backward methods: the layer classes, and which layers become them.
+"""The base of low-rank backward methods: the layers they change, and how.
 
-A layer is changed by its class alone: the same module object, the same parameters under the same names, its own
-forward in evaluation. So a changed model can be copied, pickled, saved and changed back.
+Only the class of a layer changes: the module object and the names of its parameters stay, and so does its forward in
+evaluation. So a changed model can be copied, pickled, saved and changed back.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from efficient_ft.ops.tokens import Tokens, current_tokens
 
 @dataclass
 class LowRank:
-    """State of a layer with low-rank backward.
+    """The settings of a changed layer.
 
     Attributes:
         projector: gives the projection for the grid of a step; None while the layer is profiled (exact backward).
-        tokens: layout of the token grid in the input.
+        tokens: the layout of the positions in the input.
         energy: (8, 8) float64 on the CPU, the share of each WHT basis in the energy of g_y, added up over the backward
-            passes while `projector` is None. Shares, so that every pass has equal weight for any scale of its loss.
+            passes while `projector` is None. Shares, so that every pass counts the same however its loss is scaled.
     """
 
     projector: Projector | None
@@ -57,8 +57,8 @@ class LowRankLinear(nn.Linear):
         grid = how.tokens.grid if how.tokens.form == "tokens" else (x.shape[1], x.shape[2])
         if tokens is not None and tokens.grid_index_BL is None:
             raise UserError(
-                f"layer with low-rank backward: grid positions of the {x.shape[1]} input tokens are unknown (merged tokens,"
-                " or another image size)"
+                f"Low-rank backward: the grid positions of the {x.shape[1]} input tokens are unknown (merged tokens, or"
+                " images of another size than the model was built for)."
             )
         if how.projector is None:
             return _profiled(super().forward(x), how, grid, tokens)
@@ -71,8 +71,8 @@ class LowRankLinear(nn.Linear):
                 return super().forward(x)
         if x.shape[1:-1].numel() != projection.tokens:
             raise UserError(
-                f"a layer was given {x.shape[1]} tokens, but its grid is {grid[0]}×{grid[1]} after"
-                f" {how.tokens.prefix} prefix tokens: build the model at the size of the images it is trained on"
+                f"Low-rank backward: a layer got {x.shape[1]} tokens, but its grid is {grid[0]}×{grid[1]} after"
+                f" {how.tokens.prefix} prefix tokens. Build the model at the size of the images it is trained on."
             )
         return low_rank_linear(x, self.weight, self.bias, projection)
 
@@ -96,7 +96,7 @@ CHANGED = {nn.Linear: LowRankLinear, nn.Conv2d: LowRankConv2d}
 
 
 def _records(module: nn.Linear | nn.Conv2d, x: Tensor) -> bool:
-    """Whether this call is part of a training step in which the layer has more than a bias gradient to compute."""
+    """Return True if this call belongs to a training step and needs more than a bias gradient."""
     return module.training and torch.is_grad_enabled() and (x.requires_grad or module.weight.requires_grad)
 
 
@@ -111,7 +111,7 @@ def _of_kept(whole: Any, tokens: Tokens, prefix: int, x: Tensor) -> SubsetProjec
 
 
 def _profiled(y: Tensor, how: LowRank, grid: tuple[int, int], tokens: Tokens | None = None) -> Tensor:
-    """`y`, whose gradient will be added to the layer's energies on its way back."""
+    """Return `y`; the energies of its gradient are added to the layer's in the backward pass."""
 
     def gather(g: Tensor) -> None:
         if how.tokens.form == "channels_first":
@@ -137,10 +137,9 @@ def refuse_order(order: int, largest: int, where: str = "") -> None:
 class LowRankBackward(Method):
     """Base of the methods that compute the gradients of linear layers and 1×1 convolutions in a low-rank space.
 
-    Every layer whose input holds a token grid is changed: attention and MLP layers, talking heads, patch merging;
-    never the stem, the patch embedding or the head. A layer whose low-rank backward would cost more than its exact
-    one stays exact, and the report says so. Which layers train is not this method's business: what is frozen costs
-    what it costs.
+    Every layer whose input has a token grid is changed: attention and MLP layers, talking heads, patch merging; never
+    the stem, the patch embedding or the head. A layer whose low-rank backward would cost more than its exact one stays
+    exact, and the report says so. The selection decides which layers train; frozen ones are changed as well.
     """
 
     axis = Axis.BACKPROP

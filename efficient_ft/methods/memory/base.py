@@ -1,4 +1,4 @@
-"""The common part of the memory methods: how they replace a forward pass, and their state."""
+"""The base of methods on the memory axis: how they change a forward pass, and their state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class MemoryForward(OwnForward):
 
     @property
     def training(self) -> bool:
-        """True in training; always True for a BatchNorm, since one with frozen statistics is in evaluation mode."""
+        """True if this may be a training step; a BatchNorm with frozen statistics is always in evaluation mode."""
         return self.module.training or isinstance(self.module, nn.modules.batchnorm._BatchNorm)
 
 
@@ -27,17 +27,18 @@ class MemoryMethod(Method):
     axis = Axis.MEMORY
 
     def __init__(self) -> None:
-        self._session: PackingState | None = None
+        self._packing: PackingState | None = None
         self._restored: dict[str, Any] | None = None
 
     def _begin(self) -> PackingState:
-        """Create the state kept from step to step, restored from the checkpoint if there is one."""
-        self._session = self._new_session()
+        """Return new packing state, restored from the checkpoint where there is one."""
+        self._packing = self._new_state()
         if self._restored is not None:
-            self._session.load_state_dict(self._restored)
-        return self._session
+            self._packing.load_state_dict(self._restored)
+        return self._packing
 
-    def _new_session(self) -> PackingState:
+    def _new_state(self) -> PackingState:
+        """Return the state that lasts from step to step: running ranges, overflow."""
         return PackingState()
 
     def _remove(self, model: nn.Module) -> None:
@@ -50,14 +51,14 @@ class MemoryMethod(Method):
         Raises:
             UserError: a packed value was too large for fp16.
         """
-        if self._session is not None:
-            self._session.last.held = None
-            self._session.overflow.check()
+        if self._packing is not None:
+            self._packing.last.held = None
+            self._packing.overflow.check()
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._session is None else self._session.state_dict()
+        return {} if self._packing is None else self._packing.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = state_dict  # applied later, if the model is not there yet
-        if self._session is not None:
-            self._session.load_state_dict(state_dict)
+        self._restored = state_dict  # for a model that it is applied to later
+        if self._packing is not None:
+            self._packing.load_state_dict(state_dict)

@@ -28,9 +28,9 @@ from efficient_ft.ops.tokens import Tokens, attach_tokens, pop_tokens
 class _RecomputedForward(MemoryForward):
     """Replacement that saves only the input of the module, in training."""
 
-    def __init__(self, module: nn.Module, name: str, packer: Packer, session: PackingState) -> None:
+    def __init__(self, module: nn.Module, name: str, packer: Packer, packing: PackingState) -> None:
         super().__init__(module)
-        self.name, self.packer, self.session = name, packer, session
+        self.name, self.packer, self.packing = name, packer, packing
 
     @torch.compiler.disable  # it runs again from inside the backward pass
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Any:
@@ -39,7 +39,7 @@ class _RecomputedForward(MemoryForward):
         records = torch.is_grad_enabled() and (x.requires_grad or parameters)
         if not module.training or not records or not x.numel():
             return self.within(x, *others, **keywords)
-        place = PackContext(self.name, x.shape[0], self.session.ranges, self.session.overflow)
+        place = PackContext(self.name, x.shape[0], self.packing.ranges, self.packing.overflow)
         x, tokens = pop_tokens(x)
         return recompute(self._run, x, (tokens, *others), keywords, parameters, self.packer, place)
 
@@ -94,9 +94,9 @@ class Checkpointing(MemoryMethod):
         if self.blocks is not None:
             names = blocks_at(view, f"method.{self.name}.blocks", self.blocks, once=False)
         packers: dict[str, Packer] = {"same": Dense(), "bf16": Half(torch.bfloat16), "int8": EightBits()}
-        packer, session = packers[self.input_dtype], self._begin()
+        packer, packing = packers[self.input_dtype], self._begin()
         for name in names:
             module = model.get_submodule(name)
-            put_around(module, _RecomputedForward(module, name, packer, session))
+            put_around(module, _RecomputedForward(module, name, packer, packing))
         skipped = {block: Skipped(Reason.NOT_CHOSEN) for block in view.blocks if block not in names}
         return Applied(self.name, names, skipped)

@@ -1,4 +1,4 @@
-"""The common part of the methods that pack activations: in which parts of a model, and for how long.
+"""The base of methods that pack activations: in which parts of a model, and for how long.
 
 In training, parts of the model (blocks, stem, downsampling) run their forward pass inside a `PackedOperations` mode.
 """
@@ -28,9 +28,9 @@ _NO_BATCH = (Reason.NOT_FROM_IMAGES, Reason.ROUTED)
 class _PackedForward(MemoryForward):
     """A forward pass that packs what the module saves, in training."""
 
-    def __init__(self, module: nn.Module, name: str, policy: Policy, session: PackingState) -> None:
+    def __init__(self, module: nn.Module, name: str, policy: Policy, packing: PackingState) -> None:
         super().__init__(module)
-        self.name, self.policy, self.session = name, policy, session
+        self.name, self.policy, self.packing = name, policy, packing
         counts = (getattr(m, "num_heads", None) for m in module.modules())
         self.heads: int | None = next((count for count in counts if type(count) is int), None)
 
@@ -41,7 +41,7 @@ class _PackedForward(MemoryForward):
         x = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
         if x is None or not x.numel():
             return self.within(*args, **kwargs)
-        with PackedOperations(self.policy, self.session, self.name, x.shape[0], self.heads):
+        with PackedOperations(self.policy, self.packing, self.name, x.shape[0], self.heads):
             return self.within(*args, **kwargs)
 
 
@@ -56,10 +56,11 @@ class _PlainForward(MemoryForward):
 class PartwiseMethod(MemoryMethod):
     """Base of the methods that change, part by part, how a model keeps its activations.
 
-    In a model with attention these parts are the blocks, the layers between stages and a stem of several convolutions;
-    the patch embedding, the final normalization and the head stay dense and exact, as published. In a network without
-    attention all layers are packed, including stem and classifier, as published. Layers that need no gradient keep
-    nothing. Packed parts run eagerly under torch.compile.
+    In a model with attention, blocks and the modules between stages are packed, and a stem of several convolutions; the
+    patch embedding, the final normalization and the head stay dense and exact, as published. In a network without
+    attention everything is packed, the stem and the classifier too, as published. Layers of which nothing needs a
+    gradient keep nothing anyway; what trains is decided by the selection. torch.compile leaves packed parts as they
+    are.
     """
 
     def _left_plain(self, view: ModelView) -> dict[str, Skipped]:
@@ -72,14 +73,14 @@ class PartwiseMethod(MemoryMethod):
 
     @abstractmethod
     def _forward_of(
-        self, module: nn.Module, name: str, session: PackingState, layers: dict[str, nn.Module]
+        self, module: nn.Module, name: str, packing: PackingState, layers: dict[str, nn.Module]
     ) -> MemoryForward:
         """Return the forward of a part.
 
         Args:
             module: the part.
             name: its full name.
-            session: state kept from step to step.
+            packing: the state that lasts from step to step.
             layers: those of the part that run packed, by their full names.
         """
 
@@ -101,12 +102,12 @@ class PartwiseMethod(MemoryMethod):
         touched = tuple(name for name in names if name not in skipped)
         if not touched:
             return Applied(self.name, (), skipped)
-        session = self._begin()
+        packing = self._begin()
         for part in parts:
             module = model.get_submodule(part)
             if part not in plain:
                 layers = {name: model.get_submodule(name) for name in inside[part] if name not in plain}
-                put_around(module, self._forward_of(module, part, session, layers))
+                put_around(module, self._forward_of(module, part, packing, layers))
         for name in plain:
             module = model.get_submodule(name)
             if name in names and name not in parts:
@@ -122,9 +123,9 @@ class ActivationPacking(PartwiseMethod):
         """Return how each kind of activation is kept."""
 
     def _forward_of(
-        self, module: nn.Module, name: str, session: PackingState, layers: dict[str, nn.Module]
+        self, module: nn.Module, name: str, packing: PackingState, layers: dict[str, nn.Module]
     ) -> MemoryForward:
-        return _PackedForward(module, name, self.policy(), session)
+        return _PackedForward(module, name, self.policy(), packing)
 
 
 def _runs_packed(view: ModelView, name: str) -> bool:

@@ -88,7 +88,7 @@ class SWAT(PartwiseMethod):
             raise SettingError("refresh_interval", refresh_interval, "an integer >= 1")
         self.sparsity, self.refresh_interval = sparsity, refresh_interval
 
-    def _new_session(self) -> PackingState:
+    def _new_state(self) -> PackingState:
         return Thresholds(sparsity=self.sparsity, refresh=self.refresh_interval)
 
     def _left_plain(self, view: ModelView) -> dict[str, Skipped]:
@@ -99,10 +99,10 @@ class SWAT(PartwiseMethod):
         return isinstance(module, nn.Linear | nn.Conv2d)
 
     def _forward_of(
-        self, module: nn.Module, name: str, session: PackingState, layers: dict[str, nn.Module]
+        self, module: nn.Module, name: str, packing: PackingState, layers: dict[str, nn.Module]
     ) -> MemoryForward:
-        assert isinstance(session, Thresholds)
-        return _SparseForward(module, name, session, layers)
+        assert isinstance(packing, Thresholds)
+        return _SparseForward(module, name, packing, layers)
 
     def _remove(self, model: nn.Module) -> None:
         for module in model.modules():
@@ -112,5 +112,5 @@ class SWAT(PartwiseMethod):
         super()._remove(model)
 
     def step_begin(self, step: int) -> None:
-        if isinstance(self._session, Thresholds):
-            self._session.step = step
+        if isinstance(self._packing, Thresholds):
+            self._packing.step = step

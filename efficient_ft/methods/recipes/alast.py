@@ -257,6 +257,6 @@ class ALaST(LayersPerStep):
         return {name: [budget.value, budget.before] for name, budget in self._budgets.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = state_dict  # applied later, if the model is not there yet
+        self._restored = state_dict  # for a model that it is applied to later
         for name, budget in self._budgets.items():
             budget.value, budget.before = state_dict[name]

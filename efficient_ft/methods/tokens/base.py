@@ -1,4 +1,4 @@
-"""What the methods that let fewer tokens flow on share: blocks run in their parts, and what is known of the tokens."""
+"""The base of methods that reduce tokens: blocks run in their parts, and pass on grid positions and sizes of tokens."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from efficient_ft.ops.tokens import (
     token_context,
 )
 
-#: What a block may have in which tokens can be dropped or merged between attention and feed-forward network.
+#: The children that a block may have if tokens are dropped or merged between its attention and its MLP.
 _BLOCK = {"norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path2"}
 _ORDER = ["norm1", "attn", "norm2", "mlp"]
 
-#: By which attention in its parts shows its map, (B, H, N, N).
+#: Functions by which attention in parts computes its map, (B, H, N, N).
 SOFTMAX = (Tensor.softmax, torch.softmax, F.softmax)
 
 
 class Attention(TorchFunctionMode):
-    """Sees what an attention module attends to, fused or in parts.
+    """Record how much the class token attends to each patch token, in fused attention or attention in parts.
 
     Attributes:
-        scores_BL: how much its class token attends to each patch token; None: no attention was seen.
+        scores_BL: the attention, (B, L); None: no attention has run.
     """
 
     scores_BL: Tensor | None = None
@@ -81,7 +81,7 @@ class TokenForward(OwnForward):
             return self.passed_on(self.within(x, *args, **kwargs), tokens)
 
     def passed_on(self, x: Tensor, tokens: Tokens | None) -> Tensor:
-        """x for the next block, which is told what is known."""
+        """Return x for the next block, with what is known of its tokens attached."""
         return x if self.last else attach_tokens(x, tokens)
 
     def plain(self, others: Sequence[Any], keywords: dict[str, Any]) -> None:
@@ -93,14 +93,14 @@ class TokenForward(OwnForward):
             )
 
     def first_half(self, x: Tensor, seen: TorchFunctionMode | None) -> Tensor:
-        """x + attention; `seen` sees what it attends to."""
+        """Return x + attention; `seen` records what it attends to."""
         block: Any = self.module
         with seen or nullcontext():
             attended = block.attn(block.norm1(x))
         return x + _through(block, ("ls1", "drop_path1"), attended)
 
     def second_half(self, x: Tensor) -> Tensor:
-        """x + feed-forward network."""
+        """Return x + feed-forward network."""
         block: Any = self.module
         return x + _through(block, ("ls2", "drop_path2"), block.mlp(block.norm2(x)))
 
@@ -133,7 +133,7 @@ class DroppingForward(TokenForward):
             return self.passed_on(self.second_half(x), tokens)
 
     def drop(self, x: Tensor, seen: Attention, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        """The tokens that flow on, and what is known of them."""
+        """Return the tokens that flow on, and what is known of them."""
         assert seen.scores_BL is not None, "no attention was seen"
         count = seen.scores_BL.shape[1]
         kept = self.keep(count)

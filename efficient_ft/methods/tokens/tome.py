@@ -1,4 +1,4 @@
-"""ToMe: in every block similar tokens are merged.
+"""ToMe: every block merges similar tokens.
 
 Source: Bolya, Fu, Dai, Zhang, Feichtenhofer, Hoffman, "Token Merging: Your ViT But Faster", ICLR 2023.
 """
@@ -33,20 +33,20 @@ from efficient_ft.models.view import ModelView, Reason, Skipped
 from efficient_ft.ops.packed import packing_suspended
 from efficient_ft.ops.tokens import Tokens, is_token_reduction_suspended, match, merge, pop_tokens, token_context
 
-#: One of them gives attention in its parts its scores: of queries and, transposed, keys.
+#: Functions by which attention in parts multiplies queries and, transposed, keys.
 _PRODUCTS = (Tensor.matmul, Tensor.__matmul__, torch.matmul)
 
 
 class _SizedAttention(TorchFunctionMode):
-    """Attention, fused or in parts, that shows its keys, and to which a token counts as the patches it stands for.
+    """Record the keys of attention, and weight each token by the patches it stands for; fused attention or in parts.
 
     Args:
-        sizes_BN: log(size) is added to what softmax is taken of (the paper's Equation 1). None: each
-            token counts once.
-        shows: the keys are wanted.
+        sizes_BN: patches of each token; log(size) is added to the scores before softmax (the paper's Equation 1).
+            None: each token counts once.
+        shows: record the keys.
 
     Attributes:
-        keys: of each attention seen, the mean over its heads, (B, N, D), without gradient.
+        keys: of each attention, the mean over its heads, (B, N, D), without gradient.
     """
 
     def __init__(self, sizes_BN: Tensor | None, shows: bool) -> None:
@@ -128,7 +128,7 @@ class _MergingForward(TokenForward):
         if not seen.keys:
             raise UserError(
                 f"method tome: {type(self.module.attn).__name__} shows no keys (there is no product with queries that"
-                " softmax is taken of), so that it cannot be said which tokens are alike."
+                " softmax is taken of), so that similar tokens cannot be found."
             )
         if sizes_BN is None:
             sizes_BN = x.new_ones(x.shape[:2], dtype=torch.promote_types(x.dtype, torch.float32))
@@ -139,18 +139,17 @@ class _MergingForward(TokenForward):
 
 @register
 class ToMe(Method):
-    """Merge in every block the most similar tokens, each pair into its mean.
+    """Merge the most similar tokens in every block, each pair into its mean.
 
     Between attention and feed-forward network, in training and in evaluation: tokens alternate between two sets, each
     of the first has its most similar one in the second (cosine of the keys, their mean over the heads, without
     gradient), and the r most similar pairs become one token each, the mean of the patches they stand for. Class token,
-    distillation token and registers stay as they are. Attention stays fused. No class token is needed: what follows
-    the blocks (the mean over the tokens, attention pooling) takes the merged tokens as it takes all, each for one. The
-    trained weights are the model's own, but belong with the merging: what is exported notes it.
+    distillation token and registers stay as they are. Attention stays fused. No class token is needed: the layers
+    after the blocks (the mean over the tokens, attention pooling) count each merged token once. The trained weights
+    are the model's own, but belong with the merging: exported files note it.
 
-    Where fewer than 2 r patch tokens are left, half of them are merged, as in the paper. An r above half of the whole
-    grid, which not even the first block could merge, and one by which a single patch token would be left at the end,
-    are refused.
+    Where fewer than 2 r patch tokens are left, half of them are merged, as in the paper. Refused are an r above half
+    of the whole grid, which not even the first block could merge, and one that would leave a single patch token.
 
     Args:
         r: tokens merged in every block; a list: in each one.
@@ -158,6 +157,10 @@ class ToMe(Method):
             block to block, by `inflect` · r about its mean: −1 goes from 2 r to 0 (the paper's decreasing schedule), 1
             from 0 to 2 r. Rounded, the mean still is r.
         proportional_attention: attention adds log(size), so that a token counts as all the patches it stands for.
+
+    Raises:
+        SettingError: a value outside these, or (when applied) an r that the model's tokens do not allow.
+        UserError: when applied: the model has no token grid, or blocks of another form.
     """
 
     name = "tome"
@@ -202,7 +205,11 @@ class ToMe(Method):
         return Applied(self.name, merging, none, none_needed="" if merging else "r is 0 in every block")
 
     def _of_each(self, view: ModelView, patches: int) -> list[int]:
-        """r of each block of a model with so many patch tokens.
+        """Return r of each block.
+
+        Args:
+            view: the view of the model.
+            patches: its patch tokens.
 
         Raises:
             SettingError: a list of another length, or an r that would merge everything.
@@ -260,22 +267,22 @@ def _refuse_other_tokens(view: ModelView, patches: int) -> None:
 
 
 def scheduled(r: int, inflect: float, blocks: int) -> list[int]:
-    """r of each block: rising or falling linearly about its mean r.
+    """Return r of each block: rising or falling linearly about its mean r.
 
-    Pairs of blocks at the same distance from the middle have exactly 2 r together: of what is halfway between two
-    whole numbers the even one is taken, and inflect is the number as it is written.
+    Two blocks at the same distance from the middle have exactly 2 r together: halves are rounded to the even integer,
+    and `inflect` is taken as the decimal number it is written as.
     """
     slope = 0 if blocks == 1 else Fraction(str(inflect)) / (blocks - 1)
     return [round(r + r * slope * (2 * block - blocks + 1)) for block in range(blocks)]
 
 
 def merged_of(patches: int, r: int) -> int:
-    """How many of so many patch tokens a block merges: r, or half of them."""
+    """Return how many of its patch tokens a block merges: r, or half of them."""
     return min(r, patches // 2)
 
 
 def _leaves_some(r: Sequence[int], patches: int) -> bool:
-    """Whether each r can be merged where all tokens are there, and more than one is left at the end."""
+    """Return True if each r is at most half of the grid, and more than one token is left at the end."""
     if not any(r):
         return True
     left = patches

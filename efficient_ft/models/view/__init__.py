@@ -1,4 +1,4 @@
-"""The view that methods have of a model: stages, blocks, head, and the layout of the tokens in every layer's input.
+"""The view of a model that methods use: stages, blocks, head, and the layout of the tokens in every layer's input.
 
 Methods never ask for an architecture. The view reads a timm classifier's own attributes and runs one forward pass on
 fake tensors to see what each layer is really given; grids are taken from there, never inferred from a token count

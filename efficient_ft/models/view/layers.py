@@ -1,4 +1,4 @@
-"""The entries of a view: one layer, and the layout of its tokens."""
+"""One layer in the view of a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from efficient_ft.models.view.reason import Skipped
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """How the positions of a grid are laid out in a layer's input.
+    """Layout of a grid's positions in a layer's input.
 
     Attributes:
         form: ``tokens`` (B, prefix + H·W, C); ``channels_last`` (B, H, W, C); ``channels_first`` (B, C, H, W).

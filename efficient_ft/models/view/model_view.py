@@ -19,7 +19,7 @@ from efficient_ft.models.view.structure import above, after, classifiers, names_
 #: The parameters of a "last stage" follow the papers: EfficientFormerV2's was trained without its downsample.
 LAST_STAGE_WITHOUT = {"EfficientFormerV2": "downsample"}
 
-#: Attention modules by class; not the blocks that hold one and an MLP (XCiT's ClassAttentionBlock).
+#: Attention modules by class; not the blocks that have one and an MLP (XCiT's ClassAttentionBlock).
 _ATTENTION = re.compile(r"^(?!.*Block$).*(Attention|Attn|MHSA|GPSA|XCA|LiteMLA)")
 
 

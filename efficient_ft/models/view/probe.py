@@ -39,7 +39,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Probed:
-    """Inputs of the layers in one forward pass; keys are full module names.
+    """The record of one forward pass; keys are full module names.
 
     Attributes:
         inputs: of every linear layer and convolution that was called.

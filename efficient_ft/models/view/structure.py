@@ -14,7 +14,7 @@ _NORM = re.compile(r"norm|abn|^affine$", re.IGNORECASE)
 
 
 def above(model: nn.Module, name: str) -> Iterator[nn.Module]:
-    """The modules that contain `name`, from the model down, without itself."""
+    """Yield the modules that contain `name`, from the model down, without itself."""
     module = model
     for part in name.split("."):
         yield module
@@ -22,7 +22,7 @@ def above(model: nn.Module, name: str) -> Iterator[nn.Module]:
 
 
 def classifiers(model: nn.Module) -> list[nn.Module]:
-    """The classifier modules of a timm model, without identities."""
+    """Return the classifier modules of a timm model."""
     get_classifier: Any = getattr(model, "get_classifier", None)
     found = None if get_classifier is None else get_classifier()
     modules = list(found) if isinstance(found, tuple | list) else [found]
@@ -30,13 +30,13 @@ def classifiers(model: nn.Module) -> list[nn.Module]:
 
 
 def names_of(model: nn.Module, modules: Iterable[nn.Module]) -> tuple[str, ...]:
-    """Full names of the given modules, in the order of the model."""
+    """Return the full names of some modules of a model."""
     wanted = {id(m) for m in modules}
     return tuple(name for name, m in model.named_modules() if id(m) in wanted)
 
 
 def stem_of(model: nn.Module) -> str | None:
-    """The top-level module that holds the first convolution."""
+    """Return the name of the top-level module that holds the first convolution."""
     cfg = getattr(model, "pretrained_cfg", None) or {}
     first = cfg.get("first_conv")
     if isinstance(first, tuple | list):
@@ -52,7 +52,7 @@ def stem_of(model: nn.Module) -> str | None:
 def stages_of(
     model: nn.Module,
 ) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """Blocks of each stage, other modules of each stage (downsampling), and the top-level modules that hold them."""
+    """Return blocks of each stage, its other modules (downsampling), and the top-level modules that hold them."""
     for top in ("blocks", "stages", "layers"):
         container = getattr(model, top, None)
         if not isinstance(container, nn.ModuleList | nn.Sequential) or not len(container):
@@ -95,7 +95,7 @@ def _split_stages(
 
 
 def after(model: nn.Module, container: tuple[str, ...]) -> tuple[str, ...]:
-    """Top-level modules registered after the stages: timm registers them in the order they run."""
+    """Return the top-level modules registered after the stages: timm registers them in the order they run."""
     names = [n for n, _ in model.named_children()]
     last = max((names.index(c) for c in container), default=len(names))
     return tuple(n for n in names[last + 1 :] if _has_parameters(getattr(model, n)))
@@ -106,12 +106,12 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether it is a normalization layer, by the name of its class."""
+    """Return True for a normalization layer, by the name of its class."""
     return _NORM.search(type(module).__name__) is not None
 
 
 def parameters_under(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """Parameters, by full name, of the modules (or parameters) named."""
+    """Return the parameters, by full name, of the modules (or parameters) with these full names."""
     prefixes = tuple(names)
     return {
         n: p

@@ -1,9 +1,8 @@
-"""scripts/report.py on real short runs: what it draws, what it says, and that its page needs nothing else."""
+"""``efficient-ft report`` on real short runs: what it draws, what it says, and that its page needs nothing else."""
 
 from __future__ import annotations
 
 import base64
-import importlib.util
 import io
 import re
 import shutil
@@ -11,34 +10,37 @@ import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from efficient_ft.cli import report as command
 from efficient_ft.config import Config, check
 from efficient_ft.record.rows import Rows
+from efficient_ft.report.figures import draw_budgets, draw_magnitudes, draw_tokens, draw_trained
+from efficient_ft.report.kept_tokens import _dimmed, kept_tokens
+from efficient_ft.report.page import table
+from efficient_ft.report.record import describe, read
 from efficient_ft.training.run import run
-from tests.conftest import REPOSITORY
 from tests.training.runs import plain_config
-from tests.training.test_step_stats import METHODS, VIT
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
-def _script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("efficient_ft_report_script", REPOSITORY / "scripts" / "report.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
-
-
-report: Any = _script()
+VIT: dict[str, Any] = {
+    "name": "vit_digits",
+    "pretrained": False,
+    "frozen_bn": False,
+    "kwargs": {"depth": 4, "embed_dim": 16, "num_heads": 2},
+}
+ALAST: dict[str, Any] = {"num_layers": 2, "budget_init": 0.7, "budget_min": 0.2, "budget_max": 0.9, "budget_lr": 0.05}
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {"full": {}},
+    "bsr": {"bsr": {"blocks": [1, 3], "drop_at": [1, 2], "keep_rate": 0.3}},
+    "alast": {"alast": ALAST},
+}
 
 
 def configured(method: dict[str, Any], **changes: Any) -> Config:
@@ -103,7 +105,7 @@ FIGURES = {
 @pytest.mark.parametrize("name", METHODS)
 def test_the_figures_are_files_and_one_page_of_its_own(name, recorded, tmp_path, capsys):
     out = tmp_path / "out"
-    assert report.main([str(recorded(name)), "--out", str(out), "--images", "2"]) == 0
+    command.main([str(recorded(name)), "--out", str(out), "--images", "2"])
     assert sorted(f.name for f in out.iterdir()) == sorted([*FIGURES[name], "report.html"])
     files = [(out / file).read_bytes() for file in FIGURES[name]]
     for data in files:
@@ -120,8 +122,8 @@ def test_the_figures_are_files_and_one_page_of_its_own(name, recorded, tmp_path,
     head = "data:image/png;base64,"
     assert [base64.b64decode((image["src"] or "").removeprefix(head), validate=True) for image in images] == files
     assert all(len(image["alt"] or "") > 40 for image in images)
-    for said in (name, "vit_digits", "digits", "from random weights", "% (val, best)", "% (test, best)", "6 optimizer"):
-        assert said in text
+    for fact in (name, "vit_digits", "digits", "from random weights", "% (val, best)", "% (test, best)", "6 optimizer"):
+        assert fact in text
     assert page.cells.count("blocks.3") == 1
     shown = capsys.readouterr().out
     assert str(out / "report.html") in shown
@@ -130,20 +132,20 @@ def test_the_figures_are_files_and_one_page_of_its_own(name, recorded, tmp_path,
 
 
 def test_the_numbers_of_the_table_are_those_of_the_record(recorded):
-    record = report.read(recorded("alast"))
+    record = read(recorded("alast"))
     rows = Rows(recorded("alast") / "step_stats.jsonl").read()
-    header, lines = report.table(record)
+    header, lines = table(record)
     assert len(lines) == 4
     for index, line in enumerate(lines):
-        told = dict(zip(header, line, strict=True))
-        assert told["block"] == f"blocks.{index}"
+        cells = dict(zip(header, line, strict=True))
+        assert cells["block"] == f"blocks.{index}"
         share = sum(f"blocks.{index}" in row["trained"] for row in rows) / len(rows)
-        assert told["trained"] == f"{share:.1%}"
-        assert float(told["budget, first"]) == pytest.approx(rows[0]["budgets"][index], abs=5e-5)
-        assert float(told["budget, last"]) == pytest.approx(rows[-1]["budgets"][index], abs=5e-5)
-        assert float(told["relative magnitude, last"]) == pytest.approx(rows[-1]["magnitudes"][index], abs=5e-5)
+        assert cells["trained"] == f"{share:.1%}"
+        assert float(cells["budget, first"]) == pytest.approx(rows[0]["budgets"][index], abs=5e-5)
+        assert float(cells["budget, last"]) == pytest.approx(rows[-1]["budgets"][index], abs=5e-5)
+        assert float(cells["relative magnitude, last"]) == pytest.approx(rows[-1]["magnitudes"][index], abs=5e-5)
         mean = sum(row["tokens"][index] for row in rows) / len(rows)
-        assert float(told["tokens behind it"]) == pytest.approx(mean, abs=0.051)
+        assert float(cells["tokens after it"]) == pytest.approx(mean, abs=0.051)
 
 
 def test_kept_tokens_are_where_the_network_keeps_them(recorded):
@@ -151,7 +153,7 @@ def test_kept_tokens_are_where_the_network_keeps_them(recorded):
     from efficient_ft.training import checkpoint
 
     folder = recorded("bsr")
-    kept = report.kept_tokens(folder, report.describe(folder, report.read(folder))[1], 3)
+    kept = kept_tokens(folder, describe(folder, read(folder))[1], 3)
     assert kept.blocks == ["1", "2"]
     first, second = kept.masks
     assert first.shape == second.shape == (3, 8, 8)
@@ -162,22 +164,22 @@ def test_kept_tokens_are_where_the_network_keeps_them(recorded):
     assert 0 <= kept.pixels.min() < 0.1 < 0.9 < kept.pixels.max() <= 1
 
     folder = recorded("alast")
-    kept = report.kept_tokens(folder, report.describe(folder, report.read(folder))[1], 2)
+    kept = kept_tokens(folder, describe(folder, read(folder))[1], 2)
     held = checkpoint.read(folder / checkpoint.NAME)["callbacks"]
-    (budgets,) = (state for key, state in held.items() if key.startswith("alast"))
+    (budgets,) = (state for key, state in held["MethodCallback"].items() if key.startswith("alast"))
     patches = 64
     for index, mask in zip(kept.blocks, kept.masks, strict=True):
         patches = int(budgets[f"blocks.{index}"][0] * patches + 1e-9)
         assert (mask.sum((1, 2)) == patches).all()
-    assert kept.blocks == ["0", "1", "2"], "nothing flows on behind the last block"
+    assert kept.blocks == ["0", "1", "2"], "no token leaves the last block"
     assert "after step 6" in kept.shown
-    assert "In evaluation all tokens flow on" in kept.shown
+    assert "Evaluation keeps all tokens." in kept.shown
 
 
 def test_dropped_patches_are_dark_and_kept_ones_as_they_were():
     pixels = np.random.default_rng(0).uniform(0.5, 1, (6, 9, 3))
     mask = np.array([[True, False, True], [False, False, True]])
-    dimmed = report._dimmed(pixels, mask)
+    dimmed = _dimmed(pixels, mask)
     for row in range(6):
         for column in range(9):
             if mask[row // 3, column // 3]:
@@ -193,7 +195,7 @@ def test_a_run_that_goes_on_still_or_has_lost_its_images_is_drawn_as_far_as_it_g
     (folder / "model.safetensors").unlink()
     rows = Rows(folder / "step_stats.jsonl")
     rows.rewind(1)
-    assert report.main([str(folder)]) == 0
+    command.main([str(folder)])
     assert "Kept tokens are not drawn." in capsys.readouterr().out
     assert sorted(f.name for f in (folder / "report").glob("*.png")) == sorted(FIGURES["alast"][:-1])
     text = (folder / "report" / "report.html").read_text(encoding="utf-8")
@@ -212,35 +214,43 @@ def test_maps_without_magnitudes_and_deep_networks_are_drawn(tmp_path):
             values: list[float | None] = generator.uniform(size=count).tolist()
             row = {"trained": blocks[::2], "tokens": [None, *[9] * (count - 1)], "magnitudes": [None, *values[1:]]}
             Rows(folder / "step_stats.jsonl").append({"step": step, "blocks": blocks, "budgets": values, **row})
-        record = report.read(folder)
-        for draw in (report.draw_budgets, report.draw_trained, report.draw_tokens, report.draw_magnitudes):
+        record = read(folder)
+        for draw in (draw_budgets, draw_trained, draw_tokens, draw_magnitudes):
             assert draw(record).png.startswith(SIGNATURE)
-        assert report.table(record)[1][0][2] == "–"
+        assert table(record)[1][0][2] == "–"
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "text"),
     [
         (lambda folder: None, "no such folder"),
         (
             lambda folder: folder.mkdir(),
-            "nothing was recorded there (step_stats.jsonl). Train with step_stats.interval=1",
+            "run holds no record (step_stats.jsonl). Train with step_stats.interval=1",
         ),
         (lambda folder: Rows(folder / "step_stats.jsonl").rewind(0), "resume=never"),
     ],
     ids=["nowhere", "unrecorded", "empty"],
 )
-def test_mistakes_end_with_one_message_and_status_2(tmp_path, capsys, make, said):
+def test_mistakes_end_with_one_message_and_status_2(tmp_path, capsys, make, text):
     make(tmp_path / "run")
-    assert report.main([str(tmp_path / "run")]) == 2
-    assert said in capsys.readouterr().err
-    with pytest.raises(SystemExit) as caught:
-        report.main([str(tmp_path), "--images", "-1"])
-    assert caught.value.code == 2
+    with pytest.raises(SystemExit) as stopped:
+        command.main([str(tmp_path / "run")])
+    assert stopped.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_number_of_images_below_0_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command.main([str(tmp_path), "--images", "-1"])
+    assert stopped.value.code == 2
+    assert "must be an integer >= 0, got -1" in capsys.readouterr().err
 
 
 def test_without_matplotlib_the_message_names_the_extra(recorded, monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert report.main([str(recorded("full")), "--out", str(tmp_path / "out")]) == 2
-    assert "pip install -e '.[report]'" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        command.main([str(recorded("full")), "--out", str(tmp_path / "out")])
+    assert stopped.value.code == 2
+    assert "pip install 'efficient-ft[report]'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -1,15 +1,14 @@
-"""scripts/gradient_error.py: what it compares, what it writes, and what padding costs on a trained network."""
+"""The study of gradient errors: what it compares, what it writes, and what padding costs on a trained network."""
 
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import math
-import sys
 import tarfile
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 import timm
@@ -18,23 +17,24 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-import efficient_ft.models.small  # noqa: F401  registers the models
+from efficient_ft.bench import gradient_error, projections
+from efficient_ft.bench.gradient_error import STATES, groups, measure
+from efficient_ft.bench.gradients import error_and_cosine, step_gradients
+from efficient_ft.bench.images import image_folder, shuffled_batches
+from efficient_ft.bench.projections import METHODS, Candidate, candidates, headroom
+from efficient_ft.cli import gradient_error as command
 from efficient_ft.config import ModelConfig
-from efficient_ft.methods import LBPDCT, LBPWHT
+from efficient_ft.core.errors import UserError
+from efficient_ft.methods import LBPDCT, LBPWHT, LoRA
 from efficient_ft.models.factory import create_model
 
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "gradient_error.py"
+SMALL = {"depth": 2, "embed_dim": 48}
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gradient_error", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gradient_error"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(autouse=True)
+def small_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Studies run on a smaller network of the same kind."""
+    monkeypatch.setattr(gradient_error, "ModelConfig", partial(ModelConfig, kwargs=SMALL))
 
 
 def _lively(model: nn.Module) -> nn.Module:
@@ -53,7 +53,7 @@ def network() -> nn.Module:
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file as users have it: half precision, trained at 32 pixels."""
     torch.manual_seed(0)
-    model = _lively(timm.create_model("vit_digits", num_classes=2))
+    model = _lively(timm.create_model("vit_digits", num_classes=2, **SMALL))
     file = tmp_path_factory.mktemp("weights") / "weights.safetensors"
     save_file({k: v.half() if v.is_floating_point() else v for k, v in model.state_dict().items()}, file)
     return file
@@ -76,9 +76,10 @@ def _batch(images: int, seed: int) -> tuple[Tensor, Tensor]:
     return torch.randn(images, 3, 28, 28, generator=g), torch.randint(2, (images,), generator=g)
 
 
-def test_the_whole_study_runs_and_its_file_says_everything(script, weights, tmp_path, capsys, monkeypatch):
-    few = {name: script.METHODS[name] for name in ("LHE", "DCT")}
-    monkeypatch.setattr(script, "METHODS", few)
+def test_the_whole_study_runs_and_its_file_says_everything(weights, tmp_path, capsys, monkeypatch):
+    few = {name: METHODS[name] for name in ("LHE", "DCT")}
+    for module in (projections, gradient_error):
+        monkeypatch.setattr(module, "METHODS", few)
     images, other = _draw(tmp_path / "images", 4), tmp_path / "other"
     _draw(other / "train", 4)
     _draw(other / "test", 2)
@@ -87,10 +88,10 @@ def test_the_whole_study_runs_and_its_file_says_everything(script, weights, tmp_
     small = ["--batch=2", "--batches=2", "--profile-batches=1"]
     tuning = [f"--finetune={other}", "--finetune-steps=2", "--finetune-batch=2", "--finetune-batches=1"]
 
-    assert script.main([*common, *small, *tuning, "--sizes=28"]) == 0
+    command.main([*common, *small, *tuning, "--sizes=28"])
     table = capsys.readouterr().out
     record = json.loads(file.read_text(encoding="utf-8"))
-    assert [r["state"] for r in record["results"]] == [s for s in script.STATES for _ in script.METHODS]
+    assert [r["state"] for r in record["results"]] == [s for s in STATES for _ in few]
     for r in record["results"]:
         assert r["grid"] == [7, 7]
         assert r["full_rank"] < 1e-5
@@ -100,68 +101,108 @@ def test_the_whole_study_runs_and_its_file_says_everything(script, weights, tmp_
         assert 0 < network["cosine"]["mean"] <= 1  # rounded
         assert set(r["batch"]) == {"network", "qkv", "proj", "fc1", "fc2", "rest", "activations", "first block"}
     assert "| 7×7, LP-4 |" in table
-    assert all(name in table for name in script.METHODS)
+    assert all(name in table for name in few)
     assert str(tmp_path) not in file.read_text(encoding="utf-8")  # nobody else's paths
 
     # A second size joins the file, and the first keeps its records.
-    assert script.main([*common, "--batch=2", "--batches=1", "--profile-batches=1", "--sizes=20"]) == 0
+    command.main([*common, "--batch=2", "--batches=1", "--profile-batches=1", "--sizes=20"])
     both = json.loads(file.read_text(encoding="utf-8"))
     assert set(both["runs"]) == {"20", "28"}
     assert both["runs"]["28"] == record["runs"]["28"]
     assert [r for r in both["results"] if r["image_size"] == 28] == record["results"]
     names = [r["method"] for r in both["results"] if r["grid"] == [5, 5]]
-    assert names == list(script.METHODS)
+    assert names == list(few)
 
 
-def test_mistakes_are_said_without_a_trace(script, weights, tmp_path, capsys):
+def test_a_mistake_is_one_message_and_status_2(weights, tmp_path, capsys):
+    def refused(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            command.main(arguments)
+        assert stopped.value.code == 2
+        return capsys.readouterr().err
+
     common = [f"--weights={weights}", "--model=vit_digits", "--sizes=28"]
-    assert script.main([*common, f"--images={tmp_path / 'nowhere'}"]) == 1
-    assert "nowhere" in capsys.readouterr().err
+    assert "nowhere: no such folder." in refused(*common, f"--images={tmp_path / 'nowhere'}")
+    (tmp_path / "empty").mkdir()
+    assert "FOLDER/CLASS" in refused(*common, f"--images={tmp_path / 'empty'}")
     images = _draw(tmp_path / "images", 2)
-    assert script.main([*common, f"--images={images}"]) == 1
-    assert "--batch" in capsys.readouterr().err
-    assert script.main([f"--weights={tmp_path / 'no.safetensors'}", f"--images={images}"]) == 1
-    assert "no.safetensors" in capsys.readouterr().err
+    assert "Pass smaller --batches" in refused(*common, f"--images={images}")
+    assert "no.safetensors" in refused(f"--weights={tmp_path / 'no.safetensors'}", f"--images={images}")
 
 
-def test_error_and_cosine_of_known_vectors(script):
+def test_error_and_cosine_of_known_vectors():
     exact = {"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])}
-    error, cosine = script.compare(exact, {"a": torch.tensor([3.0]), "b": torch.tensor([[0.0]])}, ["a", "b"])
+    error, cosine = error_and_cosine(exact, {"a": torch.tensor([3.0]), "b": torch.tensor([[0.0]])}, ["a", "b"])
     assert math.isclose(error, 4 / 5)
     assert math.isclose(cosine, 3 / 5)
-    assert script.compare(exact, exact, ["a", "b"]) == (0, 1)
+    assert error_and_cosine(exact, exact, ["a", "b"]) == (0, 1)
 
 
-def test_groups_share_out_every_parameter_once(script, network):
-    groups = script.groups(network)
-    kinds = [name for kind in ("qkv", "proj", "fc1", "fc2") for name in groups[kind]]
-    assert sorted(kinds) == sorted(groups["network"])
+def test_each_parameter_is_in_one_group(network):
+    found = groups(network)
+    kinds = [name for kind in ("qkv", "proj", "fc1", "fc2") for name in found[kind]]
+    assert sorted(kinds) == sorted(found["network"])
     head = {"head.weight", "head.bias"}
-    assert set(groups["network"]) | set(groups["rest"]) | head == {n for n, _ in network.named_parameters()}
-    assert not set(groups["network"]) & set(groups["rest"])
-    assert groups["activations"] == ["input:blocks.0", "input:blocks.1"]
+    assert set(found["network"]) | set(found["rest"]) | head == {n for n, _ in network.named_parameters()}
+    assert not set(found["network"]) & set(found["rest"])
+    assert found["activations"] == ["input:blocks.0", "input:blocks.1"]
 
 
-def test_gradients_are_autograds_own(script, network):
+def test_gradients_are_autograds_own(network):
     x, y = _batch(2, 0)
     model = copy.deepcopy(network).eval()  # the same forward: BatchNorm is frozen, nothing is dropped
     model.zero_grad()
     torch.nn.functional.cross_entropy(model(x), y).backward()
-    _, found = script.gradients(network, (x, y), ["blocks.1"])
+    _, found = step_gradients(network, (x, y), inputs=["blocks.1"])
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad)
     assert found["input:blocks.1"].shape == (2, 50, 96)
     assert all(p.grad is None for p in network.parameters())
 
 
-def test_pooled_is_the_gradient_of_all_images(script, network):
+def test_gradients_of_a_step_with_methods(network):
+    """The step's number and seed reach the methods; adapted layers keep the plain model's names."""
+    calls: list[Any] = []
+
+    class Listening:
+        def step_begin(self, step: int) -> None:
+            calls.append((step, torch.initial_seed()))
+
+        def step_end(self) -> None:
+            calls.append("end")
+
+        def total_loss(self, loss: Tensor) -> Tensor:
+            raise AssertionError("the exact gradient has no loss of a method's")
+
+    batch = _batch(2, 0)
+    exact = step_gradients(network, batch).gradients
+    assert calls == []
+    adapted = copy.deepcopy(network)
+    LoRA(2).apply(adapted)
+    for parameter in adapted.parameters():
+        parameter.requires_grad_(True)
+    found = step_gradients(adapted, batch, methods=[Listening()], step=3, seed=11).gradients
+    assert calls == [(3, 11), "end"]
+    assert set(exact) <= set(found)
+    assert error_and_cosine(exact, found, exact)[0] < 1e-6
+    half = step_gradients(network, batch, precision="bf16").gradients
+    assert 1e-4 < error_and_cosine(exact, half, exact)[0] < 0.1
+
+
+def test_a_zero_gradient_cannot_be_compared():
+    zero = {"a": torch.zeros(2)}
+    with pytest.raises(UserError, match="exact gradient is zero"):
+        error_and_cosine(zero, zero, ["a"])
+
+
+def test_pooled_is_the_gradient_of_all_images(network):
     a, b = _batch(2, 1), _batch(2, 2)
 
     def of(*batches: tuple[Tensor, Tensor]) -> dict[str, list[tuple[float, float]]]:
         changed, method = copy.deepcopy(network), LBPWHT(order=3)
         method.apply(changed)
-        candidate = script.Candidate("WHT ortho", 3, changed, method)
-        script.measure(network, [candidate], batches)
+        candidate = Candidate("WHT ortho", 3, changed, method)
+        measure(network, [candidate], batches)
         return candidate.scores
 
     apart, together = of(a, b), of((torch.cat([a[0], b[0]]), torch.cat([a[1], b[1]])))
@@ -169,22 +210,22 @@ def test_pooled_is_the_gradient_of_all_images(script, network):
         assert apart[f"pooled {group}"][0] == pytest.approx(together[group][0], rel=1e-3)
 
 
-def test_lhe_profiles_once_and_keeps_its_choice(script, network):
-    first = script.candidates(network, [2], [_batch(4, 3)])
+def test_lhe_profiles_once_and_keeps_its_choice(network):
+    first = candidates(network, [2], [_batch(4, 3)])
     later = copy.deepcopy(network)
     with torch.no_grad():
         for parameter in later.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    second = script.candidates(later, [2], [_batch(4, 3)], first)
+    second = candidates(later, [2], [_batch(4, 3)], first)
     chosen = [next(c for c in made if c.name == "LHE").method.state_dict()["chosen"] for made in (first, second)]
     assert chosen[0] == chosen[1]
-    fresh = next(c for c in script.candidates(later, [2], [_batch(4, 4)]) if c.name == "LHE")
+    fresh = next(c for c in candidates(later, [2], [_batch(4, 4)]) if c.name == "LHE")
     assert fresh.method.state_dict()["chosen"] != chosen[0]
 
 
-def test_headroom_bases_are_orthonormal_and_better_on_what_they_were_made_for(script, network):
+def test_headroom_bases_are_orthonormal_and_better_on_what_they_were_made_for(network):
     batch = _batch(8, 5)
-    for candidate in script.headroom(network, [3], [batch]):
+    for candidate in headroom(network, [3], [batch]):
         how = candidate.model.get_submodule("blocks.0.mlp.fc2").low_rank
         basis = torch.from_numpy(how.projector.rows.copy())
         torch.testing.assert_close(basis @ basis.T, torch.eye(len(basis), dtype=basis.dtype))
@@ -195,16 +236,16 @@ def test_headroom_bases_are_orthonormal_and_better_on_what_they_were_made_for(sc
     model = copy.deepcopy(network)
     layer = model.get_submodule("blocks.0.mlp.fc2")
     layer.register_forward_hook(lambda m, a, y: y.register_hook(lambda g: caught.update(g=g)) and None)
-    script.gradients(model, batch)
+    step_gradients(model, batch)
     g = caught["g"][:, 1:]
     kept = {}
-    for candidate in script.headroom(network, [3], [batch]):
+    for candidate in headroom(network, [3], [batch]):
         rows = candidate.model.get_submodule("blocks.0.mlp.fc2").low_rank.projector.rows.copy()
         kept[candidate.name] = (torch.from_numpy(rows).to(g) @ g).square().sum().item()
     assert kept["PCA of g_y"] == max(kept.values())
 
 
-def test_padding_is_most_of_what_the_published_projection_loses(script, shared_data, tmp_path):
+def test_padding_is_most_of_what_the_published_projection_loses(shared_data, tmp_path):
     file, archive = shared_data / "vit_micro_tinyimagenet100.safetensors", shared_data / "tinyimagenet100.tar.gz"
     if not (file.is_file() and archive.is_file()):
         pytest.skip(f"needs {file.name} and {archive.name}")
@@ -231,8 +272,8 @@ def test_padding_is_most_of_what_the_published_projection_loses(script, shared_d
     ):
         changed = copy.deepcopy(model)
         method.apply(changed)
-        compared.append(script.Candidate(name, 4, changed, method))
-    about = script.measure(model, compared, script.drawn(script.image_folder(tmp_path, config), 32, 1, 0, 0))
+        compared.append(Candidate(name, 4, changed, method))
+    about = measure(model, compared, shuffled_batches(image_folder(tmp_path, config), 32, 1, 0, 0))
     assert about["top1"] > 0.15  # of 100 classes: the weights, the position embedding and the images belong together
     reflect, ortho, dct = (c.scores["network"][0][0] for c in compared)
     assert dct < ortho < 0.85 * reflect

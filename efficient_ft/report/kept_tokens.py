@@ -1,0 +1,193 @@
+"""Which patches of an image a run's network keeps, drawn over images of its own evaluation split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from efficient_ft.config import Config
+from efficient_ft.core.errors import UserError
+from efficient_ft.data import missing_data, open_data
+from efficient_ft.methods.base import Method
+from efficient_ft.methods.build import build_methods
+from efficient_ft.models.view import view
+from efficient_ft.report.figures import Drawing
+from efficient_ft.report.record import block_labels
+from efficient_ft.training import checkpoint, export
+from efficient_ft.training.block_stats import BlockIO, observe_blocks
+
+#: Columns of the figure: of more blocks that drop tokens, some are left out evenly, never the last one.
+MAX_DROPS = 5
+#: Dropped patches keep this share of their brightness; the rest is a dark blue, so that black stays distinct.
+DIMMED, TINT = 0.2, (0.08, 0.11, 0.30)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Images, and the patches kept after each block that drops some.
+
+    Attributes:
+        pixels: (N, height, width, 3) from 0 to 1: the network's input before normalization.
+        classes: N class names.
+        blocks: the labels of the blocks that drop tokens.
+        masks: for each of these (N, H, W), true where the patch is kept.
+        fused: for each of these, the largest number of fused tokens in an image.
+        shown: a description of the forward pass, for the caption.
+    """
+
+    pixels: np.ndarray
+    classes: list[str]
+    blocks: list[str]
+    masks: list[np.ndarray]
+    fused: list[int]
+    shown: str
+
+
+def kept_tokens(run: Path, config: Config, count: int) -> Kept:
+    """Run the trained network on the first images of the run's evaluation split (of its first task).
+
+    If evaluation keeps all tokens and training does not (ALaST), blocks drop as in training, by the budgets of the
+    run's checkpoint, with dropout and drop path off.
+
+    Args:
+        run: a run folder.
+        config: of the run.
+        count: of the images.
+
+    Raises:
+        UserError: weights or data are missing, no tokens are dropped, or their positions are unknown.
+    """
+    trained = export.load(run)
+    missing = missing_data(config.data)
+    if missing is not None:
+        raise UserError(missing)
+    data = config.data.model_copy(update={"num_workers": 0, "eval_batch_size": count})
+    images = open_data(data, trained.input, config.seed)
+    batch, labels = next(iter(images.eval_loader(images.best_split)))
+    model, of_model = trained.model, view(trained.model)
+    of_task = f" of {next(iter(config.tasks))}" if config.tasks else ""
+    passes = (
+        f"The first {len(batch)} images of the {images.best_split} split{of_task}, with the weights of"
+        " model.safetensors"
+    )
+    shown = f"{passes}, as in evaluation."
+    drops = _drops(model, of_model.blocks, batch)
+    if not drops:
+        held = checkpoint.read(run / checkpoint.NAME) if (methods := _budgeted(config)) else {}
+        for method in methods:
+            method.load_state_dict(held["callbacks"]["MethodCallback"][method.state_key])
+            method.apply(model)
+            for name in of_model.blocks:  # the blocks alone, and not the dropout in them
+                model.get_submodule(name).training = True
+            shown = (
+                f"{passes}, with tokens dropped as in training by the budgets after step {held['global_step']}, dropout"
+                " off. Evaluation keeps all tokens."
+            )
+        drops = _drops(model, of_model.blocks, batch)
+    if not drops:
+        raise UserError("The methods of this run drop no tokens.")
+    (grid,) = {
+        layer.tokens.grid
+        for layer in of_model.layers
+        if layer.tokens is not None and layer.tokens.form == "tokens" and layer.name.startswith(tuple(of_model.blocks))
+    }
+    names = block_labels(of_model.blocks)
+    mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (trained.input.mean, trained.input.std))
+    pixels = (batch * std + mean).clamp(0, 1).permute(0, 2, 3, 1).expand(-1, -1, -1, 3).numpy()
+    positions = grid[0] * grid[1]
+    masks = []
+    for places in drops.values():
+        mask = np.zeros((len(places), positions + 1), dtype=bool)  # the last one for all fused tokens
+        np.put_along_axis(mask, np.minimum(places, positions), True, axis=1)
+        masks.append(mask[:, :positions].reshape(-1, *grid))
+    return Kept(
+        pixels,
+        [trained.class_names[int(label)] for label in labels],
+        [names[index] for index in drops],
+        masks,
+        [int((places >= positions).sum(1).max()) for places in drops.values()],
+        shown,
+    )
+
+
+def _budgeted(config: Config) -> list[Method]:
+    """The run's methods that drop tokens by budgets."""
+    return [method for method in build_methods(config) if "budgets" in method.step_stats()]
+
+
+def _drops(model: Any, blocks: Sequence[str], batch: Any) -> dict[int, np.ndarray]:
+    """Grid positions (N, K) of the tokens kept by each block that drops some, by the block's index.
+
+    Raises:
+        UserError: the positions are unknown.
+    """
+    drops: dict[int, np.ndarray] = {}
+
+    def see(index: int, passed: BlockIO) -> None:
+        if passed.after is None or passed.y.shape[1] == passed.x.shape[1]:
+            return
+        if passed.after.grid_index_BL is None:
+            raise UserError(
+                "The grid positions of this run's tokens are unknown: they were merged, or left out at random."
+            )
+        drops[index] = passed.after.grid_index_BL.numpy()
+
+    with torch.no_grad(), observe_blocks(model, blocks, see):
+        model(batch)
+    return drops
+
+
+def draw_kept(kept: Kept) -> Drawing:
+    """Draw a row for each image: the image, and after each drop the image with the dropped patches dimmed."""
+    count = len(kept.blocks)
+    chosen = np.unique(np.linspace(0, count - 1, min(count, MAX_DROPS)).round().astype(int))
+    images, (height, width) = len(kept.pixels), kept.pixels.shape[1:3]
+    columns, side = 1 + len(chosen), 1.95
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(columns * side, 0.45 + images * side * height / width), layout="constrained")
+    axes = figure.subplots(images, columns, squeeze=False)
+    patches = kept.masks[0][0].size
+    for row in range(images):
+        pictures = [kept.pixels[row], *(_dimmed(kept.pixels[row], kept.masks[i][row]) for i in chosen)]
+        for place, picture in zip(axes[row], pictures, strict=True):
+            place.imshow(picture, interpolation="nearest")
+            place.set(xticks=[], yticks=[])
+            place.grid(visible=False)
+            place.spines[:].set_visible(False)
+        axes[row, 0].set_ylabel(_cut(kept.classes[row], 20), fontsize=10)
+    titles = ["image", *(f"after block {kept.blocks[i]}:\n{_counted(kept.masks[i])} of {patches}" for i in chosen)]
+    for place, title in zip(axes[0], titles, strict=True):
+        place.set_title(title, fontsize=10)
+    left_out = f" {count} blocks drop tokens; {len(chosen)} of them are shown." if count > len(chosen) else ""
+    fused = f" Up to {max(kept.fused)} fused tokens, made of the dropped ones, are kept too." if max(kept.fused) else ""
+    steps = ", ".join(f"block {kept.blocks[i]}: {_counted(kept.masks[i])} of {patches}" for i in chosen)
+    return Drawing(
+        "kept_tokens.png",
+        "Kept tokens",
+        f"{images} images ({', '.join(kept.classes)}), each next to copies with the dropped patches darkened. Kept"
+        f" after {steps}.",
+        f"Dark blue patches are dropped. {kept.shown}{fused}{left_out}",
+        figure,
+    )
+
+
+def _dimmed(pixels: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Darken pixels (height, width, 3) whose patch is not in the mask (H, W)."""
+    height, width = pixels.shape[:2]
+    rows, columns = np.arange(height) * mask.shape[0] // height, np.arange(width) * mask.shape[1] // width
+    return np.where(mask[rows][:, columns, None], pixels, DIMMED * pixels + (1 - DIMMED) * np.array(TINT))
+
+
+def _counted(masks: np.ndarray) -> str:
+    counts = masks.sum((1, 2))
+    return str(counts[0]) if (counts == counts[0]).all() else f"{counts.min()}–{counts.max()}"
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -1,0 +1,145 @@
+"""Read what a run has recorded of its steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from efficient_ft.config import Config, check
+from efficient_ft.core.errors import UserError
+from efficient_ft.record.step_stats import NAME
+from efficient_ft.record.rows import Rows
+
+#: If more steps are recorded, figures that draw them one by one leave some out evenly.
+MAX_STEPS = 600
+
+
+@dataclass(frozen=True)
+class Record:
+    """The rows of step_stats.jsonl: T recorded steps of B blocks.
+
+    What each number means is documented in `efficient_ft.record.step_stats`.
+
+    Attributes:
+        steps: (T,), from 1.
+        blocks: full names.
+        labels: short names, made of the numbers in the full ones.
+        trained: (T, B), booleans.
+        budgets: (T, B); None: there are none.
+        tokens: (T, B), NaN where nothing was recorded.
+        magnitudes: (T, B), NaN where nothing was recorded.
+        compared: (T, B), NaN where nothing was recorded.
+    """
+
+    steps: np.ndarray
+    blocks: list[str]
+    labels: list[str]
+    trained: np.ndarray
+    budgets: np.ndarray | None
+    tokens: np.ndarray
+    magnitudes: np.ndarray
+    compared: np.ndarray
+
+    @property
+    def ends(self) -> tuple[slice, slice, str]:
+        """The first and the last tenth of the record, and a name for their length."""
+        share = max(1, len(self.steps) // 10)
+        called = "record" if share == 1 else f"{share} records"
+        return slice(0, share), slice(-share, None), called
+
+    @property
+    def thinned(self) -> np.ndarray:
+        """Indices of the steps that are drawn one by one, at most `MAX_STEPS`."""
+        count = len(self.steps)
+        return np.unique(np.linspace(0, count - 1, min(count, MAX_STEPS)).round().astype(int))
+
+
+def read(run: Path) -> Record:
+    """Read what `run` has recorded.
+
+    Raises:
+        UserError: there is no such folder, or it holds no record.
+    """
+    if not run.is_dir():
+        raise UserError(f"{run}: no such folder. Pass the run folder printed when training ended.")
+    rows = Rows(run / NAME).read()
+    if not rows:
+        raise UserError(
+            f"{run} holds no record ({NAME}). Train with step_stats.interval=1 (every optimizer step; n: every n-th);"
+            " resume=never repeats a finished run."
+        )
+    blocks = list(rows[0]["blocks"])
+
+    def numbers(name: str) -> np.ndarray:
+        empty = [None] * len(blocks)
+        return np.array([row.get(name) or empty for row in rows], dtype=float)
+
+    budgets = numbers("budgets")
+    return Record(
+        steps=np.array([row["step"] for row in rows]),
+        blocks=blocks,
+        labels=block_labels(blocks),
+        trained=np.array([[block in row["trained"] for block in blocks] for row in rows]),
+        budgets=None if np.isnan(budgets).all() else budgets,
+        tokens=numbers("tokens"),
+        magnitudes=numbers("magnitudes"),
+        compared=numbers("compared"),
+    )
+
+
+def block_labels(blocks: Sequence[str]) -> list[str]:
+    """Short names of blocks: the numbers in their names, if these are distinct."""
+    short = [".".join(re.findall(r"\d+", name)) for name in blocks]
+    return short if all(short) and len(set(short)) == len(short) else list(blocks)
+
+
+def describe(run: Path, record: Record) -> tuple[dict[str, str], Config]:
+    """Describe the run.
+
+    Returns:
+        Facts by title, in the order of the page, and the run's configuration.
+
+    Raises:
+        UserError: there is no configuration, or it cannot be read.
+    """
+    try:
+        config = check(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))
+    except (OSError, AttributeError, TypeError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{run / 'config.yaml'}: cannot be read ({str(error).splitlines()[0]}).") from error
+    data: str = config.data.name
+    if data == "folder":
+        data = os.path.basename(os.path.normpath(config.data.root))
+    if config.tasks:
+        data = ", ".join(config.tasks) + " in turn"
+    started = "" if config.model.pretrained or config.model.weights else " (from random weights)"
+    facts = {
+        "Method": " + ".join(f"{name}{_settings(settings)}" for name, settings in config.method.items()),
+        "Model": config.model.name + started,
+        "Data": data,
+    }
+    results = run / "results.json"
+    if results.is_file():
+        found = json.loads(results.read_text(encoding="utf-8"))
+        accuracy = found["accuracy"]
+        mean = "mean of the tasks: " if config.tasks else ""
+        facts["Accuracy"] = f"{mean}{accuracy['best']:.2%} ({accuracy['split']}, best), {accuracy['last']:.2%} (last)"
+        tested = found["data"]["accuracy"].get("test")
+        if accuracy["split"] != "test" and tested is not None:
+            facts["Accuracy"] += f", {tested:.2%} (test, best)"
+    else:
+        facts["Accuracy"] = "the run has not finished"
+    steps = record.steps
+    facts["Recorded"] = f"{len(steps)} optimizer steps, from {steps[0]} to {steps[-1]}; batch {config.data.batch_size}"
+    return facts, config
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    return f" ({', '.join(f'{k}={v}' for k, v in settings.items())})" if settings else ""

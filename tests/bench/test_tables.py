@@ -1,0 +1,66 @@
+"""Reports as text: committed ones print, ratios have one meaning, and a busy machine is noted."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from efficient_ft.bench.tables import report_text
+from tests.conftest import REPOSITORY
+
+REPORTS = sorted(
+    path
+    for path in (REPOSITORY / "benchmarks").glob("*.json")
+    if "kind" in json.loads(path.read_text(encoding="utf-8"))
+)
+
+
+def test_there_are_committed_reports_of_each_kind():
+    kinds = {json.loads(path.read_text(encoding="utf-8"))["kind"] for path in REPORTS}
+    assert kinds == {"step", "layer", "loop", "gradient"}
+
+
+@pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.stem)
+def test_committed_reports_print(path):
+    report = json.loads(path.read_text(encoding="utf-8"))
+    text = report_text(report)
+    names = report.get("recipes") or report.get("shapes") or report["jobs"]
+    assert all(name in text for name in names)
+    load = report["environment"].get("load")
+    busy = load is not None and load > 0.5 and report["kind"] != "gradient"
+    assert ("The machine was busy" in text) == busy
+    if busy:
+        assert f"load {load:.1f} at the start" in text
+
+
+def step_report(load: float) -> dict[str, Any]:
+    def part(median: float, faster: float) -> dict[str, Any]:
+        spread = {"median": median, "q1": median, "q3": median}
+        return {**spread, "seconds": [median] * 3, "times_faster": {"median": faster}}
+
+    def recipe(median: float, faster: float, flops: float) -> dict[str, Any]:
+        measured = {name: part(median, faster) for name in ("forward", "backward", "step")}
+        counted = {"backward_flops": flops, "saved_bytes": 2**20}
+        return {"measured": measured, "executed": counted, "peak_bytes": 2**21}
+
+    recipes = {"plain": recipe(0.1, 1.0, 2e6), "quick": recipe(0.04, 2.5, 1e6)}
+    about = {"kind": "step", "model": "m", "batch": 3, "dtype": "fp32", "baseline": "plain"}
+    return {**about, "recipes": recipes, "environment": {"load": load}, "notes": ["a note"]}
+
+
+def test_a_ratio_is_the_recipe_divided_by_the_baseline():
+    *_, head, _, plain, quick, note = report_text(step_report(0.5)).splitlines()
+    assert head.count("× the time") == 2
+    assert head.count("× the FLOPs") == 1
+    milliseconds = ["100.0", "[100.0–100.0]"]
+    parts = ["plain", *milliseconds, "1.00×", *milliseconds, "1.00×", *milliseconds, "–", "–"]
+    assert plain.split() == [*parts, "2", "1.00×", "3.0", "2"]
+    assert [word for word in quick.split() if word.endswith("×")] == ["0.40×", "0.40×", "0.50×"]
+    assert note == "note: a note"
+
+
+def test_a_busy_machine_is_noted_under_the_table():
+    last = report_text(step_report(0.51)).splitlines()[-1]
+    assert last.startswith("note: The machine was busy (load 0.5 at the start, above 0.5)")
