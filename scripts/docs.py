@@ -9,8 +9,8 @@ Pages hold what is generated between markers; the text around them is written by
     <!-- = NAME ARGUMENT... -->1.09<!-- / -->   a number within a sentence
 
 Numbers come from benchmarks/*.json, settings from conf/ and the constructors' docstrings, the list of methods from the
-cards in docs/methods. ``--check`` changes nothing, prints what is stale and exits with 1. ``--record`` counts again
-what no benchmark has measured (minutes; the same on every machine).
+cards in docs/methods. ``--check`` changes nothing, prints what is stale and exits with 1. ``--record`` counts what no
+benchmark has measured (minutes; the same on every machine).
 """
 
 from __future__ import annotations

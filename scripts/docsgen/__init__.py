@@ -1,1 +1,1 @@
-"""Generated parts of the documentation (`scripts/docs.py`): tables, numbers and figures from benchmarks/*.json."""
+"""Generate the tables, numbers and figures of the documentation, for `scripts/docs.py`."""
