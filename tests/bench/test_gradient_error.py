@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from efficient_ft.bench import gradient_error, projections
-from efficient_ft.bench.gradient_error import STATES, groups, measure
+from efficient_ft.bench.gradient_error import STATES, Study, groups, measure, save
 from efficient_ft.bench.gradients import error_and_cosine, step_gradients
 from efficient_ft.bench.images import image_folder, shuffled_batches
 from efficient_ft.bench.projections import METHODS, Candidate, candidates, headroom
@@ -105,13 +105,14 @@ def test_the_whole_study_runs_and_its_file_says_everything(weights, tmp_path, ca
     assert str(tmp_path) not in file.read_text(encoding="utf-8")  # nobody else's paths
 
     # A second size joins the file, and the first keeps its records.
-    command.main([*common, "--batch=2", "--batches=1", "--profile-batches=1", "--sizes=20"])
+    other_size = [{**r, "image_size": 20, "grid": [5, 5]} for r in record["results"]]
+    save(file, Study(weights, images, batches=1), other_size)
     both = json.loads(file.read_text(encoding="utf-8"))
     assert set(both["runs"]) == {"20", "28"}
     assert both["runs"]["28"] == record["runs"]["28"]
+    assert both["runs"]["20"]["settings"]["batches"] == 1
     assert [r for r in both["results"] if r["image_size"] == 28] == record["results"]
-    names = [r["method"] for r in both["results"] if r["grid"] == [5, 5]]
-    assert names == list(few)
+    assert [r for r in both["results"] if r["image_size"] == 20] == other_size
 
 
 def test_a_mistake_is_one_message_and_status_2(weights, tmp_path, capsys):

@@ -22,6 +22,7 @@ from efficient_ft.cost.step import StepSpec
 from efficient_ft.methods import LBPWHT, LastStage
 
 SMALL_VIT = {"img_size": 64, "depth": 3}
+SMALL_EFFICIENTFORMER = {"depths": (1, 1, 1, 2)}
 SMALL_SWIN = {"img_size": 64, "depths": (2, 1), "num_heads": (3, 6)}
 
 
@@ -132,7 +133,7 @@ def test_recomputation_is_counted_in_the_backward_pass_and_in_the_peak():
         ("vit_tiny_patch16_224", {**SMALL_VIT, "drop_path_rate": 0.1}, 64, "fp32"),
         ("vit_tiny_patch16_224", SMALL_VIT, 64, "bf16"),
         ("deit_tiny_distilled_patch16_224", SMALL_VIT, 64, "fp32"),
-        ("efficientformer_l1", {}, 224, "fp32"),
+        ("efficientformer_l1", SMALL_EFFICIENTFORMER, 224, "fp32"),
         pytest.param("efficientformerv2_s0", {}, 224, "fp32", marks=pytest.mark.slow),
         ("swinv2_tiny_window8_256", {**SMALL_SWIN, "drop_path_rate": 0.1}, 64, "fp32"),
         ("resnet18", {}, 64, "fp32"),
@@ -336,7 +337,7 @@ def test_a_method_that_profiles_first_is_counted_in_its_steady_step():
     [
         ("vit_tiny_patch16_224", SMALL_VIT, 64, "fp32"),
         ("vit_tiny_patch16_224", SMALL_VIT, 64, "bf16"),
-        ("efficientformer_l1", {}, 224, "fp32"),
+        ("efficientformer_l1", SMALL_EFFICIENTFORMER, 224, "fp32"),
         ("swinv2_tiny_window8_256", SMALL_SWIN, 64, "fp32"),
         ("resnet18", {}, 64, "fp32"),
     ],

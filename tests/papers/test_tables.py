@@ -112,7 +112,7 @@ NAMED_ALIKE = {
 }
 
 
-@pytest.mark.parametrize("blocks", mostly_slow(TABLE_7, [(3, 7, 11), (0, 2, 5, 8), (10, 11)]))
+@pytest.mark.parametrize("blocks", mostly_slow(TABLE_7, [(0, 2, 5, 8), (10, 11)]))
 def test_bsr_s_ablation_as_published_and_as_listed(blocks):
     table = bsr_table(7)
     row = next(r for r in table.rows if r.label == str(list(blocks)))
