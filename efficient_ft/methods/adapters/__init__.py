@@ -1,1 +1,1 @@
-"""What is added to the model."""
+"""Methods that add trainable modules to the model: LoRA, mixture of experts, Rep-Net, TinyTL."""
