@@ -14,6 +14,9 @@ from torch import nn
 import efficient_ft.models.proxyless  # noqa: F401  registers proxyless_mobile
 from efficient_ft.core import text
 from efficient_ft.cost.published import DENSE, TINYTL_RULE, Keeping, Operation, Rule, operations, parameter_bytes, peak
+from efficient_ft.methods.base import make_trainable
+from efficient_ft.methods.selection.static import Selection
+from efficient_ft.models.marks import marks_of
 from efficient_ft.models.view import is_norm, view
 
 
@@ -111,8 +114,13 @@ class Table:
 def _model(architecture: str, classes: int, methods: Sequence[Callable[[], Any]], frozen_norms: bool) -> nn.Module:
     with torch.device("meta"):
         model = timm.create_model(architecture, num_classes=classes)
-        for method in methods:
-            method().apply(model)
+        for method in (make() for make in methods):
+            if isinstance(method, Selection) and marks_of(model):
+                # The papers compare selections on a network that contains TinyTL's modules, frozen.
+                chosen = method.chosen(view(model))
+                make_trainable(model, {name: name in chosen for name, _ in model.named_parameters()})
+            else:
+                method.apply(model)
         if frozen_norms:
             for module in filter(is_norm, model.modules()):
                 module.requires_grad_(False)

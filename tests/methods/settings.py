@@ -102,7 +102,7 @@ def _side(**settings: Any) -> Row:
         why_no_off="a network without side modules is the head alone",
         instead=Instead.SAME_OUTPUT,
         models=("vit", "resnet", "mobilenet"),
-        refused=dict.fromkeys(("efficientformer", "swinv2"), "no blocks of a form beside which"),
+        refused=dict.fromkeys(("efficientformer", "swinv2"), "no blocks that side modules support"),
     )
 
 

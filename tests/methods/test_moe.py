@@ -447,7 +447,7 @@ def test_what_can_have_no_experts_is_refused_and_left_as_it_was() -> None:
     ):
         with pytest.raises(SettingError, match=said):
             method.apply(model)
-    with pytest.raises(UserError, match=r"moe: stages\.0\.blocks\.0 .*has an mlp of another kind \(ConvMlp"):
+    with pytest.raises(UserError, match=r"moe: stages\.0\.blocks\.0 .*has an mlp of an unsupported type \(ConvMlp"):
         MoE(4, 2, [0]).apply(model_of("efficientformer"))
     with pytest.raises(UserError, match="no class token"):
         BSRMoE(4, 2, [1], drop_at=[0]).apply(model_of("swinv2"))

@@ -149,9 +149,9 @@ def test_it_keeps_to_the_part_that_the_selection_leaves() -> None:
     assert list(sides_of(model)) == ["layer4.1"]
     assert report.applied is not None
     assert str(report.applied.skipped["layer1.0"]) == "frozen by the selection"
-    assert str(report.applied.skipped["layer4.0"]) == "gets no side module"
+    assert str(report.applied.skipped["layer4.0"]) == "no side module: not chosen by blocks"
     for places in (None, [0]):
-        with pytest.raises(UserError, match=r"repnet: .* of resnet26 are all frozen by the selection; choose full"):
+        with pytest.raises(UserError, match=r"repnet: .* of resnet26 are all frozen by the selection; select full"):
             apply_methods(timm.create_model("resnet26"), [RepNet(places), Blocks([-1]) if places else HeadOnly()])
 
 
@@ -260,9 +260,9 @@ def test_other_methods_leave_the_modules_alone() -> None:
         ("mobilenet", RepNet(), TinyTL(), "repnet has been applied .* both add modules"),
         ("mobilenet", TinyTL(), RepNet(), "tinytl has been applied .* both add modules"),
         ("vit", RepNet([1]), RepNet([2]), "repnet has been applied .* both add modules"),
-        ("vit", BSR([1], [1]), RepNet([1]), "drop tokens in a block with a side module"),
+        ("vit", BSR([1], [1]), RepNet([1]), "merge tokens cannot be used in a block with a side module"),
         ("vit", RepNet([1]), EViT([1]), "has a side module"),
-        ("vit", Checkpointing(), RepNet([1]), "others come after it"),
+        ("vit", Checkpointing(), RepNet([1]), "apply others after repnet"),
     ],
     ids=lambda value: value.name if isinstance(value, Method) else "",
 )
@@ -297,14 +297,14 @@ def test_models_and_settings_that_will_not_do() -> None:
         assert error.value.setting == setting
     for name, place, message in (
         ("vit", 4, "indices from -4 to 3: .* has 4 blocks"),
-        ("mobilenet", 0, r"not blocks.0.0"),
+        ("mobilenet", 0, r"side modules do not support blocks\.0\.0 of"),
     ):
         model = model_of(name)
         with pytest.raises(SettingError, match=f"method.repnet.blocks.*{message}"):
             RepNet([place]).apply(model)
         assert all(p.requires_grad for p in model.parameters())
-    with pytest.raises(UserError, match="12 channels, which do not divide into groups of 8"):
+    with pytest.raises(UserError, match="12 channels, which is not a multiple of 8"):
         RepNet().apply(timm.create_model("resnet18", channels=(12, 16, 16, 16)))
     for other in ("beit_base_patch16_224", "swin_tiny_patch4_window7_224", "convnext_atto", "vgg11"):
-        with pytest.raises(UserError, match=f"repnet: {other} has no blocks of a form"):
+        with pytest.raises(UserError, match=f"repnet: {other} has no blocks that side modules support"):
             RepNet().apply(on_meta(other))

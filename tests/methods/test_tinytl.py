@@ -176,11 +176,11 @@ def test_models_and_settings_that_will_not_do():
     odd = EfficientNet(decode_arch_def(blocks), 5, 32, round_chs_fn=partial(round_channels, divisor=4))
     names = list(odd.state_dict())
     for norm in ("group", "batch"):
-        with pytest.raises(UserError, match="20 channels, which do not divide into groups of 8"):
+        with pytest.raises(UserError, match="20 channels, which is not a multiple of 8"):
             TinyTL(norm=norm).apply(odd)
     assert list(odd.state_dict()) == names
     assert all(p.requires_grad for p in odd.parameters())
-    with pytest.raises(UserError, match=r"a SyncBatchNorm, which cannot become a GroupNorm; use .*norm=batch"):
+    with pytest.raises(UserError, match=r"a SyncBatchNorm, which cannot be replaced by GroupNorm; use .*norm=batch"):
         TinyTL().apply(nn.SyncBatchNorm.convert_sync_batchnorm(mobile()))
     for setting, value in (
         ("kernel_size", 4),

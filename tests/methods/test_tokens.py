@@ -265,7 +265,8 @@ def test_images_that_leave_no_tokens_to_drop_are_refused() -> None:
     small = {"img_size": 32, "patch_size": 16, "depth": 4, "embed_dim": 48, "num_heads": 3}
     model = timm.create_model("vit_tiny_patch16_224", **small)  # 4 patch tokens: 2 and a fused one, then 2 and one
     with pytest.raises(
-        SettingError, match=r"method.evit.keep_rate must be .* 3 patch tokens of blocks.1 it keeps 2 .*got 0.5.* 32×32"
+        SettingError,
+        match=r"method.evit.keep_rate must be .* blocks.1 takes 3 patch tokens and keeps 2 .*got 0.5.* 32×32",
     ):
         EViT([0, 1]).apply(model)
     assert not any(forwards_of(m) for m in model.modules())

@@ -149,7 +149,7 @@ def test_attention_without_keys_or_with_a_mask_is_refused() -> None:
             q = x.unsqueeze(1)
             return F.scaled_dot_product_attention(q, q, q, attn_mask=x.new_zeros(x.shape[1], x.shape[1])).squeeze(1)
 
-    for attention, message in ((Mean(), "Mean shows no keys"), (Masked(), "a mask of its own")):
+    for attention, message in ((Mean(), "keys of Mean were not found"), (Masked(), "a mask of its own")):
         model: Any = small_vit("vit_tiny_patch16_224")
         model.blocks[1].attn = attention
         with pytest.raises(UserError, match=f"method tome: .*{message}"):
@@ -374,12 +374,12 @@ def test_two_methods_that_change_the_tokens_are_refused(other: Any) -> None:
         ({"r": 4, "inflect": -1.01}, "from -1 to 1"),
         ({"r": 4, "inflect": float("nan")}, "from -1 to 1"),
         ({"r": 4, "inflect": True}, "from -1 to 1"),
-        ({"r": [4, 4, 4, 4], "inflect": 1}, "0 where r is a list"),
+        ({"r": [4, 4, 4, 4], "inflect": 1}, "0 if r is a list"),
         ({"r": 4, "proportional_attention": 1}, "proportional_attention must be"),
-        ({"r": [8, 8, 8]}, r"method.tome.r must be 4 numbers: .* has 4 blocks, got \[8, 8, 8\]"),
+        ({"r": [8, 8, 8]}, r"method.tome.r must be a list of 4 integers, one for each block of .*, got \[8, 8, 8\]"),
         ({"r": 33}, r"method.tome.r must be an integer from 0 to 32, got 33\. .* 64 patch tokens"),
         ({"r": 17, "inflect": -1}, "from 0 to 16"),  # 34 in the first
-        ({"r": [0, 0, 0, 33]}, r"numbers from 0 to 32, half of the 64 patch tokens"),
+        ({"r": [0, 0, 0, 33]}, r"integers from 0 to 32 .* has 64 patch tokens"),
     ],
 )
 def test_settings_out_of_range_are_named(settings: dict[str, Any], message: str) -> None:
@@ -417,7 +417,7 @@ def test_r_0_is_said_to_be_nothing() -> None:
         ("mvitv2_tiny", "not on one grid|not of the form"),
         ("swin_tiny_patch4_window7_224", "not on one grid"),
         ("hiera_tiny_224", "not of the form"),
-        ("samvit_base_patch16_224", "do not take tokens"),
+        ("samvit_base_patch16_224", "do not accept tokens"),
         ("mixer_s16_224", "not of the form"),
     ],
 )

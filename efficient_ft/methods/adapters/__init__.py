@@ -1,1 +1,1 @@
-"""Adapters: methods that add modules to the model."""
+"""Methods that add trainable modules to the model: LoRA, mixture of experts, Rep-Net, TinyTL."""

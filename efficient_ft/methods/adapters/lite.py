@@ -1,6 +1,7 @@
 """The lite residual module that TinyTL and Rep-Net run in parallel with the blocks of a CNN.
 
-Sources: Cai, Gan, Zhu, Han, "TinyTL", NeurIPS 2020; weight standardization: Qiao, Wang, Liu, Shen, Yuille, 2019.
+Sources: Cai, Gan, Zhu, Han, "TinyTL: Reduce Memory, Not Parameters for Efficient On-Device Learning", NeurIPS 2020;
+Qiao, Wang, Liu, Shen, Yuille, "Micro-Batch Training with Batch-Channel Normalization and Weight Standardization", 2019.
 """
 
 from __future__ import annotations
@@ -13,23 +14,25 @@ from torch import Tensor, nn
 from efficient_ft.core.errors import UserError
 from efficient_ft.models.view import ModelView
 
-#: Channels of a group of every GroupNorm.
+#: Channels per group of every GroupNorm.
 GROUP = 8
 
-#: Added to the variance of a filter that is standardized.
+#: Added to the variance in weight standardization.
 EPS = 1e-6
 
 
 class LiteResidual(nn.Module):
-    """Pooled map → k×k convolution → GroupNorm → ReLU → 1×1 convolution → GroupNorm.
+    """2×2 average pooling → k×k convolution → GroupNorm → ReLU → 1×1 convolution → GroupNorm.
 
-    Its output is 0 at initialization; the weights of both convolutions are standardized.
+    Both convolutions use weight standardization. The scale of the last norm is initialized to 0, and so the output
+    is 0.
 
     Args:
-        inputs, outputs: channels; the module is as wide as its input.
-        kernel: side of the first convolution.
-        groups: of the first convolution.
-        stride: of the block it runs in parallel with.
+        inputs: input channels, also of the k×k convolution's output; a multiple of `GROUP`.
+        outputs: output channels; a multiple of `GROUP`.
+        kernel: k, odd.
+        groups: groups of the k×k convolution.
+        stride: stride of the block that the module runs in parallel with.
     """
 
     def __init__(self, inputs: int, outputs: int, kernel: int, groups: int, stride: int) -> None:
@@ -42,7 +45,15 @@ class LiteResidual(nn.Module):
         nn.init.zeros_(self.norm2.weight)
 
     def forward(self, x: Tensor, size: torch.Size) -> Tensor:
-        """(B, inputs, H, W) → (B, outputs, *size)."""
+        """Compute the module's output, resized bilinearly.
+
+        Args:
+            x: input of the block, (B, inputs, H, W). A map with a side of 1 is not pooled.
+            size: (H, W) of the block's output.
+
+        Returns:
+            (B, outputs, *size).
+        """
         if min(x.shape[-2:]) > 1:
             x = F.avg_pool2d(x, 2)
         x = self.norm2(self.conv2(self.act(self.norm1(self.conv1(x)))))
@@ -50,14 +61,14 @@ class LiteResidual(nn.Module):
 
 
 def refuse_indivisible(view: ModelView, method_name: str, name: str, channels: int) -> None:
-    """Raise UserError where the channels of the layer or block `name` do not divide into groups."""
+    """Raise UserError unless `channels` of the layer or block `name` is a multiple of `GROUP`."""
     if channels % GROUP:
         raise UserError(
-            f"method {method_name}: {name} of {view.name} has {channels} channels, which do not divide into groups of"
-            f" {GROUP}."
+            f"method {method_name}: {name} of {view.name} has {channels} channels, which is not a multiple of {GROUP}"
+            " (GroupNorm). Choose another architecture."
         )
 
 
 def stride_of(module: nn.Module) -> int:
-    """Return the stride of a convolution, or of a block, also of one with parallel convolutions (MixNet)."""
+    """Return the largest stride of the convolutions in `module` (parallel ones in MixNet); 1 if it has none."""
     return max((m.stride[0] for m in module.modules() if isinstance(m, nn.Conv2d)), default=1)

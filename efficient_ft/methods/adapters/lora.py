@@ -1,4 +1,8 @@
-"""LoRA (Hu et al., 2022) through peft: a low-rank matrix B·A is added to each adapted layer; its weight is frozen."""
+"""LoRA: a trainable low-rank matrix B·A is added to the frozen weight of each adapted layer. Implemented by peft.
+
+Source: Hu, Shen, Wallis, Allen-Zhu, Li, Wang, Wang, Chen, "LoRA: Low-Rank Adaptation of Large Language Models", ICLR
+2022.
+"""
 
 from __future__ import annotations
 
@@ -14,32 +18,37 @@ from efficient_ft.methods.declarations import Adds, Axis
 from efficient_ft.methods.registry import register
 from efficient_ft.models.view import Layer, ModelView, Reason, Skipped, parameters_under
 
-#: Projections in one matrix, by the layer's name: such a layer gets the rank of each, under one alpha (the LBP-WHT
-#: baselines).
+#: Number of projections that a fused layer combines, by the last part of its name. Its rank is multiplied by this
+#: number while alpha stays the same, as in the baselines of the LBP-WHT paper.
 FUSED = {"qkv": 3, "kv": 2, "qk": 2}
 
 
 @register
 class LoRA(Method):
-    """Adapt the layers that the selection applied before leaves trainable; without a selection, all.
+    """Add LoRA adapters to the trainable layers of the model (Hu et al., ICLR 2022).
 
-    An adapted layer computes W x + (alpha / rank) B A x, with A from Kaiming-uniform(√5) and B = 0: the output is
-    unchanged at initialization. `remove` merges the adapters into the weights and gives the layers their names back.
+    Layers are adapted where the selection that was applied before leaves their weight trainable; without a selection,
+    everywhere. An adapted layer computes W x + (alpha / rank) B A x with W frozen, A initialized by
+    ``kaiming_uniform_(a=√5)`` and B by zeros, so that the output is unchanged at initialization. `remove` merges the
+    adapters into the weights and restores the layers' names.
 
-    With ``attention``, only A, B and the head train. With ``all``, every linear layer and 1×1 convolution that works
-    on tokens or maps of the images is adapted, and the rest of what the selection chose trains too: biases, norms,
-    layer scales, other convolutions. Layers no wider than the rank (talking heads) are left as they are: their adapter
-    would not be low-rank.
+    With ``targets="attention"``, linear layers and 1×1 convolutions of attention modules are adapted; A, B and the head
+    train, nothing else. With ``targets="all"``, every linear layer and 1×1 convolution whose input comes from the
+    images is adapted, and what else the selection leaves trainable trains too: biases, norms, layer scales, other
+    convolutions. The stem and the head are never adapted, nor are layers whose input or output has no more channels
+    than the rank (talking heads).
 
     Args:
-        rank: of each adapter; a fused qkv gets three times as much, with the same alpha (scale alpha / (3·rank)).
-        alpha: the adapter's scale times its rank.
-        targets: ``attention`` or ``all``.
-        dropout: of the adapter's input, in training.
+        rank: rank r of each adapter, at least 1; a fused qkv layer gets 3·rank with the same alpha (scale
+            alpha / (3·rank)).
+        alpha: numerator of the adapters' scale alpha / rank, above 0.
+        targets: layers that are adapted: those in ``attention`` modules, or ``all`` linear layers and 1×1 convolutions.
+        dropout: probability of dropout on the adapters' input in training, from 0 to below 1.
 
     Raises:
-        SettingError: a value outside these.
-        UserError: when applied: no such layer is in the part that trains, or the model has adapters already.
+        SettingError: a setting is out of range.
+        UserError: when applied: no trainable layer can be adapted; all are too narrow for the rank; the model has peft
+            adapters; or another method that adds modules has been applied.
     """
 
     name = "lora"
@@ -63,8 +72,9 @@ class LoRA(Method):
             raise SettingError("dropout", dropout, "a number >= 0 and < 1")
         self.rank, self.alpha, self.targets, self.dropout = rank, float(alpha), targets, float(dropout)
         self._adapted: tuple[str, ...] = ()
-        # Attention modules whose qkv had to be made reachable, and requires_grad of every parameter, before.
+        # Attention modules that are switched to calling their qkv layer instead of reading its weight.
         self._reached: tuple[str, ...] = ()
+        # requires_grad of every parameter before `apply`.
         self._before: dict[str, bool] = {}
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
@@ -73,7 +83,7 @@ class LoRA(Method):
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         if any(isinstance(m, BaseTunerLayer) for m in model.modules()):
-            raise UserError("method lora: the model has peft adapters already; merge or remove them first.")
+            raise UserError("method lora: the model has peft adapters already; merge or unload them first.")
         skipped = {layer.name: self._why_not(layer) for layer in view.layers}
         chosen = [layer for layer in view.layers if skipped[layer.name] is None]
         left_out = {name: why for name, why in skipped.items() if why is not None}
@@ -94,13 +104,13 @@ class LoRA(Method):
             r=self.rank,
             lora_alpha=self.alpha,  # type: ignore[arg-type]
             lora_dropout=self.dropout,
-            # One expression, matched as a whole: in a list, a name also matches the end of a longer one.
+            # A regular expression must match the whole name; a name in a list would also match as a suffix.
             target_modules="|".join(re.escape(name) for name in self._adapted),
             rank_pattern={re.escape(x.name): self._rank(x.name) for x in chosen if self._rank(x.name) != self.rank},
         )
         inject_adapter_in_model(config, model)
         del model.peft_config
-        # peft froze all that is not an adapter, the head included.
+        # peft has frozen everything except the adapters, the head too.
         for name, parameter in parameters.items():
             parameter.requires_grad_(name in trains)
             if not parameter.requires_grad:
@@ -124,12 +134,15 @@ class LoRA(Method):
         self._adapted, self._reached, self._before = (), (), {}
 
     def _rank(self, name: str) -> int:
-        """Return the rank of a layer's adapter; a convolution with its norm in one module has the name one level up."""
+        """Return the rank of the adapter of the layer `name`.
+
+        The last two parts of the name are looked up: a convolution inside a conv-norm module is ``qkv.c``.
+        """
         return self.rank * next((FUSED[part] for part in name.split(".")[-2:] if part in FUSED), 1)
 
     def _why_not(self, layer: Layer) -> Skipped | None:
-        """Return why a layer gets no adapter; None: it gets one."""
-        # Unlike a projection, an adapter needs no grid, but the input of its layer must come from the images.
+        """Return why a layer gets no adapter, or None if it gets one."""
+        # An adapter needs an input that comes from the images, but no grid of tokens.
         if layer.why_not is not None and layer.why_not.reason != Reason.NO_GRID:
             return layer.why_not
         if self.targets == "attention" and not layer.in_attention:
@@ -137,26 +150,27 @@ class LoRA(Method):
         if not layer.module.weight.requires_grad:  # type: ignore[union-attr]
             return Skipped(Reason.FROZEN)
         if self._rank(layer.name) >= min(layer.channels):
-            detail = f"rank {self._rank(layer.name)} is not below its {min(layer.channels)} channels"
+            detail = f"rank {self._rank(layer.name)} is not below min(in, out) = {min(layer.channels)} channels"
             return Skipped(Reason.TOO_NARROW, detail)
         return None
 
     def _nothing(self, view: ModelView, skipped: dict[str, Skipped]) -> UserError:
-        """Return the error for a model without a layer to adapt: the reason, and what to do about it."""
+        """Return the error for a model in which no layer is adapted: why, and what to do."""
         narrow = next((f"{n}: {why}" for n, why in skipped.items() if why.reason == Reason.TOO_NARROW), None)
         if narrow is not None:
-            return UserError(f"method lora: no layer of {view.name} is wide enough ({narrow}); take a lower rank.")
+            return UserError(f"method lora: no layer of {view.name} is wide enough ({narrow}); use a lower rank.")
         frozen = sum(why.reason == Reason.FROZEN for why in skipped.values())
         if frozen:
             return UserError(
                 f"method lora: the {frozen} layers of {view.name} that could be adapted are all"
-                f" {Reason.FROZEN.value}. Adapters go where weights train: choose full, last_stage or blocks."
+                f" {Reason.FROZEN.value}. Only trainable layers are adapted: select full, last_stage or blocks."
             )
         if self.targets == "attention":
             return UserError(
-                f"method lora: {view.name} has no attention layers that adapters could reach;"
-                " use targets=all (method=lora_all)."
+                f"method lora: {view.name} has no attention layers that can be adapted;"
+                " use method.lora.targets=all (method=lora_all)."
             )
         return UserError(
-            f"method lora: {view.name} has no linear layers or 1×1 convolutions outside its stem and head."
+            f"method lora: {view.name} has no linear layers or 1×1 convolutions outside its stem and head that can be"
+            " adapted; use another method (bitfit, last_stage)."
         )

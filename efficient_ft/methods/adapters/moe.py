@@ -1,8 +1,8 @@
-"""Mixture of experts: copies of a block's feed-forward network, of which each token goes through a few.
+"""Mixture of experts (MoE): copies of a block's feed-forward network, to the top k of which each token is routed.
 
-Source: "Block Selective Reprogramming for On-device Training of Vision Transformers", CVPR Workshops 2024, section 5.2,
-where the blocks that BSR trains have experts. The balance loss: Fedus, Zoph, Shazeer, "Switch Transformers: Scaling
-to Trillion Parameter Models with Simple and Efficient Sparsity", JMLR 2022, equations 4 to 6.
+Sources: Sarkar et al., "Block Selective Reprogramming for On-device Training of Vision Transformers" (BSR), CVPR
+Workshops 2024, section 5.2. Balance loss: Fedus, Zoph, Shazeer, "Switch Transformers: Scaling to Trillion Parameter
+Models with Simple and Efficient Sparsity", JMLR 2022, equations 4 to 6.
 """
 
 from __future__ import annotations
@@ -28,25 +28,28 @@ from efficient_ft.models.tasks import Tasks, for_each_task, tasks_of
 from efficient_ft.models.view import ModelView, Reason, Skipped
 from efficient_ft.ops.packed import packing_suspended
 
-#: Feed-forward networks that work on each token alone.
+#: Feed-forward networks that process each token separately.
 _STANDARD = (Mlp, GluMlp, SwiGLU)
 
 
 class _Unevenness(dict[str, Tensor]):
-    """By layer: how unevenly the last forward pass in training used the experts. A copy of it is empty."""
+    """Balance loss of the last training forward pass, by name of the layer. Copies and pickles of it are empty."""
 
     def __reduce__(self) -> Any:
         return type(self), ()
 
 
 class _ExpertsForward(OwnForward):
-    """A feed-forward network that is the first of several experts; it has the ``gate`` and the other ``experts``.
+    """Forward pass of a feed-forward network with experts.
+
+    The network itself is the first expert; its submodules ``gate`` and ``experts`` are the router and the others.
 
     Args:
-        name: of the module in the model.
-        top_k: experts per token.
-        norm_topk_prob: their weights add up to 1.
-        unevenness: where the forward pass stores its balance loss; None: it has none.
+        module: the feed-forward network.
+        name: full name of `module` in the model.
+        top_k: number of experts per token.
+        norm_topk_prob: normalize the weights of a token's experts to a sum of 1.
+        unevenness: where the forward pass stores its balance loss; None: no balance loss is computed.
     """
 
     def __init__(
@@ -55,18 +58,18 @@ class _ExpertsForward(OwnForward):
         super().__init__(module)
         self.name, self.top_k, self.norm_topk_prob, self.unevenness = name, top_k, norm_topk_prob, unevenness
 
-    @torch.compiler.disable  # how many tokens an expert gets depends on their values
+    @torch.compiler.disable  # the number of tokens per expert depends on values
     def __call__(self, x: Tensor) -> Tensor:
-        # Activations are packed by image, and an expert's tokens are of any images.
+        # Packing is per image, but an expert's tokens come from several images.
         with packing_suspended():
             return self._mixed(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
     def _mixed(self, x_TC: Tensor) -> Tensor:
-        """(T, C) → (T, C): Σ over a token's experts of weight · expert(x), summed in float32 or wider."""
+        """Compute Σ weight · expert(x) over each token's experts, in float32 or wider; (T, C) to (T, C)."""
         mlp: Any = self.module
         experts = [self.within, *mlp.experts]
         probability_TE = mlp.gate(x_TC).to(torch.promote_types(x_TC.dtype, torch.float32)).softmax(-1)
-        # A stable sort and not topk: a new gate gives all experts the same probability, and ties must be reproducible.
+        # A stable sort instead of topk: a new gate makes all probabilities equal, and ties must be reproducible.
         weight_TE, expert_TE = probability_TE.sort(dim=-1, descending=True, stable=True)
         weight_TK, expert_TK = weight_TE[:, : self.top_k].contiguous(), expert_TE[:, : self.top_k].contiguous()
         if self.norm_topk_prob:
@@ -74,18 +77,22 @@ class _ExpertsForward(OwnForward):
         if self.unevenness is not None and mlp.training and torch.is_grad_enabled() and not is_recomputing():
             self.unevenness[self.name] = _unevenness(probability_TE, expert_TK)
 
-        order = expert_TK.flatten().argsort(stable=True)  # of the T·K pairs, expert by expert
+        order = expert_TK.flatten().argsort(stable=True)  # sorts the T·K (token, expert) pairs by expert
         token = order.div(self.top_k, rounding_mode="floor")
         parts = x_TC.index_select(0, token).split(_counts(expert_TK, len(experts)))
-        # An expert without tokens is not run, and its gradient is None.
+        # An expert without tokens does not run; its gradients stay None.
         y = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True) if len(part)])
-        # Back in the tokens' order by index_select: index_add would keep what it adds for its backward pass.
+        # index_select restores the order of tokens; index_add would save its summands for the backward pass.
         y_TKC = y.index_select(0, order.argsort()).unflatten(0, weight_TK.shape)
         return (y_TKC * weight_TK.unsqueeze(-1)).sum(1).to(y.dtype)
 
 
 def _counts(expert_TK: Tensor, experts: int) -> list[int]:
-    """Return the tokens of each expert; without values (fake tensors, meta) as even as possible: cost is linear."""
+    """Return the number of tokens of each expert.
+
+    Fake and meta tensors have no values: their tokens are spread evenly. The total cost is the same, since it is linear
+    in the number of tokens.
+    """
     if isinstance(expert_TK, FakeTensor) or expert_TK.is_meta:
         pairs = expert_TK.numel()
         return [pairs * (e + 1) // experts - pairs * e // experts for e in range(experts)]
@@ -93,14 +100,18 @@ def _counts(expert_TK: Tensor, experts: int) -> list[int]:
 
 
 def _unevenness(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
-    """E · Σ over experts of their share of the tokens · their mean probability: 1 where both are even."""
-    # The shares are constants, so that the sum is a mean over the pairs of token and expert.
+    """Return E · Σ fₑ · Pₑ over the E experts (share of the tokens · mean probability); 1 if both are uniform."""
+    # Without a gradient through the shares, the sum is a mean over the (token, expert) pairs.
     return probability_TE.shape[1] * probability_TE.mean(0)[expert_TK].mean()
 
 
 # ------------------------------------------------------------------------------------------------ the methods
 class ExpertsMethod(Method):
-    """Base of the methods with experts: the experts themselves, the task of the routers, and the balance loss."""
+    """Base class of the methods with experts (`MoE`, `BSRMoE`): experts, routers by task, balance loss.
+
+    Attributes:
+        num_experts, top_k, norm_topk_prob, aux_loss_coef: the settings, as in `MoE`.
+    """
 
     adds: frozenset[Adds] = frozenset({Adds.MODULES, Adds.LOSS})
     needs: frozenset[Needs] = frozenset({Needs.BLOCKS, Needs.FIND_UNUSED_PARAMETERS})
@@ -111,11 +122,11 @@ class ExpertsMethod(Method):
     aux_loss_coef: float
     _tasks: Tasks | None = None
     _unevenness: _Unevenness | None = None
-    #: The feed-forward networks that have experts, by their full names.
+    #: Full names of the feed-forward networks with experts.
     _networks: tuple[str, ...] = ()
 
     def _store_routing(self, num_experts: Any, top_k: Any, norm_topk_prob: Any, aux_loss_coef: Any) -> None:
-        """Check and store the settings of the routing."""
+        """Check the routing settings and store them; SettingError if one is out of range."""
         if type(num_experts) is not int or num_experts < 1:
             raise SettingError("num_experts", num_experts, "an integer >= 1")
         if type(top_k) is not int or not 1 <= top_k <= num_experts:
@@ -134,25 +145,25 @@ class ExpertsMethod(Method):
             self.adds = self.adds - {Adds.LOSS}
 
     def _networks_of(self, view: ModelView, blocks: Sequence[int]) -> tuple[str, ...]:
-        """Return the names of the feed-forward networks of the blocks; nothing is changed.
+        """Return the full names of the feed-forward networks of the blocks; the model is not changed.
 
         Raises:
-            SettingError: a block outside the model, or listed twice.
-            UserError: a feed-forward network of another kind.
+            SettingError: a block index is outside the model or listed twice.
+            UserError: a block has no feed-forward network of a supported type.
         """
         chosen = blocks_at(view, f"method.{self.name}.blocks", blocks)
         for name in chosen:
             mlp: Any = getattr(view.model.get_submodule(name), "mlp", None)
             if type(mlp) not in _STANDARD or any(isinstance(m, nn.Conv2d) for m in mlp.modules()):
-                kind = "no mlp" if mlp is None else f"an mlp of another kind ({type(mlp).__name__})"
+                kind = "no mlp" if mlp is None else f"an mlp of an unsupported type ({type(mlp).__name__})"
                 raise UserError(
-                    f"method {self.name}: {name} of {view.name} has {kind}; experts are copies of feed-forward"
-                    " networks that work on each token alone (timm's Mlp, GluMlp, SwiGLU)."
+                    f"method {self.name}: {name} of {view.name} has {kind}. Experts need blocks whose mlp is timm's"
+                    " Mlp, GluMlp or SwiGLU, without convolutions."
                 )
         return tuple(f"{block}.mlp" for block in chosen)
 
     def _put_experts(self, model: nn.Module, names: tuple[str, ...]) -> None:
-        """Put experts into the feed-forward networks of these names."""
+        """Add the gate and the other experts to each of the named feed-forward networks."""
         self._tasks = tasks_of(model)
         self._unevenness, self._networks = _Unevenness() if self.aux_loss_coef else None, names
         for name in names:
@@ -169,6 +180,7 @@ class ExpertsMethod(Method):
             put_inside(mlp, _ExpertsForward(mlp, name, self.top_k, self.norm_topk_prob, self._unevenness))
 
     def _take_experts(self, model: nn.Module) -> None:
+        """Remove gates and experts; each network keeps the weights of its first expert."""
         mlp: Any
         for mlp in model.modules():
             if any(isinstance(f, _ExpertsForward) for f in forwards_of(mlp)):
@@ -182,13 +194,14 @@ class ExpertsMethod(Method):
 
     @property
     def task(self) -> str | None:
-        """The task whose router and classifier the next forward pass takes; None: the network has one task.
+        """The task whose gates and classifier the next forward pass uses; None if the network has one task.
 
-        Set it before a forward pass, in a network that was given several tasks (`models.tasks.give_heads`) before the
-        method was applied.
+        A network has several tasks if `efficient_ft.models.tasks.give_heads` was called before `apply`. Set the task
+        before each forward pass.
 
         Raises:
-            UserError: when set: the network has one task.
+            UserError: when set on a network with one task.
+            SettingError: when set to a name that is not one of the tasks.
         """
         return None if self._tasks is None else self._tasks.active
 
@@ -196,16 +209,20 @@ class ExpertsMethod(Method):
     def task(self, name: str) -> None:
         if self._tasks is None:
             raise UserError(
-                f"method {self.name}: the network has one task; give it several (models.tasks.give_heads) before the"
-                " method is applied."
+                f"method {self.name}: the network has one task; call efficient_ft.models.tasks.give_heads before"
+                " applying the method."
             )
         self._tasks.active = name
 
     def total_loss(self, loss: Tensor) -> Tensor:
         """Return `loss` plus ``aux_loss_coef`` times the balance loss of the last forward pass.
 
+        Args:
+            loss: scalar loss of the forward pass.
+
         Raises:
-            UserError: blocks with experts left no balance loss: they are recomputed in the backward pass.
+            UserError: a block with experts computed no balance loss: it is recomputed in the backward pass
+                (checkpointing), or no forward pass ran in training mode with gradients since the last call.
         """
         if self._unevenness is None:
             return loss
@@ -213,9 +230,9 @@ class ExpertsMethod(Method):
             missing = [name for name in self._networks if name not in self._unevenness]
             self._unevenness.clear()
             raise UserError(
-                f"method {self.name}: the forward pass left no balance loss of {', '.join(missing)}. Such blocks"
-                " cannot be recomputed in the backward pass (checkpointing); leave them out there, or set"
-                " aux_loss_coef=0."
+                f"method {self.name}: the forward pass computed no balance loss of {', '.join(missing)}. Blocks with"
+                " experts cannot be recomputed in the backward pass: list only other blocks in"
+                f" method.checkpointing.blocks, or set method.{self.name}.aux_loss_coef=0."
             )
         uneven = torch.stack(list(self._unevenness.values())).sum()
         self._unevenness.clear()
@@ -223,40 +240,40 @@ class ExpertsMethod(Method):
 
 
 def _width(mlp: nn.Module) -> int:
-    """Return C of the tokens that a feed-forward network takes."""
+    """Return the number of input channels of a feed-forward network."""
     return next(m.in_features for m in mlp.modules() if isinstance(m, nn.Linear))
 
 
 @register
 class MoE(ExpertsMethod):
-    """Replace the feed-forward networks of some blocks by experts: copies, of which each token takes a few.
+    """Replace the feed-forward networks of some blocks by experts (BSR, CVPR Workshops 2024, section 5.2).
 
-    A gate without bias, initialized to 0, gives each token a probability for each expert; the ``top_k`` most probable
-    experts run, and their outputs are added, weighted by the probabilities. As published these are not normalized to a
-    sum of 1, so that at first the output is top_k / num_experts of the feed-forward network's; with
-    ``norm_topk_prob`` it is the feed-forward network's own. Of equal probabilities the expert with the lowest number
-    wins. An expert that no token takes in a step is not run, and its gradients are None.
+    A linear gate without bias, initialized to 0, and a softmax give each token a probability for each expert. The
+    ``top_k`` most probable experts run, and their outputs are summed, weighted by the probabilities; ties go to the
+    expert with the lower index. As published, the ``top_k`` probabilities are not normalized to a sum of 1, so that the
+    initial output is top_k / num_experts times that of the feed-forward network. With ``norm_topk_prob`` the initial
+    output is unchanged. An expert without tokens in a step does not run, and its gradients are None.
 
-    Experts train as the feed-forward network would; a network that the selection applied before has frozen is
-    refused. In a network with several tasks (`models.tasks`) every task has its own gates; ``task`` chooses the task.
-
-    The model's own feed-forward network is the first expert and keeps its names; the others (``….mlp.experts.…``) and
-    the gates (``….mlp.gate.…``) cannot be merged into it: exported weights hold them. `remove` leaves the first
-    expert, as it was trained.
+    The first expert is the model's own feed-forward network and keeps its parameter names; the others
+    (``….mlp.experts.…``) are copies of it. They and the gates (``….mlp.gate.…``) cannot be merged: exported weights
+    contain them. `remove` keeps the first expert with its trained weights. In a network with several tasks
+    (`efficient_ft.models.tasks`) every task has its own gates; set `task` to choose one.
 
     Args:
-        num_experts: in each of the blocks.
-        top_k: of them for each token.
-        blocks: indices into the model's blocks, counted from 0, negative ones from the end.
-        norm_topk_prob: the weights of a token's experts add up to 1.
-        aux_loss_coef: factor of the balance loss that `total_loss` adds: E · Σ fₑ · Pₑ, summed over the blocks, with
-            fₑ expert e's share of the tokens (each counted ``top_k`` times) in the batch of one process and Pₑ its
-            mean probability. 0 as published, where a balance loss was computed and never added; 0.01 in M³ViT and
-            Switch Transformers.
+        num_experts: number of experts in each of the blocks, at least 1.
+        top_k: number of experts that each token is routed to, from 1 to num_experts.
+        blocks: indices of the blocks with experts, counted from 0 through all stages, negative ones from the end.
+        norm_topk_prob: normalize the weights of a token's experts to a sum of 1.
+        aux_loss_coef: factor of the balance loss that `total_loss` adds, at least 0. The balance loss is
+            E · Σ fₑ · Pₑ, summed over the blocks, with fₑ the share of the (token, expert) pairs of one process's batch
+            that go to expert e, and Pₑ the mean probability of expert e. 0 as in BSR, where it is computed and never
+            added; 0.01 in M³ViT and Switch Transformers.
 
     Raises:
-        SettingError: a value outside these.
-        UserError: when applied: blocks of another form, or frozen by the selection.
+        SettingError: a setting is out of range; when applied: a block index is outside the model or listed twice, or
+            the selection has frozen the feed-forward network of a block.
+        UserError: when applied: the model has no blocks, a block has no feed-forward network of a supported type, or
+            another method that adds modules has been applied.
     """
 
     name = "moe"
@@ -271,7 +288,7 @@ class MoE(ExpertsMethod):
         aux_loss_coef: float = 0.0,
     ):
         super().__init__()
-        check_indices("blocks", blocks, do="Without experts: method=full.")
+        check_indices("blocks", blocks, do="For a model without experts, use method=full.")
         self._store_routing(num_experts, top_k, norm_topk_prob, aux_loss_coef)
         self.blocks = list(blocks)
 
@@ -282,10 +299,10 @@ class MoE(ExpertsMethod):
                 raise SettingError(
                     "method.moe.blocks",
                     self.blocks,
-                    "blocks whose feed-forward network trains",
-                    f"The selection has frozen {name} of {view.name}; choose bsr, full or blocks.",
+                    "a list of blocks whose feed-forward networks are trainable",
+                    f"The selection has frozen {name} of {view.name}; select bsr, full or blocks.",
                 )
-        why = Skipped(Reason.NOT_CHOSEN, "keeps its feed-forward network")
+        why = Skipped(Reason.NOT_CHOSEN, "no experts: not listed in blocks")
         others = {name: why for name in view.blocks if f"{name}.mlp" not in names}
         self._put_experts(model, names)
         return Applied(self.name, names, others, routed=names)

@@ -1,24 +1,27 @@
-"""Rep-Net: a few small side modules in parallel with a frozen network, which take its features and add theirs.
+"""Rep-Net: trainable side modules in parallel with a few blocks of a frozen network.
 
-Source: Yang, Rakin, Fan, "Rep-Net: Efficient On-Device Learning via Feature Reprogramming", CVPR 2022, in the form in
-which "Block Selective Reprogramming" (BSR, CVPR Workshops 2024; its Figure 3 and equation 7) compares itself with it:
-a_{i+1} = f_M(a_i) + f_S(a_i), f_M a frozen block of the network, f_S a side module that trains. Also for transformers.
+Source: Yang, Rakin, Fan, "Rep-Net: Efficient On-Device Learning via Feature Reprogramming", CVPR 2022, in the form of
+the baseline in "Block Selective Reprogramming" (BSR, CVPR Workshops 2024; Figure 3 and equation 7):
+a_{i+1} = f_M(a_i) + f_S(a_i), with f_M a frozen block of the network and f_S a trainable side module. BSR applies it to
+transformers too.
 
-From the papers: six modules in a CNN, working on a downsampled map, their output added to the main stream; three blocks
-in a transformer; the head trains with them. No paper says where they are and how large they are. We chose both so that
-they fit the costs of BSR's Table 5 (per image: 6.2 GMACs and 9.91 MB for ResNet-50, 5.7 and 40.1 for DeiT-S):
+The papers specify six modules on a downsampled map in a CNN and three blocks in a transformer, whose outputs are added
+to the network's, and that the head trains too. They do not specify the modules' positions and sizes. We derived both
+from the costs in BSR's Table 5 (per image: 6.2 GMACs and 9.91 MB for ResNet-50, 5.7 GMACs and 40.1 MB for DeiT-S):
 
-* DeiT-S: side blocks of the network's own form. Three of them make 5.73 GMACs. 40.1 MiB is what three blocks that train
-  and the eight frozen ones above the first of them keep by BSR's rule: so the first side block belongs to block 3 (of
-  0-11), where BSR's first block is. That the others belong to 7 and 11, as BSR's do, is our choice.
-* ResNet-50: TinyTL's module, as wide as its input, with kernels of 5 in four groups, in parallel with the middle block
-  of each of six equal runs (1, 4, 6, 9, 12, 14 of 0-15): 6.22 GMACs and 10.0 MiB by TinyTL's rule (`cost.published`).
-  They have 50 M parameters. That follows from the table: of modules of this form, kernels up to 7, spread evenly over
-  all four stages, none that fit both its columns have fewer than 49 M.
+* DeiT-S: transformer blocks like the network's own. Three of them give 5.73 GMACs. By BSR's counting rule, 40.1 MiB is
+  the memory of three trained blocks and eight frozen ones after the first of them. The first side block is therefore
+  parallel to block 3 (of 0 to 11), where BSR's first trained block is. Blocks 7 and 11 for the others, as in BSR, are
+  our choice.
+* ResNet-50: TinyTL's module with as many hidden channels as its input, kernels of 5 and 4 groups, in parallel with the
+  middle block of each sixth of the network (1, 4, 6, 9, 12, 14 of 0 to 15). This gives 6.22 GMACs and 10.0 MiB by
+  TinyTL's counting rule (`cost.published`). The modules have 50 M parameters. This follows from the table: with modules
+  of this form, kernels up to 7, spread evenly over all four stages, no choice that matches both costs has fewer than
+  49 M.
 
-The initialization is also our choice: the sum equals the network's own output. The last normalization of a CNN's module
-starts at 0; a transformer's side block is a copy of the block it belongs to, its two last projections start at 0, and
-it adds what its branches add.
+The initialization is our choice: the network's output is unchanged. The last norm of a CNN's module has a scale of 0. A
+transformer's side block is a copy of the block that it is parallel to, with the last projection of both branches set to
+0; only the output of its branches is added, not its residual.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ from efficient_ft.methods.registry import register
 from efficient_ft.models.view import ModelView, Reason, Skipped, parameters_under
 from efficient_ft.ops.tokens import attach_tokens, pop_tokens, token_context
 
-#: First and last convolution of the blocks on maps that a side module fits.
+#: Names of the first and last convolution of each supported CNN block type.
 _CONVOLUTIONS = {
     BasicBlock: ("conv1", "conv2"),
     Bottleneck: ("conv1", "conv3"),
@@ -52,37 +55,38 @@ _CONVOLUTIONS = {
 
 
 class _SideForward(OwnForward):
-    """A block with a parallel `side_module`."""
+    """Forward pass of a block with a parallel `side_module`: the sum of both outputs."""
 
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         side: Any = self.module.side_module
         y, tokens = pop_tokens(self.within(x, *others, **keywords))
         if isinstance(side, LiteResidual):
             return y + side(x, y.shape[-2:])
-        # Only what it adds to the stream: the stream itself is in y.
-        x, before = pop_tokens(x)
-        with token_context(before):
+        # The side block's branches without its residual x, which is part of y.
+        x, input_tokens = pop_tokens(x)
+        with token_context(input_tokens):
             return attach_tokens(y + (side(x, *others, **keywords) - x), tokens)
 
 
 @register
 class RepNet(Method):
-    """Add side modules in parallel with some blocks of a frozen network; only they and the head train.
+    """Add trainable side modules in parallel with blocks of a frozen network (Rep-Net: Yang et al., CVPR 2022).
 
-    It works in the part of the model that the selection applied before leaves trainable, on blocks of ResNets,
-    MobileNets and plain transformers (ViT, DeiT). Modules start at an output of 0 and cannot be merged: exported
-    weights hold them under their own names (``….side_module.…``).
+    The side modules and the head train, nothing else. Supported are the blocks of ResNets, MobileNets and plain vision
+    transformers (ViT, DeiT). Blocks that the selection applied before has frozen get no module. Side modules output 0
+    at initialization. They cannot be merged: exported weights contain them (``….side_module.…``).
 
     Args:
-        blocks: those that get a module, counted from 0 through all stages, negative ones from the end; None: six,
-            spread evenly, in a CNN, and three in a transformer.
-        kernel_size: side of a CNN's modules' convolutions, odd.
-        groups: of these convolutions.
+        blocks: indices of the blocks that get a side module, counted from 0 through all stages, negative ones from the
+            end; None: six blocks of a CNN or three of a transformer, evenly spaced over the trainable ones.
+        kernel_size: kernel size of the side modules in a CNN, odd.
+        groups: number of groups of their first convolution: 1, 2, 4 or 8.
 
     Raises:
-        SettingError: a value outside these, or (when applied) a block outside the model or of another form.
-        UserError: when applied: no block of these forms is in the part that trains, channels that do not divide into
-            groups, or something else that adapts the model or drops tokens in it.
+        SettingError: a setting is out of range; when applied: a block index is outside the model or listed twice, or
+            side modules do not support the block.
+        UserError: when applied: no supported block is trainable; the number of channels of a CNN's block is not a
+            multiple of 8; another method that adds modules, or one that drops tokens in these blocks, has been applied.
     """
 
     name = "repnet"
@@ -93,7 +97,7 @@ class RepNet(Method):
 
     def __init__(self, blocks: list[int] | None = None, kernel_size: int = 5, groups: int = 4) -> None:
         if blocks is not None:
-            check_indices("blocks", blocks, do="null spreads the modules evenly.")
+            check_indices("blocks", blocks, do="Use null for evenly spaced blocks.")
         if type(kernel_size) is not int or kernel_size < 1 or kernel_size % 2 == 0:
             raise SettingError("kernel_size", kernel_size, "an odd integer >= 1")
         if type(groups) is not int or groups not in (1, 2, 4, 8):
@@ -115,21 +119,25 @@ class RepNet(Method):
         return Applied(self.name, added, skipped, modules=added)
 
     def _chosen(self, view: ModelView) -> tuple[list[str], dict[str, Skipped]]:
-        """Return the blocks that get a module, in order, and the others with the reason."""
+        """Return the names of the blocks that get a side module, in order, and why the others get none."""
         blocks = {name: view.model.get_submodule(name) for name in view.blocks}
         able = [name for name, block in blocks.items() if _is_token_block(block) or _is_map_block(block)]
         if not able:
             raise UserError(
-                f"method {self.name}: {view.name} has no blocks of a form that a side module fits"
-                " (those of ResNet, MobileNet, ViT and DeiT have it); use lora or bitfit."
+                f"method {self.name}: {view.name} has no blocks that side modules support (those of ResNet, MobileNet,"
+                " ViT and DeiT); use lora or bitfit."
             )
-        skipped = dict.fromkeys(blocks, Skipped(Reason.NOT_CHOSEN, "gets no side module"))
-        skipped |= {name: Skipped(Reason.OTHER_FORM, "a block of another form") for name in blocks if name not in able}
+        skipped = dict.fromkeys(blocks, Skipped(Reason.NOT_CHOSEN, "no side module: not chosen by blocks"))
+        skipped |= {
+            name: Skipped(Reason.OTHER_FORM, "side modules do not support this type of block")
+            for name in blocks
+            if name not in able
+        }
         train = [name for name in able if any(p.requires_grad for p in blocks[name].parameters())]
         skipped |= {name: Skipped(Reason.FROZEN) for name in able if name not in train}
         if not train:
             raise UserError(
-                f"method {self.name}: the blocks of {view.name} are all {Reason.FROZEN.value}; choose full."
+                f"method {self.name}: the blocks of {view.name} are all {Reason.FROZEN.value}; select full."
             )
         if self.blocks is None:
             n = len(train)
@@ -142,29 +150,33 @@ class RepNet(Method):
         chosen = [name for name in train if name in wanted]
         if not chosen:
             raise UserError(
-                f"method {self.name}: blocks={self.blocks} of {view.name} are all {Reason.FROZEN.value}; choose full."
+                f"method {self.name}: blocks={self.blocks} of {view.name} are all {Reason.FROZEN.value}; select full."
             )
         return chosen, {name: why for name, why in skipped.items() if name not in chosen}
 
     def _listed(self, view: ModelView, able: Sequence[str]) -> list[str]:
-        """Return the names of the blocks listed in the settings."""
+        """Return the names of the blocks at the indices in `self.blocks`; all are in `able`."""
         assert self.blocks is not None
         setting = f"method.{self.name}.blocks"
         names = blocks_at(view, setting, self.blocks)
         unable = next((name for name in names if name not in able), None)
         if unable is not None:
-            allowed = f"blocks of {view.name} that a side module fits ({', '.join(able)}), not {unable}"
+            allowed = f"a list of indices of {', '.join(able)} (side modules do not support {unable} of {view.name})"
             raise SettingError(setting, self.blocks, allowed)
         return list(names)
 
     def _side(self, view: ModelView, name: str) -> nn.Module:
-        """Return the side module of the block `name`."""
+        """Create the side module of the block `name`.
+
+        Raises:
+            UserError: another method has replaced the block's forward, or its channels are not a multiple of 8.
+        """
         block: Any = view.model.get_submodule(name)
         if any(forwards_of(module) for module in block.modules()):
             raise UserError(
                 f"method {self.name}: another method has changed the forward pass of {name} of {view.name}. Methods"
-                " that drop tokens in a block with a side module cannot be stacked with it; others come after it"
-                " (apply_methods does so)."
+                " that drop or merge tokens cannot be used in a block with a side module; apply others after"
+                f" {self.name} (apply_methods does so)."
             )
         if _is_token_block(block):
             side = copy.deepcopy(block)
@@ -179,7 +191,7 @@ class RepNet(Method):
         return side.to(first.weight.device, first.weight.dtype).train(block.training)
 
     def _remove(self, model: nn.Module) -> None:
-        """Restore the model's own blocks and names; the head keeps its values, the modules are lost."""
+        """Remove the side modules; the head keeps its trained values."""
         for module in model.modules():
             if hasattr(module, "side_module"):
                 take_away(module, _SideForward)
@@ -192,9 +204,10 @@ class RepNet(Method):
 
 
 def _is_token_block(block: nn.Module) -> bool:
-    """Return True for a block of a plain transformer, with a last projection in both branches."""
+    """Return whether `block` is a ViT block whose branches both end in a projection."""
     return type(block) is Block and hasattr(block.attn, "proj") and hasattr(block.mlp, "fc2")
 
 
 def _is_map_block(block: nn.Module) -> bool:
+    """Return whether `block` is a supported CNN block, without a space-to-depth convolution."""
     return type(block) in _CONVOLUTIONS and getattr(block, "conv_s2d", None) is None

@@ -1,4 +1,4 @@
-"""TinyTL: small residual modules on pooled maps, in parallel with a frozen network whose biases train.
+"""TinyTL: lite residual modules on pooled maps, in parallel with the blocks of a CNN whose weights are frozen.
 
 Source: Cai, Gan, Zhu, Han, "TinyTL: Reduce Memory, Not Parameters for Efficient On-Device Learning", NeurIPS 2020.
 """
@@ -22,14 +22,15 @@ from efficient_ft.methods.registry import register
 from efficient_ft.models.frozen_batch_norm import FROZEN
 from efficient_ft.models.view import ModelView, Reason, Skipped, parameters_under
 
-#: Blocks whose input is this much smaller than the image get kernels of 3: their pooled map is 3×3 at 224 px. The paper
-#: leaves this open. With it, and with modules as wide as their input, all four published memories that depend on it are
-#: reproduced (TinyTL 37 and 65 MB, FT-Last 31, FT-Norm+Last 192); kernels of 5 everywhere give 42 MB instead of 37.
+#: Downsampling factor of a block's input from which its module has a kernel size of at most 3: the pooled map is then
+#: 3×3 for images of 224 pixels. The paper does not specify this. With it, and with as many hidden channels as input
+#: channels, all four published memories that depend on it are matched (TinyTL 37 and 65 MB, FT-Last 31, FT-Norm+Last
+#: 192); with kernels of 5 everywhere TinyTL needs 42 MB instead of 37.
 COARSE = 32
 
 
 class InvertedResidualWithLite(InvertedResidual):
-    """timm's block with a parallel `lite_residual`; its own parameters keep their names."""
+    """timm's InvertedResidual with a parallel `lite_residual`; the block's own parameters keep their names."""
 
     lite_residual: LiteResidual
 
@@ -39,43 +40,48 @@ class InvertedResidualWithLite(InvertedResidual):
 
 
 class GroupNorm2d(nn.BatchNorm2d):
-    """The scale and shift of a BatchNorm, applied after normalizing each image by groups of channels."""
+    """GroupNorm with groups of `GROUP` channels, in place of a BatchNorm2d whose scale and shift it keeps."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.group_norm(x, self.num_features // GROUP, self.weight, self.bias, self.eps)
 
 
 class GroupNormAct2d(BatchNormAct2d):
-    """`GroupNorm2d` for timm's normalization and activation in one."""
+    """`GroupNorm2d` for timm's BatchNorm with activation (`BatchNormAct2d`)."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.group_norm(x, self.num_features // GROUP, self.weight, self.bias, self.eps)
         return self.act(self.drop(x))
 
 
+#: BatchNorm classes and their replacements for ``norm="group"``.
 _GROUPED: dict[type, type] = {nn.BatchNorm2d: GroupNorm2d, BatchNormAct2d: GroupNormAct2d}
 _GROUPED |= {FROZEN[norm]: grouped for norm, grouped in _GROUPED.items()}
 
 
 @register
 class TinyTL(Method):
-    """Add lite residual modules to the inverted residual blocks of a CNN; they, all biases and the head train.
+    """Add lite residual modules in parallel with a CNN's inverted residual blocks (TinyTL: Cai et al., NeurIPS 2020).
 
-    It works in the part of the model that the selection applied before leaves trainable: blocks in which nothing trains
-    get no module, nor do blocks without expansion (MobileNetV2's first). Modules start at an output of 0 and cannot be
-    merged: exported weights hold them under their own names (``….lite_residual.…``).
+    The modules, all biases and the head train; all other weights are frozen. Blocks and biases that the selection
+    applied before has frozen stay frozen, and such blocks get no module. Neither do blocks without expansion
+    (MobileNetV2's first). Modules output 0 at initialization. They cannot be merged: exported weights contain them
+    (``….lite_residual.…``).
 
     Args:
-        kernel_size: side of the modules' convolutions, odd; 3 where the block's input is 32 times smaller than the
-            image.
-        groups: of these convolutions.
-        norm: of the pretrained network: ``group``, as published (GroupNorm of 8 channels and standardized weights of
-            the convolutions before it, for weights that were trained so), or ``batch`` (BatchNorm as it is, which
-            leaves the pretrained network's output unchanged at first).
+        kernel_size: kernel size of the modules' first convolution, odd; at most 3 in blocks whose input is smaller than
+            the image by a factor of 32 or more.
+        groups: number of groups of this convolution: 1, 2, 4 or 8.
+        norm: norm layers of the pretrained network: ``group``, as published (every BatchNorm is replaced by GroupNorm
+            with groups of 8 channels, and the weights of all convolutions without a bias are standardized; for weights
+            that were trained in this form), or ``batch`` (BatchNorm stays, and the initial output of the network is
+            unchanged).
 
     Raises:
-        SettingError: a value outside these.
-        UserError: when applied: no such block is in the part that trains, or channels that do not divide into groups.
+        SettingError: a setting is out of range.
+        UserError: when applied: no inverted residual block is trainable; the number of channels of a block or norm is
+            not a multiple of 8; a norm cannot be replaced by GroupNorm (``norm="group"``); or another method that adds
+            modules has been applied.
     """
 
     name = "tinytl"
@@ -93,7 +99,7 @@ class TinyTL(Method):
             raise SettingError("norm", norm, ["group", "batch"])
         self.kernel_size, self.groups, self.norm = kernel_size, groups, norm
         self._before: dict[str, bool] = {}
-        # The class of each normalization before, and mean and deviation of each standardized filter.
+        # By module name: original class of each norm; mean and standard deviation of each standardized filter.
         self._norms: dict[str, type] = {}
         self._filters: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -122,12 +128,16 @@ class TinyTL(Method):
             )
             block.lite_residual = lite.to(like.device, like.dtype).train(block.training)
             block.__class__ = InvertedResidualWithLite
-        notes = ("every BatchNorm is replaced by a GroupNorm: for weights that were trained with it",) if norms else ()
+        notes = (
+            ("every BatchNorm is replaced by GroupNorm; the pretrained weights must have been trained with GroupNorm",)
+            if norms
+            else ()
+        )
         added = tuple(f"{name}.lite_residual" for name in chosen)
         return Applied(self.name, added, skipped, notes, modules=added)
 
     def _chosen(self, view: ModelView) -> tuple[dict[str, int], dict[str, Skipped]]:
-        """Return the blocks that get a module, with the downsampling of their input, and the others with the reason."""
+        """Return the blocks that get a module, with the downsampling factor of their input, and why others get none."""
         chosen: dict[str, int] = {}
         skipped: dict[str, Skipped] = {}
         smaller = 1
@@ -147,42 +157,42 @@ class TinyTL(Method):
         if not chosen and any(why.reason == Reason.FROZEN for why in skipped.values()):
             raise UserError(
                 f"method {self.name}: the inverted residual blocks of {view.name} are all {Reason.FROZEN.value};"
-                " choose full."
+                " select full."
             )
         if not chosen:
             raise UserError(
-                f"method {self.name}: {view.name} has no inverted residual blocks (as MobileNetV2, ProxylessNAS,"
-                " EfficientNet have); use lora or bitfit."
+                f"method {self.name}: {view.name} has no inverted residual blocks (those of MobileNetV2,"
+                " ProxylessNAS and EfficientNet); use lora or bitfit."
             )
         return chosen, skipped
 
     def _to_group(self, view: ModelView) -> list[str]:
-        """Return the names of the BatchNorms.
+        """Return the names of all BatchNorms.
 
         Raises:
-            UserError: one of them cannot become a GroupNorm.
+            UserError: one of them cannot be replaced by GroupNorm.
         """
         found = []
         for name, module in view.model.named_modules():
             if isinstance(module, _BatchNorm):
                 if type(module) not in _GROUPED or not module.affine:
                     raise UserError(
-                        f"method {self.name}: {name} of {view.name} is a {type(module).__name__}, which cannot become"
-                        " a GroupNorm; use method.tinytl.norm=batch."
+                        f"method {self.name}: {name} of {view.name} is a {type(module).__name__}, which cannot be"
+                        " replaced by GroupNorm; use method.tinytl.norm=batch."
                     )
                 refuse_indivisible(view, self.name, name, module.num_features)
                 found.append(name)
         return found
 
     def _remove(self, model: nn.Module) -> None:
-        """Restore the model's own layers, filters and names; the modules are lost."""
+        """Remove the modules and restore norm layers and filters; biases and head keep their trained values."""
         block: Any
         for block in model.modules():
             if hasattr(block, "lite_residual"):
                 del block.lite_residual
                 block.__class__ = InvertedResidual
-        for name, was in self._norms.items():
-            model.get_submodule(name).__class__ = was
+        for name, norm_class in self._norms.items():
+            model.get_submodule(name).__class__ = norm_class
         with torch.no_grad():
             for name, (mean, deviation) in self._filters.items():
                 weight: Any = model.get_submodule(name).weight
@@ -195,16 +205,16 @@ class TinyTL(Method):
 
 
 def _is_normalized(module: nn.Module) -> bool:
-    """Return True for a convolution before a normalization: it has no bias (squeeze-and-excitation's have one)."""
+    """Return whether a norm follows the convolution: it has no bias then (those of squeeze-and-excitation have one)."""
     return isinstance(module, nn.Conv2d) and module.bias is None
 
 
 @torch.no_grad()
 def _standardize(module: Any) -> tuple[Tensor, Tensor]:
-    """Bring each filter of a convolution to mean 0 and deviation 1, in place: it is frozen, so once is enough.
+    """Standardize the filters of a convolution in place, once, since they are frozen.
 
     Returns:
-        Mean and deviation of each filter before.
+        Mean and standard deviation of each filter before, (C_out, 1, 1, 1).
     """
     weight = module.weight
     variance, mean = torch.var_mean(weight, dim=(1, 2, 3), correction=0, keepdim=True)

@@ -1,6 +1,6 @@
 """Back Razor: activations pruned to their largest values between the forward and the backward pass.
 
-Source: Jiang, Chen, Huang, Du, Yang, Yu, Zhou, "Back Razor: Memory-Efficient Transfer Learning by Self-Sparsified
+Source: Jiang, Chen, Huang, Du, Zhou, Wang, "Back Razor: Memory-Efficient Transfer Learning by Self-Sparsified
 Backpropagation", NeurIPS 2022.
 """
 

@@ -1,4 +1,8 @@
-"""The base of methods that reduce tokens: blocks run in their parts, and pass on grid positions and sizes of tokens."""
+"""Common base of the methods that drop or merge tokens: the forward passes of their blocks.
+
+A transformer block is run in two halves, attention and feed-forward network, and the number of tokens is reduced
+between them or after them. The record of the remaining tokens (`ops.tokens.Tokens`) is passed from block to block.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +31,23 @@ from efficient_ft.ops.tokens import (
     token_context,
 )
 
-#: The children that a block may have if tokens are dropped or merged between its attention and its MLP.
+#: Submodules that a supported block may have, and the order of those that it must have.
 _BLOCK = {"norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path2"}
 _ORDER = ["norm1", "attn", "norm2", "mlp"]
 
-#: Functions by which attention in parts computes its map, (B, H, N, N).
+#: Functions by which attention that is not fused computes its map, (B, H, N, N).
 SOFTMAX = (Tensor.softmax, torch.softmax, F.softmax)
 
 
 class Attention(TorchFunctionMode):
-    """Record how much the class token attends to each patch token, in fused attention or attention in parts.
+    """Record the class token's attention inside a ``with`` block, in fused attention or in its softmax.
+
+    Args:
+        prefix: P, number of prefix tokens; the class token is the first.
 
     Attributes:
-        scores_BL: the attention, (B, L); None: no attention has run.
+        scores_BL: attention of the class token to each of the L = N − P patch tokens, mean over the heads; None: no
+            attention was computed.
     """
 
     scores_BL: Tensor | None = None
@@ -53,7 +61,7 @@ class Attention(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             q, k, *others = args
             if current_packing() is not None:
-                q, k = q.contiguous(), k.contiguous()  # as attention keeps them, so that k is kept once
+                q, k = q.contiguous(), k.contiguous()  # as packed attention saves them, so that k is saved once
             self.scores_BL = class_attention(q, k, self.prefix, kwargs.get("scale"))
             return func(q, k, *others, **kwargs)
         result = func(*args, **kwargs)
@@ -63,12 +71,15 @@ class Attention(TorchFunctionMode):
 
 
 class TokenForward(OwnForward):
-    """A block in a model in which tokens are dropped or merged: it passes on what is known of them.
+    """Forward pass of a block that keeps all its tokens, in a model in which others drop or merge tokens.
+
+    It takes the record of the tokens from its input and attaches it to its output.
 
     Args:
-        prefix: the model's prefix tokens.
-        positions: H · W of the whole grid.
-        last: no block comes after it.
+        module: the block.
+        prefix: number of the model's prefix tokens.
+        positions: H · W of the model's grid of patch tokens.
+        last: True for the model's last block, whose output has no record.
     """
 
     def __init__(self, module: nn.Module, prefix: int, positions: int, last: bool) -> None:
@@ -81,38 +92,45 @@ class TokenForward(OwnForward):
             return self.passed_on(self.within(x, *args, **kwargs), tokens)
 
     def passed_on(self, x: Tensor, tokens: Tokens | None) -> Tensor:
-        """Return x for the next block, with what is known of its tokens attached."""
+        """Attach the record of the tokens to x for the next block, and return x."""
         return x if self.last else attach_tokens(x, tokens)
 
     def plain(self, others: Sequence[Any], keywords: dict[str, Any]) -> None:
-        """Raise UserError for a call with a mask or positions, which hold for all tokens."""
+        """Raise UserError if the block is called with a mask or positions, which are made for all tokens."""
         if any(value is not None and value is not False for value in (*others, *keywords.values())):
             raise UserError(
-                f"{type(self.module).__name__}: tokens cannot be dropped or merged where attention has a mask or"
-                " positions."
+                f"{type(self.module).__name__}: tokens cannot be dropped or merged in blocks that are called with an"
+                " attention mask or positions. Use a model without them."
             )
 
-    def first_half(self, x: Tensor, seen: TorchFunctionMode | None) -> Tensor:
-        """Return x + attention; `seen` records what it attends to."""
+    def first_half(self, x: Tensor, observer: TorchFunctionMode | None) -> Tensor:
+        """Return x + attention(x); attention runs inside `observer` if there is one."""
         block: Any = self.module
-        with seen or nullcontext():
+        with observer or nullcontext():
             attended = block.attn(block.norm1(x))
         return x + _through(block, ("ls1", "drop_path1"), attended)
 
     def second_half(self, x: Tensor) -> Tensor:
-        """Return x + feed-forward network."""
+        """Return x + feed-forward network(x)."""
         block: Any = self.module
         return x + _through(block, ("ls2", "drop_path2"), block.mlp(block.norm2(x)))
 
 
 def _through(block: nn.Module, names: Sequence[str], x: Tensor) -> Tensor:
+    """Apply the named submodules of `block` in turn, skipping those that it does not have."""
     for name in names:
         x = getattr(block, name)(x) if hasattr(block, name) else x
     return x
 
 
 class DroppingForward(TokenForward):
-    """A block that drops tokens between its attention and its feed-forward network."""
+    """Forward pass of a block that drops tokens between its attention and its feed-forward network.
+
+    Args:
+        module, prefix, positions, last: as in `TokenForward`.
+        keep: number of patch tokens to keep, given their number.
+        fuse: append one token fused from the dropped ones.
+    """
 
     def __init__(
         self, module: nn.Module, prefix: int, positions: int, last: bool, keep: Callable[[int], int], fuse: bool
@@ -125,25 +143,34 @@ class DroppingForward(TokenForward):
             return super().__call__(x, *others, **keywords)
         self.plain(others, keywords)
         x, tokens = pop_tokens(x)
-        seen = Attention(self.prefix)
+        attention = Attention(self.prefix)
         with token_context(tokens):
-            x = self.first_half(x, seen)
-        x, tokens = self.drop(x, seen, tokens or Tokens.full(x, self.prefix, self.positions))
+            x = self.first_half(x, attention)
+        x, tokens = self.drop(x, attention, tokens or Tokens.full(x, self.prefix, self.positions))
         with token_context(tokens):
             return self.passed_on(self.second_half(x), tokens)
 
-    def drop(self, x: Tensor, seen: Attention, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        """Return the tokens that flow on, and what is known of them."""
-        assert seen.scores_BL is not None, "no attention was seen"
-        count = seen.scores_BL.shape[1]
+    def drop(self, x: Tensor, attention: Attention, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        """Drop the tokens of lowest attention.
+
+        Args:
+            x: (B, N, C).
+            attention: the block's attention, recorded.
+            tokens: record of the tokens in x.
+
+        Returns:
+            The remaining tokens and their record.
+        """
+        assert attention.scores_BL is not None, "no attention was recorded"
+        count = attention.scores_BL.shape[1]
         kept = self.keep(count)
         with packing_suspended():
-            x, index_BK = drop(x, seen.scores_BL, self.prefix, kept, self.fuse)
+            x, index_BK = drop(x, attention.scores_BL, self.prefix, kept, self.fuse)
         return x, tokens.dropped(index_BK, self.positions, self.fuse and kept < count)
 
 
 def refuse_other_blocks(view: ModelView, method_name: str, names: Sequence[str]) -> None:
-    """Raise UserError where blocks are not of the form that `TokenForward` runs in parts."""
+    """Raise UserError unless every block named has the structure that `TokenForward` can run in two halves."""
     added = added_modules(view.model)
     for name in names:
         block = view.model.get_submodule(name)
@@ -151,19 +178,20 @@ def refuse_other_blocks(view: ModelView, method_name: str, names: Sequence[str])
         if any(f"{name}.{part}" in added for part in parts):
             raise UserError(
                 f"method {method_name}: {name} of {view.name} has a side module (Rep-Net); tokens can be dropped in"
-                " other blocks."
+                " other blocks only."
             )
         takes = set(inspect.signature(type(block).forward).parameters) - {"self", "x", "attn_mask", "is_causal"}
-        # timm registers them in the order they run: with norms behind what they normalize it is another block
+        # timm registers submodules in the order of execution: norms after attention and mlp are another structure.
         if takes or set(parts) - _BLOCK or [part for part in parts if part in _ORDER] != _ORDER:
             raise UserError(
                 f"method {method_name}: the blocks of {view.name} ({type(block).__name__}) are not of the form norm1,"
-                " attn, norm2, mlp, without more, between which tokens can be dropped or merged."
+                " attn, norm2, mlp, without other inputs or submodules; tokens can be dropped or merged in timm's ViT"
+                " blocks only."
             )
 
 
 def grid_positions(view: ModelView) -> int:
-    """Return H · W of the grid that the tokens of the blocks are on; the model has one (`Needs.TOKEN_GRID`)."""
+    """Return H · W of the blocks' grid of patch tokens; the method must declare `Needs.TOKEN_GRID`."""
     assert view.block_grid is not None
     height, width = view.block_grid
     return height * width
@@ -172,11 +200,13 @@ def grid_positions(view: ModelView) -> int:
 def give_forwards(
     model: nn.Module, view: ModelView, chosen: Mapping[str, tuple[type[TokenForward], tuple[Any, ...]]]
 ) -> None:
-    """Give every block a forward of its own.
+    """Replace the forward pass of every block.
 
     Args:
-        chosen: kind and settings by name of the block; the other blocks get one that passes on what is known of the
-            tokens.
+        model: the model, changed in place.
+        view: the view of `model`.
+        chosen: by name of the block, the class of its forward pass and the arguments after `last`. All other blocks get
+            a plain `TokenForward`.
     """
     positions = grid_positions(view)
     for name in view.blocks:
@@ -185,6 +215,6 @@ def give_forwards(
 
 
 def take_forwards(model: nn.Module) -> None:
-    """Take the forwards of the blocks away: all tokens flow on."""
+    """Restore the blocks' forward passes: no tokens are dropped or merged any more."""
     for module in model.modules():
         take_away(module, TokenForward)

@@ -1,4 +1,4 @@
-"""EViT: tokens that the class token attends to little are dropped, and fused into one.
+"""EViT: patch tokens with low attention from the class token are dropped, and fused into one token.
 
 Source: Liang, Ge, Tong, Song, Wang, Xie, "Not All Patches Are What You Need: Expediting Vision Transformers via Token
 Reorganizations", ICLR 2022.
@@ -30,22 +30,26 @@ from efficient_ft.ops.tokens import num_kept
 
 @register
 class EViT(Method):
-    """Keep in some blocks only the patch tokens that the class token attends to most.
+    """Drop the patch tokens that the class token attends to least (EViT: Liang et al., ICLR 2022).
 
-    Between attention and feed-forward network, in training and in evaluation, ``keep_rate`` of the tokens stay, in the
-    order of the attention, mean over the heads; the others become one, weighted by it. Attention stays fused: the
-    class token's row is computed separately. The trained weights are the model's own, but belong with the dropping:
-    exported files note it.
+    In each block of ``drop_at``, between attention and feed-forward network, the share ``keep_rate`` of the patch
+    tokens with the highest attention from the class token (mean over heads) is kept, in descending order of attention.
+    The others are fused into one token, their sum weighted by attention. Tokens are dropped in training and in
+    evaluation: the weights keep the model's own names, but are to be used with the same dropping, which exported files
+    record. Attention stays fused; the class token's row is computed separately.
 
     Args:
-        drop_at: blocks in which tokens are dropped, counted from 0, negative ones from the end; not the last.
-        keep_rate: share of the patch tokens kept, above 0 and at most 1.
-        fuse: what is dropped becomes one more token.
+        drop_at: indices of the blocks in which tokens are dropped, counted from 0, negative ones from the end; not the
+            last block.
+        keep_rate: share of the patch tokens that each of these blocks keeps, above 0 and at most 1; the number is
+            rounded up.
+        fuse: append one token fused from the dropped ones.
 
     Raises:
-        SettingError: a value outside these, or (when applied) a block outside the model, its last one, or too few
-            tokens to drop any.
-        UserError: when applied: the model has no class token, no token grid, or blocks of another form.
+        SettingError: a setting is out of range; when applied: a block index is outside the model, is that of the last
+            block or listed twice, or so few tokens are left that a block drops none.
+        UserError: when applied: the model has no class token, no grid of tokens, or blocks of an unsupported type; or
+            another method that drops or merges tokens has been applied.
     """
 
     name = "evit"
@@ -62,7 +66,7 @@ class EViT(Method):
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
         dropping = dropping_blocks(view, self.name, self.drop_at, self.keep_rate, self.fuse)
         drop_tokens(model, view, dropping, self.keep_rate, self.fuse)
-        why = Skipped(Reason.NOT_CHOSEN, "all tokens flow on")
+        why = Skipped(Reason.NOT_CHOSEN, "keeps all tokens: not listed in drop_at")
         return Applied(self.name, dropping, {name: why for name in view.blocks if name not in dropping})
 
     def _remove(self, model: nn.Module) -> None:
@@ -72,11 +76,17 @@ class EViT(Method):
 def dropping_blocks(
     view: ModelView, method_name: str, drop_at: Sequence[int], keep_rate: float, fuse: bool
 ) -> tuple[str, ...]:
-    """Return the names of the blocks at `drop_at`; nothing is changed.
+    """Return the names of the blocks at the indices `drop_at`; the model is not changed.
+
+    Args:
+        view: the view of the model.
+        method_name: name of the method, for errors.
+        drop_at, keep_rate, fuse: as in `EViT`.
 
     Raises:
-        SettingError: an index outside the model, of its last block, or twice; or so few tokens that none is dropped.
-        UserError: blocks of another form.
+        SettingError: an index is outside the model, is that of the last block or listed twice, or so few tokens are
+            left that a block drops none.
+        UserError: the blocks are of an unsupported type.
     """
     chosen = blocks_at(view, f"method.{method_name}.drop_at", drop_at, last=False)
     refuse_other_blocks(view, method_name, chosen)
@@ -85,13 +95,13 @@ def dropping_blocks(
 
 
 def drop_tokens(model: nn.Module, view: ModelView, names: Sequence[str], keep_rate: float, fuse: bool) -> None:
-    """Make the blocks of these names drop tokens."""
+    """Replace the forward passes of the blocks, so that those named drop tokens as `EViT` does."""
     settings = partial(num_kept, keep_rate=keep_rate), fuse
     give_forwards(model, view, dict.fromkeys(names, (DroppingForward, settings)))
 
 
 def _refuse_few(view: ModelView, method_name: str, chosen: Sequence[str], keep_rate: float, fuse: bool) -> None:
-    """Raise SettingError where a block is left so few tokens that as many flow on as came in."""
+    """Raise SettingError if one of the blocks outputs as many tokens as it takes."""
     count = grid_positions(view)
     for name in chosen:
         kept = num_kept(count, keep_rate)
@@ -101,15 +111,15 @@ def _refuse_few(view: ModelView, method_name: str, chosen: Sequence[str], keep_r
             raise SettingError(
                 f"method.{method_name}.keep_rate",
                 keep_rate,
-                f"a share that leaves fewer than came in: of the {count} patch tokens of {name} it keeps {kept}"
-                + (" and fuses the rest into one" if fuse else ""),
-                f"Take larger images (here {height}×{width}), or drop in fewer blocks.",
+                f"low enough to drop tokens in every block of drop_at ({name} takes {count} patch tokens and keeps"
+                f" {kept}{' and a fused one' if left > kept else ''})",
+                f"Use larger images (now {height}×{width}), or drop tokens in fewer blocks.",
             )
         count = left
 
 
 def check_dropping(drop_at: Any, keep_rate: Any, fuse: Any) -> None:
-    """Raise SettingError for settings that fit no model."""
+    """Raise SettingError if one of the settings of `EViT` is out of range for every model."""
     check_indices("drop_at", drop_at, "[3,6,9]")
     if isinstance(keep_rate, bool) or not isinstance(keep_rate, int | float) or not 0 < keep_rate <= 1:
         raise SettingError("keep_rate", keep_rate, "a number > 0 and <= 1")

@@ -1,4 +1,4 @@
-"""ToMe: every block merges similar tokens.
+"""ToMe: similar patch tokens are merged in every block.
 
 Source: Bolya, Fu, Dai, Zhang, Feichtenhofer, Hoffman, "Token Merging: Your ViT But Faster", ICLR 2023.
 """
@@ -33,28 +33,28 @@ from efficient_ft.models.view import ModelView, Reason, Skipped
 from efficient_ft.ops.packed import packing_suspended
 from efficient_ft.ops.tokens import Tokens, is_token_reduction_suspended, match, merge, pop_tokens, token_context
 
-#: Functions by which attention in parts multiplies queries and, transposed, keys.
+#: Functions by which attention that is not fused computes its scores, q kᵀ.
 _PRODUCTS = (Tensor.matmul, Tensor.__matmul__, torch.matmul)
 
 
 class _SizedAttention(TorchFunctionMode):
-    """Record the keys of attention, and weight each token by the patches it stands for; fused attention or in parts.
+    """Proportional attention and a record of the keys inside a ``with`` block, for fused attention and softmax.
 
     Args:
-        sizes_BN: patches of each token; log(size) is added to the scores before softmax (the paper's Equation 1).
-            None: each token counts once.
-        shows: record the keys.
+        sizes_BN: number of patches that each token represents; their log is added to the attention scores before
+            softmax (ToMe, Equation 1). None: each token counts once.
+        record_keys: record the keys.
 
     Attributes:
-        keys: of each attention, the mean over its heads, (B, N, D), without gradient.
+        keys: keys of each attention computed, mean over heads, (B, N, D), detached, in single precision at least.
     """
 
-    def __init__(self, sizes_BN: Tensor | None, shows: bool) -> None:
+    def __init__(self, sizes_BN: Tensor | None, record_keys: bool) -> None:
         super().__init__()
         self.bias_B11N = None if sizes_BN is None else sizes_BN.log()[:, None, None]
-        self.shows = shows
+        self.record_keys = record_keys
         self.keys: list[Tensor] = []
-        self._factor: Tensor | None = None  # the second one of the last product
+        self._factor: Tensor | None = None  # second factor of the last product, kᵀ if softmax follows
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -63,7 +63,7 @@ class _SizedAttention(TorchFunctionMode):
         if func in _PRODUCTS:
             self._factor = args[1]
         elif func in SOFTMAX and args[0].dim() == 4 and self._factor is not None:
-            self._see(self._factor.mT)
+            self._record(self._factor.mT)
             if self.bias_B11N is not None:
                 args = (args[0] + self.bias_B11N.to(args[0].dtype), *args[1:])
         return func(*args, **kwargs)
@@ -72,18 +72,27 @@ class _SizedAttention(TorchFunctionMode):
         self, attend: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *others: Any, **kwargs: Any
     ) -> Any:
         if attn_mask is not None:
-            raise UserError("method tome: tokens cannot be merged where attention has a mask of its own.")
-        self._see(k)
+            raise UserError(
+                "method tome: tokens cannot be merged in attention with a mask of its own. Use a model without."
+            )
+        self._record(k)
         return attend(q, k, v, None if self.bias_B11N is None else self.bias_B11N.to(q.dtype), *others, **kwargs)
 
-    def _see(self, k_BHND: Tensor) -> None:
-        if self.shows:
+    def _record(self, k_BHND: Tensor) -> None:
+        if self.record_keys:
             wide = torch.promote_types(k_BHND.dtype, torch.float32)
             self.keys.append(k_BHND.detach().mean(1, dtype=wide))
 
 
 class _MergingForward(TokenForward):
-    """A block that merges r tokens, or as many as it can, between its attention and its feed-forward network."""
+    """Forward pass of a block that merges tokens between its attention and its feed-forward network.
+
+    Args:
+        module, prefix, positions, last: as in `TokenForward`.
+        r: number of tokens to merge; at most half of the patch tokens are merged.
+        proportional_attention: as in `ToMe`.
+        after_merge: an earlier block merges tokens.
+    """
 
     def __init__(
         self,
@@ -93,74 +102,86 @@ class _MergingForward(TokenForward):
         last: bool,
         r: int,
         proportional_attention: bool,
-        behind: bool = False,
+        after_merge: bool = False,
     ) -> None:
         super().__init__(module, prefix, positions, last)
-        self.r, self.proportional_attention, self.behind = r, proportional_attention, behind
+        self.r, self.proportional_attention, self.after_merge = r, proportional_attention, after_merge
 
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         if is_token_reduction_suspended():
             return super().__call__(x, *others, **keywords)
         self.plain(others, keywords)
         x, tokens = pop_tokens(x)
-        if self.behind and tokens is None and is_recomputing():
+        if self.after_merge and tokens is None and is_recomputing():
             raise UserError(
-                "method tome: this checkpointing runs a block again without what is known of its tokens (torch's"
-                " reentrant form); use method=checkpointing, or timm.layers.set_reentrant_ckpt(False)."
+                "method tome: reentrant checkpointing recomputes a block without the sizes of its merged tokens; use"
+                " method=checkpointing, or timm.layers.set_reentrant_ckpt(False)."
             )
         r = merged_of(x.shape[1] - self.prefix, self.r)
         sizes_BN = None if tokens is None else tokens.sizes_BN
-        seen = _SizedAttention(sizes_BN if self.proportional_attention else None, self._acts(r))
+        attention = _SizedAttention(sizes_BN if self.proportional_attention else None, self._acts(r))
         with token_context(tokens):
-            x = self.first_half(x, seen)
+            x = self.first_half(x, attention)
         if self._acts(r):
             with packing_suspended():
-                x, tokens = self._merged(x, seen, sizes_BN, r)
+                x, tokens = self._merged(x, attention, sizes_BN, r)
         with token_context(tokens):
             return self.passed_on(self.second_half(x), tokens)
 
     @staticmethod
     def _acts(r: int) -> bool:
+        """Return whether matching and merging run for this r."""
         return r > 0
 
-    def _merged(self, x: Tensor, seen: _SizedAttention, sizes_BN: Tensor | None, r: int) -> tuple[Tensor, Tokens]:
-        """The tokens that flow on, and what is known of them."""
-        if not seen.keys:
+    def _merged(self, x: Tensor, attention: _SizedAttention, sizes_BN: Tensor | None, r: int) -> tuple[Tensor, Tokens]:
+        """Return the tokens after merging r of them, and their record.
+
+        Raises:
+            UserError: `attention` has recorded no keys.
+        """
+        if not attention.keys:
             raise UserError(
-                f"method tome: {type(self.module.attn).__name__} shows no keys (there is no product with queries that"
-                " softmax is taken of), so that similar tokens cannot be found."
+                f"method tome: the keys of {type(self.module.attn).__name__} were not found (it takes no softmax of a"
+                " product of queries and keys); similar tokens cannot be matched without keys. Use a model with"
+                " softmax attention."
             )
         if sizes_BN is None:
             sizes_BN = x.new_ones(x.shape[:2], dtype=torch.promote_types(x.dtype, torch.float32))
-        place_BN = match(torch.stack(seen.keys).mean(0), r, self.prefix)
-        x, sizes_BN = merge(x, sizes_BN, place_BN, x.shape[1] - r)
+        index_BN = match(torch.stack(attention.keys).mean(0), r, self.prefix)
+        x, sizes_BN = merge(x, sizes_BN, index_BN, x.shape[1] - r)
         return x, Tokens(sizes_BN=sizes_BN)
 
 
 @register
 class ToMe(Method):
-    """Merge the most similar tokens in every block, each pair into its mean.
+    """Merge the most similar patch tokens in every block (ToMe: Bolya et al., ICLR 2023).
 
-    Between attention and feed-forward network, in training and in evaluation: tokens alternate between two sets, each
-    of the first has its most similar one in the second (cosine of the keys, their mean over the heads, without
-    gradient), and the r most similar pairs become one token each, the mean of the patches they stand for. Class token,
-    distillation token and registers stay as they are. Attention stays fused. No class token is needed: the layers
-    after the blocks (the mean over the tokens, attention pooling) count each merged token once. The trained weights
-    are the model's own, but belong with the merging: exported files note it.
+    Between attention and feed-forward network, patch tokens are split into two alternating sets. Each token of the
+    first set is matched with the most similar one of the second (cosine similarity of the keys, mean over heads,
+    detached), and the r most similar pairs are merged into their mean, weighted by the number of patches that each
+    token represents. Prefix tokens (class token, distillation token, registers) are not merged. Attention stays fused.
 
-    Where fewer than 2 r patch tokens are left, half of them are merged, as in the paper. Refused are an r above half
-    of the whole grid, which not even the first block could merge, and one that would leave a single patch token.
+    Tokens are merged in training and in evaluation: the weights keep the model's own names, but are to be used with the
+    same merging, which exported files record. The model needs no class token: pooling after the blocks (mean,
+    attention) treats each merged token as one token.
+
+    If fewer than 2·r patch tokens are left, half of them are merged, as in the paper. An r is refused if it exceeds
+    half of the grid's tokens, or if only one patch token would be left after the last block.
 
     Args:
-        r: tokens merged in every block; a list: in each one.
-        inflect: the second number of the paper's (r, inflect), from −1 to 1: r rises (falls, below 0) linearly from
-            block to block, by `inflect` · r about its mean: −1 goes from 2 r to 0 (the paper's decreasing schedule), 1
-            from 0 to 2 r. Rounded, the mean still is r.
-        proportional_attention: attention adds log(size), so that a token counts as all the patches it stands for.
+        r: number of tokens merged in each block, at least 0; a list: one number for each block.
+        inflect: slope of the schedule of r, the second number of the paper's (r, inflect), from −1 to 1. r changes
+            linearly from the first block to the last, from (1 − inflect)·r to (1 + inflect)·r: −1 goes from 2·r to 0
+            (the paper's decreasing schedule), 1 from 0 to 2·r. Rounding keeps the mean at r. Only for a single r.
+        proportional_attention: add the log of the number of patches that a token represents to its attention scores
+            (the paper's Equation 1).
 
     Raises:
-        SettingError: a value outside these, or (when applied) an r that the model's tokens do not allow.
-        UserError: when applied: the model has no token grid, or blocks of another form.
+        SettingError: a setting is out of range; when applied: r is a list of another length than the model's number of
+            blocks, or merges too many tokens.
+        UserError: when applied: the model has no grid of tokens, its blocks are of an unsupported type, or its
+            attention has a mask or no keys; or another method that drops or merges tokens, or one with a low-rank
+            backward pass, has been applied.
     """
 
     name = "tome"
@@ -180,7 +201,7 @@ class ToMe(Method):
         if isinstance(inflect, bool) or not isinstance(inflect, int | float) or not -1 <= inflect <= 1:
             raise SettingError("inflect", inflect, "a number from -1 to 1")
         if inflect and each is r:
-            raise SettingError("inflect", inflect, "0 where r is a list, which says it for each block")
+            raise SettingError("inflect", inflect, "0 if r is a list")
         if not isinstance(proportional_attention, bool):
             raise SettingError("proportional_attention", proportional_attention, ("true", "false"))
         self.r = list(each) if each is r else r
@@ -190,13 +211,13 @@ class ToMe(Method):
         refuse_other_blocks(view, self.name, view.blocks)
         patches = grid_positions(view)
         _refuse_other_tokens(view, patches)
-        r = self._of_each(view, patches)
+        r = self._r_per_block(view, patches)
         give_forwards(
             model,
             view,
             {
-                name: (_MergingForward, (n, self.proportional_attention, any(r[:place])))
-                for place, (name, n) in enumerate(zip(view.blocks, r, strict=True))
+                name: (_MergingForward, (n, self.proportional_attention, any(r[:index])))
+                for index, (name, n) in enumerate(zip(view.blocks, r, strict=True))
             },
         )
         why = Skipped(Reason.NO_EFFECT, "r is 0")
@@ -204,27 +225,23 @@ class ToMe(Method):
         merging = tuple(name for name in view.blocks if name not in none)
         return Applied(self.name, merging, none, none_needed="" if merging else "r is 0 in every block")
 
-    def _of_each(self, view: ModelView, patches: int) -> list[int]:
-        """Return r of each block.
-
-        Args:
-            view: the view of the model.
-            patches: its patch tokens.
+    def _r_per_block(self, view: ModelView, patches: int) -> list[int]:
+        """Return r of each block of a model with `patches` patch tokens.
 
         Raises:
-            SettingError: a list of another length, or an r that would merge everything.
+            SettingError: r is a list of another length, or merges too many tokens.
         """
         blocks = len(view.blocks)
         setting = f"method.{self.name}.r"
         if isinstance(self.r, list):
             if len(self.r) != blocks:
-                raise SettingError(setting, self.r, f"{blocks} numbers: {view.name} has {blocks} blocks")
+                raise SettingError(setting, self.r, f"a list of {blocks} integers, one for each block of {view.name}")
             if not _leaves_some(self.r, patches):
                 raise SettingError(
                     setting,
                     self.r,
-                    f"numbers from 0 to {patches // 2}, half of the {patches} patch tokens of {view.name}, that leave"
-                    " more than one of them",
+                    f"a list of integers from 0 to {patches // 2} that leaves more than one patch token",
+                    f"{view.name} has {patches} patch tokens, and each block merges at most half of its input.",
                 )
             return self.r
         if not _leaves_some(scheduled(self.r, self.inflect, blocks), patches):
@@ -233,8 +250,8 @@ class ToMe(Method):
                 setting,
                 self.r,
                 f"an integer from 0 to {largest}",
-                f"{view.name} has {patches} patch tokens, {blocks} blocks merge at most half of those they are given,"
-                " and more than one has to be left.",
+                f"{view.name} has {patches} patch tokens, each of its {blocks} blocks merges at most half of its input,"
+                " and more than one patch token must be left.",
             )
         return scheduled(self.r, self.inflect, blocks)
 
@@ -243,7 +260,10 @@ class ToMe(Method):
 
 
 def _refuse_other_tokens(view: ModelView, patches: int) -> None:
-    """Raise UserError where a block does not take tokens (B, N, C), of any number, or its keys are not seen."""
+    """Raise UserError if a block does not accept tokens (B, N, C) for any N, or its keys are not found.
+
+    Every block is run on fake tensors, as a copy.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     for name in view.blocks:
         block = view.model.get_submodule(name)
@@ -261,28 +281,33 @@ def _refuse_other_tokens(view: ModelView, patches: int) -> None:
             raise
         except Exception as error:
             raise UserError(
-                f"method tome: the blocks of {view.name} ({type(block).__name__}) do not take tokens (B, N, C), of any"
-                f" number: {str(error).splitlines()[0]}"
+                f"method tome: the blocks of {view.name} ({type(block).__name__}) do not accept tokens (B, N, C) for"
+                f" any N: {str(error).splitlines()[0]}"
             ) from error
 
 
 def scheduled(r: int, inflect: float, blocks: int) -> list[int]:
-    """Return r of each block: rising or falling linearly about its mean r.
+    """Return r of each block, changing linearly from (1 − inflect)·r in the first to (1 + inflect)·r in the last.
 
-    Two blocks at the same distance from the middle have exactly 2 r together: halves are rounded to the even integer,
-    and `inflect` is taken as the decimal number it is written as.
+    Two blocks at the same distance from the middle have exactly 2·r together: halves are rounded to even, and `inflect`
+    is taken as the decimal fraction that is written.
+
+    Args:
+        r: mean over the blocks.
+        inflect: from −1 to 1.
+        blocks: number of blocks.
     """
     slope = 0 if blocks == 1 else Fraction(str(inflect)) / (blocks - 1)
     return [round(r + r * slope * (2 * block - blocks + 1)) for block in range(blocks)]
 
 
 def merged_of(patches: int, r: int) -> int:
-    """Return how many of its patch tokens a block merges: r, or half of them."""
+    """Return how many of `patches` patch tokens a block merges: r, but at most half of them."""
     return min(r, patches // 2)
 
 
 def _leaves_some(r: Sequence[int], patches: int) -> bool:
-    """Return True if each r is at most half of the grid, and more than one token is left at the end."""
+    """Return whether no r exceeds half of all patch tokens, and more than one patch token is left at the end."""
     if not any(r):
         return True
     left = patches
