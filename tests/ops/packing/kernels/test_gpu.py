@@ -65,7 +65,7 @@ def test_sparse_form_of_any_shape(rows, inner, kind, dtype, sparsity, exact, see
 
 
 @pytest.mark.slow
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(**ANY_SPARSE)
 def test_sparse_form_of_many_shapes(rows, inner, kind, dtype, sparsity, exact, seed):
     assert_same_packing(data(kind, (rows, *inner), dtype, seed).to(DEVICE), sparsity, exact)
@@ -138,7 +138,7 @@ def test_eight_bits(shape, dtype, seed):
 
 
 @pytest.mark.slow
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(**ANY_EIGHT_BITS)
 def test_eight_bits_of_many_shapes(shape, dtype, seed):
     assert_same_eight_bits(torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype), seed)
