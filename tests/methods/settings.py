@@ -102,7 +102,7 @@ def _side(**settings: Any) -> Row:
         why_no_off="a network without side modules is the head alone",
         instead=Instead.SAME_OUTPUT,
         models=("vit", "resnet", "mobilenet"),
-        refused=dict.fromkeys(("efficientformer", "swinv2"), "no blocks of a form beside which"),
+        refused=dict.fromkeys(("efficientformer", "swinv2"), "no blocks of a form that a side module fits"),
     )
 
 
@@ -124,7 +124,7 @@ def _experts(
         why_no_off="experts are parameters of their own",
         instead=Instead.SAME_OUTPUT,
         models=models,
-        refused={"resnet": "has no mlp"},
+        refused={"resnet": "has no mlp" if name == "moe" else "no class token"},
         reference=reference,
     )
 
@@ -143,14 +143,13 @@ def _near(name: str, why: str, *models: str, **settings: Any) -> Row:
 
 
 def _merging(**settings: Any) -> Row:
-    another_form = dict.fromkeys(("efficientformer", "resnet", "mobilenet"), "not of the form")
     return Row(
         METHODS["tome"],
         settings,
         off={"r": 0},
         shortcuts=((_MergingForward, "_acts", _always),),
         models=("vit",),
-        refused={**another_form, "swinv2": "not of the form"},
+        refused=dict.fromkeys(("efficientformer", "swinv2", "resnet", "mobilenet"), "not on one grid"),
         own_evaluation="tokens are merged there too",
     )
 
