@@ -166,7 +166,7 @@ def kept_after_forward(
     with undisturbed():
         probe.warm_up()
         # The second step: what the first one put into caches existed before it.
-        step = probe.watch(batch_size, fake, [(0, False), (1, False)])[1]
+        step = probe.watch(batch_size, fake, [(0, False), (1, False)], backward=False)[1]
     return Kept(
         saved_bytes=sum(nbytes for key, nbytes in step.saved.items() if key in step.created),
         live_bytes=sum(made.nbytes for made in step.created.values()),

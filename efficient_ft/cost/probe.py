@@ -82,7 +82,12 @@ class Probe:
             self.model.zero_grad(set_to_none=True)
 
     def watch(
-        self, images: int, fake: bool, which: Sequence[tuple[int, bool]], layers: bool = False
+        self,
+        images: int,
+        fake: bool,
+        which: Sequence[tuple[int, bool]],
+        layers: bool = False,
+        backward: bool = True,
     ) -> list[WatchedStep]:
         """Watch several steps of one copy.
 
@@ -91,6 +96,7 @@ class Probe:
             fake: on fake tensors; else on real ones.
             which: for each step its number, and True for attention in parts (without the fused kernel).
             layers: attribute FLOPs to modules as well.
+            backward: False: the steps end after the loss.
         """
         with FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext() as mode:
             model, methods = self.copy(mode)
@@ -99,13 +105,13 @@ class Probe:
             for step, unfused in which:
                 methods.begin(self.steps_before + step)
                 with sdpa_kernel(SDPBackend.MATH) if unfused else contextlib.nullcontext():
-                    watched.append(self._watch_one(model, methods, batch, layers))
+                    watched.append(self._watch_one(model, methods, batch, layers, backward))
                 methods.end()
                 model.zero_grad(set_to_none=True)
             return watched
 
     def _watch_one(
-        self, model: nn.Module, methods: StepMethods, batch: tuple[Tensor, Tensor], layers: bool
+        self, model: nn.Module, methods: StepMethods, batch: tuple[Tensor, Tensor], layers: bool, backward: bool
     ) -> WatchedStep:
         """Forward, loss and backward under the meter."""
         state = [*model.parameters(), *model.buffers()]
@@ -116,7 +122,7 @@ class Probe:
             with hook:
                 logits, loss = forward_and_loss(model, methods, *batch, self.spec)
             created, saved = meter.created(), hook.alive()
-            if loss.requires_grad:  # else nothing trains and the step is its forward pass
+            if backward and loss.requires_grad:  # else nothing trains and the step is its forward pass
                 with meter.phase("backward"):
                     loss.backward()
         outputs = storages([logits, loss])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_only
+
+from efficient_ft.core.text import table
 
 
 def rank() -> int:
@@ -67,20 +68,6 @@ def format_seconds(value: float) -> str:
 
 
 # ---------------------------------------------------------------------------------------------- tables
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns with a rule under the first row: the first column left, the others right."""
-    columns = max(len(row) for row in rows)
-    full = [[*row, *[""] * (columns - len(row))] for row in rows]
-    widths = [max(len(row[i]) for row in full) for i in range(columns)]
-    lines = []
-    for i, row in enumerate(full):
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-        if i == 0:
-            lines.append("─" * (sum(widths) + 2 * (columns - 1)))
-    return "\n".join(lines)
-
-
 _COSTS = (
     ("executed", "forward_flops", "forward FLOPs / image", format_number),
     ("executed", "backward_flops", "backward FLOPs / image", format_number),

@@ -14,13 +14,14 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from efficient_ft.config import Config, DataConfig
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.text import table
 from efficient_ft.cost.executed import AUTOCAST
 from efficient_ft.data import ImageData, RoundRobinData
 from efficient_ft.models.tasks import tasks_of
 from efficient_ft.record.config_file import read_config
 from efficient_ft.record.results import DataReport, flatten
 from efficient_ft.training import export
-from efficient_ft.training.console import say, table
+from efficient_ft.training.console import say
 from efficient_ft.training.datamodule import data_configs, missing_images, open_images
 
 _PASS_A_RUN = "Pass the run folder printed when training ended."

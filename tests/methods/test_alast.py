@@ -151,10 +151,10 @@ def test_drop_path_draws_as_in_the_plain_model() -> None:
 # ------------------------------------------------------------------------------------------------ 4: budgets
 READINGS: dict[str, dict[str, Any]] = {
     "alast": {**settings_of("alast"), "num_layers": 2},
-    "alast fast": {**settings_of("alast"), "layers": 2, "rate": 1.0},
+    "alast fast": {**settings_of("alast"), "num_layers": 2, "budget_lr": 1.0},
     "alast_paper": {**settings_of("alast_paper"), "num_layers": 2},
-    "alast_paper fast": {**settings_of("alast_paper"), "layers": 2, "rate": 20.0},
-    "batch": {"layers": 3, "rate": 0.05, "delta": "batch", "first_delta": "same", "lowest": 0.2},
+    "alast_paper fast": {**settings_of("alast_paper"), "num_layers": 2, "budget_lr": 20.0},
+    "batch": {"num_layers": 3, "budget_lr": 0.05, "delta": "batch", "first_delta": "same", "budget_min": 0.2},
 }
 
 
@@ -166,8 +166,8 @@ def test_budgets_follow_the_equations(reading: str, micro_batches: int) -> None:
     plain, model, method = model_of("vit"), model_of("vit"), ALaST(**settings)
     method.apply(model)
     built, reference = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
-    b = [float(settings.get("start", 0.9))] * DEPTH
-    lowest, highest = settings.get("lowest", 0.5), settings.get("highest", 1.0)
+    b = [float(settings.get("budget_init", 0.9))] * DEPTH
+    lowest, highest = settings.get("budget_min", 0.5), settings.get("budget_max", 1.0)
     before: list[float] | None = None
     clipped = moved = 0
     for step in range(6):
@@ -183,7 +183,7 @@ def test_budgets_follow_the_equations(reading: str, micro_batches: int) -> None:
         method.step_end()
         built.zero_grad()
         assert said["budgets"] == pytest.approx(b, abs=1e-6), "those of this step"
-        if settings.get("choice") == "highest":
+        if settings.get("layer_choice") == "highest":
             ranked = sorted(range(DEPTH), key=lambda block: (-said["budgets"][block], block))
             assert said["trained"] == [f"blocks.{block}" for block in sorted(ranked[:2])]
 
@@ -198,7 +198,7 @@ def test_budgets_follow_the_equations(reading: str, micro_batches: int) -> None:
         now = [float(change.sum()) / over for change in changes]
         if before is None:
             before = now if settings["first_delta"] == "same" else [0.0] * DEPTH
-        raw = [value + settings["rate"] * (new - old) for value, new, old in zip(b, now, before, strict=True)]
+        raw = [value + settings["budget_lr"] * (new - old) for value, new, old in zip(b, now, before, strict=True)]
         b = [min(highest, max(lowest, value)) for value in raw]
         clipped += b != raw
         moved += any(value not in (lowest, highest) for value in b)
@@ -470,12 +470,12 @@ def test_lora_trains_on_the_tokens_of_the_budgets_and_its_budgets_move() -> None
         ({"start": 1.5}, "start"),
         ({"start": 0.4}, "start"),
         ({"start": True}, "start"),
-        ({"lowest": -0.1}, "lowest"),
-        ({"lowest": 0.9, "highest": 0.6}, "lowest"),
+        ({"budget_min": -0.1}, "lowest"),
+        ({"budget_min": 0.9, "highest": 0.6}, "lowest"),
         ({"highest": 1.5}, "highest"),
-        ({"rate": -1.0}, "rate"),
-        ({"rate": math.inf}, "rate"),
-        ({"rate": "fast"}, "rate"),
+        ({"budget_lr": -1.0}, "rate"),
+        ({"budget_lr": math.inf}, "rate"),
+        ({"budget_lr": "fast"}, "rate"),
         ({"delta": "mean"}, "delta"),
         ({"first_delta": "none"}, "first_delta"),
         ({"layer_choice": "lowest"}, "layer_choice"),

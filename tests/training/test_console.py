@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 
+from efficient_ft.core.text import table
 from efficient_ft.training.console import (
     cost_table,
     format_bytes,
     format_number,
     format_seconds,
     results_text,
-    table,
 )
 
 
