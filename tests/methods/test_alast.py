@@ -239,10 +239,10 @@ def test_the_default_rate_is_the_paper_s_at_its_batch() -> None:
     """1e-4 of a sum over 128 images is .0128 of their mean."""
     mean, total = ALaST(), ALaST(delta="batch", budget_lr=1e-4)
     for method in (mean, total):
-        method.apply(MODELS["vit"].create() if method.layers <= DEPTH else timm.create_model("vit_tiny_patch16_224"))
+        method.apply(MODELS["vit"].create() if method.num_layers <= DEPTH else timm.create_model("vit_tiny_patch16_224"))
     changes = torch.rand(12)
     for a, b in zip(mean._deltas(changes, 128), total._deltas(changes, 128), strict=True):
-        assert mean.rate * a == pytest.approx(total.rate * b)
+        assert mean.budget_lr * a == pytest.approx(total.budget_lr * b)
 
 
 @pytest.mark.parametrize("how", ["Checkpointing", "timm", "both halves"])
@@ -375,7 +375,7 @@ def test_the_mean_cost_is_that_of_the_sampled_masks_and_falls_with_k(monkeypatch
 
 
 def test_without_dropping_it_costs_what_uniform_layers_cost() -> None:
-    same = {"embeddings": False, "seed": 1}
+    same = {"train_embeddings": False, "seed": 1}
     model = MODELS["vit"].create()
     one = layer_flops(model, 2, (32, 32), methods=[ALaST(4, budget_init=1.0, **same)])  # type: ignore[arg-type]
     other = layer_flops(model, 2, (32, 32), methods=[UniformLayers(4, **same)])  # type: ignore[arg-type]
@@ -467,15 +467,15 @@ def test_lora_trains_on_the_tokens_of_the_budgets_and_its_budgets_move() -> None
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"start": 1.5}, "start"),
-        ({"start": 0.4}, "start"),
-        ({"start": True}, "start"),
-        ({"budget_min": -0.1}, "lowest"),
-        ({"budget_min": 0.9, "highest": 0.6}, "lowest"),
-        ({"highest": 1.5}, "highest"),
-        ({"budget_lr": -1.0}, "rate"),
-        ({"budget_lr": math.inf}, "rate"),
-        ({"budget_lr": "fast"}, "rate"),
+        ({"budget_init": 1.5}, "budget_init"),
+        ({"budget_init": 0.4}, "budget_init"),
+        ({"budget_init": True}, "budget_init"),
+        ({"budget_min": -0.1}, "budget_min"),
+        ({"budget_min": 0.9, "budget_max": 0.6}, "budget_min"),
+        ({"budget_max": 1.5}, "budget_max"),
+        ({"budget_lr": -1.0}, "budget_lr"),
+        ({"budget_lr": math.inf}, "budget_lr"),
+        ({"budget_lr": "fast"}, "budget_lr"),
         ({"delta": "mean"}, "delta"),
         ({"first_delta": "none"}, "first_delta"),
         ({"layer_choice": "lowest"}, "layer_choice"),

@@ -246,8 +246,8 @@ def test_a_block_that_sits_out_keeps_its_weights_and_the_optimizer_s_state(kind:
         assert all(p.requires_grad for p in model.parameters())
         assert [[id(p) for p in group["params"]] for group in built.param_groups] == groups
         trained.update(chosen)
-    assert sum(trained.values()) == (3 * 4 + 5 * 2 if kind == "top_layers" else 8 * method.layers)
-    assert len(trained) > method.layers, "other blocks train in other steps"
+    assert sum(trained.values()) == (3 * 4 + 5 * 2 if kind == "top_layers" else 8 * method.num_layers)
+    assert len(trained) > method.num_layers, "other blocks train in other steps"
 
 
 def test_a_run_trains_in_each_step_what_the_seed_says_on_every_micro_batch(
