@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from efficient_ft.core.errors import SettingError
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.cost.meter import storage_id
 from efficient_ft.cost.probe import FakeCopyOnCPU
 from efficient_ft.cost.step import require_image_size, require_positive
@@ -247,8 +247,14 @@ def operations(
         probe.eval()  # the rule ignores dropout, and methods of the memory axis act in training only
         image = torch.empty(1, in_chans, *input_size, dtype=next(probe.parameters()).dtype)
         trace = _Trace(probe, blocks, image, rule)
-        with trace:
-            probe(image)
+        try:
+            with trace:
+                probe(image)
+        except (AssertionError, RuntimeError, ValueError) as error:
+            height, width = input_size
+            raise UserError(
+                f"{type(model).__name__} cannot be run on images of {height}×{width}: {str(error).splitlines()[0]}"
+            ) from error
     return trace.operations
 
 

@@ -239,7 +239,9 @@ def test_the_default_rate_is_the_paper_s_at_its_batch() -> None:
     """1e-4 of a sum over 128 images is .0128 of their mean."""
     mean, total = ALaST(), ALaST(delta="batch", budget_lr=1e-4)
     for method in (mean, total):
-        method.apply(MODELS["vit"].create() if method.num_layers <= DEPTH else timm.create_model("vit_tiny_patch16_224"))
+        method.apply(
+            MODELS["vit"].create() if method.num_layers <= DEPTH else timm.create_model("vit_tiny_patch16_224")
+        )
     changes = torch.rand(12)
     for a, b in zip(mean._deltas(changes, 128), total._deltas(changes, 128), strict=True):
         assert mean.budget_lr * a == pytest.approx(total.budget_lr * b)

@@ -5,17 +5,28 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import pytest
+from torch import nn
 
 from efficient_ft.config import check
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods import build
-from efficient_ft.methods.base import Method
+from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.build import build_methods
+from efficient_ft.methods.declarations import Axis
+from efficient_ft.models.view import ModelView
 from tests.config.settings import PLAIN, two_tasks
 
 
-class _Selection(Method):
-    axis = "selection"
+class _Stub(Method):
+    def _apply(self, model: nn.Module, view: ModelView) -> Applied:
+        raise AssertionError("made, not applied")
+
+    def _remove(self, model: nn.Module) -> None:
+        raise AssertionError("made, not applied")
+
+
+class _Selection(_Stub):
+    axis = Axis.SELECTION
 
     def __init__(self) -> None:
         pass
@@ -36,8 +47,8 @@ class Blocks(_Selection):
         self.blocks = blocks
 
 
-class LowRank(Method):
-    name, axis = "low_rank", "backprop"
+class LowRank(_Stub):
+    name, axis = "low_rank", Axis.BACKPROP
 
     def __init__(self, bases: Literal["l1", "linf"] = "l1", order: int = 4, scale: float | None = None) -> None:
         if not 1 <= order <= 15:
@@ -45,8 +56,8 @@ class LowRank(Method):
         self.bases, self.order, self.scale = bases, order, scale
 
 
-class Adapter(Method):
-    name, axis = "adapter", "adapters"
+class Adapter(_Stub):
+    name, axis = "adapter", Axis.ADAPTERS
 
     def __init__(self, rank: int = 8) -> None:
         self.rank = rank
@@ -54,10 +65,8 @@ class Adapter(Method):
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    import efficient_ft.methods
-
     known = {m.name: m for m in (Full, LastStage, Blocks, LowRank, Adapter)}
-    monkeypatch.setattr(efficient_ft.methods, "METHODS", known)
+    monkeypatch.setattr(build, "METHODS", known)
 
 
 def made(**methods: Any) -> list[str]:
@@ -150,5 +159,5 @@ def test_the_schema_describes_a_type_that_yaml_cannot_express() -> None:
 
 
 def test_a_task_that_no_network_can_name_is_refused_before_anything_is_loaded() -> None:
-    with pytest.raises(SettingError, match=r"^tasks must be .*, got keys"):
+    with pytest.raises(SettingError, match=r"^tasks must be .*, got 'keys'"):
         build_methods(check(two_tasks(tasks__keys={"name": "cifar10"})))
