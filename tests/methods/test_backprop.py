@@ -258,7 +258,7 @@ def test_settings_out_of_range_are_refused_by_name(settings, setting):
 
 
 def test_dct_order_out_of_range():
-    with pytest.raises(SettingError, match="order=16"):
+    with pytest.raises(SettingError, match="order must be an integer from 1 to 15, got 16"):
         LBPDCT(order=16)
 
 
