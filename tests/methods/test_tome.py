@@ -295,7 +295,7 @@ def test_how_activations_are_kept_changes_nothing_where_all_is_kept(other: Any, 
     assert not any(forwards_of(m) for m in both.modules())
 
 
-@pytest.mark.parametrize("other", [lambda: Mesa(), lambda: BackRazor(0.0, "input", attention="fused")])
+@pytest.mark.parametrize("other", [lambda: Mesa(), lambda: BackRazor(0.0, "same", attention="fused")])
 def test_gradients_from_eight_bits_are_near(other: Any) -> None:
     alone, both = model_of("vit"), model_of("vit")
     ToMe(12).apply(alone)
