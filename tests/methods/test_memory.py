@@ -177,7 +177,8 @@ def test_what_changes_the_forward_pass_is_refused_with_low_rank_backward() -> No
     model = model_of("vit")
     LBPWHT(order=3).apply(model)
     for method, name in ((BackRazor(prune="both"), "back_razor"), (SWAT(), "swat")):
-        with pytest.raises(UserError, match=f"method {name}: lbp_wht has been applied .* cannot be stacked: .*low-rank"):
+        text = f"method {name}: lbp_wht has been applied .* cannot be stacked: .*low-rank"
+        with pytest.raises(UserError, match=text):
             method.apply(model)
     assert not any("forward" in m.__dict__ for m in model.modules())
     assert BackRazor().apply(model).touched
