@@ -205,6 +205,7 @@ def test_settings_in_backticks_exist():
 
 
 # ---------------------------------------------------------------------------------------------- code
+@pytest.mark.slow
 def test_python_blocks_run_in_the_order_of_their_page(tmp_path):
     blocks = [(name(page), block) for page in PAGES for block in fences(page, "python")]
     assert {page for page, _ in blocks} >= {"README.md", "docs/guides/library.md", "docs/writing-a-method.md"}

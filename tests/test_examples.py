@@ -45,6 +45,7 @@ def test_huggingface_trainer(capsys: pytest.CaptureFixture[str]) -> None:
     assert "4 steps" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_count_cost(capsys: pytest.CaptureFixture[str]) -> None:
     counts = main_of("count_cost", batch_size=2)
     full, smallest = counts["full"], counts["BSR, Back Razor"]

@@ -246,6 +246,7 @@ def test_headroom_bases_are_orthonormal_and_better_on_what_they_were_made_for(ne
     assert kept["PCA of g_y"] == max(kept.values())
 
 
+@pytest.mark.slow
 def test_padding_is_most_of_what_the_published_projection_loses(shared_data, tmp_path):
     file, archive = shared_data / "vit_micro_tinyimagenet100.safetensors", shared_data / "tinyimagenet100.tar.gz"
     if not (file.is_file() and archive.is_file()):

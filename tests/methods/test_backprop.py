@@ -63,11 +63,13 @@ def test_efficientformer_l1_last_stage_costs_what_was_predicted(pristine, order,
     assert found == pytest.approx(expected, rel=0.03)
 
 
+@pytest.mark.slow
 def test_the_exact_last_stages_cost_what_was_predicted(pristine):
     assert backward_mflops(pristine("efficientformer_l1"), 224) == pytest.approx(1585, rel=0.01)
     assert backward_mflops(pristine("swinv2_small_window8_256"), 256) == pytest.approx(3827, rel=0.01)
 
 
+@pytest.mark.slow
 def test_swinv2_small_last_stage_all_nine_linears_reached(pristine):
     model, method = pristine("swinv2_small_window8_256"), LBPWHT(order=4)
     assert backward_mflops(model, 256, method) == pytest.approx(674, rel=0.03)
@@ -84,7 +86,9 @@ def test_swinv2_as_published_leaves_qkv_exact(pristine):
     assert applied.skipped["layers.3.blocks.0.attn.qkv"].reason == Reason.AS_PUBLISHED
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize(
+    "name", [name if name == "efficientformer_l1" else pytest.param(name, marks=pytest.mark.slow) for name in NAMED]
+)
 def test_every_named_layer_falls_by_the_predicted_amount(pristine, name):
     """Full training, projections forced: what is named is projected and reached, and nothing else."""
     model, size = pristine(name), SIZE.get(name, 224)

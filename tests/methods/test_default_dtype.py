@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = '''
 import copy
 from contextlib import contextmanager, nullcontext
@@ -83,6 +85,7 @@ for name, make in METHODS.items():
 '''
 
 
+@pytest.mark.slow
 def test_gradients_are_the_same_under_every_default_dtype(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")

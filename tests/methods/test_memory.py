@@ -50,7 +50,9 @@ def closed_form(model: nn.Module, sparsity: float) -> float:
     return 12 * block + 4 * 3 * 224**2 + 4 * d
 
 
-@pytest.mark.parametrize("name", ["deit_small_patch16_224", "vit_base_patch16_224"])
+@pytest.mark.parametrize(
+    "name", ["deit_small_patch16_224", pytest.param("vit_base_patch16_224", marks=pytest.mark.slow)]
+)
 def test_saved_bytes_are_those_of_the_closed_form(name: str) -> None:
     with torch.device("meta"):
         model = timm.create_model(name)

@@ -172,6 +172,7 @@ def test_nothing_is_recorded_before_the_first_module(name: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ what it costs
+@pytest.mark.slow
 def test_resnet50_costs_what_table_5_says() -> None:
     """6.2 GMACs and 9.91 MB; counted by hand: the modules' convolutions, and what is kept of each image."""
     model = on_meta("resnet50")
@@ -199,6 +200,7 @@ def test_resnet50_costs_what_table_5_says() -> None:
     assert published(model, 1, (224, 224)).activation_bytes / 2**20 == pytest.approx(9.91, rel=0.02)
 
 
+@pytest.mark.slow
 def test_deit_costs_what_table_5_says() -> None:
     """5.7 GMACs: three blocks more. 40.1 MiB: three blocks that train, and the eight frozen ones above the first."""
     tokens, width, heads = 197, 384, 6
