@@ -92,6 +92,10 @@ class MethodContracts:
             self._prototypes[key] = model, method
         return copy.deepcopy(self._prototypes[key])
 
+    def precisions(self, row: str, name: str) -> tuple[str, ...]:
+        """Return the precisions in which the meter is checked."""
+        return ("fp32", "bf16")
+
     def _key(self, row: str, name: str) -> Any:
         return type(self), row, name
 
@@ -322,7 +326,7 @@ class MethodContracts:
         model, method = self.applied(row, name)
         model.float()
         size = (MODELS[name].size, MODELS[name].size)
-        for precision in ("fp32", "bf16"):
+        for precision in self.precisions(row, name):
             kept = kept_after_forward(model, 2, size, methods=[method], precision=precision)
             assert kept.hidden == (), precision
             assert kept.saved_bytes == kept.live_bytes, precision

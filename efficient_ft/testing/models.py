@@ -68,7 +68,7 @@ MODELS = {
 }
 
 #: The models that a row is tried on by default.
-USUAL = ("vit", "efficientformer", "swinv2", "resnet")
+USUAL = ("vit", "resnet", "swinv2", "efficientformer")
 
 
 @functools.cache

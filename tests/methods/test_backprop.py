@@ -29,6 +29,8 @@ NAMED = {
     "swinv2_small_window8_256": (r"layers\.\d\.(blocks\.\d+\.(attn\.(qkv|proj)|mlp\.fc[12])|downsample\.reduction)"),
 }
 NAMED["efficientformerv2_l"] = NAMED["efficientformerv2_s0"]
+#: The contracts reach every layer of small models of the same families.
+LARGE = ("efficientformer_l7", "efficientformerv2_l", "swinv2_small_window8_256")
 SIZE = {"swinv2_small_window8_256": 256}
 
 
@@ -53,9 +55,11 @@ def backward_mflops(model: nn.Module, size: int, *methods) -> float:
 @pytest.mark.parametrize(
     ("order", "padding", "expected"),
     [
-        (2, "ortho", 198), (4, "ortho", 425), (6, "ortho", 781), (8, "ortho", 1202),
-        (2, "zero", 198), (4, "zero", 425), (6, "zero", 781), (8, "zero", 1267),
-        (2, "reflect", 198), (4, "reflect", 425), (6, "reflect", 781), (8, "reflect", 1267),
+        (2, "ortho", 198), (4, "ortho", 425), (8, "ortho", 1202), (8, "zero", 1267),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+            (6, "ortho", 781), (2, "zero", 198), (4, "zero", 425), (6, "zero", 781),
+            (2, "reflect", 198), (4, "reflect", 425), (6, "reflect", 781), (8, "reflect", 1267),
+        ]),
     ],
 )  # fmt: skip
 def test_efficientformer_l1_last_stage_costs_what_was_predicted(pristine, order, padding, expected):
@@ -86,9 +90,7 @@ def test_swinv2_as_published_leaves_qkv_exact(pristine):
     assert applied.skipped["layers.3.blocks.0.attn.qkv"].reason == Reason.AS_PUBLISHED
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "efficientformer_l1" else pytest.param(name, marks=pytest.mark.slow) for name in NAMED]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in LARGE else []) for n in NAMED])
 def test_every_named_layer_falls_by_the_predicted_amount(pristine, name):
     """Full training, projections forced: what is named is projected and reached, and nothing else."""
     model, size = pristine(name), SIZE.get(name, 224)
@@ -262,7 +264,7 @@ def test_settings_out_of_range_are_refused_by_name(settings, setting):
 
 
 def test_dct_order_out_of_range():
-    with pytest.raises(SettingError, match="order must be an integer from 1 to 15, got 16"):
+    with pytest.raises(SettingError, match=r"order must be .*, got 16"):
         LBPDCT(order=16)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from efficient_ft.testing import (
     MODELS,
     Gradients,
     MethodContracts,
+    Row,
     evaluate,
     gradients,
     largest_difference,
@@ -31,9 +33,37 @@ from efficient_ft.testing import (
 from tests.methods.settings import ROWS
 
 
+def _models(r: Row) -> int:
+    """How many of its models a row is tried on in the default set: fewer where it is a variant of another row."""
+    return 3 if r is ROWS.get(r.method.name) else 2
+
+
 class TestContracts(MethodContracts):
-    rows = ROWS
+    rows = {row: replace(r, models=r.models[: _models(r)]) for row, r in ROWS.items()}  # noqa: RUF012
     conf = Path(__file__).resolve().parents[2] / "conf" / "method"
+
+    def precisions(self, row: str, name: str) -> tuple[str, ...]:
+        return ("fp32", "bf16") if name == self.rows[row].models[0] else ("fp32",)
+
+
+@pytest.mark.slow
+class TestContractsOnOtherModels(MethodContracts):
+    rows = {  # noqa: RUF012
+        row: replace(r, models=r.models[_models(r) :], refused={}) for row, r in ROWS.items() if r.models[_models(r) :]
+    }
+
+
+class _InBF16(TestContracts):
+    __test__ = False
+
+    def precisions(self, row: str, name: str) -> tuple[str, ...]:
+        return ("bf16",)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("row", "name"), [(row, n) for row, r in TestContracts.rows.items() for n in r.models[1:]])
+def test_nothing_hides_from_the_meter_in_bf16(row: str, name: str) -> None:
+    _InBF16().test_nothing_hides_from_the_meter(row, name)
 
 
 def test_every_method_has_a_row() -> None:
@@ -138,7 +168,7 @@ def test_any_timm_model_is_worked_on_or_refused(architecture: str) -> None:
     assert worked_on_or_refused(*small(architecture), QUICK)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("architecture", drawn(200))
 def test_many_timm_models_are_worked_on_or_refused(architecture: str) -> None:
     worked = worked_on_or_refused(*small(architecture), ROWS)

@@ -47,17 +47,22 @@ def closed_form(model: nn.Module, sparsity: float) -> float:
     n, channels, heads = 197, model.embed_dim, model.blocks[0].attn.num_heads
     d, a, k = n * channels, heads * n * n, 1 - sparsity
     block = (10 * d + a) * (2 * k + 1 / 8) + 2 * d * (2 * k + 1 / 8) + 8 * d + 16 * n
-    return 12 * block + 4 * 3 * 224**2 + 4 * d
+    return len(model.blocks) * block + 4 * 3 * 224**2 + 4 * d
 
 
 @pytest.mark.parametrize(
-    "name", ["deit_small_patch16_224", pytest.param("vit_base_patch16_224", marks=pytest.mark.slow)]
+    ("name", "depth"),
+    [
+        ("deit_small_patch16_224", 2),
+        pytest.param("deit_small_patch16_224", 12, marks=pytest.mark.slow),
+        pytest.param("vit_base_patch16_224", 12, marks=pytest.mark.slow),
+    ],
 )
-def test_saved_bytes_are_those_of_the_closed_form(name: str) -> None:
+def test_saved_bytes_are_those_of_the_closed_form(name: str, depth: int) -> None:
     with torch.device("meta"):
-        model = timm.create_model(name)
+        model = timm.create_model(name, depth=depth)
         set_fused_attn(False)
-        unfused = timm.create_model(name)
+        unfused = timm.create_model(name, depth=depth)
         set_fused_attn(True)
     plain, in_parts = (executed(m, 16, (224, 224)).saved_bytes for m in (model, unfused))
     for sparsity in (0.8, 0.9, 0.95):
@@ -65,7 +70,7 @@ def test_saved_bytes_are_those_of_the_closed_form(name: str) -> None:
         assert kept == pytest.approx(closed_form(model, sparsity), rel=0.03)
         improved = executed(model, 16, (224, 224), methods=[BackRazor(sparsity)]).saved_bytes
         assert improved < 0.93 * kept
-        if sparsity == 0.8:
+        if sparsity == 0.8 and depth == 12:
             assert in_parts > 4.3 * kept
             assert plain > 3.6 * kept
             assert plain > 4.6 * improved
@@ -178,9 +183,8 @@ def test_tables_of_relative_positions_are_no_activations() -> None:
 def test_what_changes_the_forward_pass_is_refused_with_low_rank_backward() -> None:
     model = model_of("vit")
     LBPWHT(order=3).apply(model)
-    for method, name in ((BackRazor(prune="both"), "back_razor"), (SWAT(), "swat")):
-        text = f"method {name}: lbp_wht has been applied .* cannot be stacked: .*low-rank"
-        with pytest.raises(UserError, match=text):
+    for method, why in ((BackRazor(prune="both"), "prune=both: low-rank layers"), (SWAT(), "low-rank layers")):
+        with pytest.raises(UserError, match=f"method {method.name}: lbp_wht .* cannot be stacked: {why}"):
             method.apply(model)
     assert not any("forward" in m.__dict__ for m in model.modules())
     assert BackRazor().apply(model).touched

@@ -108,7 +108,10 @@ def test_drop_path_is_part_of_the_block() -> None:
 
 @pytest.mark.parametrize(
     ("name", "plain_gmacs", "gmacs"),
-    [("deit_small_patch16_224", 588.6, 295.5), ("vit_base_patch16_224", 2248.1, 1128.8)],
+    [
+        ("deit_small_patch16_224", 588.6, 295.5),
+        pytest.param("vit_base_patch16_224", 2248.1, 1128.8, marks=pytest.mark.slow),
+    ],
 )
 def test_tokens_and_forward_cost_are_those_published(name: str, plain_gmacs: float, gmacs: float) -> None:
     """BSR's Table 5 counts multiply-adds of the forward pass of 128 images, without the head."""
@@ -230,9 +233,9 @@ def test_timm_s_own_checkpointing_replays_the_same_choice() -> None:
 
 @pytest.mark.parametrize("other", [lambda: BackRazor(), lambda: Mesa(), lambda: LoRA(rank=2), lambda: LastStage()])
 def test_fewer_tokens_keep_fewer_bytes_whatever_else_is_applied(other: Any) -> None:
-    model = timm.create_model("vit_tiny_patch16_224", num_classes=10)
+    model = timm.create_model("vit_tiny_patch16_224", depth=4, num_classes=10)
     without = executed(model, 2, (224, 224), methods=[other()])
-    both = executed(model, 2, (224, 224), methods=[other(), EViT([3, 6, 9])])
+    both = executed(model, 2, (224, 224), methods=[other(), EViT([0, 1, 2])])
     assert both.saved_bytes < 0.7 * without.saved_bytes
     assert both.backward_flops < 0.7 * without.backward_flops
 
@@ -338,7 +341,11 @@ def test_blocks_of_another_form_are_refused(name: str) -> None:
 
 # ------------------------------------------------------------------------------------------------ BSR
 @pytest.mark.parametrize(
-    ("name", "flops", "full"), [("deit_small_patch16_224", 7.8e9, 27.5e9), ("vit_base_patch16_224", 29.8e9, 105.1e9)]
+    ("name", "flops", "full"),
+    [
+        ("deit_small_patch16_224", 7.8e9, 27.5e9),
+        pytest.param("vit_base_patch16_224", 29.8e9, 105.1e9, marks=pytest.mark.slow),
+    ],
 )
 def test_bsr_trains_in_a_part_of_the_operations(name: str, flops: float, full: float) -> None:
     with torch.device("meta"):

@@ -207,12 +207,12 @@ def tokens_behind(model: Any, size: int) -> list[int]:
         ({"r": [98, 0, 0, 0, 7, 0, 0, 0, 0, 0, 0, 60]}, [99] * 4 + [92] * 7 + [47]),
     ],
 )
-@pytest.mark.parametrize("mode", [True, False])
-def test_tokens_behind_the_blocks(settings: dict[str, Any], counts: list[int], mode: bool) -> None:
+def test_tokens_after_the_blocks(settings: dict[str, Any], counts: list[int]) -> None:
     with torch.device("meta"):
         model = timm.create_model("deit_small_patch16_224")
     ToMe(**settings).apply(model)
-    assert tokens_behind(model.train(mode), 224) == counts
+    for mode in (True, False):
+        assert tokens_behind(model.train(mode), 224) == counts
 
 
 def forward_macs(channels: int, r: int, depth: int = 12, patches: int = 196) -> int:
@@ -229,13 +229,18 @@ def forward_macs(channels: int, r: int, depth: int = 12, patches: int = 196) -> 
 @pytest.mark.parametrize(
     ("name", "channels", "r", "published"),
     [
-        ("deit_small_patch16_224", 384, 0, 4.6),
-        pytest.param("deit_small_patch16_224", 384, 8, 3.4, marks=pytest.mark.slow),
-        pytest.param("deit_small_patch16_224", 384, 13, 2.7, marks=pytest.mark.slow),
-        pytest.param("deit_small_patch16_224", 384, 16, 2.3, marks=pytest.mark.slow),
+        ("deit_small_patch16_224", 384, 13, 2.7),
         ("deit_tiny_patch16_224", 192, 8, 0.9),
-        ("deit_tiny_patch16_224", 192, 12, 0.8),
-        ("deit_tiny_patch16_224", 192, 16, 0.6),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("deit_small_patch16_224", 384, 0, 4.6),
+                ("deit_small_patch16_224", 384, 8, 3.4),
+                ("deit_small_patch16_224", 384, 16, 2.3),
+                ("deit_tiny_patch16_224", 192, 12, 0.8),
+                ("deit_tiny_patch16_224", 192, 16, 0.6),
+            ]
+        ),
     ],
 )
 def test_the_forward_pass_costs_what_is_counted_by_hand_and_published(
@@ -251,18 +256,18 @@ def test_the_forward_pass_costs_what_is_counted_by_hand_and_published(
 def test_attention_stays_fused_and_merging_keeps_no_activation() -> None:
     """Plain blocks of so many tokens keep as much, but for a share, a place and a log(size) of each token."""
     with torch.device("meta"):
-        model = timm.create_model("deit_small_patch16_224")
+        model = timm.create_model("deit_small_patch16_224", depth=3)
     off, on, without = (
         executed(model, 1, (224, 224), methods=[ToMe(r, proportional_attention=proportional)])
         for r, proportional in ((0, True), (8, True), (8, False))
     )
-    incoming = [197 - 8 * n for n in range(12)]
+    incoming = [197 - 8 * n for n in range(3)]
     assert on.saved_bytes - without.saved_bytes == 4 * sum(incoming[1:])
     # Of a token a block keeps 4 rows of C, its normalisation's two numbers and attention's per head; then 2 and 8.
     before, behind = 4 * (6 * 384 + 2 + 6), 4 * (10 * 384 + 2)
-    outside = off.saved_bytes - 12 * 197 * (before + behind)
+    outside = off.saved_bytes - 3 * 197 * (before + behind)
     # The last norm keeps its input, and the head what it takes a token of.
-    last = 4 * (2 * 384 + 2) * (197 - 101)
+    last = 4 * (2 * 384 + 2) * 3 * 8
     assert without.saved_bytes == outside - last + sum(n * (before + 12) + (n - 8) * behind for n in incoming)
 
 
@@ -314,12 +319,12 @@ def test_timm_s_own_checkpointing_replays_the_same_choice() -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [lambda: BackRazor(), lambda: Mesa(), lambda: LoRA(rank=2), lambda: LastStage(), lambda: UniformLayers(6)]
+    "other", [lambda: BackRazor(), lambda: Mesa(), lambda: LoRA(rank=2), lambda: LastStage(), lambda: UniformLayers(2)]
 )
 def test_fewer_tokens_keep_fewer_bytes_whatever_else_is_applied(other: Any) -> None:
-    model = timm.create_model("vit_tiny_patch16_224", num_classes=10)
+    model = timm.create_model("vit_tiny_patch16_224", depth=4, num_classes=10)
     without = executed(model, 2, (224, 224), methods=[other()])
-    both = executed(model, 2, (224, 224), methods=[other(), ToMe(13)])
+    both = executed(model, 2, (224, 224), methods=[other(), ToMe(39)])
     assert both.saved_bytes < 0.7 * without.saved_bytes
     assert both.backward_flops < 0.7 * without.backward_flops
 
