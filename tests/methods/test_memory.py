@@ -51,18 +51,13 @@ def closed_form(model: nn.Module, sparsity: float) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "depth"),
-    [
-        ("deit_small_patch16_224", 2),
-        pytest.param("deit_small_patch16_224", 12, marks=pytest.mark.slow),
-        pytest.param("vit_base_patch16_224", 12, marks=pytest.mark.slow),
-    ],
+    "name", ["deit_small_patch16_224", pytest.param("vit_base_patch16_224", marks=pytest.mark.slow)]
 )
-def test_saved_bytes_are_those_of_the_closed_form(name: str, depth: int) -> None:
+def test_saved_bytes_are_those_of_the_closed_form(name: str) -> None:
     with torch.device("meta"):
-        model = timm.create_model(name, depth=depth)
+        model = timm.create_model(name)
         set_fused_attn(False)
-        unfused = timm.create_model(name, depth=depth)
+        unfused = timm.create_model(name)
         set_fused_attn(True)
     plain, in_parts = (executed(m, 16, (224, 224)).saved_bytes for m in (model, unfused))
     for sparsity in (0.8, 0.9, 0.95):
@@ -70,7 +65,7 @@ def test_saved_bytes_are_those_of_the_closed_form(name: str, depth: int) -> None
         assert kept == pytest.approx(closed_form(model, sparsity), rel=0.03)
         improved = executed(model, 16, (224, 224), methods=[BackRazor(sparsity)]).saved_bytes
         assert improved < 0.93 * kept
-        if sparsity == 0.8 and depth == 12:
+        if sparsity == 0.8:
             assert in_parts > 4.3 * kept
             assert plain > 3.6 * kept
             assert plain > 4.6 * improved
