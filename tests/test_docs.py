@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from efficient_ft.cli.compose import configurations
-from efficient_ft.cli.main import CONF, register
+from efficient_ft.cli.groups import CONF, register
 from efficient_ft.config import setting_names
 from tests.conftest import REPOSITORY
 

@@ -16,6 +16,8 @@ from typing import Any
 
 from efficient_ft.cli.exits import INTERRUPTED, OUTCOME_FILE
 from efficient_ft.config import Config, check, fingerprint
+from efficient_ft.core.errors import UserError
+from efficient_ft.record.results import read_results
 
 
 @dataclass
@@ -53,11 +55,11 @@ def titles(jobs: Sequence[Sequence[str]]) -> list[str]:
 def finished(folder: Path, config: Config) -> dict[str, Any] | None:
     """Return the results in `folder` if a run with the settings of `config` ended there, else None."""
     try:
-        results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        results = read_results(folder)
         same = fingerprint(check(results["config"])) == fingerprint(config)
-    except (OSError, ValueError, KeyError, TypeError):  # none, truncated, or of another version
+    except UserError:  # none, damaged, or of another version: the job itself says which
         return None
-    return results if same else None
+    return dict(results) if same else None
 
 
 def this_program() -> list[str]:

@@ -16,43 +16,18 @@ from typing import Any
 import hydra
 import yaml
 from hydra._internal.utils import get_args_parser
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from efficient_ft.cli import jobs, launcher, plugins
+from efficient_ft.cli import jobs
 from efficient_ft.cli.commands import COMMANDS, run_command
 from efficient_ft.cli.compose import ComposedJob, composed_jobs
 from efficient_ft.cli.exits import clean_exits, fail, report_outcome
-from efficient_ft.config import Config, check, run_folder
+from efficient_ft.cli.groups import CONF, register
+from efficient_ft.config import Config, check
 from efficient_ft.config.plain import plain
 from efficient_ft.core.errors import UserError, replace_unprintable
 
 # Nothing here may import torch, Lightning or timm before `job`: help and completion answer at once.
-
-
-def configuration_groups() -> Path:
-    """Return the folder of the configuration groups: inside the installed package, or at the top of a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
-
-
-CONF = configuration_groups()
-
-
-def register() -> None:
-    """Make known to Hydra what conf/train.yaml refers to, and the methods of other packages; call before composing.
-
-    Raises:
-        UserError: another package's method cannot be used.
-    """
-    OmegaConf.register_new_resolver("run_folder", _run_folder, replace=True)
-    launcher.register()
-    plugins.register(CONF)
-
-
-def _run_folder(inside: str = "", *, _root_: DictConfig) -> str:
-    """The run folder of the whole configuration, as a path below `inside`."""
-    folder = run_folder(check(plain(_root_)))
-    return folder.removeprefix(f"{inside}/") if inside else folder
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from efficient_ft.config import Config, UnknownSetting, check
+from efficient_ft.config.renamed import RenamedSetting
 from efficient_ft.core.errors import UserError
 from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.formats import START_AGAIN, OtherVersionError
@@ -43,6 +44,8 @@ def read_config(run: Path, do: str = START_AGAIN) -> Config:
         raise UserError(f"{file} cannot be read: it is not a mapping. {do}")
     try:
         return check(plain)
+    except RenamedSetting as error:
+        raise OtherVersionError(file, f"it says {error.old}, which is {error.now} now", do) from error
     except UnknownSetting as error:
         raise OtherVersionError(file, f"it has the setting {error.setting}, unknown to this version", do) from error
     except (UserError, TypeError, AttributeError) as error:

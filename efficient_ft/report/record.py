@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -11,15 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
-from efficient_ft.config import Config, check
+from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
+from efficient_ft.record.config_file import read_config
+from efficient_ft.record.results import NAME as RESULTS
+from efficient_ft.record.results import read_results
 from efficient_ft.record.rows import Rows
 from efficient_ft.record.step_stats import NAME
 
 #: If more steps are recorded, figures that draw them one by one leave some out evenly.
 MAX_STEPS = 600
+
+#: What to do about a run whose files cannot be read.
+REPEAT = "Repeat the run with this version, or make its report with the version that wrote it."
 
 
 @dataclass(frozen=True)
@@ -108,12 +112,9 @@ def describe(run: Path, record: Record) -> tuple[dict[str, str], Config]:
         Facts by title, in the order of the page, and the run's configuration.
 
     Raises:
-        UserError: there is no configuration, or it cannot be read.
+        UserError: config.yaml or results.json cannot be read: damaged, or of another version.
     """
-    try:
-        config = check(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))
-    except (OSError, AttributeError, TypeError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{run / 'config.yaml'}: cannot be read ({str(error).splitlines()[0]}).") from error
+    config = read_config(run, REPEAT)
     data: str = config.data.name
     if data == "folder":
         data = os.path.basename(os.path.normpath(config.data.root))
@@ -125,9 +126,8 @@ def describe(run: Path, record: Record) -> tuple[dict[str, str], Config]:
         "Model": config.model.name + started,
         "Data": data,
     }
-    results = run / "results.json"
-    if results.is_file():
-        found = json.loads(results.read_text(encoding="utf-8"))
+    if (run / RESULTS).is_file():
+        found = read_results(run, REPEAT)
         accuracy = found["accuracy"]
         mean = "mean of the tasks: " if config.tasks else ""
         facts["Accuracy"] = f"{mean}{accuracy['best']:.2%} ({accuracy['split']}, best), {accuracy['last']:.2%} (last)"

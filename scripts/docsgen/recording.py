@@ -84,7 +84,7 @@ COUNTED: dict[str, tuple[int, dict[str, tuple[str, ...]]]] = {
 def record_counts() -> Path:
     """Count every recipe of `COUNTED` with `efficient_ft.cost.executed`; returns the file written."""
     from efficient_ft.cli.compose import configurations
-    from efficient_ft.cli.main import CONF, register
+    from efficient_ft.cli.groups import CONF, register
     from efficient_ft.cost import executed
     from efficient_ft.methods.base import apply_methods
     from efficient_ft.methods.build import build_methods

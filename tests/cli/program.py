@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from efficient_ft.cli.compose import configurations
-from efficient_ft.cli.main import CONF, register
+from efficient_ft.cli.groups import CONF, register
 from efficient_ft.config import Config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -18,6 +18,7 @@ import json, os, signal, sys, types
 sys.path.insert(0, {repository!r})
 import train
 from efficient_ft.cli import main
+from tests.record.some import some_results
 
 def run(config, folder):
     from efficient_ft.core.errors import UserError
@@ -34,8 +35,10 @@ def run(config, folder):
     if config.evaluate is not None or config.cost_only:
         return {{"executed": {{"backward_flops": 3e6}}}}
     settings = config.model_dump(mode="json")
-    results = {{"accuracy": {{"best": order / 10}}, "cost": {{"executed": {{"backward_flops": order * 1e6}}}},
-               "config": settings}}
+    results = some_results()
+    results["accuracy"]["best"] = order / 10
+    results["cost"]["executed"]["backward_flops"] = order * 1e6
+    results["config"] = settings
     (folder / "results.json").write_text(json.dumps(results))
     (folder / "config.yaml").write_text(json.dumps(settings))
     (folder / "model.safetensors").touch()

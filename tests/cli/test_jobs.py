@@ -15,6 +15,7 @@ import pytest
 
 from efficient_ft.cli import jobs
 from tests.cli.program import REPOSITORY, call, composed, runs_of
+from tests.record.some import some_results
 
 
 @pytest.mark.skipif(os.name != "posix", reason="kills a job by a signal")
@@ -91,9 +92,9 @@ def test_finished_means_the_same_settings(tmp_path: Path) -> None:
     (config,) = composed()
     (other,) = composed("optim.lr=0.5")
     assert jobs.finished(tmp_path, config) is None
-    (tmp_path / "results.json").write_text(json.dumps({"config": config.model_dump(mode="json")}))
+    (tmp_path / "results.json").write_text(json.dumps({**some_results(), "config": config.model_dump(mode="json")}))
     assert jobs.finished(tmp_path, config) is not None
     assert jobs.finished(tmp_path, other) is None
-    for cut_short in ("", "{", "[]", "{}", '{"config": {"optim": 3}}'):
+    for cut_short in ("", "{", "[]", "{}", json.dumps({**some_results(), "config": {"optim": 3}})):
         (tmp_path / "results.json").write_text(cut_short)
         assert jobs.finished(tmp_path, config) is None

@@ -29,12 +29,9 @@ from efficient_ft.methods import (
     Method,
     NormLast,
     apply_methods,
-    plain_state_dict,
 )
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 from efficient_ft.models.view import Reason, view
-from efficient_ft.ops.packing import Dense, Overflow, PackContext, Ranges
-from efficient_ft.ops.recompute import recompute
 from efficient_ft.testing import MODELS, batch_of, gradients, largest_difference, model_of
 
 DROP_NOTHING: dict[str, Any] = {"sparsity": 0.0, "value_dtype": "same"}
@@ -198,128 +195,6 @@ def test_pruning_forward_too_changes_training_s_output_and_no_bytes(name: str) -
     torch.testing.assert_close(outputs[0], model_of(name)(images).detach())
     assert (outputs[1] - outputs[0]).norm() > 0.05 * outputs[0].norm()
     assert kept[0] == kept[1]
-
-
-# ------------------------------------------------------------------------------------------------ SWAT
-FIRST = {"vit": None, "resnet": "conv1", "efficientformer": "stem.conv1", "swinv2": None}
-
-
-@pytest.mark.parametrize("name", FIRST)
-def test_swat_leaves_the_first_layer_and_reaches_all_others(name: str) -> None:
-    model, method = model_of(name), SWAT(0.7)
-    report = method.apply(model)
-    first = FIRST[name]
-    assert first is None or str(report.skipped[first]) == "the first layer: dense, as published"
-    gradients(model, name)
-    state = method.state_dict()["of"]
-    assert {f"{layer}.weight" for layer in report.touched} == {place for place in state if place.endswith(".weight")}
-    covered = {n for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)} - set(report.skipped)
-    assert {n for n in covered if not n.startswith(("patch_embed", "head"))} <= set(report.touched)
-    # A layer alone: with sparse weights in training and in evaluation, the first one with its own.
-    for layer, dense in ((report.touched[0], False), (first, True)):
-        if layer is None:
-            continue
-        module = model.get_submodule(layer)
-        seen: list[tuple[Tensor, Tensor]] = []
-        module.register_forward_hook(lambda m, args, y, seen=seen: seen.append((args[0].detach(), y.detach())))
-        for training in (True, False):
-            model.train(training)
-            model(batch_of(name)[0])
-        for x, y in seen:
-            used = module.weight
-            if not dense:
-                threshold = used.abs().flatten().sort().values[int(used.numel() * 0.7)]
-                used = used * (used.abs() >= threshold)
-            like = (
-                F.linear(x, used, module.bias)
-                if isinstance(module, nn.Linear)
-                else module._conv_forward(x, used, module.bias)
-            )
-            torch.testing.assert_close(y, like)
-
-
-def test_swat_stopped_and_resumed_equals_a_straight_run() -> None:
-    def trained(model: nn.Module, method: Method, steps: range) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for step in steps:
-            method.step_begin(step)
-            gradients(model, "resnet", seed=step)
-            optimizer.step()
-            method.step_end()
-
-    straight, broken, resumed = model_of("resnet"), model_of("resnet"), model_of("resnet")
-    methods = [SWAT(refresh_interval=4) for _ in range(3)]
-    for model, method in zip((straight, broken, resumed), methods, strict=True):
-        method.apply(model)
-    trained(straight, methods[0], range(10))
-    trained(broken, methods[1], range(6))
-    resumed.load_state_dict(broken.state_dict())
-    methods[2].load_state_dict(methods[1].state_dict())
-    trained(resumed, methods[2], range(6, 10))
-    assert methods[0].state_dict() == methods[2].state_dict()
-    for (name, one), other in zip(straight.named_parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(one, other), name
-
-
-def test_swat_s_dropped_weights_train_and_are_exported_as_zeros() -> None:
-    model, method = model_of("resnet"), SWAT(0.75)
-    method.apply(model)
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    gradients(model, "resnet")
-    assert model.layer1[0].conv2.weight.grad.ne(0).all()
-    exported = plain_state_dict(model, [method])
-    weight = exported["layer1.0.conv2.weight"]
-    assert (weight == 0).sum() == int(weight.numel() * 0.75)
-    assert torch.equal(exported["conv1.weight"], before["conv1.weight"])
-    assert torch.equal(model.layer1[0].conv2.weight, before["layer1.0.conv2.weight"])
-
-
-# ------------------------------------------------------------------------------------------------ recomputation
-def test_recomputation_repeats_dropout_and_moves_statistics_once() -> None:
-    def trained(*methods: Method) -> dict[str, Tensor | None]:
-        torch.manual_seed(0)
-        model = MODELS["vit"].create(drop_rate=0.2, drop_path_rate=0.3).double()
-        for method in methods:
-            method.apply(model)
-        torch.manual_seed(1)
-        F.cross_entropy(model.train()(torch.randn(2, 3, 32, 32).double()), torch.tensor([0, 1])).backward()
-        return {n: p.grad for n, p in model.named_parameters()}
-
-    assert largest_difference(trained(), trained(Checkpointing())) < 1e-10
-
-    network, checkpointed = model_of("resnet"), model_of("resnet")
-    Checkpointing().apply(checkpointed)
-    gradients(network, "resnet")
-    gradients(checkpointed, "resnet")
-    for (name, one), other in zip(network.named_buffers(), checkpointed.buffers(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12, msg=name)
-
-
-def test_recomputation_hides_no_other_argument_of_a_block() -> None:
-    """Masks by position and by keyword, inside a list too, are saved where autograd's hook sees them."""
-    x, masks = torch.randn(2, 4, requires_grad=True), [torch.rand(2, 4) for _ in range(3)]
-    place = PackContext("block", 2, Ranges(), Overflow())
-
-    def block(x: Tensor, first: Tensor, factor: float, *, rest: list[Tensor]) -> Tensor:
-        return (x * first * factor).exp() * rest[0] * rest[1]
-
-    seen: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
-        y = recompute(block, x, (masks[0], 3.0), {"rest": masks[1:]}, [], Dense(), place)
-    for mask in masks:
-        assert any(t.data_ptr() == mask.data_ptr() for t in seen)
-    exact = torch.autograd.grad(block(x, masks[0], 3.0, rest=masks[1:]).sum(), x)
-    torch.testing.assert_close(torch.autograd.grad(y.sum(), x), exact)
-    with pytest.raises(UserError, match="another argument needs one"):
-        recompute(block, x, (masks[0], 3.0), {"rest": [x, x]}, [], Dense(), place)
-
-
-def test_recomputation_lowers_the_peak() -> None:
-    model = timm.create_model("deit_tiny_patch16_224")
-    plain, checkpointed = (executed(model, 16, (224, 224), methods=m) for m in ([], [Checkpointing()]))
-    activations = plain.peak_bytes - plain.model_bytes, checkpointed.peak_bytes - checkpointed.model_bytes
-    assert activations[0] > 5 * activations[1]
-    assert checkpointed.backward_flops == pytest.approx(plain.backward_flops + plain.forward_flops, rel=0.02)
 
 
 # ------------------------------------------------------------------------------------------------ bad input

@@ -17,27 +17,9 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.record.config_file import read_config, write_config
 from efficient_ft.record.environment import environment
 from efficient_ft.record.formats import FORMAT, OtherVersionError
-from efficient_ft.record.results import Results, flatten, read_results, write_results
+from efficient_ft.record.results import flatten, read_results, write_results
+from tests.record.some import some_results
 from tests.training.runs import plain_config
-
-
-def some_results() -> Any:
-    step = {
-        "executed": {"forward_flops": 1.0, "backward_flops": 2.0, "saved_bytes": 3},
-        "measured": {"step_seconds": None, "peak_bytes": 4},
-    }
-    results: Results = {
-        "format": FORMAT,
-        "accuracy": {"best": 0.5, "last": 0.25, "split": "val"},
-        "cost": {**step, "full": None},  # type: ignore[typeddict-item]
-        "trainable_parameters": 1,
-        "total_parameters": 2,
-        "methods": {"full": {"touched": ["a"], "skipped": {}, "notes": []}},
-        "data": {"splits": {"train": 1}, "skipped": 0, "accuracy": {"val": 0.5}},
-        "config": {"seed": 1},
-        "environment": {"torch": "2"},
-    }
-    return results
 
 
 def test_results_are_read_as_written(tmp_path: Path) -> None:
@@ -92,9 +74,13 @@ def test_the_configuration_is_read_as_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda c: c["model"].update(drop=c["model"].pop("drop_rate")), "the setting model.drop, unknown to this"),
-        (lambda c: c["trainer"].update(accumulate=2), "the setting trainer.accumulate, unknown to this"),
-        (lambda c: c["data"].update(workers=2), "the setting data.workers, unknown to this"),
+        (
+            lambda c: c["model"].update(drop=c["model"].pop("drop_rate")),
+            "says model.drop, which is model.drop_rate now",
+        ),
+        (lambda c: c["trainer"].update(accumulate=2), "says trainer.accumulate, which is trainer.grad_accum_steps now"),
+        (lambda c: c["data"].update(workers=2), "says data.workers, which is data.num_workers now"),
+        (lambda c: c["optim"].update(removed=2), "has the setting optim.removed, unknown to this version"),
     ],
 )
 def test_renamed_settings_show_an_earlier_version(tmp_path: Path, change: Any, said: str) -> None:

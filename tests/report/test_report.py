@@ -240,6 +240,25 @@ def test_mistakes_end_with_one_message_and_status_2(tmp_path, capsys, make, text
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "text"),
+    [
+        ("results.json", "{", "results.json cannot be read: it is not valid JSON. Repeat the run"),
+        ("results.json", "{}", "results.json was written by an earlier version"),
+        ("config.yaml", "data: {workers: 2}", "(it says data.workers, which is data.num_workers now). Repeat the run"),
+    ],
+    ids=["damaged", "earlier", "renamed"],
+)
+def test_files_that_cannot_be_read_are_named(recorded, tmp_path, capsys, file, content, text):
+    run = tmp_path / "run"
+    shutil.copytree(recorded("full"), run)
+    (run / file).write_text(content)
+    with pytest.raises(SystemExit) as stopped:
+        command.main([str(run)])
+    assert stopped.value.code == 2
+    assert text in capsys.readouterr().err
+
+
 def test_a_number_of_images_below_0_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         command.main([str(tmp_path), "--images", "-1"])

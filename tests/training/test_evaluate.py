@@ -79,7 +79,7 @@ def test_a_run_of_an_earlier_version_is_refused(tmp_path, configuration, finishe
     plain = yaml.safe_load(file.read_text())
     plain["optim"]["clip"] = plain["optim"].pop("grad_clip_norm")
     file.write_text(yaml.safe_dump(plain))
-    with pytest.raises(OtherVersionError, match=r"optim\.clip, unknown to this version"):
+    with pytest.raises(OtherVersionError, match=r"says optim\.clip, which is optim\.grad_clip_norm now"):
         run(configuration(evaluate=str(tmp_path / "run")), tmp_path)
 
 

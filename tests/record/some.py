@@ -1,0 +1,28 @@
+"""What the files of a finished run hold, small and complete. Loads no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from efficient_ft.record.formats import FORMAT
+from efficient_ft.record.results import Results
+
+
+def some_results() -> Any:
+    """The contents of a results.json."""
+    step = {
+        "executed": {"forward_flops": 1.0, "backward_flops": 2.0, "saved_bytes": 3},
+        "measured": {"step_seconds": None, "peak_bytes": 4},
+    }
+    results: Results = {
+        "format": FORMAT,
+        "accuracy": {"best": 0.5, "last": 0.25, "split": "val"},
+        "cost": {**step, "full": None},  # type: ignore[typeddict-item]
+        "trainable_parameters": 1,
+        "total_parameters": 2,
+        "methods": {"full": {"touched": ["a"], "skipped": {}, "notes": []}},
+        "data": {"splits": {"train": 1}, "skipped": 0, "accuracy": {"val": 0.5}},
+        "config": {"seed": 1},
+        "environment": {"torch": "2"},
+    }
+    return results
