@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from efficient_ft.cli.groups import CONF, register
 from efficient_ft.core.errors import SettingError, UserError, replace_unprintable
 
 if TYPE_CHECKING:
@@ -171,6 +170,7 @@ def _require_device(name: str) -> None:
 def _configure(model: str | None, overrides: Sequence[str]) -> Config:
     """The checked configuration of a run on random weights, see `efficient_ft.bench.recipes.Configure`."""
     from efficient_ft.cli.compose import configurations
+    from efficient_ft.cli.groups import CONF, register
 
     register()
     chosen = []
@@ -184,6 +184,7 @@ def _configure(model: str | None, overrides: Sequence[str]) -> Config:
 def _step(options: argparse.Namespace) -> dict[str, Any]:
     from efficient_ft.bench.recipes import parse_recipes
     from efficient_ft.bench.step import measure_steps
+    from efficient_ft.cli.groups import CONF
 
     return measure_steps(
         parse_recipes(options.recipes or ("last_stage", "lbp_wht"), CONF),
@@ -240,6 +241,7 @@ def _loop(options: argparse.Namespace) -> dict[str, Any]:
 def _gradient(options: argparse.Namespace) -> dict[str, Any]:
     from efficient_ft.bench.gradient import measure_gradients
     from efficient_ft.bench.recipes import parse_recipes
+    from efficient_ft.cli.groups import CONF
 
     return measure_gradients(
         parse_recipes(options.recipes, CONF),

@@ -50,5 +50,8 @@ def test_old_names_in_tasks_and_old_words_for_values() -> None:
 
 def test_a_run_folder_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(with_settings(optim__clip=1.0)))
-    with pytest.raises(OtherVersionError, match=r"an earlier version of efficient-ft \(it has the setting optim\.clip"):
+    with pytest.raises(
+        OtherVersionError,
+        match=r"an earlier version of efficient-ft \(it says optim\.clip, which is optim\.grad_clip_norm now\)",
+    ):
         read_config(tmp_path)

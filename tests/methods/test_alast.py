@@ -155,7 +155,7 @@ def test_a_step_executes_and_keeps_what_is_counted_by_hand(
     budgets: list[float], embeddings: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = tokens_of(budgets)
-    for mask in ([1], [0, 3], [2, 3], [0, 1, 2, 3]):
+    for mask in ([0, 3], [2]):
         model, method = (
             MODELS["vit"].create(),
             ALaST(len(mask), budget_min=0.0, budget_lr=0.0, train_embeddings=embeddings),
@@ -177,7 +177,7 @@ def test_a_step_executes_and_keeps_what_is_counted_by_hand(
 def test_the_mean_cost_is_that_of_the_sampled_masks_and_falls_with_k(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ALaST, "cost_steps", 4)
     tokens, found = tokens_of([0.7] * DEPTH), []
-    for k in range(1, DEPTH + 1):
+    for k in (1, 3):
         model, method = MODELS["vit"].create(), ALaST(k, budget_init=0.7, train_embeddings=False, seed=3)
         counted = executed(model, 2, (32, 32), methods=[method])
         method.apply(model)

@@ -30,7 +30,7 @@ NAMED = {
 }
 NAMED["efficientformerv2_l"] = NAMED["efficientformerv2_s0"]
 #: The contracts reach every layer of small models of the same families.
-LARGE = ("efficientformer_l7", "efficientformerv2_l", "swinv2_small_window8_256")
+LARGE = ("efficientformer_l7", "efficientformerv2_s0", "efficientformerv2_l", "swinv2_small_window8_256")
 SIZE = {"swinv2_small_window8_256": 256}
 
 

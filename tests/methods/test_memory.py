@@ -48,9 +48,10 @@ def closed_form(model: nn.Module, sparsity: float) -> float:
 
 
 @pytest.mark.parametrize(
-    "name", ["deit_small_patch16_224", pytest.param("vit_base_patch16_224", marks=pytest.mark.slow)]
+    ("name", "improvement"),
+    [("deit_tiny_patch16_224", 4.4), pytest.param("vit_base_patch16_224", 4.6, marks=pytest.mark.slow)],
 )
-def test_saved_bytes_are_those_of_the_closed_form(name: str) -> None:
+def test_saved_bytes_are_those_of_the_closed_form(name: str, improvement: float) -> None:
     with torch.device("meta"):
         model = timm.create_model(name)
         set_fused_attn(False)
@@ -65,7 +66,7 @@ def test_saved_bytes_are_those_of_the_closed_form(name: str) -> None:
         if sparsity == 0.8:
             assert in_parts > 4.3 * kept
             assert plain > 3.6 * kept
-            assert plain > 4.6 * improved
+            assert plain > improvement * improved
 
 
 def test_what_each_form_keeps_of_a_block() -> None:

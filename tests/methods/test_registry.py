@@ -66,26 +66,6 @@ def test_names_are_those_of_the_classes() -> None:
         from efficient_ft.methods import NoSuchMethod  # noqa: F401
 
 
-def test_importing_the_methods_is_cheap() -> None:
-    """Nothing is imported that torch and timm do not import themselves: no lightning, peft, pydantic, numba ..."""
-    program = """
-import sys, torch, timm
-before = set(sys.modules)
-from efficient_ft.methods import LBPWHT, LoRA, BSRMoE
-new = {name.partition(".")[0] for name in set(sys.modules) - before}
-assert "efficient_ft.methods.build" not in sys.modules
-print(*sorted(new))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == "efficient_ft"
-
-
 # ------------------------------------------------------------------------------------------------ other packages
 def test_a_package_adds_a_method(fresh: registry.Registry, tmp_path: Path) -> None:
     distribution(tmp_path, GOOD)

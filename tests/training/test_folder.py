@@ -84,7 +84,7 @@ def test_a_folder_of_an_earlier_version_is_refused_and_kept(tmp_path, configurat
         run(configuration(), place)
     text = str(caught.value)
     assert "config.yaml was written by an earlier version" in text
-    assert "model.drop, unknown" in text or "trainer.accumulate, unknown" in text
+    assert "model.drop, which is model.drop_rate now" in text or "trainer.accumulate, which" in text
     assert "Choose another hydra.run.dir, or resume=never" in text
     assert {f.name: f.read_bytes() for f in place.iterdir()} == before
     if not done:
