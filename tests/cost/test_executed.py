@@ -20,21 +20,11 @@ from efficient_ft.cost.executed import ON_FAKE_TENSORS, count_batch
 from efficient_ft.cost.probe import Probe, undisturbed
 from efficient_ft.cost.step import StepSpec
 from efficient_ft.methods import LBPWHT, LastStage
+from tests.cost.flat import Flat
 
 SMALL_VIT = {"img_size": 64, "depth": 3}
 SMALL_EFFICIENTFORMER = {"depths": (1, 1, 1, 2)}
 SMALL_SWIN = {"img_size": 64, "depths": (2, 1), "num_heads": (3, 6)}
-
-
-class Flat(nn.Module):
-    """Images (B, C, H, W) → the layers on their flattened pixels."""
-
-    def __init__(self, *layers: nn.Module):
-        super().__init__()
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x.flatten(1))
 
 
 def really(model: nn.Module, batch: int, size: int, precision: str = "fp32") -> Executed:

@@ -24,20 +24,10 @@ from efficient_ft.cost.published import (
 )
 from efficient_ft.methods import BSR, BackRazor, BitFit, EViT
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
+from tests.cost.flat import Flat
 
 
 # ---------------------------------------------------------------------------------------------- by hand
-class Flat(nn.Module):
-    """Images → the layers on their flattened pixels."""
-
-    def __init__(self, *layers: nn.Module):
-        super().__init__()
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x.flatten(1))
-
-
 def test_a_small_network_by_hand():
     model = Flat(nn.Linear(12, 40), nn.ReLU(), nn.LayerNorm(40), nn.GELU(), nn.Linear(40, 5))
     total = sum(p.numel() for p in model.parameters())

@@ -30,12 +30,9 @@ from efficient_ft.methods import (
 from efficient_ft.methods.adapters import lora as lora_module
 from efficient_ft.models.view import Reason, view
 from efficient_ft.testing import MODELS, USUAL, batch_of, evaluate, gradients, lively, model_of, train_a_little
+from tests.methods.test_selection import trains
 
 Targets = Literal["attention", "all"]
-
-
-def trains(model: nn.Module) -> set[str]:
-    return {n for n, p in model.named_parameters() if p.requires_grad}
 
 
 def adapters(model: nn.Module) -> dict[str, nn.Module]:
