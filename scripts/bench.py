@@ -1,6 +1,6 @@
 """Measure recipes against each other: ``python scripts/bench.py step|layer|loop|gradient``, see ``--help``."""
 
-from efficient_ft.cli.bench import main
+from efficient_ft.cli.commands import run_command
 
 if __name__ == "__main__":
-    main()
+    run_command("bench")

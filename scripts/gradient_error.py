@@ -1,6 +1,6 @@
 """How close low-rank backward passes come to the exact gradient: ``python scripts/gradient_error.py --help``"""
 
-from efficient_ft.cli.gradient_error import main
+from efficient_ft.cli.commands import run_command
 
 if __name__ == "__main__":
-    main()
+    run_command("gradient-error")

@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each process of ``pytest -n`` whole files, so that models and runs made for a file are made once."""
+    """Give each process of ``pytest -n`` one long piece of the suite, so that what is made for a file is made once."""
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None

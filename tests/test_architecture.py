@@ -6,9 +6,13 @@ All imports count: at the top of a module, inside a function, and under ``TYPE_C
 from __future__ import annotations
 
 import ast
+import re
+import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -222,3 +226,27 @@ def test_every_public_definition_has_a_docstring() -> None:
     modules = {module for module, tree in _modules().items() if tree.body and ast.get_docstring(tree) is None}
     assert sorted(missing - UNDOCUMENTED) == []
     assert sorted(modules) == []
+
+
+def test_every_imported_distribution_is_declared() -> None:
+    """In pyproject.toml, as a dependency or in an extra."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    declared = {
+        re.split(r"[\[<>=!~ ]", one, maxsplit=1)[0].lower().replace("_", "-") for group in groups for one in group
+    }
+    imported = set()
+    for tree in _modules().values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported.add((node.module or "").partition(".")[0])
+    own = {PACKAGE, "hydra_plugins", "triton"}  # triton comes with torch where it can run
+    distributions = packages_distributions()
+    undeclared = {
+        name: distributions.get(name, [])
+        for name in imported - own - sys.stdlib_module_names
+        if not {d.lower().replace("_", "-") for d in distributions.get(name, [])} & declared
+    }
+    assert undeclared == {}

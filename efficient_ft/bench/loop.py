@@ -134,7 +134,7 @@ def _measure_job(config: Config, device: torch.device | str, rounds: int, warmup
         config.trainer.precision,
         label_smoothing=config.optim.label_smoothing,
         frozen_bn=config.model.frozen_bn,
-        clip=config.optim.grad_clip_norm,
+        grad_clip_norm=config.optim.grad_clip_norm,
     )
     bare = TrainingStep(
         model,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from efficient_ft.core.errors import SettingError, UserError, replace_unprintable
+from efficient_ft.core.errors import SettingError
 
 if TYPE_CHECKING:
     from efficient_ft.config import Config
@@ -45,16 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what `arguments` (default: the command line's) ask for, print tables, and write JSON if asked to.
 
     Raises:
-        SystemExit: with status 2 after a mistake of the user.
+        UserError: a recipe, model, file or device that cannot be used.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser().parse_args(arguments)
-    replace_unprintable()
-    try:
-        _measure(options, arguments)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(2) from None
+    _measure(options, arguments)
 
 
 def _parser() -> argparse.ArgumentParser:

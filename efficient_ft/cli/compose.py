@@ -18,12 +18,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
+from efficient_ft.cli.commands import COMMANDS
 from efficient_ft.cli.evaluate import evaluation
 from efficient_ft.cli.mistakes import check_option, check_packages, explained, known_here, refuse_data
 from efficient_ft.config import Config, UnknownSetting, check
 from efficient_ft.config.plain import plain
 from efficient_ft.config.renamed import refuse_renamed_setting
-from efficient_ft.core.errors import UserError
+from efficient_ft.core.errors import UserError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def _jobs(loader: ConfigLoader, overrides: Sequence[str], sweep: bool) -> list[t
 def _unreadable(text: str) -> UserError:
     key, equals, value = text.partition("=")
     if not equals or not value:
-        return UserError(f"{text}: arguments have the form KEY=VALUE; see --help.")
+        return UserError(f"{text}: arguments have the form KEY=VALUE; see --help.{did_you_mean(text, COMMANDS)}")
     inner = value.strip("'\"").replace('"', '\\"')
     quoted = shlex.quote(f'{key}="{inner}"')
     return UserError(f"{text}: the value has special characters; quote it: {quoted}")

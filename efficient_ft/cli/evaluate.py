@@ -22,8 +22,7 @@ from efficient_ft.config import Config, UnknownSetting, check, setting_names
 from efficient_ft.config.plain import plain
 from efficient_ft.core.errors import UserError
 from efficient_ft.record.config_file import read_config
-
-PASS_A_RUN = "Pass the run folder printed when training ended."
+from efficient_ft.record.formats import PASS_A_RUN, USE_ITS_VERSION
 
 
 def evaluation(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> Config | None:
@@ -44,7 +43,7 @@ def evaluation(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> C
     if not (run / "model.safetensors").is_file():
         what = "holds no model.safetensors: no epoch was finished there" if run.is_dir() else "no such folder"
         raise UserError(f"evaluate={run}: {what}. {PASS_A_RUN}")
-    settings = read_config(run, PASS_A_RUN).model_dump(mode="json")
+    settings = read_config(run, PASS_A_RUN, USE_ITS_VERSION).model_dump(mode="json")
     groups = [override for override in parsed if loader.get_group_options(override.key_or_group)]
     for override in groups:
         check_option(loader, override)

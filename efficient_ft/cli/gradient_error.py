@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from efficient_ft.core.errors import UserError, replace_unprintable
-
 DESCRIPTION = """\
 Measure how close low-rank backward passes come to the exact gradient, on a trained network and real images.
 
@@ -25,15 +23,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the study that `arguments` (default: the command line's) ask for, print its tables, write JSON if asked to.
 
     Raises:
-        SystemExit: with status 2 after a mistake of the user.
+        UserError: weights, images or sizes that cannot be used.
     """
     settings = vars(_parser().parse_args(arguments))
-    replace_unprintable()
-    try:
-        _study(settings.pop("sizes"), settings.pop("json"), settings)
-    except UserError as error:
-        _say(str(error))
-        raise SystemExit(2) from None
+    _study(settings.pop("sizes"), settings.pop("json"), settings)
 
 
 def _parser() -> argparse.ArgumentParser:

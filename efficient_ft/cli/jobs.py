@@ -16,6 +16,7 @@ from typing import Any
 
 from efficient_ft.cli.exits import INTERRUPTED, OUTCOME_FILE
 from efficient_ft.config import Config, check, fingerprint
+from efficient_ft.core import text
 from efficient_ft.core.errors import UserError
 from efficient_ft.record.results import read_results
 
@@ -121,8 +122,7 @@ def summary(jobs: Sequence[Job]) -> str:
                 str(job.folder) if job.trains else "–",
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [text.table(rows, left=(0, 1, 2, 3), rule="")]
     failures = [f"  {job.title}: {job.failure}" for job in jobs if job.failure is not None]
     if failures:
         again = "repeating the command runs only what is not finished"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from efficient_ft.core.errors import replace_unprintable
-
 DESCRIPTION = """\
 Print the cost columns of Back Razor (Tables 1 and 3) and BSR (Tables 2 to 8) next to our count by the papers' own
 rules. Nothing is trained or run; it takes about a minute and needs neither data nor weights.
@@ -19,7 +17,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="efficient-ft published", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.parse_args(arguments)
-    replace_unprintable()
 
     from efficient_ft.papers import TABLES, bsr, comparison
 

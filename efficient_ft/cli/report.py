@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-from efficient_ft.core.errors import UserError, replace_unprintable
 
 DESCRIPTION = """\
 Draw what a run has recorded of its steps (step_stats.interval=1): budgets over time, how often each block trained,
@@ -20,17 +17,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Draw the run that `arguments` (default: the command line's) name, and print the files written.
 
     Raises:
-        SystemExit: with status 2 after a mistake of the user.
+        UserError: RUN cannot be reported, or matplotlib is missing.
     """
     options = _parser().parse_args(arguments)
-    replace_unprintable()
-    try:
-        from efficient_ft.report import write_report
 
-        written = write_report(options.run, options.out or options.run / "report", options.images)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(2) from None
+    from efficient_ft.report import write_report
+
+    written = write_report(options.run, options.out or options.run / "report", options.images)
     for note in written.notes:
         print(f"note: {note}")
     print("\n".join(map(str, written.files)))

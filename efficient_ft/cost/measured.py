@@ -118,8 +118,8 @@ def compare(
         steps: timed steps of each, alternately; 0: count only.
         device: where steps are timed.
         build_optimizer: the run's optimizer over a model's trainable parameters; None: AdamW.
-        options: ``precision``, ``label_smoothing``, ``in_chans``, ``frozen_bn``, ``clip``, with meaning and defaults of
-            `StepSpec`.
+        options: ``precision``, ``label_smoothing``, ``in_chans``, ``frozen_bn``, ``grad_clip_norm``, with meaning
+            and defaults of `StepSpec`.
 
     Returns:
         ``{"method": Cost, "full": Cost}``, or the first alone.

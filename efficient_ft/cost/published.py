@@ -40,7 +40,7 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.cost.meter import storage_id
 from efficient_ft.cost.probe import FakeCopyOnCPU
 from efficient_ft.cost.step import require_image_size, require_positive
-from efficient_ft.models.view import view
+from efficient_ft.models.view import projections_in, view
 
 VALUE = 4
 """Bytes of a value in fp32."""
@@ -219,9 +219,6 @@ _SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
 _MATMUL = {torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm}
 _ADD = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__, Tensor.__radd__}
 
-#: Layers that hold several projections in one matrix, and how many.
-_TOGETHER = {"qkv": 3, "kv": 2, "qk": 2}
-
 
 def operations(
     model: nn.Module,
@@ -310,8 +307,7 @@ class _Trace(TorchFunctionMode):
             weight = operands[1]
             groups = 1 if func is F.linear else x.shape[1] // weight.shape[1]
             name = self._owner.get(id(weight), self._running[-1])
-            parts = next((_TOGETHER[p] for p in name.split(".")[-2:] if p in _TOGETHER), 1)
-            parts = 1 if self._rule.shared_inputs else parts
+            parts = 1 if self._rule.shared_inputs else projections_in(name)
             macs = out.numel() * weight[0].numel()
             for _ in range(parts):
                 tmp = VALUE * (x.numel() + out.numel() / parts / groups)

@@ -32,7 +32,7 @@ class StepOptions(TypedDict, total=False):
     label_smoothing: float
     in_chans: int
     frozen_bn: bool
-    clip: float | None
+    grad_clip_norm: float | None
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class StepSpec:
         label_smoothing: of the cross-entropy.
         in_chans: channels of the images.
         frozen_bn: BatchNorm layers use their running statistics, as runs do by default.
-        clip: maximum norm of the whole gradient; None: no clipping. Plays no part in counts.
+        grad_clip_norm: maximum norm of the whole gradient; None: no clipping. Plays no part in counts.
 
     Raises:
         SettingError: a value outside these ranges.
@@ -58,7 +58,7 @@ class StepSpec:
     label_smoothing: float = 0.0
     in_chans: int = 3
     frozen_bn: bool = True
-    clip: float | None = None
+    grad_clip_norm: float | None = None
 
     def __post_init__(self) -> None:
         if self.precision not in AUTOCAST:
@@ -232,8 +232,8 @@ class TrainingStep:
     def update(self) -> None:
         """Clip the gradient, step the optimizer, end the step and set gradients to None."""
         assert self._optimizer is not None
-        if self.spec.clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.clip)
+        if self.spec.grad_clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.grad_clip_norm)
         self._optimizer.step()
         self.methods.end()
         self._optimizer.zero_grad(set_to_none=True)

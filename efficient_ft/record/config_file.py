@@ -21,12 +21,13 @@ def write_config(run: Path, config: Config) -> None:
     write_text_atomically(run / NAME, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
 
-def read_config(run: Path, do: str = START_AGAIN) -> Config:
+def read_config(run: Path, do: str = START_AGAIN, other_version: str = START_AGAIN) -> Config:
     """The configuration of the run in folder `run`.
 
     Args:
         run: a run folder.
-        do: ends the error messages: what to do if the file cannot be used.
+        do: ends the error messages: what to do if there is no such file, or it is damaged.
+        other_version: ends the message for a file of another version.
 
     Raises:
         OtherVersionError: it has settings that this version does not know: they were renamed or removed since.
@@ -45,8 +46,10 @@ def read_config(run: Path, do: str = START_AGAIN) -> Config:
     try:
         return check(plain)
     except RenamedSetting as error:
-        raise OtherVersionError(file, f"it says {error.old}, which is {error.now} now", do) from error
+        raise OtherVersionError(file, f"it says {error.old}, which is {error.now} now", other_version) from error
     except UnknownSetting as error:
-        raise OtherVersionError(file, f"it has the setting {error.setting}, unknown to this version", do) from error
+        raise OtherVersionError(
+            file, f"it has the setting {error.setting}, unknown to this version", other_version, "another"
+        ) from error
     except (UserError, TypeError, AttributeError) as error:
         raise UserError(f"{file} cannot be read: {error} {do}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from efficient_ft.core.errors import UserError
 
@@ -12,6 +13,12 @@ FORMAT = 1
 #: What to do about a run folder that cannot be continued.
 START_AGAIN = "Choose another hydra.run.dir, or resume=never, which keeps the old folder under another name."
 
+#: What to do about a path that is no run folder.
+PASS_A_RUN = "Pass the run folder printed when training ended."
+
+#: What to do about a run of another version that is only read.
+USE_ITS_VERSION = "Repeat the run with this version, or use the version that wrote it."
+
 
 class OtherVersionError(UserError):
     """A file of a run that another version of this package wrote, and that this version cannot read.
@@ -20,12 +27,13 @@ class OtherVersionError(UserError):
         file: the file, or the run folder.
         reason: what shows it, e.g. "it has no format number".
         do: a sentence that says what to do.
-        later: written by a later version, not by an earlier one.
+        version: the one that wrote it; "another" if nothing tells whether it is an earlier or a later one.
     """
 
-    def __init__(self, file: Path, reason: str, do: str, *, later: bool = False) -> None:
-        which = "a later" if later else "an earlier"
-        super().__init__(f"{file} was written by {which} version of efficient-ft ({reason}). {do}")
+    def __init__(
+        self, file: Path, reason: str, do: str, version: Literal["an earlier", "a later", "another"] = "an earlier"
+    ) -> None:
+        super().__init__(f"{file} was written by {version} version of efficient-ft ({reason}). {do}")
 
 
 def check_format(file: Path, found: object, do: str) -> None:
@@ -43,5 +51,5 @@ def check_format(file: Path, found: object, do: str) -> None:
         return
     if found is None:
         raise OtherVersionError(file, f"it has no format number; this version reads format {FORMAT}", do)
-    later = isinstance(found, int) and found > FORMAT
-    raise OtherVersionError(file, f"it has format {found}; this version reads format {FORMAT}", do, later=later)
+    version: Literal["an earlier", "a later"] = "a later" if isinstance(found, int) and found > FORMAT else "an earlier"
+    raise OtherVersionError(file, f"it has format {found}; this version reads format {FORMAT}", do, version)

@@ -13,7 +13,9 @@ import numpy as np
 
 from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
+from efficient_ft.record.config_file import NAME as CONFIG
 from efficient_ft.record.config_file import read_config
+from efficient_ft.record.formats import PASS_A_RUN, USE_ITS_VERSION
 from efficient_ft.record.results import NAME as RESULTS
 from efficient_ft.record.results import read_results
 from efficient_ft.record.rows import Rows
@@ -21,9 +23,6 @@ from efficient_ft.record.step_stats import NAME
 
 #: If more steps are recorded, figures that draw them one by one leave some out evenly.
 MAX_STEPS = 600
-
-#: What to do about a run whose files cannot be read.
-REPEAT = "Repeat the run with this version, or make its report with the version that wrote it."
 
 
 @dataclass(frozen=True)
@@ -70,16 +69,20 @@ def read(run: Path) -> Record:
     """Read what `run` has recorded.
 
     Raises:
-        UserError: there is no such folder, or it holds no record.
+        UserError: there is no such folder, or it holds no record, or one that cannot be read.
     """
     if not run.is_dir():
-        raise UserError(f"{run}: no such folder. Pass the run folder printed when training ended.")
+        raise UserError(f"{run}: no such folder. {PASS_A_RUN}")
     rows = Rows(run / NAME).read()
     if not rows:
+        if (run / CONFIG).is_file():
+            read_config(run, PASS_A_RUN, USE_ITS_VERSION)
         raise UserError(
             f"{run} holds no record ({NAME}). Train with step_stats.interval=1 (every optimizer step; n: every n-th);"
             " resume=never repeats a finished run."
         )
+    if not all({"step", "blocks", "trained"} <= row.keys() for row in rows):
+        raise UserError(f"{run / NAME} cannot be read: a row lacks step, blocks or trained. {USE_ITS_VERSION}")
     blocks = list(rows[0]["blocks"])
 
     def numbers(name: str) -> np.ndarray:
@@ -114,7 +117,7 @@ def describe(run: Path, record: Record) -> tuple[dict[str, str], Config]:
     Raises:
         UserError: config.yaml or results.json cannot be read: damaged, or of another version.
     """
-    config = read_config(run, REPEAT)
+    config = read_config(run, PASS_A_RUN, USE_ITS_VERSION)
     data: str = config.data.name
     if data == "folder":
         data = os.path.basename(os.path.normpath(config.data.root))
@@ -127,7 +130,7 @@ def describe(run: Path, record: Record) -> tuple[dict[str, str], Config]:
         "Data": data,
     }
     if (run / RESULTS).is_file():
-        found = read_results(run, REPEAT)
+        found = read_results(run, USE_ITS_VERSION)
         accuracy = found["accuracy"]
         mean = "mean of the tasks: " if config.tasks else ""
         facts["Accuracy"] = f"{mean}{accuracy['best']:.2%} ({accuracy['split']}, best), {accuracy['last']:.2%} (last)"

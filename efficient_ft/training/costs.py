@@ -83,7 +83,7 @@ def cost_report(
         in_chans=len(spec.mean),
         frozen_bn=config.model.frozen_bn,
         device=device,
-        clip=config.optim.grad_clip_norm,
+        grad_clip_norm=config.optim.grad_clip_norm,
         build_optimizer=lambda model: build_optimizer(model, config.optim, config.trainer.precision),
     )
     for name, one in found.items():

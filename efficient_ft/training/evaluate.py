@@ -19,12 +19,11 @@ from efficient_ft.cost.executed import AUTOCAST
 from efficient_ft.data import ImageData, RoundRobinData
 from efficient_ft.models.tasks import tasks_of
 from efficient_ft.record.config_file import read_config
+from efficient_ft.record.formats import PASS_A_RUN, USE_ITS_VERSION
 from efficient_ft.record.results import DataReport, flatten
 from efficient_ft.training import export
 from efficient_ft.training.console import say
 from efficient_ft.training.datamodule import data_configs, missing_images, open_images
-
-_PASS_A_RUN = "Pass the run folder printed when training ended."
 
 
 class Evaluated(TypedDict):
@@ -51,7 +50,7 @@ def evaluate(run: Path, config: Config | None = None) -> Evaluated:
         UserError: `run` is not a run folder, `config` changes what it may not, or the images are missing or have other
             classes.
     """
-    stored = read_config(run, _PASS_A_RUN)
+    stored = read_config(run, PASS_A_RUN, USE_ITS_VERSION)
     if config is None:
         config = stored
     _refuse_changes(run, stored, config)

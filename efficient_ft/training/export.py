@@ -171,11 +171,11 @@ def _noted_method(file: Path, part: dict[str, Any]) -> Method:
     name, settings = part["method"], part["settings"]
     do = "Train again with this version, or use the version that wrote the file."
     if name not in METHODS:
-        raise OtherVersionError(file, f"it notes the method {name}, unknown to this version", do)
+        raise OtherVersionError(file, f"it notes the method {name}, unknown to this version", do, "another")
     unknown = sorted(set(settings) - set(inspect.signature(METHODS[name]).parameters))
     if unknown:
         which = ", ".join(f"method.{name}.{setting}" for setting in unknown)
-        raise OtherVersionError(file, f"it notes {which}, unknown to this version", do)
+        raise OtherVersionError(file, f"it notes {which}, unknown to this version", do, "another")
     try:
         return METHODS[name](**settings)
     except UserError as error:

@@ -148,7 +148,7 @@ def _train(config: Config, folder: Path) -> dict[str, Any]:
         "environment": environment(
             device,
             packages=("torch", "timm", "lightning"),
-            keep_allocator=config.keep_freed_memory and platform.system() == "Linux",
+            keep_freed_memory=config.keep_freed_memory and platform.system() == "Linux",
         ),
     }
     write_summary(loggers, results)

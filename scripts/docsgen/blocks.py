@@ -308,6 +308,16 @@ def methods(page: Path) -> str:
 
 
 @block
+def reference(page: Path) -> str:
+    """The classes of all methods, from their docstrings, by axis."""
+    parts = []
+    for heading, of in cards.by_axis().items():
+        parts.append(f"## {heading}")
+        parts += [f"::: {cards.classes()[one.name].__module__}.{cards.classes()[one.name].__name__}" for one in of]
+    return "\n\n".join(parts)
+
+
+@block
 def header(method: str, page: Path) -> str:
     """Axis, options and class of a method."""
     of = cards.card(method)

@@ -100,6 +100,25 @@ def card(name: str) -> Card:
     return Card(name, options_of()[name], ", ".join((of.axis, *of.other_axes)), summary)
 
 
+def by_axis() -> dict[str, list[Card]]:
+    """The cards by heading: an axis, or several."""
+    found: dict[str, list[Card]] = {}
+    for one in all_cards():
+        found.setdefault("Several axes" if "," in one.axes else one.axes.capitalize(), []).append(one)
+    return found
+
+
+def navigation() -> str:
+    """The lines of mkdocs.yml that list the cards."""
+    lines = []
+    for heading, cards in by_axis().items():
+        lines.append(f"      - {heading}:\n")
+        for one in cards:
+            title = one.file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+            lines.append(f"          - {title}: methods/{one.name}.md\n")
+    return "".join(lines)
+
+
 def link(of: Card, page: Path) -> str:
     """The address of a card as seen from a page."""
     return Path(os.path.relpath(of.file, page.parent)).as_posix()

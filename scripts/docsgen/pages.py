@@ -8,13 +8,14 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from docsgen import blocks, figure, values
+from docsgen import blocks, cards, figure, values
 
 ROOT = Path(__file__).resolve().parents[2]
 
 #: A marker in backticks is shown, not filled in.
 BLOCK = re.compile(r"^<!-- generated: (?P<call>.+?) -->\n(?P<old>.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
 VALUE = re.compile(r"(?<!`)(?P<open><!-- = (?P<call>.+?) -->)(?P<old>[^<]*)<!-- / -->")
+NAVIGATION = re.compile(r"(?P<open> *# generated: methods\n).*?(?P<end> *# end\n)", re.DOTALL)
 MARKER = re.compile(r"<!-- (?:generated: |= |end -->|/ -->)")
 
 
@@ -52,10 +53,17 @@ def filled(page: Path, text: str) -> str:
     return VALUE.sub(value, BLOCK.sub(block, text))
 
 
+def navigation(text: str) -> str:
+    """mkdocs.yml with the cards of all methods between its two comments."""
+    return NAVIGATION.sub(lambda match: match["open"] + cards.navigation() + match["end"], text)
+
+
 def _wanted() -> Iterator[tuple[Path, str]]:
     """Each file and what it should hold."""
     for page in pages():
         yield page, filled(page, page.read_text(encoding="utf-8"))
+    site = ROOT / "mkdocs.yml"
+    yield site, navigation(site.read_text(encoding="utf-8"))
 
 
 def write() -> list[Path]:

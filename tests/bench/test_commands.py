@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from efficient_ft.cli import bench
+from efficient_ft.cli.commands import run_command
 from tests.conftest import REPOSITORY
 
 
 def run(*arguments: str) -> None:
     # The allocator of the test process is not changed.
-    bench.main([*arguments, "--system-allocator"])
+    run_command("bench", [*arguments, "--system-allocator"])
 
 
 def test_steps_of_two_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -139,7 +139,7 @@ def test_a_mistake_is_one_message_and_status_2(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("arguments", ["", "walk", "step --rounds 0", "step --dtype fp8", "layer --batch many"])
 def test_argparse_mistakes_exit_with_2(arguments: str):
     with pytest.raises(SystemExit) as stopped:
-        bench.main(arguments.split())
+        run_command("bench", arguments.split())
     assert stopped.value.code == 2
 
 

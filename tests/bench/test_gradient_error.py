@@ -23,6 +23,7 @@ from efficient_ft.bench.gradients import error_and_cosine, step_gradients
 from efficient_ft.bench.images import image_folder, shuffled_batches
 from efficient_ft.bench.projections import METHODS, Candidate, candidates, headroom
 from efficient_ft.cli import gradient_error as command
+from efficient_ft.cli.commands import run_command
 from efficient_ft.config import ModelConfig
 from efficient_ft.core.errors import UserError
 from efficient_ft.methods import LBPDCT, LBPWHT, LoRA
@@ -118,7 +119,7 @@ def test_the_whole_study_runs_and_its_file_says_everything(weights, tmp_path, ca
 def test_a_mistake_is_one_message_and_status_2(weights, tmp_path, capsys):
     def refused(*arguments: str) -> str:
         with pytest.raises(SystemExit) as stopped:
-            command.main(arguments)
+            run_command("gradient-error", arguments)
         assert stopped.value.code == 2
         return capsys.readouterr().err
 

@@ -50,6 +50,7 @@ from tests.cli.program import composed
         (["foo"], r"^foo: arguments have the form KEY=VALUE"),
         (["data.root=/a=b"], r"quote it: 'data\.root=\"/a=b\"'$"),
         (["optim.lr=[1"], r"^optim\.lr=\[1: the value has special characters"),
+        (["predct"], r"^predct: arguments have the form KEY=VALUE; see --help\. Did you mean 'predict'\?"),
         (["model.name=${a.b}"], r"^The configuration cannot be resolved: .*a\.b"),
         (["hydra.run.dirr=x"], r"hydra\.run\.dirr"),
         (["hydra/launcher=nix"], r"hydra/launcher/nix"),

@@ -48,7 +48,7 @@ def test_recipes_take_turns_and_the_warm_up_is_not_timed():
 def test_a_training_step_trains_what_the_methods_left_trainable(run: tuple[nn.Module, list[Method]]):
     model, methods = run
     before = copy.deepcopy(model.state_dict())
-    step = TrainingStep(model, methods, StepSpec(**SHAPE, clip=1.0))
+    step = TrainingStep(model, methods, StepSpec(**SHAPE, grad_clip_norm=1.0))
     step()
     step()
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}

@@ -108,10 +108,10 @@ def test_flatten() -> None:
 
 
 def test_the_environment_names_versions_and_the_device() -> None:
-    found = environment("cpu", keep_allocator=True)
+    found = environment("cpu", keep_freed_memory=True)
     assert torch.__version__.startswith(found["torch"])  # with or without its local part
     assert found["threads"] == torch.get_num_threads()
-    assert found["keep_allocator"] is True
+    assert found["keep_freed_memory"] is True
     assert found["device"]
     assert json.loads(json.dumps(found)) == found
 

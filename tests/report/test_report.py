@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from efficient_ft.cli import report as command
+from efficient_ft.cli.commands import run_command
 from efficient_ft.config import Config, check
 from efficient_ft.record.rows import Rows
 from efficient_ft.report.figures import draw_budgets, draw_magnitudes, draw_tokens, draw_trained
@@ -105,7 +105,7 @@ FIGURES = {
 @pytest.mark.parametrize("name", METHODS)
 def test_the_figures_are_files_and_one_page_of_its_own(name, recorded, tmp_path, capsys):
     out = tmp_path / "out"
-    command.main([str(recorded(name)), "--out", str(out), "--images", "2"])
+    run_command("report", [str(recorded(name)), "--out", str(out), "--images", "2"])
     assert sorted(f.name for f in out.iterdir()) == sorted([*FIGURES[name], "report.html"])
     files = [(out / file).read_bytes() for file in FIGURES[name]]
     for data in files:
@@ -195,7 +195,7 @@ def test_a_run_that_goes_on_still_or_has_lost_its_images_is_drawn_as_far_as_it_g
     (folder / "model.safetensors").unlink()
     rows = Rows(folder / "step_stats.jsonl")
     rows.rewind(1)
-    command.main([str(folder)])
+    run_command("report", [str(folder)])
     assert "Kept tokens are not drawn." in capsys.readouterr().out
     assert sorted(f.name for f in (folder / "report").glob("*.png")) == sorted(FIGURES["alast"][:-1])
     text = (folder / "report" / "report.html").read_text(encoding="utf-8")
@@ -220,6 +220,13 @@ def test_maps_without_magnitudes_and_deep_networks_are_drawn(tmp_path):
         assert table(record)[1][0][2] == "–"
 
 
+def earlier(folder: Path) -> None:
+    """A run of an earlier version, whose record had another name."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text("data: {workers: 2}")
+    (folder / "insight.jsonl").write_text("{}")
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
@@ -229,13 +236,14 @@ def test_maps_without_magnitudes_and_deep_networks_are_drawn(tmp_path):
             "run holds no record (step_stats.jsonl). Train with step_stats.interval=1",
         ),
         (lambda folder: Rows(folder / "step_stats.jsonl").rewind(0), "resume=never"),
+        (earlier, "config.yaml was written by an earlier version of efficient-ft (it says data.workers"),
     ],
-    ids=["nowhere", "unrecorded", "empty"],
+    ids=["nowhere", "unrecorded", "empty", "earlier"],
 )
 def test_mistakes_end_with_one_message_and_status_2(tmp_path, capsys, make, text):
     make(tmp_path / "run")
     with pytest.raises(SystemExit) as stopped:
-        command.main([str(tmp_path / "run")])
+        run_command("report", [str(tmp_path / "run")])
     assert stopped.value.code == 2
     assert text in capsys.readouterr().err
 
@@ -243,25 +251,26 @@ def test_mistakes_end_with_one_message_and_status_2(tmp_path, capsys, make, text
 @pytest.mark.parametrize(
     ("file", "content", "text"),
     [
-        ("results.json", "{", "results.json cannot be read: it is not valid JSON. Repeat the run"),
+        ("results.json", "{", "results.json cannot be read: it is not valid JSON. Repeat the run with this version"),
         ("results.json", "{}", "results.json was written by an earlier version"),
+        ("step_stats.jsonl", '{"step": 1}\n', "step_stats.jsonl cannot be read: a row lacks step, blocks or trained."),
         ("config.yaml", "data: {workers: 2}", "(it says data.workers, which is data.num_workers now). Repeat the run"),
     ],
-    ids=["damaged", "earlier", "renamed"],
+    ids=["damaged", "earlier", "rows", "renamed"],
 )
 def test_files_that_cannot_be_read_are_named(recorded, tmp_path, capsys, file, content, text):
     run = tmp_path / "run"
     shutil.copytree(recorded("full"), run)
     (run / file).write_text(content)
     with pytest.raises(SystemExit) as stopped:
-        command.main([str(run)])
+        run_command("report", [str(run)])
     assert stopped.value.code == 2
     assert text in capsys.readouterr().err
 
 
 def test_a_number_of_images_below_0_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
-        command.main([str(tmp_path), "--images", "-1"])
+        run_command("report", [str(tmp_path), "--images", "-1"])
     assert stopped.value.code == 2
     assert "must be an integer >= 0, got -1" in capsys.readouterr().err
 
@@ -269,7 +278,7 @@ def test_a_number_of_images_below_0_is_refused(tmp_path, capsys):
 def test_without_matplotlib_the_message_names_the_extra(recorded, monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit) as stopped:
-        command.main([str(recorded("full")), "--out", str(tmp_path / "out")])
+        run_command("report", [str(recorded("full")), "--out", str(tmp_path / "out")])
     assert stopped.value.code == 2
     assert "pip install 'efficient-ft[report]'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -100,9 +100,9 @@ def test_a_noted_method_is_applied(pruned):
         ({"settings": {"drop_at": [1], "keep_rate": 50}}, "it notes the method evit with keep_rate must be"),
     ],
 )
-def test_notes_of_an_earlier_version_are_refused(pruned, tmp_path, changes, named):
+def test_notes_of_another_version_are_refused(pruned, tmp_path, changes, named):
     with pytest.raises(OtherVersionError) as caught:
         export.load(renoted(pruned, tmp_path, **changes))
     assert named in str(caught.value)
-    assert "written by an earlier version" in str(caught.value)
+    assert "version of efficient-ft (" in str(caught.value)
     assert "Train again with this version" in str(caught.value)

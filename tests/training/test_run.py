@@ -43,7 +43,7 @@ def test_results_have_the_agreed_keys_and_true_values(finished):
     assert results["trainable_parameters"] == results["total_parameters"] > 5_000
     assert results["methods"]["full"]["touched"]
     assert results["config"] == config.model_dump(mode="json")
-    assert {"efficient_ft", "torch", "timm", "lightning", "threads", "keep_allocator"} < set(results["environment"])
+    assert {"efficient_ft", "torch", "timm", "lightning", "threads", "keep_freed_memory"} < set(results["environment"])
     evaluated = [row["val_accuracy"] for row in rows_of(folder) if "val_accuracy" in row]
     assert results["accuracy"] == {"best": max(evaluated), "last": evaluated[-1], "split": "val"}
     losses = [row["train_loss_epoch"] for row in rows_of(folder) if "train_loss_epoch" in row]

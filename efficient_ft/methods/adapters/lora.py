@@ -16,11 +16,7 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
 from efficient_ft.methods.declarations import Adds, Axis
 from efficient_ft.methods.registry import register
-from efficient_ft.models.view import Layer, ModelView, Reason, Skipped, parameters_under
-
-#: Number of projections that a fused layer combines, by the last part of its name. Its rank is multiplied by this
-#: number while alpha stays the same, as in the baselines of the LBP-WHT paper.
-FUSED = {"qkv": 3, "kv": 2, "qk": 2}
+from efficient_ft.models.view import Layer, ModelView, Reason, Skipped, parameters_under, projections_in
 
 
 @register
@@ -136,9 +132,10 @@ class LoRA(Method):
     def _rank(self, name: str) -> int:
         """Return the rank of the adapter of the layer `name`.
 
-        The last two parts of the name are looked up: a convolution inside a conv-norm module is ``qkv.c``.
+        That of a fused layer is multiplied by the projections in it while alpha stays the same, as in the baselines of
+        the LBP-WHT paper.
         """
-        return self.rank * next((FUSED[part] for part in name.split(".")[-2:] if part in FUSED), 1)
+        return self.rank * projections_in(name)
 
     def _why_not(self, layer: Layer) -> Skipped | None:
         """Return why a layer gets no adapter, or None if it gets one."""

@@ -5,7 +5,7 @@ fake tensors to see what each layer is really given; grids are taken from there,
 alone.
 """
 
-from efficient_ft.models.view.layers import Layer, TokenLayout
+from efficient_ft.models.view.layers import Layer, TokenLayout, projections_in
 from efficient_ft.models.view.model_view import ModelView, default_image_size, view
 from efficient_ft.models.view.reason import Reason, Skipped
 from efficient_ft.models.view.structure import is_norm, parameters_under
@@ -19,5 +19,6 @@ __all__ = [
     "default_image_size",
     "is_norm",
     "parameters_under",
+    "projections_in",
     "view",
 ]

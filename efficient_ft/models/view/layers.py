@@ -9,6 +9,17 @@ from torch import Tensor, nn
 
 from efficient_ft.models.view.reason import Skipped
 
+#: Number of projections that a fused layer combines, by the last part of its name.
+_FUSED = {"qkv": 3, "kv": 2, "qk": 2}
+
+
+def projections_in(name: str) -> int:
+    """Return how many projections the layer of this full name combines in one matrix: 3 for ``qkv``, usually 1.
+
+    The last two parts of the name are looked up: a convolution inside a conv-norm module is ``qkv.c``.
+    """
+    return next((_FUSED[part] for part in name.split(".")[-2:] if part in _FUSED), 1)
+
 
 @dataclass(frozen=True)
 class TokenLayout:
