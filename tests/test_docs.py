@@ -77,7 +77,15 @@ def generator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(pages, "ROOT", tmp_path)
     monkeypatch.setattr(pages, "pages", lambda: sorted(tmp_path.glob("*.md")))
     monkeypatch.setattr(pages.figure, "stale", list)
+    (tmp_path / "mkdocs.yml").write_text(text(REPOSITORY / "mkdocs.yml"), encoding="utf-8")
     return pages
+
+
+def test_the_check_shows_a_card_that_the_navigation_lacks(generator, tmp_path):
+    assert generator.stale() == []
+    site = tmp_path / "mkdocs.yml"
+    site.write_text(text(site).replace("          - Mesa: methods/mesa.md\n", ""), encoding="utf-8")
+    assert "+          - Mesa: methods/mesa.md" in generator.stale()
 
 
 def test_the_check_shows_a_number_changed_by_hand(generator, tmp_path):
