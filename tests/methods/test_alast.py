@@ -316,7 +316,10 @@ def test_what_is_refused_is_left_as_it_was() -> None:
     cases = [
         (no_class, "no class token"),
         (behind, r"ResPostBlock\) are not of the form"),
-        (dropping, "evit has been applied to this VisionTransformer already, and both decide which tokens flow on"),
+        (
+            dropping,
+            "evit has been applied to this VisionTransformer already, and both decide which tokens are passed on",
+        ),
         (adapted, "lora has been applied .* but must come after alast"),
         (model_of("resnet"), "no class token"),
     ]

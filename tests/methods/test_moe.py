@@ -395,7 +395,7 @@ def test_a_balance_loss_is_whole_or_refused() -> None:
         with pytest.raises(UserError, match=r"no balance loss of blocks\.1\.mlp\..*checkpointing"):
             method.total_loss(loss)
         loss.backward()
-    assert not method._unevenness
+    assert not method._balance_losses
 
 
 def test_a_run_s_result_is_loaded_with_its_experts(tmp_path: Path) -> None:

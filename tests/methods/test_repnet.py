@@ -1,4 +1,4 @@
-"""Rep-Net: the sum of block and side module written out, where modules stand, what trains, what it costs, exports."""
+"""Rep-Net: the sum of block and side module written out, where modules are inserted, what trains, cost, exports."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def test_models_and_settings_that_will_not_do() -> None:
             RepNet(**{setting: value})  # type: ignore[arg-type]
         assert error.value.setting == setting
     for name, place, message in (
-        ("vit", 4, "indices from -4 to 3: .* has 4 blocks"),
+        ("vit", 4, r"indices from -4 to 3, got .*\. .* has 4 blocks"),
         ("mobilenet", 0, r"side modules do not support blocks\.0\.0 of"),
     ):
         model = model_of(name)

@@ -1,4 +1,4 @@
-"""Dropping tokens in real models: what flows on, what it costs, against plain blocks written out, and with others."""
+"""Dropping tokens in real models: the tokens passed on, the cost, against plain blocks written out, and with others."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_how_activations_are_kept_changes_nothing_where_all_is_kept(other: Any) 
     methods: list[Method] = [EViT([1, 2]), other()]
     apply_methods(both, methods)
     assert largest_difference(gradients(alone, "vit"), gradients(both, "vit")) < 1e-10
-    # In the other order, and taken away in either.
+    # In the other order, and removed in either.
     again = model_of("vit")
     for method in methods:
         fresh = type(method)(**method.settings())
@@ -291,7 +291,8 @@ def test_budgets_that_leave_nothing_are_refused() -> None:
     small = {"img_size": 32, "patch_size": 16, "depth": 6, "embed_dim": 48, "num_heads": 3}
     model = timm.create_model("vit_tiny_patch16_224", **small)  # of 4 patch tokens 3, 2, 1, 0
     with pytest.raises(
-        SettingError, match=r"method.alast.budget_init must be .* of 4 none is left after blocks.3, got 0.9. .* 32×32"
+        SettingError,
+        match=r"method.alast.budget_init must be .*, got 0.9. Of 4 patch tokens none is left after blocks.3. .* 32×32",
     ):
         ALaST(2).apply(model)
     assert all(p.requires_grad for p in model.parameters())

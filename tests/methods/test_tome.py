@@ -1,4 +1,4 @@
-"""Merging tokens in real models: what flows on, what it costs, against plain blocks written out, and with others."""
+"""Merging tokens in real models: the tokens passed on, the cost, against plain blocks written out, and with others."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def test_how_activations_are_kept_changes_nothing_where_all_is_kept(other: Any, 
     methods: list[Method] = [ToMe(12, proportional_attention=proportional), other()]
     apply_methods(both, methods)
     assert largest_difference(gradients(alone, "vit"), gradients(both, "vit")) < 1e-10
-    # In the other order, and taken away in either.
+    # In the other order, and removed in either.
     again = model_of("vit")
     for method in methods:
         fresh = type(method)(**method.settings())

@@ -96,7 +96,8 @@ class LayersPerStep(Selection):
             raise SettingError(
                 f"method.{self.name}.num_layers",
                 self.num_layers,
-                f"an integer from 1 to {len(view.blocks)}: {view.name} has {len(view.blocks)} blocks",
+                f"an integer from 1 to {len(view.blocks)}",
+                f"{view.name} has {len(view.blocks)} blocks.",
             )
 
     def remove(self, model: nn.Module) -> None:
