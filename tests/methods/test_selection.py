@@ -1,4 +1,4 @@
-"""What each selection trains, what its mistakes say, and that nothing is kept below the lowest layer that trains."""
+"""Selections: what each trains, what its mistakes say, and that nothing is kept below the lowest layer that trains."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ def test_tokens_whose_places_are_not_known_are_not_projected() -> None:
 
 
 def test_low_rank_energies_are_those_of_the_grid() -> None:
-    """LHE profiles the gradients of the tokens left, where they lie."""
+    """LHE profiles the gradients of the tokens left, at their grid positions."""
     model = model_of("vit")
     method = LBPWHT(bases="lhe", order=2, profile_steps=1)
     apply_methods(model, [method, EViT([0, 2])])
@@ -389,14 +389,14 @@ def test_bsr_on_resnet50_executes_and_keeps_what_is_counted_by_hand() -> None:
             continue
         first = inputs * width * before**2
         forward = first + (9 * width * width + width * outputs) * after**2
-        forward += inputs * outputs * after**2 * (inputs != outputs)  # beside the sum
+        forward += inputs * outputs * after**2 * (inputs != outputs)  # added to the input
         macs += forward * (2 if at in trained else 1) - first * (at == trained[0])  # nothing below needs a gradient
         # Outputs of the three ReLUs, kept whole by torch. Where a convolution of a trained block takes them they are
         # needed (the last one: that of the next block).
         within, last = width * (before**2 + after**2), outputs * after**2
         floats += within + last
         bits += (within if at not in trained else 0) + (last if at + 1 not in trained else 0)
-        if at in trained:  # inputs of the normalisations; of the first block also its own
+        if at in trained:  # inputs of the normalizations; of the first block also its own
             floats += within + outputs * after**2 + inputs * before**2 * (at == trained[0])
     plain, bsr = executed(model, 1, (224, 224)), executed(model, 1, (224, 224), methods=[method])
     assert bsr.forward_flops == plain.forward_flops
