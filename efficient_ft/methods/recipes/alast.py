@@ -204,7 +204,8 @@ class ALaST(LayersPerStep):
                     f"method.{self.name}.budget_init",
                     self.budget_init,
                     "a share that leaves patch tokens after all blocks",
-                    f"Of {positions} patch tokens none is left after {name}. Take larger images (here {height}×{width}).",
+                    f"Of {positions} patch tokens none is left after {name}. Take larger images (here"
+                    f" {height}×{width}).",
                 )
 
     def _notes(self) -> tuple[str, ...]:
