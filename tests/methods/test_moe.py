@@ -364,7 +364,7 @@ def test_stacked_with_what_changes_nothing(other: Any, monkeypatch: pytest.Monke
     assert largest_difference(gradients(alone, "vit"), gradients(both, "vit")) < 1e-8
 
 
-def test_what_is_packed_beside_them_leaves_experts_exact() -> None:
+def test_what_is_packed_next_to_experts_leaves_them_exact() -> None:
     """At a sparsity that would show, the experts of the last block have their exact gradients."""
     alone, _ = with_experts()
     both, _ = with_experts()

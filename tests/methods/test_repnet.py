@@ -103,7 +103,7 @@ def test_tokens_are_the_sum_of_frozen_block_and_what_the_side_block_s_branches_a
     assert (model(images) - plain(images)).abs().max() > 1e-3
 
 
-def test_a_side_block_starts_as_the_block_beside_it_but_for_its_last_projections() -> None:
+def test_a_side_block_starts_as_its_main_block_but_for_its_last_projections() -> None:
     model: Any = model_of("vit")
     RepNet(blocks=[2]).apply(model)
     block = model.blocks[2]

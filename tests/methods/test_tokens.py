@@ -305,7 +305,7 @@ def test_blocks_and_places_are_listed_once() -> None:
             method.apply(model_of("vit"))
 
 
-def test_a_block_beside_which_a_side_module_stands_keeps_its_tokens() -> None:
+def test_a_block_with_a_side_module_keeps_its_tokens() -> None:
     model = model_of("vit")
     RepNet([1]).apply(model)
     with pytest.raises(UserError, match=r"blocks.1 of .* has a side module"):
