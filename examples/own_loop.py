@@ -1,7 +1,8 @@
 """Methods in a training loop of one's own: two lines per method, three per step.
 
-ALaST decides in each step which blocks train and how many tokens flow on; LBP-WHT computes the gradients of the layers
-that train in a low-rank space. A small vision transformer learns the handwritten digits of scikit-learn from scratch.
+ALaST decides in each step which blocks train and how many tokens are passed on; LBP-WHT computes the gradients of the
+layers that train in a low-rank space. A small vision transformer learns the handwritten digits of scikit-learn from
+scratch.
 
     python examples/own_loop.py
 """

@@ -48,7 +48,7 @@ def fences(page: Path, *languages: str, skipped: bool = False) -> list[str]:
 
 
 def inline(page: Path) -> list[str]:
-    """What a page shows in backticks, without fenced blocks and the names of old records."""
+    """The code that a page shows in backticks, without fenced blocks and the names of old records."""
     return re.findall(r"`([^`\n]+)`", FENCE.sub("", text(page)))
 
 
@@ -59,7 +59,7 @@ def run_docs(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def environment() -> dict[str, str]:
-    """One thread, and this checkout's package whatever is installed."""
+    """One thread, and this checkout's package regardless of what is installed."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
 
 

@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 def main_of(name: str, **arguments: Any) -> Any:
-    """What the example's `main` returns."""
+    """The result of the example's `main`."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

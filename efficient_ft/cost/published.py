@@ -229,10 +229,13 @@ def operations(
 ) -> list[Operation]:
     """List the operations of one forward pass over one image, in order, on fake tensors.
 
-    Arguments and errors are those of `published`.
-
     Args:
+        model, input_size, in_chans, rule: as in `published`.
         blocks: names of the model's blocks, if they are known already; None: those its view recognizes.
+
+    Raises:
+        SettingError: an image size or number of channels that is out of range.
+        UserError: `model` cannot be run on images of that size.
     """
     require_image_size(input_size)
     require_positive("in_chans", in_chans)

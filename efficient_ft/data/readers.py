@@ -78,7 +78,13 @@ def read_cars(root: Path) -> Listing:
 
 
 def read_cub(root: Path) -> Listing:
-    """List CUB-200-2011 from its text files: official train and test."""
+    """List CUB-200-2011 from its text files: official train and test.
+
+    Raises:
+        OSError: a list cannot be read.
+        ValueError: a list is damaged, or the lists name different images.
+        KeyError: an image belongs to a class that classes.txt does not list.
+    """
     folder = root / "CUB_200_2011"
 
     def table(name: str) -> dict[int, str]:

@@ -131,7 +131,7 @@ class MethodCallback(Callback):
 
     # ------------------------------------------------------------------ per step
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin with the first step of this training."""
+        """Reset the step state before the first batch."""
         self._runner.start()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -42,8 +42,8 @@ class Applied:
         skipped: full names of those it left alone although it could have been expected to work on them, with the
             reason (`Reason`, for code) and its text (for people).
         notes: further sentences for the user.
-        none_needed: why it is right that nothing was touched (at full rank plain layers are exact and cheaper). Where
-            it is empty, touching nothing is an error.
+        none_needed: reason why touching no layer is correct (at full rank plain layers are exact and cheaper); empty:
+            touching nothing is an error.
         modules: full names of the modules it put into the model. The view of the model leaves them out.
         routed: full names of modules whose input it routes, so that their tokens come from any images.
     """
@@ -116,7 +116,7 @@ class Method(ABC):
                 forward pass on fake tensors, once.
 
         Returns:
-            The report. Touching nothing is an error unless `Applied.none_needed` says why it is right.
+            The report. Touching nothing is an error unless `Applied.none_needed` gives the reason.
 
         Raises:
             SettingError: a setting does not fit this model. Name it in full: ``method.<name>.<setting>``.
@@ -127,8 +127,8 @@ class Method(ABC):
     def _remove(self, model: nn.Module) -> None:
         """Undo `_apply` on `model`, or on a deep copy of the model that `_apply` changed; trained values stay.
 
-        Must not change `self`: exports call it on a copy of the model while training goes on. What a method knows of
-        the model belongs into names and the model's own modules, not into references to them. A method that changed
+        Must not change `self`: exports call it on a copy of the model while training goes on. Refer to the
+        model's parts by name, or store state on its modules; do not hold references to them. A method that changed
         nothing has an empty `_remove`.
         """
 

@@ -42,10 +42,12 @@ def blocks_at(
     count = len(view.blocks)
     places = [index % count if -count <= index < count else count for index in indices]
     if max(places) >= (count if last else count - 1):
-        allowed = f"indices from {-count} to {count - 1}: {view.name} has {count} blocks"
-        if not last:
-            allowed = f"indices from 0 to {count - 2}: {view.name} has {count} blocks, and in the last it has no effect"
-        raise SettingError(setting, list(indices), allowed)
+        if last:
+            allowed, do = f"indices from {-count} to {count - 1}", f"{view.name} has {count} blocks."
+        else:
+            allowed = f"indices from 0 to {count - 2}"
+            do = f"{view.name} has {count} blocks, and in the last it has no effect."
+        raise SettingError(setting, list(indices), allowed, do)
     if once and len(set(places)) < len(places):
         raise SettingError(setting, list(indices), "a list with each block once")
     return tuple(view.blocks[place] for place in sorted(set(places)))

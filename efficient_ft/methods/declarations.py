@@ -25,7 +25,7 @@ _DOES = {
     Axis.ADAPTERS: "add modules to the model",
     Axis.BACKPROP: "replace the backward pass",
     Axis.MEMORY: "decide how activations are kept",
-    Axis.TOKENS: "decide which tokens flow on",
+    Axis.TOKENS: "decide which tokens are passed on",
 }
 
 #: A selection decides what trains before adapters freeze what they adapt; low-rank backward then applies to the

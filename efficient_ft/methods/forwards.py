@@ -1,7 +1,8 @@
-"""Another forward pass for a module object; several methods can give one to the same module.
+"""Replacement forward passes of module objects; several methods can give one to the same module.
 
-It is one attribute of the object, `forward`. Nothing else of the model changes, so that it can be copied, pickled,
-saved and changed back. Forwards are nested: each calls the one inside it, the innermost calls the module's class.
+A replacement is stored in one attribute of the module, `forward`. Nothing else of the model changes, so that it can be
+copied, pickled, saved and changed back. Replacements are nested: each calls the one inside it, and the innermost calls
+the forward pass of the module's class.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from torch import nn
 
 
 class OwnForward:
-    """Base of the callables that a method gives to a module object as its `forward`.
+    """Base of the callables that replace the `forward` of a module object.
+
+    A subclass implements ``__call__`` with the module's own arguments, and calls `within` to run the module.
 
     Args:
         module: the module it becomes the forward of.
@@ -27,14 +30,14 @@ class OwnForward:
         raise NotImplementedError  # abstract
 
     def within(self, *args: Any, **kwargs: Any) -> Any:
-        """Run what the module does without this forward."""
+        """Run the next replacement inside this one, or the forward pass of the module's class."""
         if self.inner is not None:
             return self.inner(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
 def forwards_of(module: nn.Module) -> list[OwnForward]:
-    """Return the forwards of a module, from the outermost to the innermost."""
+    """Return the replacements of a module, from the outermost to the innermost."""
     found: list[OwnForward] = []
     forward = module.__dict__.get("forward")
     while isinstance(forward, OwnForward):
@@ -44,14 +47,14 @@ def forwards_of(module: nn.Module) -> list[OwnForward]:
 
 
 def put_around(module: nn.Module, forward: OwnForward) -> None:
-    """Make `forward` the outermost replacement."""
+    """Make `forward` the outermost replacement of `module`."""
     outermost = forwards_of(module)[:1]
     forward.inner = outermost[0] if outermost else None
     module.forward = forward  # type: ignore[assignment]
 
 
 def put_inside(module: nn.Module, forward: OwnForward) -> None:
-    """Make `forward` the innermost: the other forwards run around it."""
+    """Make `forward` the innermost replacement of `module`: the others run around it."""
     others = forwards_of(module)
     if others:
         others[-1].inner = forward
@@ -60,7 +63,7 @@ def put_inside(module: nn.Module, forward: OwnForward) -> None:
 
 
 def take_away(module: nn.Module, kind: type[OwnForward]) -> None:
-    """Remove the forwards of a kind from a module."""
+    """Remove the replacements of a class from a module; the others stay in their order."""
     if not forwards_of(module):
         return
     rest = [forward for forward in forwards_of(module) if not isinstance(forward, kind)]

@@ -33,7 +33,11 @@ def autocast_disabled(like: Tensor) -> AbstractContextManager[Any]:
 
 
 def current_autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Return what enters the autocast that is enabled now for a kind of device, later and in any thread."""
+    """Return a factory of context managers that re-enter the current autocast state, later and in any thread.
+
+    Args:
+        device: kind of device, e.g. ``cuda``.
+    """
     if not torch.is_autocast_enabled(device):
         return nullcontext
     dtype, cache = torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()

@@ -1,4 +1,4 @@
-"""A test kit for methods: the contracts, the small models they are tried on, and steps of training.
+"""A test kit for methods: the contracts, the small models they run on, and steps of training.
 
 Needs pytest to run (`pip install efficient-ft[dev]`); importing it does not.
 """

@@ -57,6 +57,8 @@ def _on(models_of: Callable[[Row], Iterable[str]]) -> Callable[[_Test], _Test]:
 class MethodContracts:
     """Base of a test class that drives rows of settings through the contracts of methods.
 
+    Derive from it in a test file and set `rows`; pytest runs every contract (``test_…``) on every row and its models.
+
     Attributes:
         rows: the table of settings, by a name of each row.
         conf: the folder of the methods' YAML files; None: they are not tested.

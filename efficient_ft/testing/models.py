@@ -1,4 +1,4 @@
-"""Small models on which methods are tried, and smooth images for them."""
+"""Small models for tests of methods, and smooth images for them."""
 
 from __future__ import annotations
 

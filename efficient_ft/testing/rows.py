@@ -1,4 +1,4 @@
-"""A row of the table of settings: a method, settings at which it is tried, and what the contracts must know of it."""
+"""A row of the table of settings: a method, the settings it is tested with, and the exceptions its contracts allow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from efficient_ft.testing.models import USUAL
 
 
 class Instead(Enum):
-    """The property that is tested in place of "off equals plain training", for a method without an off value."""
+    """The property that is tested in place of "off equals plain training", for a method without an off value.
+
+    Attributes:
+        SAME_GRADIENTS: gradients of what trains equal the plain ones (selections).
+        SAME_OUTPUT: the output is unchanged at initialization, and changed after training (adapters).
+        NEAR_GRADIENTS: gradients are near the plain ones (rounding).
+    """
 
     SAME_GRADIENTS = "gradients of what trains equal the plain ones"
     SAME_OUTPUT = "the output is unchanged at initialization"
@@ -28,21 +34,21 @@ def _itself(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class Row:
-    """A method, and what the contracts must know of it.
+    """A method and the settings it is tested with.
 
     Attributes:
-        method: its class.
-        settings: settings at which it differs from plain training.
-        off: changes of `settings` at which it equals plain training, or None with `why_no_off` and `instead`.
-        why_no_off: why there is no such value.
+        method: the class of the method.
+        settings: settings with which the method differs from plain training.
+        off: changes of `settings` with which it equals plain training, or None with `why_no_off` and `instead`.
+        why_no_off: reason why there is no such value.
         instead: the property that is tested in its place.
         shortcuts: (class, attribute, replacement): shortcuts of the off case that are disabled in its test, so that
             the method's own computation runs.
-        models: the small models (keys of `MODELS`) it is tried on.
+        models: the small models (keys of `MODELS`) the method is tested on.
         refused: small models that it must refuse, each with a part of the message.
-        own_evaluation: why evaluation is not the pretrained model's own; empty: it is.
-        reference: turns a plain model into what the method's model equals at initialization, where that is not the
-            plain model.
+        own_evaluation: reason why evaluation is not the pretrained model's own; empty: it is.
+        reference: maps a plain model to the one whose output the method's model has at initialization; by default the
+            plain model itself.
     """
 
     method: type[Method]

@@ -80,7 +80,7 @@ class AtomicCheckpointIO(CheckpointIO):
         write_atomically(target, write)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """See `read`."""
+        """Load a checkpoint with `read`."""
         return read(Path(path), map_location or "cpu")
 
     def remove_checkpoint(self, path: Any) -> None:

@@ -75,7 +75,7 @@ class FineTuner(L.LightningModule):
 
     # ------------------------------------------------------------------ training
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """See `build_optimizer`."""
+        """Build the optimizer with `build_optimizer`; `on_train_batch_start` sets the scheduled learning rate."""
         return build_optimizer(self.model, self.config.optim, self.config.trainer.precision)
 
     def on_fit_start(self) -> None:

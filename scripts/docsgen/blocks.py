@@ -43,7 +43,7 @@ def memory(page: Path) -> str:
                 _cosine("gradient", trained) if trained else "–",
             ]
         )
-    head = ["recipe", "saved MiB / image", "peak MiB, batch", "step", "× time of `full`"]
+    head = ["recipe", "saved MiB / image", "peak MiB, batch", "step", "time / time of `full`"]
     return table([*head, "cosine, this network", "cosine, trained network"], rows)
 
 
@@ -67,9 +67,8 @@ def memory_gpu(page: Path) -> str:
             else:
                 cells += ["", "", ""]
         rows.append(cells)
-    parts = [
-        f"{precision}{what}" for precision in ("fp32", "bf16") for what in (" step", ": × time of `full`", " peak MiB")
-    ]
+    columns = (" step", ": time / time of `full`", " peak MiB")
+    parts = [f"{precision}{what}" for precision in ("fp32", "bf16") for what in columns]
     return table(["recipe", *parts], rows)
 
 
@@ -111,7 +110,7 @@ def tokens(page: Path) -> str:
                 ]
             )
     head = ["recipe", "forward + backward GFLOP / image", "saved MiB / image", "peak MiB, batch", "step"]
-    return table([*head, "× time of `full`"], rows)
+    return table([*head, "time / time of `full`"], rows)
 
 
 # ---------------------------------------------------------------------------------------------- methods
@@ -132,7 +131,7 @@ def methods_cost(page: Path) -> str:
             ]
         )
     head = ["recipe", "parameters trained", "backward MFLOPs / image", "saved MiB / image", "peak MiB, batch", "step"]
-    return table([*head, "× time of `full`"], rows)
+    return table([*head, "time / time of `full`"], rows)
 
 
 @block
@@ -226,8 +225,8 @@ def low_rank_step(file: str, page: Path) -> str:
         ]
         for name, of in records.load(file)["recipes"].items()
     ]
-    head = ["recipe", "backward MFLOPs / image", "backward", "× time", "step", "× time", f"saved MiB, batch of {batch}"]
-    return table(head, rows)
+    head = ["recipe", "backward MFLOPs / image", "backward", "backward / exact", "step", "step / exact"]
+    return table([*head, f"saved MiB, batch of {batch}"], rows)
 
 
 @block

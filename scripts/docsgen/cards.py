@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import shlex
 import textwrap
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,7 +25,10 @@ CARDS = ROOT / "docs" / "methods"
 ORDER = ("selection", "backprop", "memory", "tokens", "adapters")
 
 #: What a value of `select` is, of the methods whose constructor has no such argument.
-SELECT = "what trains if the list names no selection: `last_stage`, `all`, another selection, or `keep` (no say)"
+SELECT = (
+    "what trains if the list names no selection: `last_stage`, `all`, another selection, or `keep` (leaves"
+    " `requires_grad` as it is)"
+)
 
 #: Measurements with plain full fine-tuning as baseline, and how their recipes are shown.
 MEASURED = {
@@ -227,11 +231,34 @@ def cost_tables(name: str) -> str:
             + table([*head, "saved MiB / image", "peak MiB of the batch"], counted, left=2)
         )
     if measured:
-        head = ["network, batch, machine", "recipe", "step", "× time of `full`", "saved MiB / image"]
+        head = ["network, batch, machine", "recipe", "step", "time / time of `full`", "saved MiB / image"]
         parts.append("Measured:\n\n" + table([*head, "peak MiB of the batch"], measured, left=2))
     else:
-        parts.append("No step time has been recorded.")
+        parts.append(_not_timed(name))
     return "\n\n".join(parts)
+
+
+def _not_timed(name: str) -> str:
+    """The sentences of a card without a measurement: what there is, and the command that measures."""
+    for model, of in records.load("counted")["models"].items():
+        own = [r["arguments"] for r in of["recipes"].values() if _names(r["arguments"][0]) & set(options_of()[name])]
+        if own:
+            recipes = shlex.join(["full", *map(_bench_recipe, own)])
+            command = f"efficient-ft bench step {recipes} --model {model} --batch {of['batch']}"
+            first = "These costs are counted; step times are not recorded. Measure them on your machine:"
+            return f"{first}\n\n```bash\n{command}\n```"
+    return "Neither counts nor step times are recorded."
+
+
+def _bench_recipe(arguments: Sequence[str]) -> str:
+    """Arguments of the command line as a recipe of `efficient-ft bench`: ``METHOD:KEY=VALUE+METHOD``."""
+    options, *settings = arguments
+    parts = []
+    for option in options.removeprefix("method=").strip("[]").split(","):
+        method = next(name for name, variants in options_of().items() if option in variants)
+        own = [s.removeprefix(f"method.{method}.") for s in settings if s.startswith(f"method.{method}.")]
+        parts.append(f"{option}:{','.join(own)}" if own else option)
+    return "+".join(parts)
 
 
 def _counted(name: str) -> list[list[str]]:

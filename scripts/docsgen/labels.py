@@ -1,6 +1,6 @@
 """How the recipes of the records are shown.
 
-Records keep the settings' names of the day they were made; pages show those of today.
+Records keep the setting names of their date; pages show today's.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def small_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _lively(model: nn.Module) -> nn.Module:
-    """A head that is not zero, as it is at initialisation: no gradient would pass it."""
+    """A head that is not zero, as it is at initialization: no gradient would pass it."""
     nn.init.normal_(model.head.weight, std=0.1)
     return model
 

@@ -208,7 +208,7 @@ def test_a_sweep_is_the_product_of_its_values() -> None:
 
 
 def test_several_data_sets_in_turn() -> None:
-    published = ["tasks=bsr_moe", "model=vit_base", "method=bsr_moe", "optim=sgd_back_razor", "recipe=bsr_moe"]
+    published = ["tasks=bsr_moe", "model=vit_base", "method=bsr_moe", "optim=sgd_bsr", "recipe=bsr_moe"]
     (config,) = composed(*published)
     assert list(config.tasks) == ["cifar10", "cifar100", "flowers102", "pets", "food101"]
     for name, data in config.tasks.items():

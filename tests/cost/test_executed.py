@@ -316,7 +316,7 @@ def test_a_method_that_profiles_first_is_counted_in_its_steady_step():
     chosen = executed(model, 4, shape, methods=[LBPWHT(bases="lhe", order=2, profile_steps=2)])
     fixed = executed(model, 4, shape, methods=[LBPWHT(order=2)])
     assert chosen.counted_on == ON_FAKE_TENSORS
-    # the bias gradient takes another way where the constant base is not among the chosen
+    # the bias gradient is computed differently if the constant base is not one of the chosen
     assert chosen.backward_flops == pytest.approx(fixed.backward_flops, rel=0.001)
     assert chosen.backward_flops < 0.5 * executed(model, 4, shape).backward_flops
 

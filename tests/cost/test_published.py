@@ -39,7 +39,7 @@ def test_a_small_network_by_hand():
     assert count.macs == 12 * 40 + 40 * 5
     assert count.bytes == 4 * total + 3 * count.activation_bytes
 
-    # With the first layer and the normalisation frozen no gradient passes until the last layer.
+    # With the first layer and the normalization frozen no gradient passes until the last layer.
     for layer in (model.layers[0], model.layers[2]):
         layer.requires_grad_(False)
     count = published(model, 3, (2, 2))
@@ -99,7 +99,7 @@ def test_an_attention_block_keeps_what_the_reference_says(fused):
     d, a = 17 * 192, 3 * 17**2
 
     def block(model: nn.Module, keeping: Keeping = DENSE) -> float:
-        """What the rule keeps of the second block."""
+        """The bytes that the rule keeps of the second block."""
         of_kind = {"product": keeping.product, "attention": keeping.product, "norm": keeping.norm}
         of_kind["activation"] = keeping.activation
         ops = [op for op in operations(model, (64, 64)) if op.in_block]
@@ -110,7 +110,7 @@ def test_an_attention_block_keeps_what_the_reference_says(fused):
     assert block(model, back_razor(0.8, norm_bytes=4)) == pytest.approx(
         (12 * d + a) * (2 * 0.2 + 1 / 8) + 2 * d * (4 * 0.2 + 1 / 8) + 8 * d
     )
-    # Outside the blocks nothing is packed: the patch embedding's input and the final normalisation's stay as they are.
+    # Outside the blocks nothing is packed: the patch embedding's input and the final normalization's stay as they are.
     dense, packed = (published(model, 1, (64, 64), k).activation_bytes for k in (DENSE, MESA))
     difference = 2 * (block(model) - block(model, MESA))
     assert dense - packed == pytest.approx(difference - 4 * d * (4 - 1))  # the peak is at the last fc2

@@ -21,7 +21,7 @@ from tests.data.pictures import SPEC, save, truncate
 def round_robin(
     sizes: dict[str, tuple[int, int]], grad_accum_steps: int = 1, rank: int = 0, world: int = 1
 ) -> RoundRobinSampler:
-    """Of `sizes`, by task: images, and images in a batch."""
+    """A sampler of tasks with `sizes`, by task: images, and images in a batch."""
     batches = {
         task: BatchSampler(CounterSampler(images, 7, rank, world), batch, False)
         for task, (images, batch) in sizes.items()

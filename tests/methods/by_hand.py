@@ -1,4 +1,4 @@
-"""What a step of the small ViT executes and keeps, counted by hand, and blocks chosen once to count it for."""
+"""Operations and saved values of a step of the small ViT, counted by hand, and blocks chosen once to count it for."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def saved_bytes(trained: Sequence[int], tokens: Sequence[int], embeddings: bool,
     for block, count in enumerate(tokens[:-1]):
         if embeddings or block >= min(trained):
             floats += 10 * count * C  # both norms' inputs; q, k, v; attention's output; the activation's input (4)
-            floats += 4 * count + H * count  # the norms' means and deviations; attention's normaliser
+            floats += 4 * count + H * count  # the norms' means and deviations; attention's normalizer
             if block in trained:
                 floats += 6 * count * C  # what qkv and both layers of the feed-forward network are given
     floats += 2 * tokens[-1] * C + 2 * tokens[-1]  # the last norm's input and output, of which the head takes a part

@@ -145,7 +145,7 @@ def test_drop_path_draws_as_in_the_plain_model() -> None:
 
 # ------------------------------------------------------------------------------------------------ cost
 def tokens_of(budgets: Sequence[float]) -> list[int]:
-    """Of every block, and behind the last."""
+    """Tokens before every block, and after the last."""
     return list(itertools.accumulate(budgets, lambda count, b: 1 + math.floor(b * (count - 1) + 1e-9), initial=N))
 
 
@@ -219,7 +219,7 @@ def test_frozen_blocks_below_record_nothing_though_they_drop_tokens() -> None:
 
 # ------------------------------------------------------------------------------------------------ sampling
 def inclusion(budgets: Sequence[float], k: int) -> list[float]:
-    """Probability that each block is among k drawn one after another without replacement, by softmax(b)."""
+    """Probability that each block is one of k drawn one after another without replacement, by softmax(b)."""
     weights = [math.exp(b) for b in budgets]
     found = [0.0] * len(budgets)
     for order in itertools.permutations(range(len(budgets)), k):
@@ -316,7 +316,10 @@ def test_what_is_refused_is_left_as_it_was() -> None:
     cases = [
         (no_class, "no class token"),
         (behind, r"ResPostBlock\) are not of the form"),
-        (dropping, "evit has been applied to this VisionTransformer already, and both decide which tokens flow on"),
+        (
+            dropping,
+            "evit has been applied to this VisionTransformer already, and both decide which tokens are passed on",
+        ),
         (adapted, "lora has been applied .* but must come after alast"),
         (model_of("resnet"), "no class token"),
     ]

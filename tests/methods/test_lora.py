@@ -281,7 +281,7 @@ def test_peft_is_imported_only_when_it_is_needed() -> None:
 
 # ------------------------------------------------------------------------------------ with low-rank backward
 def test_low_rank_backward_serves_the_base_layers_and_leaves_a_and_b_exact() -> None:
-    """At full rank the stack equals LoRA alone; at low rank only what lies below a base layer differs."""
+    """At full rank the stack equals LoRA alone; at low rank only gradients below a base layer differ."""
 
     def step(*methods: Method) -> dict[str, Tensor | None]:
         model = model_of("vit")

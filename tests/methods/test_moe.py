@@ -1,4 +1,4 @@
-"""Experts against every token worked out by itself, what a step with them costs, tasks, and what they are refused."""
+"""Experts against every token computed alone, what a step with them costs, tasks, and what is refused."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_the_sum_is_in_single_precision_and_the_result_in_the_layer_s_type() -> 
 def test_an_expert_without_tokens_is_not_run() -> None:
     model, _ = with_experts(num_experts=8, top_k=2, gates=0.0)
     mlp = model.blocks[1].mlp
-    with torch.no_grad():  # the first features decide: only experts 2 and 5 are ever among the two
+    with torch.no_grad():  # the first features decide: only experts 2 and 5 are ever the two
         mlp.gate.weight[2, 0] = mlp.gate.weight[5, 0] = 50.0
     called: list[int] = []
     for number, expert in enumerate(mlp.experts, start=1):
@@ -364,7 +364,7 @@ def test_stacked_with_what_changes_nothing(other: Any, monkeypatch: pytest.Monke
     assert largest_difference(gradients(alone, "vit"), gradients(both, "vit")) < 1e-8
 
 
-def test_what_is_packed_beside_them_leaves_experts_exact() -> None:
+def test_what_is_packed_next_to_experts_leaves_them_exact() -> None:
     """At a sparsity that would show, the experts of the last block have their exact gradients."""
     alone, _ = with_experts()
     both, _ = with_experts()
@@ -385,7 +385,7 @@ def test_a_recomputed_block_has_no_balance_loss() -> None:
 
 
 def test_a_balance_loss_is_whole_or_refused() -> None:
-    """Of two blocks with experts one is recomputed: its part would be missing, and in the next step out of date."""
+    """One of two blocks with experts is recomputed: its part would be missing, and in the next step out of date."""
     model, method = model_of("vit"), MoE(4, 2, [1, 3], aux_loss_coef=0.1)
     method.apply(model)
     Checkpointing(blocks=[1]).apply(model)
@@ -395,7 +395,7 @@ def test_a_balance_loss_is_whole_or_refused() -> None:
         with pytest.raises(UserError, match=r"no balance loss of blocks\.1\.mlp\..*checkpointing"):
             method.total_loss(loss)
         loss.backward()
-    assert not method._unevenness
+    assert not method._balance_losses
 
 
 def test_a_run_s_result_is_loaded_with_its_experts(tmp_path: Path) -> None:
@@ -442,7 +442,7 @@ def test_a_setting_out_of_range_names_itself(kind: Any, setting: dict[str, Any])
 def test_what_can_have_no_experts_is_refused_and_left_as_it_was() -> None:
     model = model_of("vit")
     for method, said in (
-        (MoE(4, 2), r"method\.moe\.blocks must be indices from -4 to 3: .* got \[3, 7, 11\]"),
+        (MoE(4, 2), r"method\.moe\.blocks must be indices from -4 to 3, got \[3, 7, 11\]\. .* has 4 blocks"),
         (BSRMoE(4, 2), r"method\.bsr_moe\.blocks must be .* got \[3, 7, 11\]"),
     ):
         with pytest.raises(SettingError, match=said):

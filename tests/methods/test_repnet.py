@@ -1,4 +1,4 @@
-"""Rep-Net: the sum of block and side module written out, where modules stand, what trains, what it costs, exports."""
+"""Rep-Net: the sum of block and side module written out, where modules are inserted, what trains, cost, exports."""
 
 from __future__ import annotations
 
@@ -79,18 +79,18 @@ def test_tokens_are_the_sum_of_frozen_block_and_what_the_side_block_s_branches_a
     RepNet(blocks=[1, 3]).apply(model)
     stir(model)
 
-    def normalised(x: Tensor, norm: Any) -> Tensor:
+    def normalized(x: Tensor, norm: Any) -> Tensor:
         deviation = (x.var(-1, correction=0, keepdim=True) + norm.eps).sqrt()
         return (x - x.mean(-1, keepdim=True)) / deviation * norm.weight + norm.bias
 
     def added(block: Any, x: Tensor) -> Tensor:
-        q, k, v = F.linear(normalised(x, block.norm1), block.attn.qkv.weight, block.attn.qkv.bias).chunk(3, -1)
+        q, k, v = F.linear(normalized(x, block.norm1), block.attn.qkv.weight, block.attn.qkv.bias).chunk(3, -1)
         heads = []
         for at in range(0, 48, 16):
             scores = (q[..., at : at + 16] @ k[..., at : at + 16].mT / 4).softmax(-1)
             heads.append(scores @ v[..., at : at + 16])
         attended = torch.cat(heads, -1) @ block.attn.proj.weight.mT + block.attn.proj.bias
-        h = normalised(x + attended, block.norm2) @ block.mlp.fc1.weight.mT + block.mlp.fc1.bias
+        h = normalized(x + attended, block.norm2) @ block.mlp.fc1.weight.mT + block.mlp.fc1.bias
         h = h * (1 + torch.erf(h / 2**0.5)) / 2
         return attended + h @ block.mlp.fc2.weight.mT + block.mlp.fc2.bias
 
@@ -103,7 +103,7 @@ def test_tokens_are_the_sum_of_frozen_block_and_what_the_side_block_s_branches_a
     assert (model(images) - plain(images)).abs().max() > 1e-3
 
 
-def test_a_side_block_starts_as_the_block_beside_it_but_for_its_last_projections() -> None:
+def test_a_side_block_starts_as_its_main_block_but_for_its_last_projections() -> None:
     model: Any = model_of("vit")
     RepNet(blocks=[2]).apply(model)
     block = model.blocks[2]
@@ -184,7 +184,7 @@ def test_resnet50_costs_what_table_5_says() -> None:
             assert (inputs, before) == (outputs, after)
             pooled = (before // 2) ** 2
             macs += pooled * (inputs * inputs // 4 * 25 + inputs * outputs)
-            # Both convolutions' and both normalisations' inputs, and of these mean and deviation of each group of 8.
+            # Both convolutions' and both normalizations' inputs, and of these mean and deviation of each group of 8.
             kept += 4 * inputs * pooled + 2 * 2 * (inputs // 8)
             # The sum, which torch's convolution keeps even where its weight is frozen. (Elsewhere its input is ReLU's
             # output, which is kept anyway.)
@@ -213,7 +213,7 @@ def test_deit_costs_what_table_5_says() -> None:
     rule = [4 * (n * tokens * width + heads * tokens**2) for n in (16, 7)]
     assert (3 * rule[0] + 8 * rule[1]) / 2**20 == pytest.approx(40.1, rel=0.01)
     # And so it runs: two frozen blocks more than where blocks 3, 7 and 11 train. What one of them costs is the
-    # difference between two selections; its input, which its first normalisation keeps, the block beside it keeps too.
+    # difference between two selections; its input, which its first normalization keeps, its neighbor keeps too.
     three, lower, upper = (
         executed(model, 1, (224, 224), methods=[Blocks(at)]) for at in ([3, 7, 11], [3, 11], [4, 11])
     )
@@ -298,7 +298,7 @@ def test_models_and_settings_that_will_not_do() -> None:
             RepNet(**{setting: value})  # type: ignore[arg-type]
         assert error.value.setting == setting
     for name, place, message in (
-        ("vit", 4, "indices from -4 to 3: .* has 4 blocks"),
+        ("vit", 4, r"indices from -4 to 3, got .*\. .* has 4 blocks"),
         ("mobilenet", 0, r"side modules do not support blocks\.0\.0 of"),
     ):
         model = model_of(name)

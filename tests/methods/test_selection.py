@@ -1,4 +1,4 @@
-"""What each selection trains, what its mistakes say, and that nothing is kept below the lowest layer that trains."""
+"""Selections: what each trains, what its mistakes say, and that nothing is kept below the lowest layer that trains."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_remove_restores_what_trained_before_also_on_a_copy() -> None:
 @pytest.mark.parametrize("index", [4, -5, 100])
 def test_a_block_that_is_not_there(index: int) -> None:
     model = model_of("vit")
-    with pytest.raises(SettingError, match=r"indices from -4 to 3: .* has 4 blocks") as error:
+    with pytest.raises(SettingError, match=r"indices from -4 to 3, got .*\. .* has 4 blocks") as error:
         Blocks(blocks=[0, index]).apply(model)
     assert str(error.value).startswith("method.blocks.blocks must be indices")
     assert f"got [0, {index}]" in str(error.value)

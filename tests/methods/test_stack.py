@@ -44,8 +44,8 @@ from efficient_ft.testing import model_of
     [
         (LastStage(), Full(), "both select what trains"),
         (BSR(), LISA(), "both select what trains"),
-        (BSR(), EViT(), "both decide which tokens flow on"),
-        (ALaST(), ToMe(), "both decide which tokens flow on"),
+        (BSR(), EViT(), "both decide which tokens are passed on"),
+        (ALaST(), ToMe(), "both decide which tokens are passed on"),
         (LoRA(), MoE(), "both add modules to the model"),
         (BSRMoE(), LoRA(), "both add modules to the model"),
         (LBPWHT(), METHODS["lbp_dct"](), "both replace the backward pass"),

@@ -46,7 +46,7 @@ def test_the_module_by_hand(stride, size):
         mean, variance = weight.mean((1, 2, 3), keepdim=True), weight.var((1, 2, 3), correction=0, keepdim=True)
         return F.conv2d(x, (weight - mean) / (variance + 1e-6).sqrt(), **more)
 
-    def normalised(x: Tensor, norm: nn.GroupNorm) -> Tensor:
+    def normalized(x: Tensor, norm: nn.GroupNorm) -> Tensor:
         grouped = x.reshape(len(x), -1, 8 * x.shape[2] * x.shape[3])
         deviation = (grouped.var(2, correction=0, keepdim=True) + 1e-5).sqrt()
         grouped = (grouped - grouped.mean(2, keepdim=True)) / deviation
@@ -55,8 +55,8 @@ def test_the_module_by_hand(stride, size):
     x = torch.randn(2, 16, *size, dtype=torch.float64)
     h, w = (side // 2 for side in size)
     pooled = x if size == (1, 1) else x[:, :, : 2 * h, : 2 * w].reshape(2, 16, h, 2, w, 2).mean((3, 5))
-    y = normalised(convolved(pooled, module.conv1.weight, padding=2, groups=2, stride=stride), module.norm1).relu()
-    y = normalised(convolved(y, module.conv2.weight), module.norm2)
+    y = normalized(convolved(pooled, module.conv1.weight, padding=2, groups=2, stride=stride), module.norm1).relu()
+    y = normalized(convolved(y, module.conv2.weight), module.norm2)
     expected = F.interpolate(y, size=(9, 8), mode="bilinear")
     torch.testing.assert_close(module(x, torch.Size((9, 8))), expected)
 

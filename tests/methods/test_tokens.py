@@ -1,4 +1,4 @@
-"""Dropping tokens in real models: what flows on, what it costs, against plain blocks written out, and with others."""
+"""Dropping tokens in real models: the tokens passed on, the cost, against plain blocks written out, and with others."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_how_activations_are_kept_changes_nothing_where_all_is_kept(other: Any) 
     methods: list[Method] = [EViT([1, 2]), other()]
     apply_methods(both, methods)
     assert largest_difference(gradients(alone, "vit"), gradients(both, "vit")) < 1e-10
-    # In the other order, and taken away in either.
+    # In the other order, and removed in either.
     again = model_of("vit")
     for method in methods:
         fresh = type(method)(**method.settings())
@@ -203,7 +203,7 @@ def test_tokens_whose_places_are_not_known_are_not_projected() -> None:
 
 
 def test_low_rank_energies_are_those_of_the_grid() -> None:
-    """LHE profiles the gradients of the tokens left, where they lie."""
+    """LHE profiles the gradients of the tokens left, at their grid positions."""
     model = model_of("vit")
     method = LBPWHT(bases="lhe", order=2, profile_steps=1)
     apply_methods(model, [method, EViT([0, 2])])
@@ -291,7 +291,8 @@ def test_budgets_that_leave_nothing_are_refused() -> None:
     small = {"img_size": 32, "patch_size": 16, "depth": 6, "embed_dim": 48, "num_heads": 3}
     model = timm.create_model("vit_tiny_patch16_224", **small)  # of 4 patch tokens 3, 2, 1, 0
     with pytest.raises(
-        SettingError, match=r"method.alast.budget_init must be .* of 4 none is left after blocks.3, got 0.9. .* 32×32"
+        SettingError,
+        match=r"method.alast.budget_init must be .*, got 0.9. Of 4 patch tokens none is left after blocks.3. .* 32×32",
     ):
         ALaST(2).apply(model)
     assert all(p.requires_grad for p in model.parameters())
@@ -304,7 +305,7 @@ def test_blocks_and_places_are_listed_once() -> None:
             method.apply(model_of("vit"))
 
 
-def test_a_block_beside_which_a_side_module_stands_keeps_its_tokens() -> None:
+def test_a_block_with_a_side_module_keeps_its_tokens() -> None:
     model = model_of("vit")
     RepNet([1]).apply(model)
     with pytest.raises(UserError, match=r"blocks.1 of .* has a side module"):
@@ -388,14 +389,14 @@ def test_bsr_on_resnet50_executes_and_keeps_what_is_counted_by_hand() -> None:
             continue
         first = inputs * width * before**2
         forward = first + (9 * width * width + width * outputs) * after**2
-        forward += inputs * outputs * after**2 * (inputs != outputs)  # beside the sum
+        forward += inputs * outputs * after**2 * (inputs != outputs)  # added to the input
         macs += forward * (2 if at in trained else 1) - first * (at == trained[0])  # nothing below needs a gradient
         # Outputs of the three ReLUs, kept whole by torch. Where a convolution of a trained block takes them they are
         # needed (the last one: that of the next block).
         within, last = width * (before**2 + after**2), outputs * after**2
         floats += within + last
         bits += (within if at not in trained else 0) + (last if at + 1 not in trained else 0)
-        if at in trained:  # inputs of the normalisations; of the first block also its own
+        if at in trained:  # inputs of the normalizations; of the first block also its own
             floats += within + outputs * after**2 + inputs * before**2 * (at == trained[0])
     plain, bsr = executed(model, 1, (224, 224)), executed(model, 1, (224, 224), methods=[method])
     assert bsr.forward_flops == plain.forward_flops

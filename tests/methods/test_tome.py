@@ -1,4 +1,4 @@
-"""Merging tokens in real models: what flows on, what it costs, against plain blocks written out, and with others."""
+"""Merging tokens in real models: the tokens passed on, the cost, against plain blocks written out, and with others."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_the_forward_pass_costs_what_is_counted_by_hand_and_published(
 
 
 def test_attention_stays_fused_and_merging_keeps_no_activation() -> None:
-    """Plain blocks of so many tokens keep as much, but for a share, a place and a log(size) of each token."""
+    """Plain blocks of as many tokens keep as much, but for a share, a position and a log(size) of each token."""
     with torch.device("meta"):
         model = timm.create_model("deit_small_patch16_224", depth=3)
     off, on, without = (
@@ -263,7 +263,7 @@ def test_attention_stays_fused_and_merging_keeps_no_activation() -> None:
     )
     incoming = [197 - 8 * n for n in range(3)]
     assert on.saved_bytes - without.saved_bytes == 4 * sum(incoming[1:])
-    # Of a token a block keeps 4 rows of C, its normalisation's two numbers and attention's per head; then 2 and 8.
+    # Of a token a block keeps 4 rows of C, its normalization's two numbers and attention's per head; then 2 and 8.
     before, behind = 4 * (6 * 384 + 2 + 6), 4 * (10 * 384 + 2)
     outside = off.saved_bytes - 3 * 197 * (before + behind)
     # The last norm keeps its input, and the head what it takes a token of.
@@ -288,7 +288,7 @@ def test_how_activations_are_kept_changes_nothing_where_all_is_kept(other: Any, 
     methods: list[Method] = [ToMe(12, proportional_attention=proportional), other()]
     apply_methods(both, methods)
     assert largest_difference(gradients(alone, "vit"), gradients(both, "vit")) < 1e-10
-    # In the other order, and taken away in either.
+    # In the other order, and removed in either.
     again = model_of("vit")
     for method in methods:
         fresh = type(method)(**method.settings())
@@ -395,7 +395,7 @@ def test_settings_out_of_range_are_named(settings: dict[str, Any], message: str)
 
 
 def test_an_r_that_would_merge_everything_is_refused() -> None:
-    """Of 64: 48, 32, 16, 8, 4, 2, 1; and 49, 34, 19, 10, 5, 3, 2."""
+    """Tokens of 64 after each block: 48, 32, 16, 8, 4, 2, 1; and 49, 34, 19, 10, 5, 3, 2."""
     for r in (16, 32, [32] * 7):
         with pytest.raises(SettingError, match=r"from 0 to (15|32).* more than one"):
             ToMe(r).apply(small_vit("vit_tiny_patch16_224", depth=7))

@@ -19,7 +19,7 @@ from tests.methods.by_hand import DEPTH
 
 
 def by_ratio(model: nn.Module, seeds: Sequence[int]) -> list[float]:
-    """Of each block Σ over steps of its share of ‖g‖ / ‖w‖, in another way."""
+    """Each block's share of ‖g‖ / ‖w‖, summed over the steps, computed independently."""
     totals = [0.0] * DEPTH
     for seed in seeds:
         images, labels = batch_of("vit", seed=seed)

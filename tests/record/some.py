@@ -1,4 +1,4 @@
-"""What the files of a finished run hold, small and complete. Loads no torch."""
+"""Contents of the files of a finished run, small and complete. Loads no torch."""
 
 from __future__ import annotations
 

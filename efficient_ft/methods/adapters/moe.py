@@ -32,8 +32,8 @@ from efficient_ft.ops.packed import packing_suspended
 _STANDARD = (Mlp, GluMlp, SwiGLU)
 
 
-class _Unevenness(dict[str, Tensor]):
-    """Balance loss of the last training forward pass, by name of the layer. Copies and pickles of it are empty."""
+class _BalanceLosses(dict[str, Tensor]):
+    """Balance losses of the last training forward pass, by name of the layer. Copies and pickles of it are empty."""
 
     def __reduce__(self) -> Any:
         return type(self), ()
@@ -49,14 +49,14 @@ class _ExpertsForward(OwnForward):
         name: full name of `module` in the model.
         top_k: number of experts per token.
         norm_topk_prob: normalize the weights of a token's experts to a sum of 1.
-        unevenness: where the forward pass stores its balance loss; None: no balance loss is computed.
+        balance_losses: where the forward pass stores its balance loss; None: no balance loss is computed.
     """
 
     def __init__(
-        self, module: nn.Module, name: str, top_k: int, norm_topk_prob: bool, unevenness: _Unevenness | None
+        self, module: nn.Module, name: str, top_k: int, norm_topk_prob: bool, balance_losses: _BalanceLosses | None
     ) -> None:
         super().__init__(module)
-        self.name, self.top_k, self.norm_topk_prob, self.unevenness = name, top_k, norm_topk_prob, unevenness
+        self.name, self.top_k, self.norm_topk_prob, self.balance_losses = name, top_k, norm_topk_prob, balance_losses
 
     @torch.compiler.disable  # the number of tokens per expert depends on values
     def __call__(self, x: Tensor) -> Tensor:
@@ -74,8 +74,8 @@ class _ExpertsForward(OwnForward):
         weight_TK, expert_TK = weight_TE[:, : self.top_k].contiguous(), expert_TE[:, : self.top_k].contiguous()
         if self.norm_topk_prob:
             weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
-        if self.unevenness is not None and mlp.training and torch.is_grad_enabled() and not is_recomputing():
-            self.unevenness[self.name] = _unevenness(probability_TE, expert_TK)
+        if self.balance_losses is not None and mlp.training and torch.is_grad_enabled() and not is_recomputing():
+            self.balance_losses[self.name] = _balance_loss(probability_TE, expert_TK)
 
         order = expert_TK.flatten().argsort(stable=True)  # sorts the T·K (token, expert) pairs by expert
         token = order.div(self.top_k, rounding_mode="floor")
@@ -99,7 +99,7 @@ def _counts(expert_TK: Tensor, experts: int) -> list[int]:
     return expert_TK.flatten().bincount(minlength=experts).tolist()
 
 
-def _unevenness(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
+def _balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
     """Return E · Σ fₑ · Pₑ over the E experts (share of the tokens · mean probability); 1 if both are uniform."""
     # Without a gradient through the shares, the sum is a mean over the (token, expert) pairs.
     return probability_TE.shape[1] * probability_TE.mean(0)[expert_TK].mean()
@@ -121,7 +121,7 @@ class ExpertsMethod(Method):
     norm_topk_prob: bool
     aux_loss_coef: float
     _tasks: Tasks | None = None
-    _unevenness: _Unevenness | None = None
+    _balance_losses: _BalanceLosses | None = None
     #: Full names of the feed-forward networks with experts.
     _networks: tuple[str, ...] = ()
 
@@ -165,7 +165,7 @@ class ExpertsMethod(Method):
     def _put_experts(self, model: nn.Module, names: tuple[str, ...]) -> None:
         """Add the gate and the other experts to each of the named feed-forward networks."""
         self._tasks = tasks_of(model)
-        self._unevenness, self._networks = _Unevenness() if self.aux_loss_coef else None, names
+        self._balance_losses, self._networks = _BalanceLosses() if self.aux_loss_coef else None, names
         for name in names:
             mlp: Any = model.get_submodule(name)
             like = next(mlp.parameters())
@@ -177,7 +177,7 @@ class ExpertsMethod(Method):
 
             copies = nn.ModuleList(copy.deepcopy(mlp) for _ in range(self.num_experts - 1))
             mlp.gate, mlp.experts = for_each_task(model, gate), copies
-            put_inside(mlp, _ExpertsForward(mlp, name, self.top_k, self.norm_topk_prob, self._unevenness))
+            put_inside(mlp, _ExpertsForward(mlp, name, self.top_k, self.norm_topk_prob, self._balance_losses))
 
     def _take_experts(self, model: nn.Module) -> None:
         """Remove gates and experts; each network keeps the weights of its first expert."""
@@ -189,7 +189,7 @@ class ExpertsMethod(Method):
 
     def remove(self, model: nn.Module) -> None:
         super().remove(model)
-        self._tasks = self._unevenness = None
+        self._tasks = self._balance_losses = None
         self._networks = ()
 
     @property
@@ -224,19 +224,19 @@ class ExpertsMethod(Method):
             UserError: a block with experts computed no balance loss: it is recomputed in the backward pass
                 (checkpointing), or no forward pass ran in training mode with gradients since the last call.
         """
-        if self._unevenness is None:
+        if self._balance_losses is None:
             return loss
-        if self._unevenness.keys() != set(self._networks):
-            missing = [name for name in self._networks if name not in self._unevenness]
-            self._unevenness.clear()
+        if self._balance_losses.keys() != set(self._networks):
+            missing = [name for name in self._networks if name not in self._balance_losses]
+            self._balance_losses.clear()
             raise UserError(
                 f"method {self.name}: the forward pass computed no balance loss of {', '.join(missing)}. Blocks with"
                 " experts cannot be recomputed in the backward pass: list only other blocks in"
                 f" method.checkpointing.blocks, or set method.{self.name}.aux_loss_coef=0."
             )
-        uneven = torch.stack(list(self._unevenness.values())).sum()
-        self._unevenness.clear()
-        return loss + self.aux_loss_coef * uneven
+        total = torch.stack(list(self._balance_losses.values())).sum()
+        self._balance_losses.clear()
+        return loss + self.aux_loss_coef * total
 
 
 def _width(mlp: nn.Module) -> int:

@@ -18,6 +18,10 @@ class LBPDCT(LowRankBackward):
 
     Args:
         order: 1–15; keeps as many components as LBP-WHT's ``l1`` selection of that order (padding ``ortho``).
+
+    Raises:
+        SettingError: `order` is not an integer from 1 to 15.
+        UserError: as in `LowRankBackward`.
     """
 
     name = "lbp_dct"

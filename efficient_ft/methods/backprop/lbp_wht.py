@@ -37,6 +37,10 @@ class LBPWHT(LowRankBackward):
         as_published: as the authors ran it: a qkv whose forward was never called (SwinV2) stays exact, and layers
             are projected even where that costs more than the exact backward (talking heads).
         profile_steps: optimizer steps that ``lhe`` profiles.
+
+    Raises:
+        SettingError: a value outside these.
+        UserError: as in `LowRankBackward`; with ``reflect`` padding also a grid too small to be mirrored.
     """
 
     name = "lbp_wht"

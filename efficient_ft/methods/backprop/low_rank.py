@@ -140,18 +140,38 @@ class LowRankBackward(Method):
     Every layer whose input has a token grid is changed: attention and MLP layers, talking heads, patch merging; never
     the stem, the patch embedding or the head. A layer whose low-rank backward would cost more than its exact one stays
     exact, and the report says so. The selection decides which layers train; frozen ones are changed as well.
+
+    A subclass implements `projector_for`.
+
+    Attributes:
+        as_published: layers are projected even where the exact backward costs less, and a layer whose forward was never
+            called stays exact.
+        profiles: layers run with the exact backward first, and the subclass sets their projectors later.
+
+    Raises:
+        UserError: when applied: the model has no layer with a token grid, or a grid that the projector cannot project;
+            in a forward pass in training: the positions of the tokens are unknown, or their number is not the grid's.
     """
 
     axis = Axis.BACKPROP
     adds = frozenset({Adds.LOW_RANK_LAYERS})
     as_published: bool = False
+    profiles: bool = False
 
     @abstractmethod
     def projector_for(self, layer: Layer) -> Projector:
-        """Return the projector of a layer; for one that is chosen later, a substitute of the same rank and cost."""
+        """Return the projector of a layer.
 
-    #: Layers profile first (exact backward) and get their projector later.
-    profiles: bool = False
+        If the projector is chosen later (profiling), return a placeholder of the same rank and cost.
+
+        Args:
+            layer: a linear layer or 1×1 convolution of the view, with `layer.tokens`, the layout of its tokens, and
+                `layer.channels`, (C_in, C_out).
+
+        Raises:
+            SettingError: a setting does not fit this layer. A projector that cannot project a grid raises ValueError in
+                its own `projection`, of which `apply` makes a UserError.
+        """
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
         chosen: list[tuple[Layer, Projector, TokenLayout]] = []

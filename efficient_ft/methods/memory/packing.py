@@ -54,7 +54,7 @@ class _PlainForward(MemoryForward):
 
 
 class PartwiseMethod(MemoryMethod):
-    """Base of the methods that change, part by part, how a model keeps its activations.
+    """Base of the methods that store a model's activations in another form, part by part.
 
     In a model with attention, blocks and the modules between stages are packed, and a stem of several convolutions; the
     patch embedding, the final normalization and the head stay dense and exact, as published. In a network without
@@ -116,11 +116,18 @@ class PartwiseMethod(MemoryMethod):
 
 
 class ActivationPacking(PartwiseMethod):
-    """Base of the methods that pack what the backward pass needs, by a `Policy`."""
+    """Base of the methods that pack activations for the backward pass, by a `Policy`; a subclass implements `policy`.
+
+    Where packing applies: see `PartwiseMethod`. A constructor calls ``super().__init__()``.
+
+    Raises:
+        UserError: when applied: no layer of the model can be packed; in `step_end`: a packed value was too large for
+            fp16.
+    """
 
     @abstractmethod
     def policy(self) -> Policy:
-        """Return how each kind of activation is kept."""
+        """Return the packer of each kind of activation; called when the method is applied."""
 
     def _forward_of(
         self, module: nn.Module, name: str, packing: PackingState, layers: dict[str, nn.Module]

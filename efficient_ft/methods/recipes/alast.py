@@ -1,4 +1,4 @@
-"""ALaST: a budget for every block says how many tokens flow on after it and how likely it is to train.
+"""ALaST: a budget per block sets how many tokens are passed to the next block and how likely the block is to train.
 
 Source: Devoto, Alvetreti, Pomponi, Di Lorenzo, Minervini, Scardapane, "Adaptive Layer Selection for Efficient Vision
 Transformer Fine-Tuning", 2024. Where the paper leaves a choice open, or the authors' later account differs, there is a
@@ -39,7 +39,7 @@ class _Budget:
     """The budget of one block.
 
     Attributes:
-        value: b, the share of the incoming patch tokens that flows on.
+        value: b, the share of the incoming patch tokens that is passed on.
         change: Σ of ‖CLS_l − CLS_{l−1}‖² over the images of the step, so far; one buffer for all steps.
         images: images of the step, so far.
         before: Δ of the step before; None in the first step.
@@ -52,7 +52,7 @@ class _Budget:
 
 
 class _BudgetedForward(DroppingForward):
-    """A block after which, in training, as many tokens flow on as its budget allows."""
+    """A block that, in training, passes on as many tokens as its budget allows."""
 
     def __init__(
         self,
@@ -97,14 +97,14 @@ class _BudgetedForward(DroppingForward):
 
 @register
 class ALaST(LayersPerStep):
-    """Train K blocks in each step, drawn by their budgets, and let as many tokens flow on as each budget allows.
+    """Train K blocks in each step, drawn by their budgets; a block passes on as many tokens as its budget allows.
 
     A block's budget b follows how much it changes the class token: after each step
     ``b ← b + budget_lr · (Δ − Δ of the step before)``, within [budget_min, budget_max], with Δ the squared change of
     the class token through the block (the paper's Equations 5 and 6). After a block, ⌊b · N⌋ of its N patch tokens
-    flow on, those that the class token attended to most; the others are dropped, not fused. Frozen blocks drop tokens
-    too. In evaluation all tokens flow on. At least one stays in a model that does not classify by its class token
-    alone.
+    are passed on, those that the class token attended to most; the others are dropped, not fused. Frozen blocks drop
+    tokens too. In evaluation all tokens are passed on. At least one stays in a model that does not classify by its
+    class token alone.
 
     The defaults are the authors' later account; ``alast_paper`` has the paper's.
 
@@ -203,12 +203,13 @@ class ALaST(LayersPerStep):
                 raise SettingError(
                     f"method.{self.name}.budget_init",
                     self.budget_init,
-                    f"a share that leaves patch tokens after all blocks: of {positions} none is left after {name}",
-                    f"Take larger images (here {height}×{width}).",
+                    "a share that leaves patch tokens after all blocks",
+                    f"Of {positions} patch tokens none is left after {name}. Take larger images (here"
+                    f" {height}×{width}).",
                 )
 
     def _notes(self) -> tuple[str, ...]:
-        return (f"budgets start at {self.budget_init:g}; in evaluation all tokens flow on",)
+        return (f"budgets start at {self.budget_init:g}; in evaluation all tokens are passed on",)
 
     def _remove(self, model: nn.Module) -> None:
         take_forwards(model)

@@ -25,9 +25,10 @@ from efficient_ft.models.view import ModelView, Reason, Skipped, parameters_unde
 
 
 class LayersPerStep(Selection):
-    """Base of the selections that change from step to step: a subclass says in `choose` which blocks train.
+    """Base of the selections that change from step to step: a subclass returns in `choose` the blocks that train.
 
-    The head and the norm before it train in every step.
+    The head and the norm before it train in every step. Within a step the parameters of the other blocks are frozen;
+    between steps all that may train has `requires_grad`, so that the optimizer is built over all of it.
 
     Args:
         num_layers: K, blocks that train in a step.
@@ -60,11 +61,13 @@ class LayersPerStep(Selection):
 
     @abstractmethod
     def choose(self, step: int, count: int) -> list[int]:
-        """Return the blocks that train in a step, counted from 0.
+        """Return the indices of the blocks that train in a step, counted from 0.
+
+        Draw random choices from (`self.seed`, `step`) alone, so that every process and a resumed run agree.
 
         Args:
-            step: number of the optimizer step.
-            count: blocks of the model.
+            step: number of the optimizer step, from 0.
+            count: number of blocks of the model.
         """
 
     def chosen(self, view: ModelView) -> dict[str, Tensor]:
@@ -96,7 +99,8 @@ class LayersPerStep(Selection):
             raise SettingError(
                 f"method.{self.name}.num_layers",
                 self.num_layers,
-                f"an integer from 1 to {len(view.blocks)}: {view.name} has {len(view.blocks)} blocks",
+                f"an integer from 1 to {len(view.blocks)}",
+                f"{view.name} has {len(view.blocks)} blocks.",
             )
 
     def remove(self, model: nn.Module) -> None:
@@ -136,6 +140,10 @@ class UniformLayers(LayersPerStep):
 
     Args:
         num_layers, train_embeddings, seed: see `LayersPerStep`.
+
+    Raises:
+        SettingError: as in `LayersPerStep`.
+        UserError: when applied: the model's blocks are not recognized.
     """
 
     name = "uniform_layers"
@@ -158,6 +166,10 @@ class LISA(LayersPerStep):
         num_layers: K, blocks that train at a time.
         interval: optimizer steps from one choice to the next.
         train_embeddings, seed: see `LayersPerStep`.
+
+    Raises:
+        SettingError: as in `LayersPerStep`, or `interval` is not an integer >= 1.
+        UserError: when applied: the model's blocks are not recognized.
     """
 
     name = "lisa"
@@ -187,6 +199,11 @@ class TopLayers(LayersPerStep):
         num_layers: K.
         profile_steps: optimizer steps of the profile.
         train_embeddings: see `LayersPerStep`; during the profile as after it.
+
+    Raises:
+        SettingError: as in `LayersPerStep`, or `profile_steps` is not an integer >= 1.
+        UserError: when applied: the model's blocks are not recognized; in `step_end` of the profile: the gradients have
+            been set to None already.
     """
 
     name = "top_layers"

@@ -22,7 +22,11 @@ from efficient_ft.models.view import ModelView, Reason, Skipped, is_norm, parame
 
 
 class Selection(Method):
-    """Base of the selections: a subclass says in `chosen` which parameters train; all others are frozen."""
+    """Base of the selections: a subclass returns in `chosen` the parameters that train; all others are frozen.
+
+    `apply` sets `requires_grad` and reports modules and parameters by the fewest names; `remove` restores what
+    `requires_grad` was. A constructor calls ``super().__init__()``.
+    """
 
     axis = Axis.SELECTION
     #: `requires_grad` of every parameter before the selection, by name.

@@ -20,7 +20,11 @@ class Projector(Protocol):
     """A rule that gives a projection for a grid and a layer's channels."""
 
     def projection(self, grid: Grid, prefix: int, channels: tuple[int, int]) -> Projection:
-        """Return the projection for maps of `grid` after `prefix` tokens, in a layer of (C_in, C_out) channels."""
+        """Return the projection for maps of `grid` after `prefix` tokens, in a layer of (C_in, C_out) channels.
+
+        Raises:
+            ValueError: maps of this grid cannot be projected.
+        """
         ...
 
 
@@ -66,7 +70,11 @@ class CosineProjector:
     order: int
 
     def projection(self, grid: Grid, prefix: int, channels: tuple[int, int]) -> Projection:
-        """Return the projection for maps of `grid` after `prefix` tokens, in a layer of (C_in, C_out) channels."""
+        """Return the projection for maps of `grid` after `prefix` tokens, in a layer of (C_in, C_out) channels.
+
+        Raises:
+            ValueError: maps of this grid cannot be projected.
+        """
         if grid[0] * grid[1] <= DENSE_LIMIT:
             return _cosine_projection(self, grid, prefix, None)
         budget = backward_flops(_walsh_projection(WalshProjector(low_pass_l1(self.order), "zero"), grid, 0), channels)[

@@ -66,7 +66,7 @@ def prune(x: Tensor, sparsity: float, samples: int = SAMPLES) -> Tensor:
 
 
 def saved_while(function: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """What `function` gives, and one tensor of each storage that it saves for the backward pass."""
+    """The result of `function`, and one tensor of each storage that it saves for the backward pass."""
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         y = function()

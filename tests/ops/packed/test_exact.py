@@ -143,5 +143,5 @@ def test_a_product_of_two_empty_tensors(samples):
     as_in_plain_torch(torch.mul, tensors((0, 3), (0, 3)), samples=samples)
 
 
-def test_a_vector_is_normalised_where_there_are_heads():
+def test_a_vector_is_normalized_where_there_are_heads():
     as_in_plain_torch(lambda x: F.normalize(x, dim=0), tensors((4,)), heads=2)

@@ -1,4 +1,4 @@
-"""What packed operations save: no more than their backward pass needs."""
+"""Tensors that packed operations save: no more than their backward pass needs."""
 
 from __future__ import annotations
 

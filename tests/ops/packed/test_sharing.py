@@ -47,7 +47,7 @@ def test_a_product_after_gelu_gets_its_input_from_gelus(derived):
 
 
 @pytest.mark.parametrize(("weight", "bias"), [(True, True), (True, False), (False, True), (False, False)])
-def test_a_product_after_a_layer_norm_gets_its_input_from_the_normalised_one(weight, bias):
+def test_a_product_after_a_layer_norm_gets_its_input_from_the_normalized_one(weight, bias):
     x, gamma, beta, w = tensors((2, 3, 6), (6,), (6,), (4, 6))
     gamma, beta = gamma if weight else None, beta if bias else None
     policy = everywhere(Sparse(0.5), normalized=True, derived=True)
@@ -60,7 +60,7 @@ def test_a_product_after_a_layer_norm_gets_its_input_from_the_normalised_one(wei
     assert len(others(saved, parameters)) == 3, "values and bits of x̂, and rstd"
 
 
-def test_derived_takes_only_what_is_normalised():
+def test_derived_takes_only_what_is_normalized():
     x, gamma, beta, w = tensors((2, 3, 6), (6,), (6,), (4, 6))
     policy = everywhere(Sparse(0.5), derived=True)
     y = packed(lambda x: F.linear(F.layer_norm(x, (6,), gamma, beta), w), (x,), policy)

@@ -56,7 +56,7 @@ def test_extremes_are_those_of_each_group():
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_dequantised_value_is_within_one_step_of_the_clamped_input(shape):
+def test_a_dequantized_value_is_within_one_step_of_the_clamped_input(shape):
     x, low, high = groups(shape)
     seed = torch.tensor(7)
     ways = [eight_bits.quantize, eight_bits.quantize_reference]
@@ -83,7 +83,7 @@ def test_rounding_at_random_is_unbiased():
         assert error.mean().abs() < 5 * deviation / math.sqrt(x.numel())
 
 
-def test_neighbours_and_seeds_are_rounded_independently():
+def test_neighbors_and_seeds_are_rounded_independently():
     noise = torch.stack([eight_bits.uniform(4096, torch.tensor(s), torch.device("cpu")) for s in (0, 10**6, 2 * 10**9)])
     assert 0 <= noise.min() < 0.01
     assert 0.99 < noise.max() < 1
