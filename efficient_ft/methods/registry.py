@@ -24,11 +24,9 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.packages import GROUP
 from efficient_ft.methods.base import OURS, Method
 from efficient_ft.methods.declarations import Adds, Axis, Needs
-
-#: The group of entry points through which other packages add methods.
-GROUP = "efficient_ft.methods"
 
 _PACKAGE = "efficient_ft.methods"
 
