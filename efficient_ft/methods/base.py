@@ -287,8 +287,7 @@ class Method(ABC):
 
     def settings(self) -> dict[str, Any]:
         """Return the constructor's arguments and their values: ``type(m)(**m.settings())`` equals ``m``."""
-        names = [p for p in inspect.signature(type(self).__init__).parameters if p != "self"]
-        return {n: getattr(self, n) for n in names}
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.settings().items())})"

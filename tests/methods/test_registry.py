@@ -128,6 +128,13 @@ def test_hooks_may_be_static_and_take_more_than_they_must(fresh: registry.Regist
     assert fresh["nothing"].distribution == "foreign-methods"
 
 
+def test_a_method_without_settings_needs_no_constructor(fresh: registry.Registry, tmp_path: Path) -> None:
+    distribution(tmp_path, GOOD.replace("def __init__(self, n: int = 1)", "def other(self, n)"))
+    method = fresh["nothing"]()
+    method.apply(model_of("vit"))
+    assert (method.settings(), method.state_key, repr(method)) == ({}, "nothing[]", "Nothing()")
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
