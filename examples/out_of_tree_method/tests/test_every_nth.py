@@ -1,4 +1,4 @@
-"""What is EveryNth's own: which blocks train, its place in a stack, its mistakes."""
+"""EveryNth's own behavior: which blocks train, its place in a stack, its mistakes."""
 
 from __future__ import annotations
 
