@@ -1,8 +1,8 @@
 """Methods in Hugging Face's `Trainer`: one callback, with any timm model in transformers' `TimmWrapper`.
 
-BSR trains two blocks and drops tokens on the way. Here the model has random weights, so that no network is needed;
-`TimmWrapperForImageClassification.from_pretrained("timm/deit_small_patch16_224.fb_in1k", num_labels=10)` has trained
-ones.
+BSR trains two blocks of a ResNet, and Back Razor keeps their activations pruned. Here the model has random weights, so
+that no network is needed; `TimmWrapperForImageClassification.from_pretrained("timm/resnet50.a1_in1k", num_labels=10)`
+has trained ones.
 
     pip install 'efficient-ft[transformers]'
     python examples/huggingface_trainer.py
@@ -17,24 +17,25 @@ import torch
 from transformers import TimmWrapperConfig, TimmWrapperForImageClassification, Trainer, TrainingArguments
 
 from efficient_ft.integrations.transformers import MethodCallback
-from efficient_ft.methods import BSR, plain_state_dict
+from efficient_ft.methods import BSR, BackRazor, plain_state_dict
 
 
 def random_images(count: int) -> list[dict[str, Any]]:
     """Images and labels in the form that the Trainer's collator takes."""
-    return [{"pixel_values": torch.randn(3, 32, 32), "labels": index % 10} for index in range(count)]
+    return [{"pixel_values": torch.randn(3, 64, 64), "labels": index % 10} for index in range(count)]
 
 
 def main(steps: int = 6) -> dict[str, torch.Tensor]:
     """Train for `steps` steps, resume from a checkpoint for two more; return weights that load into plain timm."""
     torch.manual_seed(0)
-    small = {"img_size": 32, "patch_size": 4, "depth": 4, "embed_dim": 48, "num_heads": 3}
-    config = TimmWrapperConfig(architecture="vit_tiny_patch16_224", num_labels=10, model_args=small)
+    config = TimmWrapperConfig(architecture="resnet10t", num_labels=10, model_args={"channels": (16, 32, 64, 128)})
     images = random_images(64)
     with tempfile.TemporaryDirectory() as folder:
         for last in (steps, steps + 2):
             model = TimmWrapperForImageClassification(config)
-            callback = MethodCallback(BSR(blocks=[1, 3], drop_at=[1, 2], keep_rate=0.5))
+            statistics = {name: b.clone() for name, b in model.timm_model.named_buffers()}
+            # In any order: BSR, a selection, is applied first.
+            callback = MethodCallback([BackRazor(sparsity=0.9), BSR(blocks=[2, 3], drop_at=[])])
             arguments = TrainingArguments(
                 output_dir=folder,
                 max_steps=last,
@@ -49,8 +50,12 @@ def main(steps: int = 6) -> dict[str, torch.Tensor]:
             trainer = Trainer(model, arguments, train_dataset=images, callbacks=[callback])
             trainer.train(resume_from_checkpoint=last > steps)
     for report in callback.reports:
-        print(report)
+        print(str(report).splitlines()[0])
+    assert [report.method for report in callback.reports] == ["bsr", "back_razor"]
     weights = plain_state_dict(model.timm_model, callback.methods)
+    # The callback freezes BatchNorm statistics (frozen_bn=True), in training mode too.
+    assert all(torch.equal(weights[name], before) for name, before in statistics.items())
+    print("BatchNorm statistics: as before training")
     print(f"{trainer.state.global_step} steps; {len(weights)} tensors to save, the first: {next(iter(weights))}")
     return weights
 

@@ -1,12 +1,16 @@
 """Methods in a LightningModule of one's own: one callback, nothing in the module.
 
-The callback adds the experts' balance loss to what `training_step` returns, freezes BatchNorm statistics, refuses a
-strategy that the methods cannot run under, and keeps the methods' state in the checkpoint.
+LISA trains two blocks in each step, and a mixture of experts replaces the MLP of the last block. The callback adds the
+experts' balance loss to what `training_step` returns, freezes BatchNorm statistics, refuses a strategy that the methods
+cannot run under, and keeps the methods' state in the checkpoint.
 
     python examples/lightning_module.py
+    python examples/lightning_module.py --devices 2    # two processes on the CPU
 """
 
 from __future__ import annotations
+
+import argparse
 
 import lightning.pytorch as L
 import timm
@@ -16,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from efficient_ft.integrations.lightning import MethodCallback
-from efficient_ft.methods import LastStage, MoE
+from efficient_ft.methods import LISA, MoE
 
 
 class Classifier(L.LightningModule):
@@ -41,8 +45,8 @@ class Classifier(L.LightningModule):
         return torch.optim.AdamW([p for p in self.net.parameters() if p.requires_grad], lr=1e-3)
 
 
-def main(epochs: int = 2) -> list[float]:
-    """Train on random images; print what the methods did; return the losses."""
+def main(epochs: int = 2, devices: int = 1) -> list[float]:
+    """Train on random images; print what the methods did; return the losses of this process."""
     L.seed_everything(0, verbose=False)
     net = timm.create_model(
         "vit_tiny_patch16_224", img_size=32, patch_size=4, depth=4, embed_dim=48, num_heads=3, num_classes=10
@@ -50,12 +54,17 @@ def main(epochs: int = 2) -> list[float]:
     images = TensorDataset(torch.randn(64, 3, 32, 32), torch.randint(10, (64,)))
     module = Classifier(net)
     callback = MethodCallback(
-        [MoE(num_experts=4, top_k=2, blocks=[-1], norm_topk_prob=True, aux_loss_coef=0.01), LastStage()],
+        [
+            MoE(num_experts=4, top_k=2, blocks=[-1], norm_topk_prob=True, aux_loss_coef=0.01),
+            LISA(num_layers=2, interval=1, seed=0),
+        ],
         network="net",
     )
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=1,  # with more: strategy="ddp_find_unused_parameters_true", which the callback asks for
+        devices=devices,
+        # LISA's other blocks get no gradient in a step. The callback refuses DDP without this option.
+        strategy="ddp_find_unused_parameters_true" if devices > 1 else "auto",
         max_epochs=epochs,
         accumulate_grad_batches=2,
         callbacks=[callback],
@@ -65,11 +74,16 @@ def main(epochs: int = 2) -> list[float]:
         enable_model_summary=False,
     )
     trainer.fit(module, DataLoader(images, batch_size=16))
+    if not trainer.is_global_zero:
+        return module.losses
     for report in callback.reports:
         print(report)
+    print(f"{trainer.world_size} process(es), {trainer.global_step} steps")
     print(f"loss: {module.losses[0]:.3f} at first, {module.losses[-1]:.3f} at last")
     return module.losses
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description="Train a small mixture of experts on random images.")
+    parser.add_argument("--devices", type=int, default=1, help="number of processes")
+    main(devices=parser.parse_args().devices)

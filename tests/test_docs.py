@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,18 @@ for page, block in blocks:
     )
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment())
     assert done.returncode == 0, done.stderr
+
+
+def test_the_guide_to_writing_a_method_shows_the_files_of_the_example():
+    """The example's tests drive them through the contracts."""
+    guide, example = REPOSITORY / "docs" / "writing-a-method.md", REPOSITORY / "examples" / "out_of_tree_method"
+    method, _, contracts = fences(guide, "python")
+    (settings,), (entry_point,) = fences(guide, "yaml"), fences(guide, "toml")
+    source = example / "src" / "every_nth_method"
+    assert text(source / "method.py").endswith(f"import annotations\n\n{method}")
+    assert text(source / "conf" / "method" / "every_nth.yaml") == textwrap.dedent(settings)
+    assert entry_point in text(example / "pyproject.toml")
+    assert text(example / "tests" / "test_contracts.py").partition("    conf = ")[0].endswith(contracts)
 
 
 def test_yaml_blocks_can_be_read():

@@ -6,13 +6,15 @@ gives it another name. A key with a dot is the full name of any setting (``full:
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.packages import configuration_folders, method_of
 
 #: Returns the checked configuration of a run on random weights: of a model (of conf/model or of timm; None: the
 #: default job's), with overrides as on the command line.
@@ -40,11 +42,12 @@ def parse_recipe(text: str, conf: Path) -> Recipe:
 
     Args:
         text: as typed.
-        conf: the folder of the configuration groups.
+        conf: the folder of this package's configuration groups; those of other packages are found.
 
     Raises:
-        UserError: `text` is not of that form.
+        UserError: `text` is not of that form; another package's method has no configuration files.
     """
+    folders = [conf, *itertools.chain(*configuration_folders().values())]
     name, equals, rest = text.partition("=")
     if not equals or ":" in name:
         name, rest = text, text
@@ -60,7 +63,7 @@ def parse_recipe(text: str, conf: Path) -> Recipe:
             if not re.fullmatch(r"[\w.]+=.+", setting):
                 raise UserError(f"{text}: settings have the form KEY=VALUE, got {setting}.")
             full = "." in setting.partition("=")[0]
-            overrides.append(setting if full else f"method.{_package(option, conf)}.{setting}")
+            overrides.append(setting if full else f"method.{_package(option, folders)}.{setting}")
     return Recipe(name, (f"method=[{','.join(options)}]", *overrides))
 
 
@@ -77,8 +80,7 @@ def parse_recipes(texts: Sequence[str], conf: Path) -> list[Recipe]:
     return recipes
 
 
-def _package(option: str, conf: Path) -> str:
+def _package(option: str, folders: Iterable[Path]) -> str:
     """The name under which a method's settings are stored; variants of one method share it."""
-    file = conf / "method" / f"{option}.yaml"
-    found = re.search(r"^# @package method\.(\w+)", file.read_text(encoding="utf-8")) if file.is_file() else None
-    return found[1] if found else option
+    files = (folder / "method" / f"{option}.yaml" for folder in folders)
+    return next((method_of(file) for file in files if file.is_file()), None) or option

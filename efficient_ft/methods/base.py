@@ -31,6 +31,9 @@ from efficient_ft.methods.stack import check_needs, check_removal, check_stack
 from efficient_ft.models.marks import Mark, add_mark, marks_of, remove_mark
 from efficient_ft.models.view import ModelView, Skipped, view
 
+#: The distribution of this package.
+OURS = "efficient-ft"
+
 
 @dataclass(frozen=True)
 class Applied:
@@ -99,6 +102,8 @@ class Method(ABC):
     warmup_steps: int = 0
     cost_steps: ClassVar[int] = 1
     merges: ClassVar[bool] = True
+    #: The distribution (the pip package) that registered the class; empty for a class that is not registered.
+    distribution: ClassVar[str] = ""
 
     _applied: Applied | None = None
 
@@ -199,7 +204,8 @@ class Method(ABC):
         Raises:
             UserError: the model is compiled or wrapped (DataParallel, DDP, FSDP); it does not have what the method
                 needs; a method applied before cannot be stacked with this one; nothing in the model can be touched;
-                or this object has been applied to another model. The model is unchanged then.
+                or this object has been applied to another model. The model is unchanged then. Also: the report of
+                another package's method breaks the contract; the model may be changed then.
             SettingError: a setting does not fit this model (a block index outside it).
         """
         if self._applied is not None:
@@ -213,6 +219,7 @@ class Method(ABC):
         looked = view(model)
         check_needs(self, looked)
         applied = self._apply(model, looked)
+        self._check_report(applied, model)
         if not applied.touched and not applied.none_needed:
             reasons = sorted({str(why) for why in applied.skipped.values()})
             raise UserError(
@@ -228,6 +235,20 @@ class Method(ABC):
             ),
         )
         return applied
+
+    def _check_report(self, report: Any, model: nn.Module) -> None:
+        """Check that `_apply` returned a report of this method, with names that `model` has.
+
+        Raises:
+            UserError: it did not, and the method is another package's, which the text names.
+        """
+        wrong = _wrong_report(report, self.name, model)
+        if wrong is None:
+            return
+        kind = type(self)
+        package = vars(kind).get("distribution") or kind.__module__
+        assert package != OURS, f"{kind.__name__}._apply {wrong}"
+        raise UserError(f"Package {package}: `_apply` of method {self.name} {wrong}. Mend or uninstall the package.")
 
     @property
     def applied(self) -> Applied | None:
@@ -266,8 +287,7 @@ class Method(ABC):
 
     def settings(self) -> dict[str, Any]:
         """Return the constructor's arguments and their values: ``type(m)(**m.settings())`` equals ``m``."""
-        names = [p for p in inspect.signature(type(self).__init__).parameters if p != "self"]
-        return {n: getattr(self, n) for n in names}
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.settings().items())})"
@@ -323,6 +343,21 @@ def make_trainable(model: nn.Module, wanted: Mapping[str, bool]) -> None:
             parameter.requires_grad_(wanted[name])
             if not wanted[name]:
                 parameter.grad = None
+
+
+def _wrong_report(report: Any, name: str, model: nn.Module) -> str | None:
+    """Return how what `_apply` returned breaks the contract; None: it does not."""
+    if not isinstance(report, Applied):
+        return f"must return an Applied, got {report!r}"
+    if report.method != name:
+        return f"must report the method's own name, got {report.method!r}"
+    modules = {n for n, _ in model.named_modules(remove_duplicate=False)}
+    parameters = {n for n, _ in model.named_parameters(remove_duplicate=False)}
+    for attribute, known in (("touched", modules | parameters), ("modules", modules), ("routed", modules)):
+        unknown = [n for n in getattr(report, attribute) or () if n not in known]
+        if unknown:
+            return f"must report names that the model has in Applied.{attribute}, got {unknown[0]!r}"
+    return None
 
 
 def refuse_wrapped(model: nn.Module, name: str) -> None:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
+import yaml
 from pydantic import ConfigDict, create_model
 
 from efficient_ft.config import Config, validate
 from efficient_ft.config.schema import Section
 from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.packages import configuration_folders, method_files
 from efficient_ft.methods.base import Method, in_order
 from efficient_ft.methods.declarations import Axis
 from efficient_ft.methods.registry import METHODS
@@ -30,13 +32,15 @@ def build_methods(config: Config) -> list[Method]:
 
     Raises:
         SettingError: an unknown method or setting, or a value that its constructor refuses.
-        UserError: methods that cannot be stacked, or default selections that disagree.
+        UserError: methods that cannot be stacked; default selections that disagree; a YAML of another package whose
+            names are not those of the constructor's arguments.
     """
     if config.tasks:
         Tasks(config.tasks)  # checks the names: they become parts of parameters' names
     for name in config.method:
         if name not in METHODS:
             raise SettingError("method", name, sorted(METHODS))
+    _check_files(config.method)
     if config.model.select != "keep":
         _selection_named("model.select", config.model.select)
     settings = {name: dict(config.method[name]) for name in config.method}
@@ -57,6 +61,31 @@ def build_methods(config: Config) -> list[Method]:
     if selection is not None:
         methods.append(_build(METHODS[selection], selection, {}))
     return in_order(methods)
+
+
+def _check_files(chosen: Container[str]) -> None:
+    """Check that the YAML files of other packages have the names of the constructors' arguments, and no others.
+
+    Args:
+        chosen: names of the methods whose files are checked: their own and those of their variants.
+
+    Raises:
+        UserError: for the first file that has not; the text names its package.
+    """
+    for package, name, file in method_files(configuration_folders()):
+        if name not in chosen:
+            continue
+        given = set(yaml.safe_load(file.read_text(encoding="utf-8")) or {})
+        arguments = set(_arguments(METHODS[name]))
+        # Hydra's own key, and the default selection.
+        extra = given - arguments - {"defaults"} - ({"select"} if METHODS[name].axis != Axis.SELECTION else set())
+        missing = set() if "defaults" in given else arguments - given
+        for names, fault in ((extra, "has"), (missing, "lacks")):
+            if names:
+                raise UserError(
+                    f"Package {package}: {file} {fault} {', '.join(sorted(names))}. It must have the arguments of the"
+                    f" constructor of method {name}: {', '.join(sorted(arguments)) or 'none'}."
+                )
 
 
 def _default_selection(selects: Mapping[str, Any]) -> str | None:

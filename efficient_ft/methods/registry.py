@@ -13,6 +13,7 @@ method has, is refused then, with the name of its distribution.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import inspect
@@ -23,16 +24,16 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 from efficient_ft.core.errors import UserError
-from efficient_ft.methods.base import Method
+from efficient_ft.core.packages import GROUP
+from efficient_ft.methods.base import OURS, Method
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 
-#: The group of entry points through which other packages add methods.
-GROUP = "efficient_ft.methods"
-
 _PACKAGE = "efficient_ft.methods"
-_OURS = "efficient-ft"
 
 _Class = TypeVar("_Class", bound=type[Method])
+
+#: What a training loop, `Method.apply` and exports call, by position.
+_HOOKS = ("_apply", "_remove", "step_begin", "step_end", "total_loss", "step_stats", "state_dict", "load_state_dict")
 
 #: By name: every class registered so far, and the distribution it comes from.
 _registered: dict[str, tuple[type[Method], str]] = {}
@@ -59,7 +60,7 @@ class Registry(Mapping[str, type[Method]]):
             self._loaded = True
         for name in sorted(_untried):  # not in `register`: a class is decorated before its module is complete
             method, distribution = _registered[name]
-            _refuse_broken(method, distribution, broken_settings(method))
+            _refuse_broken(method, distribution, broken_settings(method) or _misspelt_conflict(method))
             _untried.discard(name)
         return _registered
 
@@ -94,7 +95,7 @@ def register(method: _Class) -> _Class:
     Raises:
         UserError: it breaks the contract, or its name is taken.
     """
-    _add(method, _OURS if method.__module__.startswith(f"{_PACKAGE}.") else method.__module__)
+    _add(method, OURS if method.__module__.startswith(f"{_PACKAGE}.") else method.__module__)
     return method
 
 
@@ -106,7 +107,7 @@ def own_classes() -> dict[str, type[Method]]:
         if room.ispkg:
             for module in pkgutil.iter_modules(importlib.import_module(room.name).__path__, f"{room.name}."):
                 importlib.import_module(module.name)
-    return {method.__name__: method for method, distribution in _registered.values() if distribution == _OURS}
+    return {method.__name__: method for method, distribution in _registered.values() if distribution == OURS}
 
 
 def _load(entry: EntryPoint) -> None:
@@ -142,7 +143,8 @@ def _add(method: Any, distribution: str) -> None:
             f" {_where(known[0])} ({known[1]}). Rename it, or uninstall one of the packages."
         )
     _registered[method.name] = (method, distribution)
-    if distribution != _OURS:
+    method.distribution = distribution
+    if distribution != OURS:
         _untried.add(method.name)
 
 
@@ -157,7 +159,10 @@ def _where(method: Any) -> str:
 
 
 def broken_contract(method: Any) -> str | None:
-    """Return how a class breaks the contract of methods, as far as its definition shows; None: it does not."""
+    """Return how a class breaks the contract of methods, as far as its definition shows; None: it does not.
+
+    Checked are the name, the declarations, the hooks' arguments and the names of the settings.
+    """
     if not (isinstance(method, type) and issubclass(method, Method)):
         return "it is no subclass of efficient_ft.methods.Method"
     name = getattr(method, "name", None)
@@ -165,17 +170,40 @@ def broken_contract(method: Any) -> str | None:
         return f"`name` must be lower-case letters, digits and underscores, got {name!r}"
     if name in (*Axis, *Adds):
         return f"`name` must not be the name of an axis or an addition, got {name!r}"
-    for attribute, enumeration in (("axis", Axis), ("other_axes", Axis), ("adds", Adds), ("needs", Needs)):
-        declared = getattr(method, attribute, None)
-        values = [declared] if attribute == "axis" else declared
-        if not isinstance(values, tuple | list | set | frozenset) or not all(v in tuple(enumeration) for v in values):
-            what = f"one of {', '.join(enumeration)}" if attribute == "axis" else f"values of {enumeration.__name__}"
-            return f"`{attribute}` must be {what}, got {declared!r}"
     if inspect.isabstract(method):
         return f"it does not implement {', '.join(f'`{m}`' for m in sorted(method.__abstractmethods__))}"
     for parameter in inspect.signature(method).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             return f"its constructor must name its settings, got {parameter}"
+    return _broken_declaration(method) or next(filter(None, (_broken_hook(method, hook) for hook in _HOOKS)), None)
+
+
+def _broken_declaration(declared: Any) -> str | None:
+    """Return which declaration of a class, or of an object whose constructor narrowed them, is none; or None."""
+    for attribute, enumeration in (("axis", Axis), ("other_axes", Axis), ("adds", Adds), ("needs", Needs)):
+        value = getattr(declared, attribute, None)
+        values = [value] if attribute == "axis" else value
+        if not isinstance(values, tuple | list | set | frozenset) or not all(v in tuple(enumeration) for v in values):
+            what = f"one of {', '.join(enumeration)}" if attribute == "axis" else f"values of {enumeration.__name__}"
+            return f"`{attribute}` must be {what}, got {value!r}"
+    for attribute, keys in (("conflicts", "axes, additions or names of methods"), ("hints", "values of Needs")):
+        value = getattr(declared, attribute, None)
+        if not isinstance(value, Mapping) or not all(isinstance(part, str) for item in value.items() for part in item):
+            return f"`{attribute}` must be a mapping from {keys} to sentences, got {value!r}"
+    unknown = [key for key in declared.hints if key not in tuple(Needs)]
+    return f"`hints` must have values of Needs as keys, got {unknown[0]!r}" if unknown else None
+
+
+def _broken_hook(method: type[Method], hook: str) -> str | None:
+    """Return which arguments a hook of a class must take; None: it can be called with them."""
+    own = getattr(method, hook)
+    wanted = list(inspect.signature(getattr(Method, hook)).parameters)
+    bound = isinstance(inspect.getattr_static(method, hook), staticmethod | classmethod)
+    try:
+        inspect.signature(own).bind(*(wanted[1:] if bound else wanted))
+    except TypeError:  # also if it is not callable
+        got = inspect.signature(own) if callable(own) else repr(own)
+        return f"`{hook}` must take ({', '.join(wanted)}), got {got}"
     return None
 
 
@@ -191,4 +219,18 @@ def broken_settings(method: type[Method]) -> str | None:
     unstored = next((p.name for p in parameters if not hasattr(made, p.name)), None)
     if unstored is not None:
         return f"its constructor does not store the setting `{unstored}` in an attribute of the same name"
+    return _broken_declaration(made)
+
+
+def _misspelt_conflict(method: type[Method]) -> str | None:
+    """Return which key of `conflicts` is a misspelt name; None: there is none. All methods must be registered.
+
+    A key may name a method of a package that is not installed. Unknown keys are therefore accepted, except for those
+    that differ by about one letter from a known name (``lorra``).
+    """
+    known = [*Axis, *Adds, *_registered]
+    for key in method.conflicts:
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+        if key not in known and near:
+            return f"`conflicts` must have axes, additions or names of methods as keys, got {key!r} (not '{near[0]}')"
     return None

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from efficient_ft.bench.recipes import parse_recipe
 from efficient_ft.cli import plugins
 from efficient_ft.cli.groups import CONF
 from efficient_ft.core.errors import UserError
+from efficient_ft.methods import METHODS, Applied, Axis, Method, build
 from tests.cli.program import composed
 
 
@@ -54,10 +57,61 @@ def test_its_options_compose_like_our_own(site: Path) -> None:
         composed("method=every_nth", "method.every_nth.nn=5")
 
 
-def test_the_registry_reads_the_same_entry_points() -> None:
-    from efficient_ft.methods import registry
+class EveryNth(Method):
+    """What the distribution of these tests would hold."""
 
-    assert plugins.GROUP == registry.GROUP
+    name, axis = "every_nth", Axis.MEMORY
+
+    def __init__(self, n: int = 3) -> None:
+        self.n = n
+
+    def _apply(self, model: Any, view: Any) -> Applied:
+        raise AssertionError("made, not applied")
+
+    def _remove(self, model: Any) -> None:
+        raise AssertionError("made, not applied")
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"every_nth": YAML + "m: 1\n"}, r"every_nth\.yaml has m\. .* constructor of method every_nth: n\."),
+        ({"every_nth": YAML.replace("n: 3", "")}, r"every_nth\.yaml lacks n\. .* constructor of method every_nth: n\."),
+        (
+            {"every_nth": YAML, "every_fifth": YAML.replace("n:", "m:")},
+            r"every_fifth\.yaml has m\. .* constructor of method every_nth: n\.",
+        ),
+        ({"every_nth": YAML, "lora_big": "# @package method.lora\nrnk: 64\n"}, r"lora_big\.yaml has rnk\. .* lora: "),
+    ],
+    ids=["extra", "missing", "variant", "variant of ours"],
+)
+def test_a_yaml_that_does_not_fit_the_constructor_is_refused_by_name(
+    site: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], said: str
+) -> None:
+    monkeypatch.setattr(build, "METHODS", {**METHODS, "every_nth": EveryNth})
+    package(site, "every-nth-method", "every_nth", {f"method/{name}.yaml": text for name, text in files.items()})
+    with pytest.raises(UserError, match=rf"^Package every-nth-method: .*{said}"):
+        build.build_methods(composed(f"method={list(files)[-1]}")[0])
+    build.build_methods(composed("method=full")[0])  # of methods that are not chosen nothing is read
+
+
+def test_a_yaml_may_have_a_default_selection_or_build_on_another(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "METHODS", {**METHODS, "every_nth": EveryNth})
+    files = {
+        "method/every_nth.yaml": f"{YAML}select: ${{model.select}}\n",
+        "method/every_fifth.yaml": "# @package method.every_nth\ndefaults: [every_nth]\n",
+    }
+    package(site, "every-nth-method", "every_nth", files)
+    _, every_fifth = build.build_methods(composed("method=every_fifth", "method.every_nth.n=5")[0])
+    assert every_fifth.settings() == {"n": 5}
+
+
+def test_a_recipe_to_be_measured_knows_their_variants(site: Path) -> None:
+    files = {"method/every_nth.yaml": YAML, "method/every_fifth.yaml": YAML.replace("n: 3", "n: 5")}
+    package(site, "every-nth-method", "every_nth", files)
+    recipe = parse_recipe("every_fifth:n=7+lora:rank=2", CONF)
+    assert recipe.overrides == ("method=[every_fifth,lora]", "method.every_nth.n=7", "method.lora.rank=2")
+    assert composed(*recipe.overrides)[0].method["every_nth"] == {"n": 7}
 
 
 def test_without_them_nothing_is_added() -> None:

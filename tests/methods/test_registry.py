@@ -13,6 +13,7 @@ import pytest
 import efficient_ft.methods
 from efficient_ft.core.errors import UserError
 from efficient_ft.methods import METHODS, Method, registry
+from efficient_ft.testing import model_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -92,6 +93,17 @@ def test_a_decorated_method_of_a_package_has_its_distributions_name(fresh: regis
         (("self.n = n", "self.m = n"), "does not store the setting `n`"),
         (("self.n = n", "raise ValueError(n)"), "cannot be made from its defaults: ValueError: 1"),
         (("n: int = 1", "**settings"), r"must name its settings, got \*\*settings"),
+        (("axis =", 'conflicts = ("lora",); axis ='), r"`conflicts` must be a mapping from axes, .* got \('lora',\)"),
+        (("axis =", 'conflicts = {"lora": 1}; axis ='), "`conflicts` must be a mapping from .* to sentences, got"),
+        (("axis =", 'conflicts = {"lorra": "x"}; axis ='), r"`conflicts` must .* got 'lorra' \(not 'lora'\)"),
+        (("axis =", 'conflicts = {"memmory": "x"}; axis ='), r"`conflicts` must .* got 'memmory' \(not 'memory'\)"),
+        (("self.n = n", "self.n = n; self.conflicts = None"), "`conflicts` must be a mapping from .* got None"),
+        (("axis =", "hints = None; axis ="), "`hints` must be a mapping from values of Needs to sentences, got None"),
+        (("axis =", 'hints = {"block": "x"}; axis ='), "`hints` must have values of Needs as keys, got 'block'"),
+        (("view)", "v, w)"), r"`_apply` must take \(self, model, view\), got \(self, model, v, w\)"),
+        (("_remove(self, model)", "_remove(self)"), r"`_remove` must take \(self, model\), got \(self\)"),
+        (("axis =", "step_end = None; axis ="), r"`step_end` must take \(self\), got None"),
+        (("axis =", "step_begin = lambda self: None; axis ="), r"`step_begin` must take \(self, step\), got \(self\)"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
@@ -103,6 +115,48 @@ def test_a_package_that_breaks_the_contract_is_refused_by_name(
     for _ in range(2):  # not only the first time
         with pytest.raises(UserError, match=f"^Package foreign-methods: .*{message}"):
             list(fresh)
+
+
+def test_conflicts_may_name_methods_that_are_not_installed(fresh: registry.Registry, tmp_path: Path) -> None:
+    distribution(tmp_path, GOOD.replace("axis =", 'conflicts = {"lora": "x", "dora": "y", "tokens": "z"}; axis ='))
+    assert fresh["nothing"].conflicts["dora"] == "y"
+
+
+def test_hooks_may_be_static_and_take_more_than_they_must(fresh: registry.Registry, tmp_path: Path) -> None:
+    source = GOOD.replace("def _remove(self, model)", "@staticmethod\n        def _remove(model, quiet=True)")
+    distribution(tmp_path, source.replace("_apply(self, model, view)", "_apply(self, *parts)"))
+    assert fresh["nothing"].distribution == "foreign-methods"
+
+
+def test_a_method_without_settings_needs_no_constructor(fresh: registry.Registry, tmp_path: Path) -> None:
+    distribution(tmp_path, GOOD.replace("def __init__(self, n: int = 1)", "def other(self, n)"))
+    method = fresh["nothing"]()
+    method.apply(model_of("vit"))
+    assert (method.settings(), method.state_key, repr(method)) == ({}, "nothing[]", "Nothing()")
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ("None", "must return an Applied, got None"),
+        ('Applied("other", view.blocks)', "must report the method's own name, got 'other'"),
+        ('Applied(self.name, ("no.such",))', "names that the model has in Applied.touched, got 'no.such'"),
+        ('Applied(self.name, view.blocks, modules=("x",))', "names that the model has in Applied.modules, got 'x'"),
+        ('Applied(self.name, view.blocks, routed=("x",))', "names that the model has in Applied.routed, got 'x'"),
+    ],
+)
+def test_a_report_that_breaks_the_contract_is_refused_by_name(
+    fresh: registry.Registry, tmp_path: Path, returned: str, message: str
+) -> None:
+    distribution(tmp_path, GOOD.replace("Applied(self.name, view.blocks)", returned))
+    with pytest.raises(UserError, match=f"^Package foreign-methods: `_apply` of method nothing .*{message}"):
+        fresh["nothing"]().apply(model_of("vit"))
+
+
+def test_a_report_of_our_own_that_breaks_the_contract_is_a_mistake_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(METHODS["full"], "_apply", lambda self, model, view: None)
+    with pytest.raises(AssertionError, match=r"Full\._apply must return an Applied, got None"):
+        METHODS["full"]().apply(model_of("vit"))
 
 
 def test_a_name_that_exists_is_refused(fresh: registry.Registry, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from timm.layers import set_fused_attn, set_reentrant_ckpt
-from torch import Tensor
+from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.cost import executed, layer_flops
@@ -17,6 +17,8 @@ from efficient_ft.methods import (
     BSR,
     LBPWHT,
     ALaST,
+    Applied,
+    Axis,
     BackRazor,
     Blocks,
     Checkpointing,
@@ -25,6 +27,7 @@ from efficient_ft.methods import (
     LoRA,
     Mesa,
     Method,
+    ModelView,
     MoE,
     RepNet,
     ToMe,
@@ -308,8 +311,31 @@ def test_blocks_and_places_are_listed_once() -> None:
 def test_a_block_with_a_side_module_keeps_its_tokens() -> None:
     model = model_of("vit")
     RepNet([1]).apply(model)
-    with pytest.raises(UserError, match=r"blocks.1 of .* has a side module"):
+    with pytest.raises(UserError, match=r"blocks.1 of .* has a module that repnet added to it"):
         EViT([1]).apply(model)
+
+
+class Adapter(Method):
+    """Adds a module to the second block, as a method of another package could."""
+
+    name = "adapter"
+    axis = Axis.ADAPTERS
+
+    def _apply(self, model: nn.Module, view: ModelView) -> Applied:
+        model.get_submodule("blocks.1").add_module("adapter", nn.Linear(2, 2))
+        return Applied(self.name, ("blocks.1.adapter",), modules=("blocks.1.adapter",))
+
+    def _remove(self, model: nn.Module) -> None:
+        del model.get_submodule("blocks.1").adapter
+
+
+def test_a_block_with_a_module_of_another_method_is_refused_by_that_methods_name() -> None:
+    model = model_of("vit")
+    Adapter().apply(model)
+    for method in (EViT([1]), ToMe(2)):
+        with pytest.raises(UserError, match=r"blocks.1 of .* has a module that adapter added to it"):
+            method.apply(model)
+    EViT([2]).apply(model)
 
 
 def test_reentrant_checkpointing_is_refused_where_it_loses_what_is_known_of_tokens() -> None:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.methods.forwards import OwnForward, put_inside, take_away
-from efficient_ft.models.marks import added_modules
+from efficient_ft.models.marks import added_modules, marks_of
 from efficient_ft.models.view import ModelView
 from efficient_ft.ops.packed import current_packing, packing_suspended
 from efficient_ft.ops.tokens import (
@@ -170,15 +170,21 @@ class DroppingForward(TokenForward):
 
 
 def refuse_other_blocks(view: ModelView, method_name: str, names: Sequence[str]) -> None:
-    """Raise UserError unless every block named has the structure that `TokenForward` can run in two halves."""
+    """Check that every block named has the structure that `TokenForward` can run in two halves.
+
+    Raises:
+        UserError: one has another structure, or a module that another method added, which the text names.
+    """
     added = added_modules(view.model)
     for name in names:
         block = view.model.get_submodule(name)
         parts = [child for child, _ in block.named_children()]
-        if any(f"{name}.{part}" in added for part in parts):
+        new = {f"{name}.{part}" for part in parts} & added
+        if new:
+            owner = next((mark.method for mark in marks_of(view.model) if new & set(mark.modules)), "another library")
             raise UserError(
-                f"method {method_name}: {name} of {view.name} has a side module (Rep-Net); tokens can be dropped in"
-                " other blocks only."
+                f"method {method_name}: {name} of {view.name} has a module that {owner} added to it; tokens can be"
+                " dropped or merged in other blocks only."
             )
         takes = set(inspect.signature(type(block).forward).parameters) - {"self", "x", "attn_mask", "is_causal"}
         # timm registers submodules in the order of execution: norms after attention and mlp are another structure.

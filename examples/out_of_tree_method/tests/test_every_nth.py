@@ -1,29 +1,13 @@
-"""EveryNth through every contract of efficient-ft, and what is its own."""
+"""EveryNth's own behavior: which blocks train, its place in a stack, its mistakes."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import every_nth_method
 import pytest
 from every_nth_method import EveryNth
 
 from efficient_ft.core.errors import SettingError
 from efficient_ft.methods import LBPWHT, METHODS, apply_methods
-from efficient_ft.testing import Instead, MethodContracts, Row, model_of
-
-
-class TestContracts(MethodContracts):
-    rows = {  # noqa: RUF012
-        "every_nth": Row(
-            EveryNth,
-            {"n": 2},
-            why_no_off="what trains is the choice itself",
-            instead=Instead.SAME_GRADIENTS,
-            models=("vit", "resnet"),
-        ),
-    }
-    conf = Path(every_nth_method.__file__).parent / "conf" / "method"
+from efficient_ft.testing import model_of
 
 
 def test_every_second_block_trains() -> None:

@@ -1,0 +1,76 @@
+"""Packages that add methods: the group of their entry points, and the folders of their configuration files.
+
+A package declares a method by an entry point and ships the YAML of its settings in ``conf/method``::
+
+    [project.entry-points."efficient_ft.methods"]
+    every_nth = "every_nth_method.method:EveryNth"      # every_nth_method/conf/method/every_nth.yaml
+
+Only metadata and files are read here; the packages themselves are not imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+from efficient_ft.core.errors import UserError
+
+#: The group of entry points through which other packages add methods.
+GROUP = "efficient_ft.methods"
+
+
+def configuration_folders() -> dict[str, list[Path]]:
+    """Return the configuration folders of all installed packages with methods, by the name of the distribution.
+
+    Raises:
+        UserError: a method has no YAML, or its YAML does not name it; the text names the package.
+    """
+    folders: dict[str, list[Path]] = {}
+    for entry in sorted(entry_points(group=GROUP)):
+        package = entry.dist.name if entry.dist is not None else entry.value
+        folder = _configuration_folder(entry, package)
+        if folder not in folders.setdefault(package, []):
+            folders[package].append(folder)
+    return folders
+
+
+def method_files(folders: Mapping[str, list[Path]]) -> Iterator[tuple[str, str, Path]]:
+    """Yield each option of ``method`` in the folders: its package, the method it sets, and its file."""
+    for package, places in folders.items():
+        for folder in places:
+            for file in sorted((folder / "method").glob("*.yaml")):
+                method = method_of(file)
+                if method is not None:
+                    yield package, method, file
+
+
+def method_of(file: Path) -> str | None:
+    """Return the method whose settings a YAML holds, by its line ``# @package method.NAME``; variants share it."""
+    found = re.search(r"^# @package method\.(\w+)\s*$", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return found[1] if found else None
+
+
+def _configuration_folder(entry: EntryPoint, package: str) -> Path:
+    """The folder ``conf`` of the package that holds the method of `entry`."""
+    top = entry.module.partition(".")[0]
+    spec = importlib.util.find_spec(top)  # of a top-level package: imports nothing
+    if spec is None or spec.submodule_search_locations is None:
+        raise UserError(
+            f"Package {package}: its method {entry.name} ({entry.value}) is not in an importable package."
+            " Mend or uninstall the package."
+        )
+    for place in spec.submodule_search_locations:
+        folder = Path(place) / "conf"
+        file = folder / "method" / f"{entry.name}.yaml"
+        if not file.is_file():
+            continue
+        if method_of(file) != entry.name:
+            raise UserError(f"Package {package}: {file} must begin with the line '# @package method.{entry.name}'.")
+        return folder
+    raise UserError(
+        f"Package {package}: its method {entry.name} has no settings file. The package must ship"
+        f" {top}/conf/method/{entry.name}.yaml."
+    )
