@@ -58,7 +58,7 @@ def test_its_options_compose_like_our_own(site: Path) -> None:
 
 
 class EveryNth(Method):
-    """What the distribution of these tests would hold."""
+    """The method that the distribution of these tests would hold."""
 
     name, axis = "every_nth", Axis.MEMORY
 

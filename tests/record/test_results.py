@@ -83,7 +83,7 @@ def test_the_configuration_is_read_as_written(tmp_path: Path) -> None:
         (lambda c: c["optim"].update(removed=2), "has the setting optim.removed, unknown to this version"),
     ],
 )
-def test_renamed_settings_show_an_earlier_version(tmp_path: Path, change: Any, said: str) -> None:
+def test_renamed_and_removed_settings_show_another_version(tmp_path: Path, change: Any, said: str) -> None:
     import yaml
 
     plain = copy.deepcopy(plain_config())
@@ -92,7 +92,7 @@ def test_renamed_settings_show_an_earlier_version(tmp_path: Path, change: Any, s
     with pytest.raises(OtherVersionError) as caught:
         read_config(tmp_path)
     assert said in str(caught.value)
-    assert "by an earlier version" in str(caught.value)
+    assert "version of efficient-ft (it " in str(caught.value)
     assert "Choose another hydra.run.dir, or resume=never" in str(caught.value)
 
 
