@@ -35,7 +35,7 @@ from tests.methods.settings import ROWS
 
 def _models(r: Row) -> int:
     """How many of its models a row is tried on in the default set: fewer where it is a variant of another row."""
-    return 3 if r is ROWS.get(r.method.name) else 2
+    return 2 if r is ROWS.get(r.method.name) else 1
 
 
 class TestContracts(MethodContracts):

@@ -99,7 +99,11 @@ class LastStage(Selection):
     needs = frozenset({Needs.CLASSIFIER})
 
     def chosen(self, view: ModelView) -> dict[str, Tensor]:
-        return parameters_under(view.model, (*view.last_stage(), *view.head))
+        try:
+            last = view.last_stage()
+        except UserError as error:
+            raise UserError(f"{self.name}: {error}") from None
+        return parameters_under(view.model, (*last, *view.head))
 
 
 @register
