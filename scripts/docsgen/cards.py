@@ -18,6 +18,7 @@ import yaml
 
 from docsgen import configuration, labels, records
 from docsgen.markdown import duration, table, times
+from efficient_ft.core.packages import method_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CARDS = ROOT / "docs" / "methods"
@@ -73,9 +74,9 @@ def options_of() -> dict[str, tuple[str, ...]]:
     """By method: its options, the one of its own name first."""
     found: dict[str, list[str]] = {}
     for file in sorted((configuration.CONF / "method").glob("*.yaml")):
-        package = re.search(r"^# @package method\.(\w+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
-        assert package is not None, file
-        found.setdefault(package[1], []).append(file.stem)
+        name = method_of(file)
+        assert name is not None, file
+        found.setdefault(name, []).append(file.stem)
     return {name: tuple(sorted(options, key=lambda o: (o != name, o))) for name, options in found.items()}
 
 
