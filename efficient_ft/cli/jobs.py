@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from efficient_ft.cli.exits import INTERRUPTED, OUTCOME_FILE
+from efficient_ft.cli import processes
 from efficient_ft.config import Config, check, fingerprint
 from efficient_ft.core import text
 from efficient_ft.core.errors import UserError
@@ -81,29 +76,86 @@ def command(
     return [*this_program(), *given, *arguments]
 
 
-def run_jobs(jobs: Sequence[Job], command: Callable[[Job], Sequence[str]]) -> None:
-    """Run the `command` of each job, one after the other, fill in its outcome, and print a table at the end.
+def run_jobs(
+    jobs: Sequence[Job],
+    command: Callable[[Job], Sequence[str]],
+    parallel: int = 1,
+    ended: Callable[[Job], None] = lambda job: None,
+) -> None:
+    """Run the `command` of each job, fill in its outcome, and print a table at the end.
 
     A finished job is skipped; a failure does not stop the others.
+
+    Args:
+        jobs: in the order in which they begin.
+        command: the command line of a job.
+        parallel: jobs at a time. With more than one, each has its share of the processor's threads, one of the GPUs in
+            turn, and prints into a file next to its run folder.
+        ended: called with each job when its outcome is known.
 
     Raises:
         SystemExit: after the last job, if one has failed (status 1).
         KeyboardInterrupt: a job was interrupted.
     """
+    todo: list[tuple[str, Job]] = []
     for number, job in enumerate(jobs, start=1):
         title = f"[{number}/{len(jobs)}] {job.title}"
         if job.trains and job.config.resume == "auto":
             job.results = finished(job.folder, job.config)
         if job.results is not None:
             print(f"{title}: finished before, in {job.folder}", flush=True)
-            continue
-        print(title, flush=True)
-        job.results, job.failure = run_process(command(job))
-        if job.failure is not None:
-            print(f"{title}: FAILED: {job.failure}", file=sys.stderr, flush=True)
+            ended(job)
+        else:
+            todo.append((title, job))
+    with processes.exit_on_sigterm():
+        if parallel == 1:
+            for title, job in todo:
+                print(title, flush=True)
+                _fill_in(title, job, processes.run(command(job)))
+                ended(job)
+        else:
+            _run_in_parallel(todo, command, parallel, ended)
     print(f"\n{summary(jobs)}", flush=True)
     if any(job.failure is not None for job in jobs):
         raise SystemExit(1)
+
+
+def _run_in_parallel(
+    todo: Sequence[tuple[str, Job]],
+    command: Callable[[Job], Sequence[str]],
+    parallel: int,
+    ended: Callable[[Job], None],
+) -> None:
+    slots = processes.Slots(parallel)
+
+    def start(title: str, job: Job) -> processes.Ended:
+        with slots.taken() as environment:
+            output = job.folder.with_name(f"{job.folder.name}.log") if job.trains else None
+            print(f"{title}: started" + (f"; it prints into {output}" if output else ""), flush=True)
+            process = processes.run(command(job), environment, output)
+            if output is None:
+                print(process.printed, flush=True)
+            return process
+
+    with ThreadPoolExecutor(parallel) as pool:
+        waiting = {pool.submit(start, title, job): (title, job) for title, job in todo}
+        try:
+            for done in as_completed(waiting):
+                title, job = waiting[done]
+                _fill_in(title, job, done.result())
+                ended(job)
+                if job.failure is None:
+                    print(f"{title}: finished, in {job.folder}" if job.trains else f"{title}: finished", flush=True)
+        except BaseException as error:
+            pool.shutdown(wait=False, cancel_futures=True)
+            slots.stop(end=not isinstance(error, KeyboardInterrupt))
+            raise
+
+
+def _fill_in(title: str, job: Job, process: processes.Ended) -> None:
+    job.results, job.failure = process.results, process.failure
+    if job.failure is not None:
+        print(f"{title}: FAILED: {job.failure}", file=sys.stderr, flush=True)
 
 
 def summary(jobs: Sequence[Job]) -> str:
@@ -128,52 +180,3 @@ def summary(jobs: Sequence[Job]) -> str:
         again = "repeating the command runs only what is not finished"
         lines += ["", f"{len(failures)} of {len(jobs)} failed ({again}):", *failures]
     return "\n".join(lines)
-
-
-def run_process(command: Sequence[str]) -> tuple[dict[str, Any] | None, str | None]:
-    """Run `command` on this terminal.
-
-    Returns:
-        Its results (None if it reported none), and the reason of its failure in one line (None if it succeeded).
-
-    Raises:
-        KeyboardInterrupt: it was interrupted.
-    """
-    with tempfile.TemporaryDirectory() as folder, _exit_on_sigterm():
-        file = Path(folder) / "outcome.json"
-        # Ctrl-C reaches the process as well, being in the same group: it may finish writing.
-        process = subprocess.Popen(command, env={**os.environ, OUTCOME_FILE: str(file)})
-        try:
-            status = process.wait()
-        except KeyboardInterrupt:
-            process.wait()
-            raise
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
-        outcome = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    if status == INTERRUPTED:
-        raise KeyboardInterrupt
-    if status == 0:
-        return outcome.get("results"), None
-    if "reason" in outcome:
-        return None, outcome["reason"]
-    if status < 0:
-        name = signal.Signals(-status).name
-        return None, f"killed by {name}" + (", likely for lack of memory" if name == "SIGKILL" else "")
-    return None, f"exit status {status}"
-
-
-@contextmanager
-def _exit_on_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit, so that the running job is ended as well."""
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -35,7 +35,7 @@ def register() -> None:
 
 
 class Sweep:
-    """The jobs of a sweep, one after the other, each by the command that would run it alone.
+    """The jobs of a sweep, ``jobs`` at a time, each by the command that would run it alone.
 
     Args:
         context: of Hydra's launcher: composes the configuration of each job.
@@ -61,7 +61,7 @@ class Sweep:
                     f"{folders.count(folder)} jobs of this sweep would share the folder {folder}: they have the same"
                     " settings, or hydra.sweep.subdir is the same for all."
                 )
-        run_jobs(jobs, self._command)
+        run_jobs(jobs, self._command, max((job.config.jobs for job in jobs), default=1))
         return [_returned(job) for job in jobs]
 
     def _job(self, overrides: Sequence[str], title: str) -> Job:

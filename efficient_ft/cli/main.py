@@ -40,7 +40,8 @@ def job(composed: DictConfig) -> float | None:
         prepare(config)
         from efficient_ft.training.run import run
 
-        results = run(config, Path(HydraConfig.get().runtime.output_dir))
+        hydra_config = HydraConfig.get()
+        results = run(config, Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task))
     except UserError as error:
         # Left to Hydra, the message would get a line of Hydra's before it.
         fail(str(error))
@@ -58,9 +59,10 @@ def prepare(config: Config) -> None:
         from efficient_ft.core.allocator import keep_freed_memory
 
         keep_freed_memory()
-    from efficient_ft.methods.build import build_methods
+    from efficient_ft.methods.build import baseline_methods, build_methods
 
     build_methods(config)
+    baseline_methods(config)
 
 
 def main() -> None:
@@ -141,7 +143,8 @@ def evaluate(arguments: Any, composed: Sequence[ComposedJob]) -> None:
             jobs.Job(one.arguments, title, Path(str(one.config.evaluate)), one.config)
             for one, title in zip(composed, named, strict=True)
         ]
-        jobs.run_jobs(todo, lambda one: jobs.command(*sources, one.arguments))
+        parallel = max((one.config.jobs for one in composed), default=1)
+        jobs.run_jobs(todo, lambda one: jobs.command(*sources, one.arguments), parallel)
         return
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     from efficient_ft.training.run import run

@@ -13,6 +13,7 @@ from efficient_ft.config.schema import Config, DataConfig
 #: Settings of display, logging, measurement and loading, which do not change the result of a run.
 _NO_EFFECT: dict[str, Any] = {
     "resume": True,
+    "jobs": True,
     "evaluate": True,
     "cost_only": True,
     "cost": True,

@@ -47,6 +47,7 @@ RENAMED: dict[str, str] = {
     "model.drop": "model.drop_rate",
     "model.drop_path": "model.drop_path_rate",
     "data.workers": "data.num_workers",
+    "cost.compare_full": "cost.baseline",
     "insight": "step_stats",
     "insight.every": "step_stats.interval",
     "keep_allocator": "keep_freed_memory",

@@ -142,9 +142,11 @@ class LoggerConfig(Section):
 
 
 class CostConfig(Section):
-    """The cost report. `compare_full`: measure full fine-tuning as well; `steps`: timed steps of each."""
+    """The cost report at the end of a run."""
 
-    compare_full: bool = True
+    #: What the cost is compared with: a selection on the plain model (full, last_stage, head, …), or none.
+    baseline: Name = "full"
+    #: Timed steps of each; fewer where they would take more than a tenth of the training time.
     steps: Count = 5
 
 
@@ -172,6 +174,8 @@ class Config(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 233
     #: auto: the same command continues an interrupted run and shows a finished one; never: start from the beginning.
     resume: Literal["auto", "never"] = "auto"
+    #: Jobs of a sweep (-m) at the same time.
+    jobs: Count = 1
     #: A run folder to evaluate, without training.
     evaluate: str | None = None
     #: Print the cost; train nothing.

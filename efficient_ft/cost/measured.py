@@ -55,13 +55,16 @@ class Cost:
         return {**groups, "note": self.note} if self.note else groups
 
 
-def time_steps(recipes: Mapping[str, Callable[[], object]], steps: int, warmup: int = 1) -> dict[str, list[float]]:
+def time_steps(
+    recipes: Mapping[str, Callable[[], object]], steps: int, warmup: int = 1, max_seconds: float | None = None
+) -> dict[str, list[float]]:
     """Time calls alternately (A B A B ...), so that machine drift affects all recipes equally.
 
     Args:
         recipes: by name, a call that takes one step. A CUDA or MPS device is synchronized.
         steps: timed rounds; none is left out.
         warmup: rounds before these, not timed.
+        max_seconds: no further round begins after this time, but one is always timed; None: all are.
 
     Returns:
         Seconds of each call, by name.
@@ -76,7 +79,10 @@ def time_steps(recipes: Mapping[str, Callable[[], object]], steps: int, warmup: 
     elif torch.backends.mps.is_available():
         wait = torch.mps.synchronize
     seconds: dict[str, list[float]] = {name: [] for name in recipes}
+    began = time.perf_counter()
     for round_ in range(warmup + steps):
+        if max_seconds is not None and round_ > warmup and time.perf_counter() - began > max_seconds:
+            break
         for name, step in recipes.items():
             wait()
             start = time.perf_counter()
@@ -94,35 +100,39 @@ def _nothing() -> None:
 def compare(
     model: nn.Module,
     methods: Iterable[Any],
-    full: Callable[[], nn.Module] | None,
+    baseline: Callable[[], nn.Module] | None,
     *,
+    baseline_methods: Iterable[Any] = (),
     batch_size: int,
     input_size: Sequence[int],
     steps: int = 5,
+    max_seconds: float | None = None,
     device: torch.device | str = "cpu",
     build_optimizer: BuildOptimizer | None = None,
     **options: Unpack[StepOptions],
 ) -> dict[str, Cost]:
-    """Count and time a run's step, and that of plain full fine-tuning in turn with it.
+    """Count and time a run's step, and that of a baseline in turn with it: by default plain full fine-tuning.
 
-    Probes are copies on random images; the run's model, methods and random states are not changed. The full model is
-    built only here, as it comes from timm; all that timm leaves trainable trains. If the machine has too little memory,
-    the counts are given without times, and a note says so.
+    Probes are copies on random images; the run's model, methods and random states are not changed. The baseline's model
+    is built only here, as it comes from timm; without methods all that timm leaves trainable trains. If the machine has
+    too little memory or time, the counts are given without times, and a note says so.
 
     Args:
         model: of the run.
         methods: of the run, see `StepMethods`.
-        full: makes the plain model (its weights play no part); None: only the method's cost.
+        baseline: makes the plain model (its weights play no part); None: only the method's cost.
+        baseline_methods: of the baseline, usually a selection.
         batch_size: images in the batch.
         input_size: (H, W) of the images in pixels.
         steps: timed steps of each, alternately; 0: count only.
+        max_seconds: no further round of steps is timed after this time; None: all are.
         device: where steps are timed.
         build_optimizer: the run's optimizer over a model's trainable parameters; None: AdamW.
         options: ``precision``, ``label_smoothing``, ``in_chans``, ``frozen_bn``, ``grad_clip_norm``, with meaning
             and defaults of `StepSpec`.
 
     Returns:
-        ``{"method": Cost, "full": Cost}``, or the first alone.
+        ``{"method": Cost, "baseline": Cost}``, or the first alone.
 
     Raises:
         SettingError: a setting that is out of range.
@@ -132,10 +142,10 @@ def compare(
     cuda = [device] if device.type == "cuda" else []
     with undisturbed(cuda):
         probes: dict[str, Probe] = {"method": Probe(model, methods, spec)}
-        if full is not None:
-            probes["full"] = Probe(full(), (), spec)
+        if baseline is not None:
+            probes["baseline"] = Probe(baseline(), baseline_methods, spec)
         counts, training, notes = {}, {}, {}
-        free, held = _free_bytes(device), 0
+        free, held, started = _free_bytes(device), 0, time.perf_counter()
         for name, probe in probes.items():
             probe.warm_up()
             counted = counts[name] = count(probe)
@@ -145,6 +155,9 @@ def compare(
             needed = held + 2 * counted.model_bytes + counted.peak_bytes
             if free is not None and needed > free:
                 notes[name] = f"not timed: needs about {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} are free"
+                continue
+            if max_seconds is not None and time.perf_counter() - started > max_seconds:
+                notes[name] = f"not timed: its steps would take more than {max_seconds:.2g} s"
                 continue
             first_step = probe.steps_before
             step = TrainingStep(
@@ -157,7 +170,8 @@ def compare(
                 continue
             training[name] = step
             held += 3 * counted.model_bytes
-        seconds = time_steps(training, steps) if training else {}
+        left = None if max_seconds is None else max_seconds - (time.perf_counter() - started)
+        seconds = time_steps(training, steps, warmup=0, max_seconds=left) if training else {}
         measured = {
             name: Measured(
                 statistics.median(seconds[name]),

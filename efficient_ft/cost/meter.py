@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 Phase = Literal["forward", "backward"]
 
@@ -59,6 +59,42 @@ def _conv_backward_flops(grad: Tensor, x: Tensor, w: Tensor, *args: Any, out_val
     transposed, wanted = args[4], args[7]
     positions = prod(x.shape[2:]) if transposed else prod(grad.shape[2:])
     return 2 * x.shape[0] * positions * prod(w.shape) * (bool(wanted[0]) + bool(wanted[1]))
+
+
+#: Backward passes of fused attention.
+_ATTENTION_BACKWARD = {
+    getattr(aten, f"{name}_backward")
+    for name in (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_cudnn_attention",
+    )
+}
+
+
+def operation_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Count the FLOPs of one operation by torch.utils.flop_counter's formulas; 0 for elementwise work.
+
+    Two are corrected: a convolution's backward pass, and that of fused attention, which is counted as in parts (four
+    products), without the recomputation of the scores inside the kernel.
+
+    Args:
+        func: the overload that ran.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        out: what it returned.
+    """
+    packet = func._overloadpacket
+    if packet is aten.convolution_backward:
+        return _conv_backward_flops(*args, **kwargs)
+    if packet in _ATTENTION_BACKWARD:
+        _, query, key, value = args[:4]
+        shapes = (query.shape, key.shape, value.shape)
+        return 2 * int(sdpa_flop_count(*shapes))
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=out))
+    return 0
 
 
 class Meter(TorchDispatchMode):
@@ -136,16 +172,10 @@ class Meter(TorchDispatchMode):
             if isinstance(result, Tensor):
                 self._track(result, str(func))
         self.peak = max(self.peak, self.live)
-        packet = func._overloadpacket
-        if packet is aten.convolution_backward:
-            flops = _conv_backward_flops(*args, **kwargs)
-        elif packet in flop_registry:
-            flops = flop_registry[packet](*args, **kwargs, out_val=out)
-        else:
-            flops = 0
+        flops = operation_flops(func, args, kwargs, out)
         self.flops[self._phase] += flops
         if self._layers is not None:
-            self._layers.add(packet, args, out, flops, self._phase)
+            self._layers.add(func._overloadpacket, args, out, flops, self._phase)
         return out
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -63,6 +63,18 @@ def build_methods(config: Config) -> list[Method]:
     return in_order(methods)
 
 
+def baseline_methods(config: Config) -> list[Method] | None:
+    """Return the selection that ``cost.baseline`` names; None: costs are not compared.
+
+    Raises:
+        SettingError: it names no selection whose settings all have defaults.
+    """
+    if config.cost.baseline == "none":
+        return None
+    name = _selection_named("cost.baseline", config.cost.baseline, ("all", "none"))
+    return [_build(METHODS[name], name, {})]
+
+
 def _check_files(chosen: Container[str]) -> None:
     """Check that the YAML files of other packages have the names of the constructors' arguments, and no others.
 
@@ -104,8 +116,14 @@ def _default_selection(selects: Mapping[str, Any]) -> str | None:
     return next(iter(wanted.values()), None)
 
 
-def _selection_named(setting: str, select: Any) -> str:
-    """Return the name of the selection that the value `select` of a setting means."""
+def _selection_named(setting: str, select: Any, others: Sequence[str] = ("all", "keep")) -> str:
+    """Return the name of the selection that the value `select` of a setting means.
+
+    Args:
+        setting: its full name, for the message.
+        select: its value.
+        others: values that are allowed as well, for the message.
+    """
     # Selections with settings that have no default (which blocks) cannot be a bare name.
     names = sorted(
         name
@@ -114,7 +132,7 @@ def _selection_named(setting: str, select: Any) -> str:
     )
     name = "full" if select == "all" else select
     if name not in names:
-        allowed = ["all", "keep", *(n for n in names if n != "full")]
+        allowed = [*others, *(n for n in names if n != "full" or "keep" not in others)]
         hint = "A selection with settings of its own goes into the list: 'method=[...]'."
         raise SettingError(setting, select, allowed, hint)
     return name

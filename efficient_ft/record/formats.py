@@ -8,7 +8,7 @@ from typing import Literal
 from efficient_ft.core.errors import UserError
 
 #: Version of what results.json and checkpoint.ckpt hold; raised when a key or a setting changes its name or meaning.
-FORMAT = 1
+FORMAT = 2
 
 #: What to do about a run folder that cannot be continued.
 START_AGAIN = "Choose another hydra.run.dir, or resume=never, which keeps the old folder under another name."

@@ -42,10 +42,35 @@ class StepCost(TypedDict):
     measured: MeasuredCost
 
 
-class CostReport(StepCost):
-    """The cost of a training step with the run's methods, and of plain full fine-tuning (None: not probed)."""
+class BaselineCost(StepCost):
+    """The cost of a training step of the baseline `name` (``cost.baseline``): a selection on the plain model."""
 
-    full: StepCost | None
+    name: str
+
+
+class CostReport(StepCost):
+    """The cost of a training step with the run's methods, and that of the baseline (None: not probed)."""
+
+    baseline: BaselineCost | None
+
+
+class RunTotals(TypedDict):
+    """Totals of the whole training.
+
+    `flops` are executed: forward and backward passes, counted as `ExecutedCost` is, in `counted_batches` of `batches`
+    batches (of one process; the others cost the same as one that was counted, or nearly: `cost.run_flops`). `seconds`
+    and `joules` include evaluation during training; `joules` are of the whole machine's counters named in
+    `energy_source`, None where there are none.
+    """
+
+    steps: int
+    images: int
+    flops: float
+    batches: int
+    counted_batches: int
+    seconds: float
+    joules: float | None
+    energy_source: str | None
 
 
 class BestLast(TypedDict):
@@ -56,9 +81,13 @@ class BestLast(TypedDict):
 
 
 class Accuracy(BestLast):
-    """Accuracy on `split`, the split that chose the best epoch; with several tasks the mean, and that of each task."""
+    """Accuracy on `split`, the split that chose the best epoch; with several tasks the mean, and that of each task.
+
+    `test` is that of the best epoch's weights on the test images, None if there are none.
+    """
 
     split: str
+    test: float | None
     tasks: NotRequired[dict[str, BestLast]]
 
 
@@ -90,17 +119,20 @@ class DataReport(TypedDict):
 class Results(TypedDict):
     """The contents of results.json.
 
-    `config` is the whole configuration, `environment` what `record.environment` gives, `methods` a report by the name
-    of the method.
+    `config` is the whole configuration, `arguments` the settings given to this run (of the command line; empty for
+    runs from Python), `environment` what `record.environment` gives, `methods` a report by the name of the method.
     """
 
     format: int
     accuracy: Accuracy
     cost: CostReport
+    totals: RunTotals
     trainable_parameters: int
     total_parameters: int
     methods: dict[str, AppliedReport]
     data: DataReport
+    seed: int
+    arguments: list[str]
     config: dict[str, Any]
     environment: dict[str, Any]
 

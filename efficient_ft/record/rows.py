@@ -48,7 +48,8 @@ class MetricsFile(Rows):
 
     A row per logged step has ``step``, ``epoch``, ``train_loss`` and ``lr``; a row per epoch ``step``, ``epoch``,
     ``train_loss_epoch``, ``<split>_accuracy`` and ``<split>_loss`` (with several tasks also ``<split>_accuracy_<task>``
-    and ``<split>_loss_<task>``), and ``seconds`` of training so far.
+    and ``<split>_loss_<task>``). Each has ``images``, ``flops``, ``seconds`` and, where the machine tells it,
+    ``joules`` of training so far (`record.results.RunTotals`).
 
     Args:
         run: the run folder.

@@ -78,22 +78,22 @@ _COSTS = (
 
 
 def cost_table(cost: dict[str, Any], method: str, batch: int) -> str:
-    """FLOPs, saved bytes, peak and step time; where full fine-tuning was probed, its column and the ratio to it.
+    """FLOPs, saved bytes, peak and step time; where a baseline was probed, its column and the ratio to it.
 
     Args:
         cost: a `record.results.CostReport`.
         method: the header of its column.
         batch: images per batch.
     """
-    full = cost.get("full")
-    rows = [["cost", method, *(["full", "ratio"] if full else [])]]
+    baseline = cost.get("baseline")
+    rows = [["cost", method, *([baseline["name"], "ratio"] if baseline else [])]]
     for group, key, title, show in _COSTS:
         value = cost[group][key]
         if value is None:
             continue
         row = [title.format(batch=batch), show(value)]
-        if full and full[group][key]:
-            row += [show(full[group][key]), f"{value / full[group][key]:.2f}×"]
+        if baseline and baseline[group][key]:
+            row += [show(baseline[group][key]), f"{value / baseline[group][key]:.2f}×"]
         rows.append(row)
     return table(rows)
 

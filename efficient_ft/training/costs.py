@@ -1,4 +1,4 @@
-"""The cost of a run's training step, and of plain full fine-tuning."""
+"""The cost of a run's training step, and that of its baseline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from efficient_ft.config import Config
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.data import class_count
 from efficient_ft.methods.base import Method
-from efficient_ft.methods.build import build_methods
+from efficient_ft.methods.build import baseline_methods, build_methods
 from efficient_ft.models import factory
 from efficient_ft.models.tasks import tasks_of
 from efficient_ft.record.results import CostReport, StepCost
@@ -25,7 +25,7 @@ _UNKNOWN_CLASSES = 1000
 
 
 def cost_only(config: Config) -> dict[str, Any]:
-    """Count and print the cost of a training step, and that of full fine-tuning; needs no data and no weights.
+    """Count and print the cost of a training step, and that of the baseline; needs no data and no weights.
 
     Returns:
         A `record.results.CostReport`.
@@ -56,8 +56,9 @@ def cost_report(
     classes: int | Mapping[str, int],
     device: torch.device,
     steps: int,
+    max_seconds: float | None = None,
 ) -> CostReport:
-    """The cost of a training step of `network` with its methods and, with `cost.compare_full`, of full fine-tuning.
+    """The cost of a training step of `network` with its methods, and that of the baseline (`cost.baseline`).
 
     Args:
         config: the run's configuration.
@@ -67,17 +68,25 @@ def cost_report(
         classes: the number of classes, or that of each task.
         device: measures the step.
         steps: timed steps; 0: count only.
+        max_seconds: no further step is timed after this time; None: all are.
+
+    Raises:
+        SettingError: `cost.baseline` names no selection.
+        UserError: the baseline's selection cannot be applied to the model.
     """
     switch = tasks_of(network)
     if switch is not None:
         switch.active = switch.names[0]
+    selection = baseline_methods(config)
     found = cost.compare(
         network,
         methods,
-        (lambda: factory.random_model(config.model, classes)) if config.cost.compare_full else None,
+        None if selection is None else lambda: factory.random_model(config.model, classes),
+        baseline_methods=selection or (),
         batch_size=config.data.batch_size,
         input_size=spec.size,
         steps=steps,
+        max_seconds=max_seconds,
         precision=config.trainer.precision,
         label_smoothing=config.optim.label_smoothing,
         in_chans=len(spec.mean),
@@ -88,9 +97,11 @@ def cost_report(
     )
     for name, one in found.items():
         if one.note:
-            say(f"cost of {name}: {one.note}")
+            say(f"cost of {config.cost.baseline if name == 'baseline' else name}: {one.note}")
     method = _step_cost(found["method"])
-    return {**method, "full": _step_cost(found["full"]) if "full" in found else None}
+    if "baseline" not in found:
+        return {**method, "baseline": None}
+    return {**method, "baseline": {"name": config.cost.baseline, **_step_cost(found["baseline"])}}
 
 
 def _step_cost(found: cost.Cost) -> StepCost:

@@ -14,12 +14,14 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.seeding import seed_of, seed_step
 from efficient_ft.models.tasks import tasks_of
+from efficient_ft.training.console import say
 from efficient_ft.training.optimizer import build_optimizer, lr_factor
 
 if TYPE_CHECKING:
@@ -70,6 +72,9 @@ class FineTuner(L.LightningModule):
         #: The last evaluation; with several tasks the mean, and each task's.
         self.evaluated: Evaluation | None = None
         self.evaluated_tasks: dict[str, Evaluation] = {}
+        #: By task: smallest and largest class predicted, and of the labels, in the present evaluation.
+        self._classes: dict[int, list[Tensor]] = {}
+        self._constant = False  # whether the last evaluation predicted one class for all images
         self._unread: list[Tensor] = []  # losses still on the device
         self._sums = {"epoch": [0.0, 0], "window": [0.0, 0]}  # sum and count of the losses read
 
@@ -157,6 +162,7 @@ class FineTuner(L.LightningModule):
             self.tasks.active = self.tasks.names[dataloader_idx]
         logits = self.model(images).float()
         self.accuracy[dataloader_idx].update(logits, labels)
+        self._keep_range(dataloader_idx, logits.argmax(1), labels)
         self.eval_loss[dataloader_idx].update(F.cross_entropy(logits, labels), weight=len(labels))
 
     def on_validation_epoch_end(self) -> None:
@@ -167,6 +173,26 @@ class FineTuner(L.LightningModule):
             self.evaluated_tasks = dict(zip(self.tasks.names, each, strict=True))
         for metric in (*self.accuracy, *self.eval_loss):
             metric.reset()
+        self._warn_if_constant()
+
+    def _keep_range(self, task: int, predicted: Tensor, labels: Tensor) -> None:
+        """Keep the extremes of the predicted classes and of the labels, without reading them from the device."""
+        found = [predicted.min(), predicted.max(), labels.min(), labels.max()]
+        pick = (torch.minimum, torch.maximum) * 2
+        before = self._classes.get(task, found)
+        self._classes[task] = [of(a, b) for of, a, b in zip(pick, before, found, strict=True)]
+
+    def _warn_if_constant(self) -> None:
+        """Warn when an evaluation gives all images one class, and name what likely caused it."""
+        ranges = [torch.stack(values).tolist() for values in self._classes.values()]
+        self._classes = {}
+        constant = [low for low, high, first, last in ranges if low == high and first != last]
+        if constant and not self._constant:
+            say(
+                f"warning: epoch {self.current_epoch + 1}: every image of the evaluation is predicted as class"
+                f" {constant[0]}, so the network does not tell the images apart. {' '.join(likely_causes(self))}"
+            )
+        self._constant = bool(constant)
 
     # ------------------------------------------------------------------ state
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -174,3 +200,25 @@ class FineTuner(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._sums = {over: list(sums) for over, sums in checkpoint["losses"].items()}
+
+
+def likely_causes(module: FineTuner) -> list[str]:
+    """Sentences that name what may make a network predict one class for all images, the likeliest first."""
+    config = module.config
+    found = []
+    frozen = [m for m in module.model.modules() if isinstance(m, _BatchNorm)] if config.model.frozen_bn else []
+    if any(parameter.requires_grad for norm in frozen for parameter in norm.parameters()):
+        found.append(
+            "BatchNorm keeps the statistics of pretraining while the whole network trains (model.frozen_bn=true): use"
+            " model.frozen_bn=false, a smaller optim.lr, or train less of it (method=last_stage)."
+        )
+    if not config.model.pretrained and config.model.weights is None:
+        found.append("The network starts from random weights and may need more epochs.")
+    found.append(
+        f"Or optim.lr={config.optim.lr:g} is too high: try {config.optim.lr / 10:g}, or a longer optim.warmup_steps"
+        f" (now {config.optim.warmup_steps})."
+        if found
+        else f"Likely optim.lr={config.optim.lr:g} is too high, or still too low to have learned anything: try"
+        f" {config.optim.lr / 10:g} first, or a longer optim.warmup_steps (now {config.optim.warmup_steps})."
+    )
+    return found

@@ -16,6 +16,7 @@ from efficient_ft.record.rows import MetricsFile
 from efficient_ft.training import checkpoint
 from efficient_ft.training.console import say
 from efficient_ft.training.module import FineTuner
+from efficient_ft.training.totals import Totals
 
 #: Optimizer steps between two rows of training loss.
 RECORD_EVERY = 50
@@ -33,6 +34,7 @@ class Recorder(L.Callback):
         split: the split on which the run evaluates during training.
         keep_best: writes the network's weights; called with the module, the epoch (from 1) and its accuracy.
         extra: further entries of every checkpoint, in plain containers.
+        totals: the callback that adds up what training takes, which comes before this one.
     """
 
     def __init__(
@@ -41,8 +43,10 @@ class Recorder(L.Callback):
         split: str,
         keep_best: Callable[[L.LightningModule, int, float], None],
         extra: dict[str, Any],
+        totals: Totals,
     ):
         self.folder, self.split, self.keep_best, self.extra = folder, split, keep_best, extra
+        self.totals = totals
         self.metrics = MetricsFile(folder)
         self.best: float | None = None
         self.best_epoch = 0
@@ -50,15 +54,13 @@ class Recorder(L.Callback):
         #: With several tasks: each task's accuracy in the best and in the last epoch; `best` and `last` are means.
         self.best_tasks: dict[str, float] = {}
         self.last_tasks: dict[str, float] = {}
-        self._started = 0.0
-        self._seconds_before = 0.0  # training time before the resume
         self._saved = 0.0
         #: Set by Ctrl-C: save after the present step, and stop.
         self.stop_requested = False
 
     # ------------------------------------------------------------------ steps
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._started = self._saved = time.monotonic()
+        self._saved = time.monotonic()
         if trainer.is_global_zero:
             self.metrics.rewind(trainer.global_step)
 
@@ -95,6 +97,7 @@ class Recorder(L.Callback):
                 "epoch": trainer.current_epoch + 1,
                 "train_loss": module.mean_loss("window"),
                 "lr": max(g["lr"] for g in trainer.optimizers[0].param_groups),
+                **self._so_far(),
             },
         )
 
@@ -124,7 +127,7 @@ class Recorder(L.Callback):
             f"{self.split}_loss": evaluated.loss,
             **{f"{self.split}_accuracy_{task}": of.accuracy for task, of in pl_module.evaluated_tasks.items()},
             **{f"{self.split}_loss_{task}": of.loss for task, of in pl_module.evaluated_tasks.items()},
-            "seconds": round(self.seconds, 3),
+            **self._so_far(),
         }
         self._log(trainer, row)
         self.last = evaluated.accuracy
@@ -141,10 +144,10 @@ class Recorder(L.Callback):
         if self.stop_requested and not final:
             raise KeyboardInterrupt
 
-    @property
-    def seconds(self) -> float:
-        """Training time so far in seconds, with evaluation, without the time between interruption and resume."""
-        return self._seconds_before + (time.monotonic() - self._started if self._started else 0.0)
+    def _so_far(self) -> dict[str, float]:
+        """Images, FLOPs, seconds and joules (where the machine tells them) of the training so far."""
+        values: Any = self.totals.values()
+        return {key: values[key] for key in ("images", "flops", "seconds", "joules") if values[key] is not None}
 
     def _log(self, trainer: L.Trainer, row: dict[str, Any]) -> None:
         if not trainer.is_global_zero:
@@ -161,7 +164,6 @@ class Recorder(L.Callback):
             "best": self.best,
             "best_epoch": self.best_epoch,
             "last": self.last,
-            "seconds": self.seconds,
             **({"best_tasks": self.best_tasks, "last_tasks": self.last_tasks} if self.last_tasks else {}),
             **self.extra,
         }
@@ -171,7 +173,6 @@ class Recorder(L.Callback):
         self.best = state_dict["best"]
         self.best_epoch = state_dict["best_epoch"]
         self.last = state_dict["last"]
-        self._seconds_before = state_dict["seconds"]
         self.best_tasks, self.last_tasks = (state_dict.get(key, {}) for key in ("best_tasks", "last_tasks"))
 
 

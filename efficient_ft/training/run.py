@@ -12,6 +12,7 @@ checkpoint holds the last weights. With several tasks the best epoch has the hig
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +41,21 @@ from efficient_ft.training.module import FineTuner
 from efficient_ft.training.progress import ProgressBar
 from efficient_ft.training.recorder import Recorder, stop_on_interrupt
 from efficient_ft.training.step_stats import StepStats
+from efficient_ft.training.totals import Totals
 from efficient_ft.training.trainer import build_trainer, use_channels_last, world_size
 
+#: Steps of the cost report are timed for at most this share of the training time, or for these seconds.
+COST_SHARE, COST_SECONDS = 0.1, 2.0
 
-def run(config: Config, folder: Path) -> dict[str, Any]:
+
+def run(config: Config, folder: Path, arguments: Sequence[str] = ()) -> dict[str, Any]:
     """Do what `config` asks, and print the outcome.
 
     Args:
         config: the checked configuration. With `evaluate` it is RUN/config.yaml and what evaluation may change: see
             `training.evaluate.evaluate`.
         folder: the run folder; not used with `evaluate` and `cost_only`.
+        arguments: the settings given on the command line, for the record.
 
     Returns:
         The contents of results.json (`record.results.Results`); with `evaluate`, accuracies by split; with `cost_only`,
@@ -76,10 +82,10 @@ def run(config: Config, folder: Path) -> dict[str, Any]:
         raise UserError("\n".join(message for message in missing if message is not None))
     with locked(folder):
         prepare_folder(config, folder)
-        return _train(config, folder)
+        return _train(config, folder, arguments)
 
 
-def _train(config: Config, folder: Path) -> dict[str, Any]:
+def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, Any]:
     L.seed_everything(config.seed, verbose=False)
     spec = factory.input_of(config.model)
     images = open_images(config, spec)
@@ -98,13 +104,14 @@ def _train(config: Config, folder: Path) -> dict[str, Any]:
             export.save(folder / export.NAME, weights, config.model, names, spec, notes, methods)
 
     name = run_id(folder)
-    recorder = Recorder(folder, images.best_split, keep_best, {"run_id": name, "version": __version__})
+    epochs, total_steps = run_length(config, images, world_size(config))
+    totals = Totals(methods, total_steps * config.trainer.grad_accum_steps)
+    recorder = Recorder(folder, images.best_split, keep_best, {"run_id": name, "version": __version__}, totals)
     loggers = start_loggers(config, folder, name)
     callbacks: list[L.Callback] = [MethodCallback(methods, frozen_bn=config.model.frozen_bn)]
     if config.step_stats.interval:  # after the methods have decided the step, before a checkpoint is written
         callbacks.append(StepStats(folder, methods, config.step_stats.interval))
-    callbacks.append(recorder)
-    epochs, total_steps = run_length(config, images, world_size(config))
+    callbacks += [totals, recorder]
     if config.trainer.progress:
         callbacks.append(ProgressBar(total_steps, epochs))
     trainer = build_trainer(config, folder, methods, callbacks, loggers, epochs)
@@ -124,7 +131,7 @@ def _train(config: Config, folder: Path) -> dict[str, Any]:
             if isinstance(error, SystemExit) and trainer.interrupted:  # Lightning turns an interrupt into an exit
                 raise KeyboardInterrupt from None
             raise
-    accuracy = _accuracy(recorder)
+    accuracy, taken = _accuracy(recorder), totals.values()
     if not trainer.is_global_zero:
         return {"accuracy": accuracy}
 
@@ -136,14 +143,18 @@ def _train(config: Config, folder: Path) -> dict[str, Any]:
         sum(p.numel() for p in network.parameters() if p.requires_grad or everything) for everything in (True, False)
     )
     data = data_report(config, folder, images, device)
+    allowed = max(COST_SECONDS, COST_SHARE * taken["seconds"])
     results: Results = {
         "format": FORMAT,
-        "accuracy": accuracy,
-        "cost": cost_report(config, network, methods, spec, images.num_classes, device, config.cost.steps),
+        "accuracy": {**accuracy, "test": data["accuracy"].get("test")},
+        "cost": cost_report(config, network, methods, spec, images.num_classes, device, config.cost.steps, allowed),
+        "totals": taken,
         "trainable_parameters": trainable,
         "total_parameters": total,
         "methods": {m.name: _applied_report(m.applied) for m in methods if m.applied is not None},
         "data": data,
+        "seed": config.seed,
+        "arguments": list(arguments),
         "config": config.model_dump(mode="json"),
         "environment": environment(
             device,
@@ -161,7 +172,7 @@ def _accuracy(recorder: Recorder) -> Accuracy:
     """Best and last accuracy of a training that has ended."""
     if recorder.best is None or recorder.last is None:
         raise UserError("No epoch was finished, so there is no result. Run the same command again to continue.")
-    accuracy: Accuracy = {"best": recorder.best, "last": recorder.last, "split": recorder.split}
+    accuracy: Accuracy = {"best": recorder.best, "last": recorder.last, "split": recorder.split, "test": None}
     if recorder.best_tasks:
         accuracy["tasks"] = {
             task: {"best": best, "last": recorder.last_tasks[task]} for task, best in recorder.best_tasks.items()

@@ -20,7 +20,7 @@ import train
 from efficient_ft.cli import main
 from tests.record.some import some_results
 
-def run(config, folder):
+def run(config, folder, arguments=()):
     from efficient_ft.core.errors import UserError
     order = config.method.get("lbp_wht", {{}}).get("order")
     if order == 5:

@@ -51,11 +51,38 @@ def test_a_sweep_refuses_a_bad_job_first_and_ends_when_interrupted(program: Path
     assert "ran 3" not in stopped.stdout
 
 
+@pytest.mark.skipif(os.name != "posix", reason="kills a job by a signal")
+def test_jobs_at_the_same_time_have_the_same_outcomes(program: Path) -> None:
+    done = call(program, "-m", "method.lbp_wht.order=2,5,8,3", "jobs=2", "trainer.progress=false")
+    assert done.returncode == 1
+    assert len(runs_of(program)) == 2
+    assert "ran 2" not in done.stdout  # printed into a file next to the run folder
+    printed = [file.read_text() for file in (program / "outputs").rglob("*.log") if file.parent.name != ".hydra"]
+    assert sorted(text[:5] for text in printed if text.startswith("ran")) == ["ran 2", "ran 3"]
+    table = done.stdout[done.stdout.index("accuracy best") :]
+    assert re.search(r"order=2 +20\.00 % ", table)
+    assert re.search(r"order=3 +30\.00 % ", table)
+    assert "method.lbp_wht.order=8: killed by SIGKILL" in table
+    again = call(program, "-m", "method.lbp_wht.order=2,3", "jobs=2")
+    assert again.returncode == 0
+    assert again.stdout.count("finished before") == 2
+
+
+@pytest.mark.skipif(os.name != "posix", reason="kills a job by a signal")
+def test_an_interrupted_job_ends_a_parallel_sweep(program: Path) -> None:
+    stopped = call(program, "-m", "method.lbp_wht.order=7", "optim.lr=0.1,0.2,0.3,0.4,0.5,0.6", "jobs=2")
+    assert stopped.returncode == 130
+    assert stopped.stdout.count("started") < 6
+    assert runs_of(program) == set()
+
+
 @pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 def test_ending_a_sweep_ends_its_job(tmp_path: Path) -> None:
     code = (
-        "import sys; from efficient_ft.cli.jobs import run_process\n"
-        "run_process([sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'])"
+        "import sys; from efficient_ft.cli import processes\n"
+        "with processes.exit_on_sigterm():\n"
+        "    processes.run([sys.executable, '-c',\n"
+        "        'import os, time; print(os.getpid(), flush=True); time.sleep(60)'])"
     )
     with subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as sweep:
         assert sweep.stdout is not None

@@ -78,10 +78,10 @@ def test_methods_do_their_work_around_each_step():
 def test_both_groups_for_the_method_and_for_full_fine_tuning(run: tuple[nn.Module, list[Method]]):
     model, methods = run
     costs = compare(model, methods, small_vit, **SHAPE, steps=3)
-    assert list(costs) == ["method", "full"]
+    assert list(costs) == ["method", "baseline"]
     assert costs["method"].executed == executed(model, 2, (64, 64), methods=methods)
-    assert costs["full"].executed == executed(small_vit(), 2, (64, 64))
-    assert costs["method"].executed.backward_flops < costs["full"].executed.backward_flops / 4
+    assert costs["baseline"].executed == executed(small_vit(), 2, (64, 64))
+    assert costs["method"].executed.backward_flops < costs["baseline"].executed.backward_flops / 4
     for cost in costs.values():
         assert cost.measured is not None
         assert len(cost.measured.seconds) == 3
@@ -126,9 +126,9 @@ def test_what_does_not_fit_is_counted_and_not_timed(
     monkeypatch.setattr(measured, "_free_bytes", lambda device: room)
     costs = compare(model, methods, small_vit, **SHAPE, steps=1)
     assert costs["method"].measured is not None
-    assert costs["full"].measured is None
-    assert costs["full"].note.startswith("not timed: needs about")
-    assert costs["full"].as_dict()["note"] == costs["full"].note
+    assert costs["baseline"].measured is None
+    assert costs["baseline"].note.startswith("not timed: needs about")
+    assert costs["baseline"].as_dict()["note"] == costs["baseline"].note
 
 
 def test_out_of_memory_is_a_note(run: tuple[nn.Module, list[Method]]):
@@ -143,8 +143,18 @@ def test_out_of_memory_is_a_note(run: tuple[nn.Module, list[Method]]):
             return self.head(x.mean((2, 3)))
 
     costs = compare(*run, Large, **SHAPE, steps=1)
-    assert costs["full"].note == "not timed: out of memory: tried to allocate 80 GiB"
+    assert costs["baseline"].note == "not timed: out of memory: tried to allocate 80 GiB"
     assert costs["method"].measured is not None
+
+
+def test_timing_ends_in_time(run: tuple[nn.Module, list[Method]]):
+    """No time at all: everything is counted, nothing is timed; a little time: at least one step of each."""
+    costs = compare(*run, small_vit, **SHAPE, steps=1000, max_seconds=0.0)
+    assert {cost.note for cost in costs.values()} == {"not timed: its steps would take more than 0 s"}
+    costs = compare(*run, small_vit, **SHAPE, steps=100_000, max_seconds=8.0)
+    counts = {len(cost.measured.seconds) for cost in costs.values() if cost.measured is not None}
+    assert len(counts) == 1
+    assert 1 <= counts.pop() < 100_000
 
 
 def test_the_runs_own_optimizer_is_built_on_the_copy(run: tuple[nn.Module, list[Method]]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from pathlib import Path
 
@@ -192,3 +193,14 @@ def test_models_and_settings_that_will_not_do():
         with pytest.raises(SettingError) as error:
             TinyTL(**{setting: value})
         assert error.value.setting == setting
+
+
+def test_weights_trained_with_batch_norm_are_refused_with_group_norm():
+    model = timm.create_model("mobilenetv2_035", num_classes=5)
+    with torch.no_grad():
+        model.bn1.running_mean.add_(0.1)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(UserError, match=r"were trained with BatchNorm .*method=tinytl_batch_norm"):
+        TinyTL().apply(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    TinyTL(norm="batch").apply(model)

@@ -16,12 +16,24 @@ def some_results() -> Any:
     }
     results: Results = {
         "format": FORMAT,
-        "accuracy": {"best": 0.5, "last": 0.25, "split": "val"},
-        "cost": {**step, "full": None},  # type: ignore[typeddict-item]
+        "accuracy": {"best": 0.5, "last": 0.25, "split": "val", "test": None},
+        "cost": {**step, "baseline": None},  # type: ignore[typeddict-item]
+        "totals": {
+            "steps": 4,
+            "images": 8,
+            "flops": 24.0,
+            "batches": 4,
+            "counted_batches": 1,
+            "seconds": 2.5,
+            "joules": None,
+            "energy_source": None,
+        },
         "trainable_parameters": 1,
         "total_parameters": 2,
         "methods": {"full": {"touched": ["a"], "skipped": {}, "notes": []}},
         "data": {"splits": {"train": 1}, "skipped": 0, "accuracy": {"val": 0.5}},
+        "seed": 1,
+        "arguments": ["method=full"],
         "config": {"seed": 1},
         "environment": {"torch": "2"},
     }

@@ -51,7 +51,7 @@ def test_results_of_another_version_are_refused(tmp_path: Path, change: Any, sai
     ("text", "said"),
     [
         (None, "holds no results.json: the run has not finished. DO"),
-        ('{"format": 1, "acc', "not valid JSON. DO"),
+        ('{"format": 2, "acc', "not valid JSON. DO"),
         ("[1]", "not an object. DO"),
         (json.dumps({**some_results(), "accuracy": {"best": 1}}), "accuracy.last: "),
         (json.dumps({**some_results(), "trainable_parameters": "many"}), "trainable_parameters: "),

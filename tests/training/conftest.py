@@ -37,7 +37,7 @@ def finished(
     from efficient_ft.training.run import run
 
     folder = tmp_path_factory.mktemp("run") / "finished"
-    config = configuration(cost__compare_full=True)
+    config = configuration(cost__baseline="full")
     return folder, config, run(config, folder)
 
 
@@ -48,7 +48,7 @@ def without_cost(monkeypatch: pytest.MonkeyPatch) -> None:
         "executed": {"forward_flops": 1.0, "backward_flops": 2.0, "saved_bytes": 3.0},
         "measured": {"step_seconds": 4.0, "peak_bytes": 5.0},
     }
-    monkeypatch.setattr("efficient_ft.training.run.cost_report", lambda *args: {**step, "full": None})
+    monkeypatch.setattr("efficient_ft.training.run.cost_report", lambda *args: {**step, "baseline": None})
 
 
 PLANES = {"left": 0, "middle": 1, "right": 2}

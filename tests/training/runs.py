@@ -60,7 +60,7 @@ def plain_config(**changes: Any) -> dict[str, Any]:
         "method": {"full": {}},
         "optim": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.05, "warmup_steps": 5, "grad_clip_norm": 1.0},
         "trainer": {"epochs": 2, "accelerator": "cpu", "progress": False},
-        "cost": {"compare_full": False, "steps": 1},
+        "cost": {"baseline": "none", "steps": 1},
     }
     for key, value in changes.items():
         *path, last = key.split("__")

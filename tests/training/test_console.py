@@ -30,7 +30,7 @@ def test_columns_are_aligned():
 def test_costs_that_were_not_probed_have_no_column(finished):
     cost = finished[2]["cost"]
     assert cost_table(cost, "head", 4).splitlines()[0].split() == ["cost", "head", "full", "ratio"]
-    counted = {**cost, "full": None, "measured": {**cost["measured"], "step_seconds": None}}
+    counted = {**cost, "baseline": None, "measured": {**cost["measured"], "step_seconds": None}}
     lines = cost_table(counted, "head", 4).splitlines()
     assert lines[0].split() == ["cost", "head"]
     assert not any("step time" in line for line in lines)

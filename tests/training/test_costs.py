@@ -2,20 +2,50 @@
 
 from __future__ import annotations
 
+import pytest
+
+from efficient_ft.core.errors import SettingError
 from efficient_ft.training.run import run
 
 
 def test_cost_only_needs_no_data_and_no_weights_and_leaves_nothing(tmp_path, configuration, capsys):
     config = configuration(
         cost_only=True,
-        cost__compare_full=True,
+        cost__baseline="full",
         model={"name": "resnet18", "image_size": 32, "select": "last_stage"},
         data={"name": "folder", "root": str(tmp_path / "nowhere"), "batch_size": 2},
         method={"last_stage": {}},
     )
     costs = run(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    assert costs["executed"]["backward_flops"] < 0.5 * costs["full"]["executed"]["backward_flops"]
+    assert costs["executed"]["backward_flops"] < 0.5 * costs["baseline"]["executed"]["backward_flops"]
     shown = capsys.readouterr().out
     assert "1000 classes" in shown
     assert "full" in shown
+
+
+@pytest.mark.parametrize(("baseline", "share"), [("last_stage", 1.0), ("head", None), ("none", None)])
+def test_the_baseline_is_the_selection_asked_for(tmp_path, configuration, capsys, baseline, share):
+    config = configuration(
+        cost_only=True,
+        cost__baseline=baseline,
+        model={"name": "resnet18", "image_size": 32, "select": "last_stage"},
+        data={"name": "folder", "root": str(tmp_path / "nowhere"), "batch_size": 2},
+        method={"last_stage": {}},
+    )
+    costs = run(config, tmp_path / "run")
+    shown = capsys.readouterr().out
+    if baseline == "none":
+        assert costs["baseline"] is None
+        assert "ratio" not in shown
+        return
+    assert costs["baseline"]["name"] == baseline
+    assert f"{baseline}  " in shown
+    ratio = costs["executed"]["backward_flops"] / costs["baseline"]["executed"]["backward_flops"]
+    assert ratio == share if share else ratio > 5
+
+
+def test_a_baseline_that_is_no_selection_is_refused(tmp_path, configuration):
+    config = configuration(cost_only=True, cost__baseline="lora")
+    with pytest.raises(SettingError, match=r"cost.baseline must be one of all, none, .*last_stage.*, got lora"):
+        run(config, tmp_path / "run")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from efficient_ft.training import checkpoint
-from efficient_ft.training.module import FineTuner
+from efficient_ft.training.module import FineTuner, likely_causes
 from efficient_ft.training.run import run
 
 pytestmark = pytest.mark.usefixtures("without_cost")
@@ -69,3 +69,29 @@ def test_bf16_trains(tmp_path, configuration):
     held = checkpoint.read(tmp_path / checkpoint.NAME)["state_dict"]
     assert all(v.dtype == torch.float32 for k, v in held.items() if v.is_floating_point())
     assert 0 <= results["accuracy"]["last"] <= 1
+
+
+def test_constant_predictions_are_reported_once_with_what_likely_caused_them(tmp_path, configuration, capsys):
+    """A rate far too high: the classifier gives one class from the first epoch on."""
+    config = configuration(optim__lr=30.0, optim__warmup_steps=0, optim__name="sgd", optim__weight_decay=0.0)
+    run(config, tmp_path / "collapsed")
+    shown = capsys.readouterr().out
+    assert shown.count("every image of the evaluation is predicted as class") == 1
+    assert "BatchNorm keeps" not in shown  # frozen_bn=false here
+    assert "starts from random weights" in shown
+    assert "optim.lr=30 is too high: try 3" in shown
+
+
+def test_frozen_batch_norm_statistics_come_first_among_the_likely_causes(configuration):
+    network = torch.nn.Sequential(torch.nn.BatchNorm2d(3), torch.nn.Flatten(), torch.nn.Linear(3, 2))
+    module = FineTuner(network, configuration(model__frozen_bn=True), 2, 10)
+    first, *_, last = likely_causes(module)
+    assert "model.frozen_bn=true" in first
+    assert "optim.lr=0.01" in last
+    network[0].requires_grad_(False)  # only the classifier trains: its statistics are right
+    assert "frozen_bn" not in " ".join(likely_causes(module))
+
+
+def test_a_run_that_learns_is_not_warned_about(finished, tmp_path, configuration, capsys):
+    run(configuration(), tmp_path / "run")
+    assert "warning" not in capsys.readouterr().out

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from efficient_ft.core.errors import UserError
-from efficient_ft.record.formats import OtherVersionError
+from efficient_ft.record.formats import FORMAT, OtherVersionError
 from efficient_ft.training import checkpoint
 from efficient_ft.training.run import run
 from tests.training.runs import assert_same_run, interrupted_at, killed_at, method_states, plain_config
@@ -153,7 +153,7 @@ def test_a_checkpoint_holds_plain_containers_and_the_format(finished):
     # `read` loads with weights_only=True: nothing but tensors and plain containers passes.
     held = checkpoint.read(finished[0] / checkpoint.NAME)
     assert held["global_step"] == 2 * 11
-    assert held["efficient_ft_format"] == 1
+    assert held["efficient_ft_format"] == FORMAT
 
 
 def test_the_previous_checkpoint_is_kept_and_removed(tmp_path):

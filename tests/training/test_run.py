@@ -27,25 +27,27 @@ def test_results_have_the_agreed_keys_and_true_values(finished):
     assert read_results(folder) == results
     assert set(results) == {
         "format", "accuracy", "cost", "trainable_parameters", "total_parameters", "methods", "config", "environment",
-        "data",
+        "data", "totals", "seed", "arguments",
     }  # fmt: skip
     assert results["format"] == FORMAT
-    assert set(results["accuracy"]) == {"best", "last", "split"}
+    assert set(results["accuracy"]) == {"best", "last", "split", "test"}
     groups = {
         "executed": {"forward_flops", "backward_flops", "saved_bytes"},
         "measured": {"step_seconds", "peak_bytes"},
     }
-    for cost in (results["cost"], results["cost"]["full"]):
+    for cost in (results["cost"], results["cost"]["baseline"]):
         assert {name: set(cost[name]) for name in groups} == groups
         assert all(value > 0 for name in groups for value in cost[name].values())
     # The method is `full` itself.
-    assert results["cost"]["executed"] == results["cost"]["full"]["executed"]
+    assert results["cost"]["executed"] == results["cost"]["baseline"]["executed"]
     assert results["trainable_parameters"] == results["total_parameters"] > 5_000
     assert results["methods"]["full"]["touched"]
     assert results["config"] == config.model_dump(mode="json")
     assert {"efficient_ft", "torch", "timm", "lightning", "threads", "keep_freed_memory"} < set(results["environment"])
     evaluated = [row["val_accuracy"] for row in rows_of(folder) if "val_accuracy" in row]
-    assert results["accuracy"] == {"best": max(evaluated), "last": evaluated[-1], "split": "val"}
+    test = results["data"]["accuracy"]["test"]
+    assert results["accuracy"] == {"best": max(evaluated), "last": evaluated[-1], "split": "val", "test": test}
+    assert results["seed"] == config.seed
     losses = [row["train_loss_epoch"] for row in rows_of(folder) if "train_loss_epoch" in row]
     assert losses[1] < losses[0]
     # The exported file, loaded into a new model, gives the best epoch's accuracy.

@@ -148,9 +148,9 @@ def test_evaluate_gives_the_accuracy_of_each_task(
 def test_cost_only_is_of_a_step_of_the_first_task(
     tmp_path: Path, folders: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    costs = run(config_of(folders, cost_only=True, cost__compare_full=True), tmp_path / "run")
+    costs = run(config_of(folders, cost_only=True, cost__baseline="full"), tmp_path / "run")
     assert costs["executed"]["backward_flops"] > 0
-    assert costs["full"]["executed"]["forward_flops"] > 0
+    assert costs["baseline"]["executed"]["forward_flops"] > 0
     assert "2+3 classes" in capsys.readouterr().out
 
 

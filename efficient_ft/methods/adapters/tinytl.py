@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from timm.layers import BatchNormAct2d
 from timm.models._efficientnet_blocks import InvertedResidual
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from efficient_ft.core.errors import SettingError, UserError
@@ -80,8 +81,8 @@ class TinyTL(Method):
     Raises:
         SettingError: a setting is out of range.
         UserError: when applied: no inverted residual block is trainable; the number of channels of a block or norm is
-            not a multiple of 8; a norm cannot be replaced by GroupNorm (``norm="group"``); or another method that adds
-            modules has been applied.
+            not a multiple of 8; a norm cannot be replaced by GroupNorm, or has statistics of a training with BatchNorm
+            (``norm="group"``); or another method that adds modules has been applied.
     """
 
     name = "tinytl"
@@ -170,7 +171,7 @@ class TinyTL(Method):
         """Return the names of all BatchNorms.
 
         Raises:
-            UserError: one of them cannot be replaced by GroupNorm.
+            UserError: one of them cannot be replaced by GroupNorm, or was trained.
         """
         found = []
         for name, module in view.model.named_modules():
@@ -181,6 +182,12 @@ class TinyTL(Method):
                         " replaced by GroupNorm; use method.tinytl.norm=batch."
                     )
                 refuse_indivisible(view, self.name, name, module.num_features)
+                if _was_trained(module):
+                    raise UserError(
+                        f"method {self.name}: the weights of {view.name} were trained with BatchNorm ({name} has"
+                        " running statistics); with GroupNorm instead of it the network would predict at chance. Use"
+                        " method=tinytl_batch_norm, or weights that were trained with GroupNorm."
+                    )
                 found.append(name)
         return found
 
@@ -202,6 +209,14 @@ class TinyTL(Method):
     def remove(self, model: nn.Module) -> None:
         super().remove(model)
         self._before, self._norms, self._filters = {}, {}, {}
+
+
+def _was_trained(norm: _BatchNorm) -> bool:
+    """Return whether a BatchNorm has seen images: its statistics differ from those of a new one."""
+    mean, variance = norm.running_mean, norm.running_var
+    if mean is None or variance is None or mean.is_meta or isinstance(mean, FakeTensor):
+        return False
+    return bool((mean != 0).any() or (variance != 1).any())
 
 
 def _is_normalized(module: nn.Module) -> bool:

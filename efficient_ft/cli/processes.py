@@ -1,0 +1,151 @@
+"""Processes of jobs: started with a share of the machine, ended with the sweep, and what they return."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from efficient_ft.cli.exits import INTERRUPTED, OUTCOME_FILE
+
+#: Settings of the numeric libraries' threads; the user's own are kept.
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that has ended.
+
+    Attributes:
+        results: what it reported; None: nothing.
+        failure: the reason of its failure in one line; None: it succeeded.
+        printed: what it printed, if nobody saw it.
+    """
+
+    results: dict[str, Any] | None
+    failure: str | None
+    printed: str = ""
+
+
+def run(command: Sequence[str], environment: Mapping[str, str] | None = None, output: Path | None = None) -> Ended:
+    """Run `command` and wait for it.
+
+    Args:
+        command: the words of its command line.
+        environment: added to that of this process; None: it runs alone, on this terminal.
+        output: a file that gets what it prints, after what is there; None with an `environment`: returned.
+
+    Raises:
+        KeyboardInterrupt: it was interrupted.
+    """
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        nullcontext() if environment is None else open(output or Path(folder) / "printed", "ab") as printed,
+    ):
+        file = Path(folder) / "outcome.json"
+        # Ctrl-C reaches the process as well, being in the same group: it may finish writing.
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **(environment or {}), OUTCOME_FILE: str(file)},
+            stdout=printed,
+            stderr=None if printed is None else subprocess.STDOUT,
+        )
+        try:
+            _running.add(process)
+            status = process.wait()
+        except KeyboardInterrupt:
+            process.wait()
+            raise
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+            _running.discard(process)
+        outcome = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        shown = (Path(folder) / "printed").read_text(errors="replace") if printed and output is None else ""
+    if status == INTERRUPTED:
+        raise KeyboardInterrupt
+    if status == 0:
+        return Ended(outcome.get("results"), None, shown)
+    if "reason" in outcome:
+        return Ended(None, outcome["reason"], shown)
+    if status < 0:
+        name = signal.Signals(-status).name
+        return Ended(None, f"killed by {name}" + (", likely for lack of memory" if name == "SIGKILL" else ""), shown)
+    return Ended(None, f"exit status {status}", shown)
+
+
+#: Processes that `run` waits for.
+_running: set[subprocess.Popen[bytes]] = set()
+
+
+class Slots:
+    """The shares of the machine that jobs running at the same time get: threads, and a GPU where there are some.
+
+    Args:
+        count: jobs at a time.
+    """
+
+    def __init__(self, count: int) -> None:
+        threads = str(max(1, (os.cpu_count() or 1) // count))
+        gpus = _gpus()
+        self._stopped = False
+        self._free: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
+        for index in range(count):
+            share = {name: threads for name in _THREADS if name not in os.environ}
+            if gpus:
+                share["CUDA_VISIBLE_DEVICES"] = gpus[index % len(gpus)]
+            self._free.put(share)
+
+    @contextmanager
+    def taken(self) -> Iterator[dict[str, str]]:
+        """Take a share, given as environment variables, until the end of the block."""
+        share = self._free.get()
+        try:
+            if self._stopped:
+                raise KeyboardInterrupt
+            yield share
+        finally:
+            self._free.put(share)
+
+    def stop(self, end: bool) -> None:
+        """Start no further job; with `end`, end those that run (Ctrl-C has reached them already)."""
+        self._stopped = True
+        for process in list(_running) if end else ():
+            process.terminate()
+
+
+def _gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name]
+    try:  # torch, which would also know, takes seconds to import
+        listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [str(index) for index, line in enumerate(listed.stdout.splitlines()) if line.startswith("GPU ")]
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into SystemExit, so that running jobs are ended as well."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,133 @@
+"""``efficient-ft study FOLDER``: compare methods on one network and data set, each at its best learning rate."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from efficient_ft.core import text
+from efficient_ft.core.errors import UserError
+
+if TYPE_CHECKING:
+    from efficient_ft.record.study import Records, StudyRun
+
+DESCRIPTION = """\
+Run a study: FOLDER/study.yaml names rows (methods), the setting tuned for each of them in the same way, and seeds.
+
+    efficient-ft study results/deit_tiny_caltech101 data.root=DIR model.weights=FILE jobs=2
+                                                      run what is not finished; repeating it continues
+    efficient-ft study results/deit_tiny_caltech101 --report
+                                                      the table of what has been found
+
+KEY=VALUE settings hold on this machine only (where the images are, how many jobs at a time) and are not recorded.
+FOLDER/records.json gets a record of every finished run.
+"""
+
+#: How the message of a run begins whose loss was not finite.
+NOT_FINITE = "The loss is"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run or report the study that `arguments` (default: the command line's) name.
+
+    Raises:
+        UserError: there is no study in the folder, an unknown row, or a setting that cannot be used.
+        SystemExit: with status 1 if a run has failed.
+    """
+    options = _parser().parse_args(arguments)
+    for word in options.settings:
+        if "=" not in word:
+            raise UserError(f"{word}: settings have the form KEY=VALUE; rows follow --rows.")
+
+    from efficient_ft.record.study import Records, chosen_rows
+
+    records = Records(options.folder)
+    rows = chosen_rows(records.study, options.rows)
+    failed = False
+    if not options.report:
+        runs = records.tuning_runs(rows)
+        failed = _run(records, runs, options.settings)
+        if not options.tune_only:
+            failed = _run(records, records.seed_runs(rows), options.settings) or failed
+    print(report(records, rows))
+    if failed:
+        raise SystemExit(1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="efficient-ft study", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="holds study.yaml")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of this machine")
+    parser.add_argument("--rows", type=_words, default=[], metavar="ROW,...", help="only these rows (default: all)")
+    parser.add_argument("--tune-only", action="store_true", help="run the tuning, not the further seeds")
+    parser.add_argument("--report", action="store_true", help="run nothing; print the table")
+    return parser
+
+
+def _words(given: str) -> list[str]:
+    return [word for word in given.split(",") if word]
+
+
+def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) -> bool:
+    """Do the runs that have no record yet, and record them; return whether one has failed."""
+    from efficient_ft.cli.compose import configurations
+    from efficient_ft.cli.groups import CONF, register
+    from efficient_ft.cli.jobs import Job, command, run_jobs
+    from efficient_ft.config import run_folder
+
+    register()
+    jobs, run_of = [], {}
+    for run in runs:
+        if records.find(run) is not None:
+            continue
+        arguments = (*run.arguments, *settings)
+        (config,) = configurations(CONF, "train", arguments, sweep=False)
+        job = Job(arguments, f"{run.row} {records.study.tune.setting}={run.value:g} seed={run.seed}",
+                  Path(run_folder(config)), config)  # fmt: skip
+        jobs.append(job)
+        run_of[id(job)] = run
+    if not jobs:
+        return False
+
+    def record(job: Job) -> None:
+        if job.results is not None:
+            records.add(run_of[id(job)], job.results)  # type: ignore[arg-type]
+        elif job.failure is not None and job.failure.startswith(NOT_FINITE):
+            records.add_diverged(run_of[id(job)], job.failure)
+
+    # A job's failure is in the table; that a rate was too high is a finding of the study.
+    with contextlib.suppress(SystemExit):
+        run_jobs(jobs, lambda job: command(None, None, None, job.arguments), jobs[0].config.jobs, record)
+    return any(job.failure is not None and not job.failure.startswith(NOT_FINITE) for job in jobs)
+
+
+def report(records: Records, rows: Sequence[str]) -> str:
+    """The table of what has been found: accuracy over the seeds at the best value, and the cost."""
+    study = records.study
+    lines = [["row", study.tune.setting, "accuracy %", "seeds", "TFLOPs", "saved KiB", "s"]]
+    for row in rows:
+        found = records.finished(row)
+        if not found:
+            tuned = sum(records.find(run) is not None for run in records.tuning_runs([row]))
+            lines.append([row, f"{tuned} of {len(study.tune.values)} tuned"])
+            continue
+        first = found[0]
+        accuracies = [100 * (one["accuracy"]["test"] or one["accuracy"]["best"]) for one in found]
+        seconds = sorted(one["totals"]["seconds"] for one in found)[len(found) // 2]
+        lines.append(
+            [
+                row,
+                f"{first['value']:g}",
+                f"{sum(accuracies) / len(found):.2f} [{min(accuracies):.2f}…{max(accuracies):.2f}]",
+                str(len(found)),
+                f"{first['totals']['flops'] / 1e12:.2f}",
+                f"{first['executed']['saved_bytes'] / 1024:.0f}",
+                f"{seconds:.0f}",
+            ]
+        )
+    return f"{study.title}\n{text.table(lines)}"

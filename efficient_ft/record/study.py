@@ -1,0 +1,208 @@
+"""A study: methods compared on one network and data set, each at the best value of one setting, over several seeds.
+
+A study is a folder with two files. ``study.yaml`` says what is run:
+
+.. code-block:: yaml
+
+    title: DeiT-Tiny on Caltech-101
+    settings: [model=deit_tiny, data=folder]      # of every run
+    tune: {setting: optim.lr, values: [1.0e-4, 1.0e-3], seed: 0}
+    seeds: [0, 1, 2]
+    rows:                                         # a name, and the settings of the row
+      full: [method=full]
+      head: [method=head]
+
+Every row is run at each value with the seed of ``tune``; the value with the best accuracy on the split that chooses
+epochs is then run with the other seeds. ``records.json`` holds a record of every finished run, without paths, so that a
+study goes on where it stopped, also on another machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from efficient_ft.core.errors import UserError, did_you_mean
+from efficient_ft.record.files import write_text_atomically
+from efficient_ft.record.formats import FORMAT, check_format
+from efficient_ft.record.results import Results
+
+DEFINITION, RECORDS = "study.yaml", "records.json"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Tune(_Strict):
+    """The setting that is tuned for every row: its values, all run with `seed`."""
+
+    setting: str
+    values: list[float] = Field(min_length=1)
+    seed: int
+
+
+class Study(_Strict):
+    """Contents of study.yaml."""
+
+    title: str
+    about: str = ""
+    settings: list[str]
+    tune: Tune
+    seeds: list[int] = Field(min_length=1)
+    rows: dict[str, list[str]] = Field(min_length=1)
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """One run of a study.
+
+    Attributes:
+        row: name of its row.
+        value: of the tuned setting.
+        seed: of the run.
+        arguments: of its command line, without those that only hold on this machine.
+    """
+
+    row: str
+    value: float
+    seed: int
+    arguments: tuple[str, ...]
+
+
+def read_study(folder: Path) -> Study:
+    """Read study.yaml in `folder`.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    file = folder / DEFINITION
+    try:
+        return Study.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise UserError(f"{folder} holds no {DEFINITION}. Pass the folder of a study.") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise UserError(f"{file} cannot be read: {'.'.join(map(str, first['loc']))}: {first['msg']}.") from error
+
+
+def chosen_rows(study: Study, names: Sequence[str]) -> list[str]:
+    """Return the rows with these names, in the study's order; all if there are none.
+
+    Raises:
+        UserError: the study has no row of one of the names.
+    """
+    for name in names:
+        if name not in study.rows:
+            known = ", ".join(study.rows)
+            raise UserError(f"row must be one of {known}, got {name}.{did_you_mean(name, study.rows)}")
+    return [name for name in study.rows if not names or name in names]
+
+
+class Records:
+    """The records of a study's finished runs.
+
+    Args:
+        folder: of the study.
+
+    Raises:
+        UserError: records.json is damaged, or of another version.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.study, self.path = read_study(folder), folder / RECORDS
+        self.runs: list[dict[str, Any]] = []
+        if self.path.is_file():
+            try:
+                held = json.loads(self.path.read_text(encoding="utf-8"))
+                self.runs = held["runs"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(f"{self.path} is damaged ({error}). Remove it to begin again.") from error
+            check_format(self.path, held.get("format"), "Remove it to begin again.")
+
+    def add(self, run: StudyRun, results: Results) -> None:
+        """Add the record of a finished run, and write the file."""
+        self._add(run, record_of(run, results))
+
+    def add_diverged(self, run: StudyRun, reason: str) -> None:
+        """Add the record of a run whose loss was not finite, and write the file."""
+        self._add(run, {**_what(run), "diverged": reason})
+
+    def _add(self, run: StudyRun, record: dict[str, Any]) -> None:
+        key = (run.row, run.value, run.seed)
+        self.runs = [one for one in self.runs if (one["row"], one["value"], one["seed"]) != key]
+        self.runs.append(record)
+        order = {name: place for place, name in enumerate(self.study.rows)}
+        self.runs.sort(key=lambda one: (order.get(one["row"], len(order)), one["value"], one["seed"]))
+        lines = ",\n".join(json.dumps(one) for one in self.runs)
+        write_text_atomically(self.path, f'{{"format": {FORMAT}, "runs": [\n{lines}\n]}}\n')
+
+    def find(self, run: StudyRun) -> dict[str, Any] | None:
+        """The record of `run`; None: it has not finished, or not with the settings that the study now has."""
+        for one in self.runs:
+            if (one["row"], one["value"], one["seed"]) == (run.row, run.value, run.seed):
+                return one if one["settings"] == list(run.arguments) else None
+        return None
+
+    def tuning_runs(self, rows: Iterable[str]) -> list[StudyRun]:
+        """The runs that tune the setting."""
+        tune = self.study.tune
+        return [self._run(row, value, tune.seed) for row in rows for value in tune.values]
+
+    def seed_runs(self, rows: Iterable[str]) -> list[StudyRun]:
+        """The runs of the best value with every seed, for the rows that are tuned."""
+        best = {row: self.best_value(row) for row in rows}
+        # Seed by seed: an interrupted study compares all rows over the same seeds.
+        return [
+            self._run(row, value, seed) for seed in self.study.seeds for row, value in best.items() if value is not None
+        ]
+
+    def best_value(self, row: str) -> float | None:
+        """The value with which `row` is most accurate on the split that chose the epoch.
+
+        None: it is not tuned yet, or diverged with every value.
+        """
+        found = [self.find(run) for run in self.tuning_runs([row])]
+        if any(record is None for record in found):
+            return None
+        converged = [record for record in found if record is not None and "accuracy" in record]
+        return max(converged, key=lambda one: one["accuracy"]["best"])["value"] if converged else None
+
+    def finished(self, row: str) -> list[dict[str, Any]]:
+        """The records of `row` at its best value, one per seed; [] while it is not tuned."""
+        runs = self.seed_runs([row])
+        found = [self.find(run) for run in runs]
+        return [record for record in found if record is not None and "accuracy" in record]
+
+    def _run(self, row: str, value: float, seed: int) -> StudyRun:
+        tuned = f"{self.study.tune.setting}={value:g}"
+        arguments = (*self.study.settings, *self.study.rows[row], tuned, f"seed={seed}")
+        return StudyRun(row, value, seed, arguments)
+
+
+def record_of(run: StudyRun, results: Results) -> dict[str, Any]:
+    """The record of a finished run: what was set, accuracy, cost, totals, and where it ran; no paths."""
+    environment: Mapping[str, Any] = results["environment"]
+    cost = results["cost"]
+    return {
+        **_what(run),
+        "accuracy": {key: results["accuracy"].get(key) for key in ("best", "last", "split", "test")},
+        "executed": dict(cost["executed"]),
+        "measured": dict(cost["measured"]),
+        "totals": dict(results["totals"]),
+        "trainable_parameters": results["trainable_parameters"],
+        "total_parameters": results["total_parameters"],
+        "environment": {key: environment.get(key) for key in ("date", "efficient_ft", "torch", "device", "threads")},
+    }
+
+
+def _what(run: StudyRun) -> dict[str, Any]:
+    return {"row": run.row, "value": run.value, "seed": run.seed, "settings": list(run.arguments)}

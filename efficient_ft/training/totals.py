@@ -1,0 +1,104 @@
+"""The callback that adds up what the whole training takes: steps, images, FLOPs, seconds, energy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as L
+
+from efficient_ft.cost.run_flops import RunFlops
+from efficient_ft.methods.base import Method
+from efficient_ft.record.energy import EnergyMeter
+from efficient_ft.record.results import RunTotals
+
+
+def same_each_step(methods: Sequence[Method]) -> bool:
+    """Whether every step of a training with `methods`, not yet applied, costs the same.
+
+    It does unless a method begins each step with a choice, or profiles the first steps.
+    """
+    return not any(
+        method.warmup_steps or method.cost_steps > 1 or type(method).step_begin is not Method.step_begin
+        for method in methods
+    )
+
+
+class Totals(L.Callback):
+    """Add up what training takes. Place it after `MethodCallback`, and before callbacks that read `values`.
+
+    FLOPs are those of forward and backward passes, counted as `cost.executed` does (`RunFlops`); evaluation adds to
+    the seconds and the energy, and not to the FLOPs. With several processes the first one's FLOPs are multiplied by
+    their number.
+
+    Args:
+        methods: the run's methods, before they are applied.
+        batches: batches of the whole training, of one process.
+    """
+
+    def __init__(self, methods: Sequence[Method], batches: int) -> None:
+        self._flops = RunFlops(batches, same_each_step(methods))
+        self._energy = EnergyMeter()
+        self._images = self._batches = self._steps = 0
+        self._world = 1
+        self._started: float | None = None
+        #: Before a resume.
+        self._seconds_before = 0.0
+        self._joules_before: float | None = 0.0
+
+    def values(self) -> RunTotals:
+        """The totals so far."""
+        elapsed = 0.0 if self._started is None else time.monotonic() - self._started
+        joules = self._energy.joules
+        if joules is not None and self._joules_before is not None:
+            joules = round(joules + self._joules_before, 1)
+        return {
+            "steps": self._steps,
+            "images": self._images,
+            "flops": float(self._flops.total * self._world),
+            "batches": self._batches,
+            "counted_batches": self._flops.counted,
+            "seconds": round(self._seconds_before + elapsed, 3),
+            "joules": None if self._joules_before is None else joules,
+            "energy_source": self._energy.source,
+        }
+
+    # ------------------------------------------------------------------ steps
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        device = trainer.strategy.root_device
+        self._world, self._started = trainer.world_size, time.monotonic()
+        self._energy = EnergyMeter(device.index or 0 if device.type == "cuda" else None)
+        self._energy.start()
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        images, _, *task = batch
+        self._images += len(images) * self._world
+        self._flops.begin(self._batches, " ".join([*map(str, images.shape), *map(str, task)]))
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._flops.end()
+        self._batches += 1
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._steps = trainer.global_step
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._flops.close()
+
+    # ------------------------------------------------------------------ state
+    def state_dict(self) -> dict[str, Any]:
+        """The totals so far, and what the FLOPs of further batches follow from."""
+        return {**self.values(), "run_flops": self._flops.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from the state of `state_dict()`."""
+        self._images, self._batches, self._steps = (state_dict[key] for key in ("images", "batches", "steps"))
+        self._seconds_before = state_dict["seconds"]
+        self._flops.load_state_dict(state_dict["run_flops"])
+        # Without the energy of one part the sum would be wrong.
+        self._joules_before = state_dict["joules"]
