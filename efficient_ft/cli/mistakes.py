@@ -7,6 +7,7 @@ from typing import Any
 
 from hydra import compose
 from hydra.core.config_loader import ConfigLoader
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -25,7 +26,7 @@ def check_option(loader: ConfigLoader, override: Override) -> None:
         UserError: the option does not exist, or a group that every run needs is deleted.
     """
     group, value = override.key_or_group, override.value()
-    options = loader.get_group_options(group) if not group.startswith("hydra") else []
+    options = group_options(loader, group) if not group.startswith("hydra") else []
     if not options or isinstance(value, dict):
         return
     if override.is_delete():
@@ -36,6 +37,13 @@ def check_option(loader: ConfigLoader, override: Override) -> None:
     for option in several:
         if option not in options:
             raise SettingError(group, "null" if option is None else option, options)
+
+
+def group_options(loader: ConfigLoader, group: str) -> list[str]:
+    """The options of a group, those in its subfolders too: ``lbp_wht/cars``."""
+    inner = loader.get_group_options(group, ObjectType.GROUP)
+    below = [f"{folder}/{option}" for folder in inner for option in group_options(loader, f"{group}/{folder}")]
+    return [*loader.get_group_options(group), *below]
 
 
 def check_packages(name: str, parsed: Sequence[Override], composed: DictConfig) -> None:

@@ -56,6 +56,10 @@ class AugmentConfig(Section):
     resize: Count | Literal["input", "none"] = "input"
     scale: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] = (0.08, 1.0)
     flip: bool = True
+    #: Turn half of the images upside down.
+    vertical_flip: bool = False
+    #: Of the crop and the flips that are on, this many are drawn for each image; null: all of them.
+    pick: Count | None = None
 
 
 class DataConfig(Section):

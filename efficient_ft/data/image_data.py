@@ -46,7 +46,9 @@ class ImageData:
     def __init__(self, listing: Listing, config: DataConfig, input: InputSpec, seed: int) -> None:
         augment = config.augment
         self._config, self._seed = config, seed
-        self._train_transform = Transform(input, augment.name, augment.scale, augment.flip, augment.resize)
+        self._train_transform = Transform(
+            input, augment.name, augment.scale, augment.flip, augment.resize, augment.vertical_flip, augment.pick
+        )
         self.transform_eval = Transform(input)
         self.class_names = list(listing.class_names)
         self._notes = list(listing.notes)

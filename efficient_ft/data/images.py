@@ -33,7 +33,7 @@ class Transform:
     """Transform a PIL image into a normalized tensor, as the recipe of LBP-WHT trains and tests.
 
     Evaluation is Resize(size) → normalize; training with `resize_crop` is Resize(`resize`) → RandomResizedCrop(size) →
-    horizontal flip → normalize. Random numbers come from torch's CPU generator; the caller seeds it.
+    flips → normalize. Random numbers come from torch's CPU generator; the caller seeds it.
 
     Args:
         input: the network's input size, normalization and interpolation.
@@ -42,6 +42,8 @@ class Transform:
         flip: mirror half of the images left to right.
         resize: the size before the crop: ``input`` (the network's), a number of pixels (square), or ``none`` (the
             image's own, with `resize_crop` only).
+        vertical_flip: turn half of the images upside down.
+        pick: of the crop and the flips that are on, this many are drawn for each image; None: all of them.
 
     Attributes:
         resize_size: (height, width) before the crop; None: the image's own.
@@ -58,6 +60,8 @@ class Transform:
         scale: Sequence[float] = (0.08, 1.0),
         flip: bool = True,
         resize: int | str = "input",
+        vertical_flip: bool = False,
+        pick: int | None = None,
     ) -> None:
         if augment not in AUGMENT:
             raise SettingError("data.augment.name", augment, AUGMENT)
@@ -83,7 +87,13 @@ class Transform:
             steps.append(v2.RandomResizedCrop(size, scale=(low, high), interpolation=mode))
             if flip:
                 steps.append(v2.RandomHorizontalFlip())
+            if vertical_flip:
+                steps.append(v2.RandomVerticalFlip())
+        if pick is not None and not 1 <= pick <= len(steps):
+            raise SettingError("data.augment.pick", pick, f"null, or from 1 to {len(steps)}, the crop and the flips on")
         self._augment = v2.Compose(steps) if steps else None
+        if pick is not None and pick < len(steps):
+            self._augment = _Pick(steps, pick, None if self.resize_size == input.size else v2.Resize(size, mode))
         self._mean = torch.tensor(input.mean, dtype=torch.float32).view(channels, 1, 1)
         self._std = torch.tensor(input.std, dtype=torch.float32).view(channels, 1, 1)
 
@@ -113,6 +123,28 @@ class Transform:
         if not isinstance(image, Image.Image):
             image = read_image(image, target_size=self.resize_size)
         return self.normalize([self.augment(self.resize(image))])[0]
+
+
+class _Pick(torch.nn.Module):
+    """Apply some of several augmentations, drawn for each image, in their order.
+
+    Args:
+        steps: the crop first.
+        count: how many are drawn.
+        resize: what brings an image without the crop to the input size; None: it has it.
+    """
+
+    def __init__(self, steps: Sequence[torch.nn.Module], count: int, resize: torch.nn.Module | None) -> None:
+        super().__init__()
+        self.steps, self.count, self.resize = torch.nn.ModuleList(steps), count, resize
+
+    def forward(self, image: Image.Image) -> Image.Image:
+        chosen = sorted(torch.randperm(len(self.steps))[: self.count].tolist())
+        if chosen[0] != 0 and self.resize is not None:
+            image = self.resize(image)
+        for index in chosen:
+            image = self.steps[index](image)
+        return image
 
 
 def read_image(path: str | os.PathLike[str], target_size: tuple[int, int] | None = None) -> Image.Image:

@@ -345,7 +345,7 @@ def options(group: str, page: Path) -> str:
 
 @block
 def recipes(page: Path) -> str:
-    """Which data sets have a recipe with which optimizer."""
+    """The published settings, by paper and network."""
     found = configuration.recipes()
-    rows = [[f"`{optim}`", ", ".join(f"`{d}`" for d in data), text] for optim, (data, text) in found.items()]
-    return table(["optim", "data sets with a recipe", "source"], rows, left=3)
+    rows = [[f"`{folder}`", ", ".join(f"`{d}`" for d in data), text] for folder, (data, text) in found.items()]
+    return table(["folder", "data sets", "settings"], rows, left=3)

@@ -24,15 +24,12 @@ def options(group: str) -> dict[str, str]:
 
 
 def recipes() -> dict[str, tuple[list[str], str]]:
-    """By optimizer: the data sets for which conf/recipe has one, and what the optimizer is."""
-    optimizers = options("optim")
+    """By folder of conf/recipe: its data sets, and the source and the printed values of the first of them."""
     found: dict[str, tuple[list[str], str]] = {}
-    for optim in optimizers:
-        data = [
-            file.stem.removeprefix(f"{optim}_")
-            for file in sorted((CONF / "recipe").glob(f"{optim}_*.yaml"))
-            if max((o for o in optimizers if file.stem.startswith(f"{o}_")), key=len) == optim
-        ]
-        if data:
-            found[optim] = data, optimizers[optim]
+    for folder in sorted(path for path in (CONF / "recipe").iterdir() if path.is_dir()):
+        files = sorted(folder.glob("*.yaml"))
+        about = comment(files[0])
+        # After the name of the data set; the test split is the same for all.
+        about = about[about.index(" with " if " with " in about else " as ") + 1 :]
+        found[folder.name] = [file.stem for file in files], about.split(" All training images train")[0]
     return found

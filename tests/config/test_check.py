@@ -62,7 +62,7 @@ from tests.config.settings import PLAIN, two_tasks, with_settings
         (
             "data__augment__scael",
             1,
-            "data.augment.scael=1: there is no such setting; data.augment has flip, name, resize, scale.",
+            "data.augment.scael=1: there is no such setting; data.augment has flip, name, pick, resize, scale,",
         ),
         ("a__typo", 1, 'a={"typo": 1}: there is no such setting'),
         ("seed", -1, "seed must be an integer >= 0 and < 4294967296, got -1."),

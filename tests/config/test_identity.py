@@ -82,4 +82,4 @@ def test_a_run_of_one_data_set_says_nothing_of_tasks() -> None:
         assert run == check(PLAIN)
         assert "tasks" not in run.model_dump(mode="json")
     # Changes only if a setting is added or renamed: each such change gives every run another folder.
-    assert fingerprint(run) == "cbb5268d"
+    assert fingerprint(run) == "4de67ffe"

@@ -244,3 +244,37 @@ def test_mistaken_settings_are_named() -> None:
         Transform(InputSpec((8, 8), (0.5, 0.5, 0.5), (0.5,)))
     with pytest.raises(SettingError, match=r"interpolation must be one of .*, got bicubik"):
         Transform(InputSpec((8, 8), (0.5,) * 3, (0.5,) * 3, "bicubik"))
+
+
+def test_vertical_flips_turn_images_upside_down() -> None:
+    image = picture(5, 32, 32)
+    transform = Transform(SPEC, "resize_crop", (1.0, 1.0), flip=False, vertical_flip=True)
+    upright, turned = (Transform(SPEC)(i) for i in (image, image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)))
+    seen = []
+    for seed in range(20):
+        torch.manual_seed(seed)
+        found = transform(image)
+        seen.append((found - turned).abs().mean() < (found - upright).abs().mean())
+    assert 4 <= sum(seen) <= 16
+
+
+@pytest.mark.parametrize("resize", ["input", "none"])
+def test_pick_draws_some_of_the_augmentations_for_each_image(resize: str) -> None:
+    """One of three: a crop in a third of the images, and in the others at most a flip of the whole image."""
+    image = picture(6, 40, 40)
+    transform = Transform(SPEC, "resize_crop", (0.2, 0.3), True, resize, vertical_flip=True, pick=1)
+    sides = (Image.Transpose.FLIP_LEFT_RIGHT, Image.Transpose.FLIP_TOP_BOTTOM)
+    whole = [Transform(SPEC)(i) for i in (image, *(image.transpose(side) for side in sides))]
+    crops = 0
+    for seed in range(60):
+        torch.manual_seed(seed)
+        found = transform(image)
+        assert found.shape == (3, *SPEC.size)
+        crops += min((found - one).abs().max() for one in whole) > 0.1
+    assert 8 <= crops <= 35
+
+
+@pytest.mark.parametrize("pick", [0, 3])
+def test_pick_is_at_most_the_augmentations_that_are_on(pick: int) -> None:
+    with pytest.raises(SettingError, match=r"data.augment.pick must be null, or from 1 to 2, .* got"):
+        Transform(SPEC, "resize_crop", (0.2, 0.3), flip=True, pick=pick)
