@@ -13,6 +13,7 @@ from efficient_ft.core.errors import replace_unprintable
 COMMANDS = {
     "predict": "efficient_ft.cli.predict",
     "report": "efficient_ft.cli.report",
+    "table": "efficient_ft.cli.table",
     "study": "efficient_ft.cli.study",
     "bench": "efficient_ft.cli.bench",
     "published": "efficient_ft.cli.published",

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 DESCRIPTION = """\
-Print the cost columns of Back Razor (Tables 1 and 3) and BSR (Tables 2 to 8) next to our count by the papers' own
+Print the cost columns of Back Razor (Tables 1 to 3) and BSR (Tables 2 to 8) next to our count by the papers' own
 rules. Nothing is trained or run; it takes about a minute and needs neither data nor weights.
 """
 

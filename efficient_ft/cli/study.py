@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         UserError: there is no study in the folder, an unknown row, or a setting that cannot be used.
         SystemExit: with status 1 if a run has failed.
     """
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_intermixed_args(arguments)
     for word in options.settings:
         if "=" not in word:
             raise UserError(f"{word}: settings have the form KEY=VALUE; rows follow --rows.")

@@ -7,6 +7,6 @@ from efficient_ft.papers import back_razor, bsr
 from efficient_ft.papers.table import Count, Row, Table, comparison
 
 #: Every table of memory, in the order in which they are printed.
-TABLES = (back_razor.VIT, back_razor.CNN, *bsr.TABLES)
+TABLES = (back_razor.VIT, back_razor.CNN, back_razor.RESNET, *bsr.TABLES)
 
 __all__ = ["TABLES", "Count", "Row", "Table", "back_razor", "bsr", "comparison"]

@@ -75,6 +75,7 @@ class Table:
         rule: by which the paper counts.
         classes: of the model.
         parameters: True if the table's memory includes them.
+        parameter_value: bytes of every parameter, whether it trains or not; None: by the rule.
     """
 
     title: str
@@ -85,6 +86,7 @@ class Table:
     rule: Rule = TINYTL_RULE
     classes: int = 100
     parameters: bool = True
+    parameter_value: int | None = None
 
     def count(self, row: Row) -> Count:
         """Count `row` by the table's rule."""
@@ -107,6 +109,8 @@ class Table:
         return _model(self.architecture, self.classes, row.methods, row.frozen_norms)
 
     def _memory(self, running: Sequence[Operation], row: Row, of_parameters: int) -> float:
+        if self.parameter_value is not None:
+            of_parameters = self.parameter_value * sum(p.numel() for p in self.model(row).parameters())
         parameters = of_parameters if self.parameters else 0
         return (peak(running, row.keeping)[0] * self.batch_size + parameters) / self.unit
 

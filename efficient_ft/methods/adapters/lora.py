@@ -40,6 +40,8 @@ class LoRA(Method):
         alpha: numerator of the adapters' scale alpha / rank, above 0.
         targets: layers that are adapted: those in ``attention`` modules, or ``all`` linear layers and 1×1 convolutions.
         dropout: probability of dropout on the adapters' input in training, from 0 to below 1.
+        as_published: as the baselines of the LBP-WHT paper ran: a layer whose forward is never called (SwinV2's qkv)
+            is not adapted, and layers narrower than the rank (talking heads) are.
 
     Raises:
         SettingError: a setting is out of range.
@@ -57,6 +59,7 @@ class LoRA(Method):
         alpha: float = 8.0,
         targets: Literal["attention", "all"] = "attention",
         dropout: float = 0.0,
+        as_published: bool = False,
     ) -> None:
         if type(rank) is not int or rank < 1:
             raise SettingError("rank", rank, "an integer >= 1")
@@ -66,7 +69,10 @@ class LoRA(Method):
             raise SettingError("targets", targets, ["attention", "all"])
         if not 0 <= dropout < 1:
             raise SettingError("dropout", dropout, "a number >= 0 and < 1")
+        if not isinstance(as_published, bool):
+            raise SettingError("as_published", as_published, ("true", "false"))
         self.rank, self.alpha, self.targets, self.dropout = rank, float(alpha), targets, float(dropout)
+        self.as_published = as_published
         self._adapted: tuple[str, ...] = ()
         # Attention modules that are switched to calling their qkv layer instead of reading its weight.
         self._reached: tuple[str, ...] = ()
@@ -92,7 +98,9 @@ class LoRA(Method):
         if self.targets == "attention":
             trains = {n for n in parameters_under(model, view.head) if self._before[n]}
         else:
-            weights = {f"{name}.weight" for name in self._adapted}
+            # As published, a layer that LoRA does not reach is frozen like the adapted ones.
+            unreached = [name for name, why in left_out.items() if why.reason == Reason.AS_PUBLISHED]
+            weights = {f"{name}.weight" for name in (*self._adapted, *unreached)}
             trains = {n for n, before in self._before.items() if before and n not in weights}
         parameters = dict(model.named_parameters())
 
@@ -146,7 +154,9 @@ class LoRA(Method):
             return Skipped(Reason.NOT_ATTENTION)
         if not layer.module.weight.requires_grad:  # type: ignore[union-attr]
             return Skipped(Reason.FROZEN)
-        if self._rank(layer.name) >= min(layer.channels):
+        if layer.reach is not None and self.as_published:
+            return Skipped(Reason.AS_PUBLISHED, "its forward was never called")
+        if self._rank(layer.name) >= min(layer.channels) and not self.as_published:
             detail = f"rank {self._rank(layer.name)} is not below min(in, out) = {min(layer.channels)} channels"
             return Skipped(Reason.TOO_NARROW, detail)
         return None

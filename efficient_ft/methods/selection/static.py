@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from efficient_ft.core.errors import UserError
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
 from efficient_ft.methods.blocks import blocks_at, check_indices
 from efficient_ft.methods.declarations import Axis, Needs
@@ -65,12 +65,28 @@ class Selection(Method):
 
 @register
 class Full(Selection):
-    """Train everything: plain fine-tuning."""
+    """Train everything: plain fine-tuning.
+
+    Args:
+        train_norms: False: all but the scales and shifts of normalization layers, as Back Razor trains CNNs (Jiang et
+            al., NeurIPS 2022, section 4.2).
+    """
 
     name = "full"
 
+    def __init__(self, train_norms: bool = True) -> None:
+        super().__init__()
+        if not isinstance(train_norms, bool):
+            raise SettingError("train_norms", train_norms, ("true", "false"))
+        self.train_norms = train_norms
+
     def chosen(self, view: ModelView) -> dict[str, Tensor]:
-        return dict(view.model.named_parameters())
+        parameters: dict[str, Tensor] = dict(view.model.named_parameters())
+        if self.train_norms:
+            return parameters
+        norms = [name for name, module in view.model.named_modules() if is_norm(module)]
+        frozen = parameters_under(view.model, norms)
+        return {name: parameter for name, parameter in parameters.items() if name not in frozen}
 
 
 @register

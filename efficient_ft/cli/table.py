@@ -1,0 +1,254 @@
+"""``efficient-ft table``: the papers' tables: what is printed, the command of every row, costs, runs, and results."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.sheet import FORMS, Cell, render
+
+if TYPE_CHECKING:
+    from efficient_ft.cli.jobs import Job
+    from efficient_ft.papers.published import Row, Table
+
+# Nothing heavy is imported before the arguments are parsed: help answers at once.
+
+DESCRIPTION = """\
+The published tables and figures of the four papers.
+
+    efficient-ft table                                list all, and what this machine can do of each now
+    efficient-ft table lbp_wht/2                      the printed figures, row by row, and our deviations
+    efficient-ft table lbp_wht/2 --commands           the command of every accuracy
+    efficient-ft table lbp_wht/2 --cost               every row's cost, by the paper's rule and as executed
+    efficient-ft table alast/7 --run --rows deit_t.alast --seeds 0,1,2 data.root=DIR
+                                                      run rows; finished runs are skipped, so repeating it continues
+    efficient-ft table alast/7 --report --seeds 0,1,2 data.root=DIR
+                                                      published and obtained accuracies side by side
+
+KEY=VALUE settings hold for every run and are added to its command; a report finds the runs of the same settings.
+"""
+
+
+@dataclass(frozen=True)
+class CellRun:
+    """One run of the grid: a row, a column of accuracies (all of them if `column` is None), and a seed."""
+
+    row: Row
+    column: str | None
+    seed: int
+    arguments: tuple[str, ...]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """List, show, count, run or report the tables that `arguments` (default: the command line's) name.
+
+    Raises:
+        UserError: an unknown table or row, a table that cannot be run, or a setting that cannot be used.
+        SystemExit: with status 1 if a run has failed.
+    """
+    options = _parser().parse_intermixed_args(arguments)
+
+    from efficient_ft.papers.published import chosen_rows, published_table
+
+    settings = [word for word in (options.table, *options.settings) if word is not None and "=" in word]
+    if options.table is None or "=" in options.table:
+        if options.run or options.report or options.commands or options.cost or options.rows or settings:
+            raise UserError("Name a table before its rows and settings; `efficient-ft table` lists them.")
+        print(_list(options.form))
+        return
+    for word in options.settings:
+        if "=" not in word:
+            raise UserError(f"{word}: settings have the form KEY=VALUE; rows follow --rows.")
+    table = published_table(options.table)
+    rows = chosen_rows(table, options.rows)
+    if options.cost:
+        from efficient_ft.cli.table_costs import cost_sheet
+
+        print(cost_sheet(table, rows, options.form))
+        return
+    if not (options.commands or options.run or options.report):
+        print(_shown(table, rows, options.form))
+        return
+    runs = list(_runs(table, rows, options.seeds, settings))
+    if options.commands:
+        for one in runs:
+            print(shlex.join(["efficient-ft", *one.arguments]))
+        return
+    from efficient_ft.cli.jobs import command, run_jobs
+
+    jobs = _jobs(runs)
+    try:
+        if options.run:
+            run_jobs(jobs, lambda job: command(None, None, None, job.arguments), jobs[0].config.jobs)
+    finally:  # what has been found is shown in spite of a failure
+        print(_report(table, rows, runs, jobs, options.form))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="efficient-ft table", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("table", nargs="?", metavar="TABLE", help="PAPER/NUMBER, for example lbp_wht/2")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of every run")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--commands", action="store_true", help="print the command of every run")
+    what.add_argument("--cost", action="store_true", help="count every row's cost; needs no data and no weights")
+    what.add_argument("--run", action="store_true", help="do the runs that are not finished, then report")
+    what.add_argument("--report", action="store_true", help="print published and obtained accuracies")
+    parser.add_argument("--rows", type=_words, default=[], metavar="ROW,...", help="only these rows (default: all)")
+    parser.add_argument("--seeds", type=_seeds, default=[233], metavar="N,...", help="a run for each (default: 233)")
+    parser.add_argument("--form", choices=list(FORMS), default="text", help="of what is printed (default: text)")
+    return parser
+
+
+def _words(given: str) -> list[str]:
+    return [word for word in given.split(",") if word]
+
+
+def _seeds(given: str) -> list[int]:
+    if not all(word.isdecimal() for word in given.split(",")):
+        raise argparse.ArgumentTypeError(f"must be integers >= 0 separated by commas, got {given}.")
+    return [int(word) for word in given.split(",")]
+
+
+def _list(form: str) -> str:
+    """All tables and figures, what each needs, and what can be done of it on this machine now."""
+    from efficient_ft.cli.needs import state_of
+    from efficient_ft.papers.published import figures, published_table, table_names
+
+    header = ["table", "rows", "accuracies", "about", "here"]
+    lines: list[list[Cell]] = []
+    for name in table_names():
+        table = published_table(name)
+        accuracies = sum(len(row.cells) for row in table.rows)
+        lines.append([name, len(table.rows), accuracies or None, table.title, state_of(table)])
+    for figure in figures():
+        lines.append([figure.name, None, None, figure.title, figure.command or f"no: {figure.reason}"])
+    return render(header, lines, form, left=5)
+
+
+def _shown(table: Table, rows: Sequence[Row], form: str) -> str:
+    """The printed figures; in a terminal and in Markdown also the deviations of our runs and notes."""
+    from efficient_ft.papers.published import FIGURES, PAPERS
+
+    figures = [key for key in FIGURES if any(key in row.figures for row in rows)]
+    columns = list(dict.fromkeys(key for row in rows for key in row.cells))
+    # A table without numbers (formulas, architectures) is its words.
+    words = [] if figures or columns else [key for key in rows[0].columns if key != "label"]
+    header = ["row", "label", *words, *(FIGURES[key] for key in figures), *columns]
+    lines: list[list[Cell]] = []
+    for row in rows:
+        printed = [row.cells[key].printed if key in row.cells else None for key in columns]
+        stated = [row.columns[key] for key in words]
+        lines.append([row.name, row.label, *stated, *(row.figures.get(key) for key in figures), *printed])
+    shown = render(header, lines, form, left=2)
+    if form not in ("text", "markdown"):
+        return shown
+    parts = [f"{PAPERS[table.paper]}, Table {table.number}: {table.title}\n{table.conditions}", shown]
+    if table.reason:
+        parts.append(f"Not run: {table.reason}")
+    different = dict.fromkeys(note for row in rows for cell in row.cells.values() for note in cell.deviations)
+    parts += _listed("Our runs differ from the paper:", list(different))
+    parts += _listed("In the paper:", table.notes)
+    return "\n\n".join(parts)
+
+
+def _listed(title: str, notes: Sequence[str]) -> list[str]:
+    return ["\n".join([title, *(f"- {note}" for note in notes)])] if notes else []
+
+
+def _runs(table: Table, rows: Sequence[Row], seeds: Sequence[int], settings: Sequence[str]) -> Iterator[CellRun]:
+    """Every run of the grid.
+
+    Raises:
+        UserError: no row can be run.
+    """
+    if not any(cell.arguments for row in rows for cell in row.cells.values()):
+        raise UserError(f"{table.name} has no accuracies that can be run. {table.reason or ''}".rstrip())
+    for row in rows:
+        for seed in seeds:
+            if row.together:
+                yield CellRun(row, None, seed, _merged(row.arguments, f"seed={seed}", *settings))
+                continue
+            for column, cell in row.cells.items():
+                if cell.arguments:
+                    yield CellRun(row, column, seed, _merged(cell.arguments, f"seed={seed}", *settings))
+
+
+def _merged(arguments: Sequence[str], *more: str) -> tuple[str, ...]:
+    """The arguments of a run, and further ones, which replace those of the same key."""
+    return tuple({argument.partition("=")[0]: argument for argument in (*arguments, *more)}.values())
+
+
+def _jobs(runs: Sequence[CellRun]) -> list[Job]:
+    """Compose the configuration of every run, which names its folder.
+
+    Raises:
+        UserError: a setting that cannot be used.
+    """
+    from efficient_ft.cli.compose import configurations
+    from efficient_ft.cli.groups import CONF, register
+    from efficient_ft.cli.jobs import Job
+    from efficient_ft.config import run_folder
+
+    register()
+    jobs = []
+    for one in runs:
+        (config,) = configurations(CONF, "train", one.arguments, sweep=False)
+        title = " ".join([one.row.name, *([one.column] if one.column else []), f"seed={one.seed}"])
+        jobs.append(Job(one.arguments, title, Path(run_folder(config)), config))
+    folders = [job.folder for job in jobs]
+    if len(set(folders)) < len(folders):
+        same = next(job.title for job in jobs if folders.count(job.folder) > 1)
+        raise SettingError("settings", f"some that make {same} equal to another run", "such that all runs differ")
+    return jobs
+
+
+def _report(table: Table, rows: Sequence[Row], runs: Sequence[CellRun], jobs: Sequence[Job], form: str) -> str:
+    """Published and obtained accuracies in percent: the mean over the seeds with its range, and what is missing."""
+    from efficient_ft.cli.jobs import finished
+
+    found: dict[tuple[str, str], list[float]] = {}
+    missing: list[str] = []
+    for one, job in zip(runs, jobs, strict=True):
+        results = job.results or finished(job.folder, job.config)
+        if results is None:
+            missing.append(job.title)
+            continue
+        tasks = results["accuracy"].get("tasks", {})
+        for column, cell in one.row.cells.items():
+            if one.column is None and cell.data in tasks:
+                found.setdefault((one.row.name, column), []).append(tasks[cell.data]["best"])
+            elif one.column == column:
+                found.setdefault((one.row.name, column), []).append(results["accuracy"]["best"])
+    columns = list(dict.fromkeys(key for row in rows for key in row.cells))
+    header = ["row", *(word for key in columns for word in (f"{key} published", f"{key} obtained"))]
+    lines: list[list[Cell]] = []
+    for row in rows:
+        line: list[Cell] = [row.name]
+        for key in columns:
+            line.append(f"{100 * row.cells[key].accuracy:.2f}" if key in row.cells else None)
+            line.append(spread(found.get((row.name, key), [])))
+        lines.append(line)
+    shown = render(header, lines, form)
+    if form not in ("text", "markdown"):
+        return shown
+    parts = [f"{table.name}: {table.title}; %, mean [min…max] over seeds", shown]
+    if missing:
+        parts.append(f"{len(missing)} of {len(runs)} runs are missing, e.g. {', '.join(missing[:3])}.")
+    return "\n\n".join(parts)
+
+
+def spread(values: Sequence[float]) -> str | None:
+    """Fractions as percent: ``97.10``, or the mean with the range, ``97.12 [97.01…97.30], 3 seeds``; None: no value."""
+    if not values:
+        return None
+    mean = f"{100 * sum(values) / len(values):.2f}"
+    if len(values) == 1:
+        return mean
+    return f"{mean} [{100 * min(values):.2f}…{100 * max(values):.2f}], {len(values)} seeds"

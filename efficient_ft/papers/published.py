@@ -1,0 +1,357 @@
+"""The published tables of the four papers as data: what is printed, and the settings that repeat each row.
+
+``tables/PAPER/NUMBER.csv`` holds the figures as printed; ``NUMBER.yaml`` beside it the title, the conditions, how each
+row is run, where our runs deviate from the paper, and misprints:
+
+.. code-block:: yaml
+
+    title: ...
+    conditions: ...
+    models: {vit_b: vit_base}                       # our option of a model, where `MODELS` has another
+    settings: ["model={model}", "recipe=lbp_wht/{data}"]   # of every row; {column} is a cell of the row
+    rows:                                           # the first whose `when` matches adds its settings
+      - {when: {method: lora}, settings: ["method=[{selection},lora]", "method.lora.rank={rank}"]}
+      - {settings: ["method={method}"]}
+    deviations:
+      - {when: {model: vit_b}, data: food101, note: ...}
+    baseline:                                       # of ratios, if it is not the table's own full fine-tuning
+      - {when: {method: back_razor}, row: "back_razor/3:ft_full"}
+    costs:                                          # why our count of a printed cost differs from it
+      - {when: {model: vit_b}, figures: [train_memory_mb], reason: ...}
+    notes: [...]                                    # misprints and inconsistencies of the paper
+    reason: ...                                     # why nothing of the table can be run; instead of settings
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from efficient_ft.core.errors import UserError, did_you_mean
+
+FOLDER = Path(__file__).parent / "tables"
+
+#: The papers, in the order in which their tables are listed.
+PAPERS = {
+    "lbp_wht": "LBP-WHT (Yang et al., NeurIPS 2023)",
+    "back_razor": "Back Razor (Jiang et al., NeurIPS 2022)",
+    "alast": "ALaST (Devoto et al., 2024)",
+    "bsr": "BSR (Sarkar et al., CVPR Workshops 2024)",
+}
+
+#: The papers' short names of models and data sets, and our options.
+MODELS = {
+    "vit_b": "vit_base",
+    "deit_s": "deit_small",
+    "deit_t": "deit_tiny",
+    "proxylessnas_mobile": "proxyless_mobile",
+}
+DATA = {
+    "cifar10": "cifar10",
+    "cifar100": "cifar100",
+    "flowers": "flowers102",
+    "food": "food101",
+    "pets": "pets",
+    "aircraft": "aircraft",
+    "cars": "cars",
+    "cub": "cub200",
+}
+
+#: Figures other than accuracies, with their units as printed.
+FIGURES = {
+    "bwd_mflops": "backward MFLOPs",
+    "speedup": "times fewer FLOPs",
+    "speedup_cpu": "times faster, CPU",
+    "speedup_gpu": "times faster, GPU",
+    "latency_cpu_us": "CPU µs",
+    "latency_gpu_us": "GPU µs",
+    "train_memory_mb": "training memory MB",
+    "train_memory_reduction": "times less training memory",
+    "on_device_memory_mb": "GPU memory MB",
+    "on_device_memory_reduction": "times less GPU memory",
+    "activation_memory_mb": "activations MB",
+    "peak_memory_mb": "peak MB",
+    "fwd_gmacs": "forward GMACs",
+    "fwd_gmacs_reduction": "times fewer GMACs",
+    "compute_pflops": "PFLOPs of the run",
+    "time_min": "minutes",
+    "params_m": "parameters M",
+    "acc_mean": "mean accuracy %",
+}
+
+#: Papers that print accuracies as fractions; the others print percent.
+_FRACTIONS = ("alast",)
+
+_SELECTION = {"partial": "last_stage", "full": "full"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A published accuracy and how it is repeated.
+
+    Attributes:
+        data: option of the group ``data``; None: there is none (segmentation, text).
+        printed: the figure as printed.
+        spread: the printed ± value, or None.
+        accuracy: the figure as a fraction.
+        arguments: of the command line; empty if it cannot be run.
+        deviations: in which our run differs from the paper.
+    """
+
+    data: str | None
+    printed: str
+    spread: str | None
+    accuracy: float
+    arguments: tuple[str, ...]
+    deviations: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a published table.
+
+    Attributes:
+        name: unique in the table: the words of the columns that tell its rows apart.
+        label: as printed.
+        columns: the settings of the row, as in the CSV.
+        figures: printed costs by column (`FIGURES`).
+        cells: published accuracies by column (``acc_cifar10``, ``miou_cityscapes``).
+        arguments: of the command line of its first cell (or of a table of costs alone); empty if it cannot be run.
+        together: one run on all data sets in turn gives all cells.
+        reason: why it cannot be run, or None.
+    """
+
+    name: str
+    label: str
+    columns: Mapping[str, str]
+    figures: Mapping[str, str]
+    cells: Mapping[str, Cell]
+    arguments: tuple[str, ...]
+    together: bool
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class Table:
+    """A published table.
+
+    Attributes:
+        name: ``lbp_wht/2``.
+        paper: key of `PAPERS`.
+        number: as in the paper.
+        title: what it is about.
+        conditions: what holds for all rows.
+        rows: in the paper's order.
+        notes: misprints and inconsistencies.
+        reason: why nothing of it can be run, or None.
+    """
+
+    name: str
+    paper: str
+    number: int
+    title: str
+    conditions: str
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = field(default=())
+    reason: str | None = None
+
+
+def reasons(table: str, row: Row, figure: str) -> str | None:
+    """Return why our count of a printed cost of `row` may differ from it, as the table's file says; None: it does not.
+
+    Args:
+        table: name of the table.
+        row: of the table.
+        figure: key of `FIGURES`.
+    """
+    for one in _about(table).get("costs", ()):
+        if figure in one["figures"] and _matches(one.get("when", {}), row.columns):
+            return str(one["reason"])
+    return None
+
+
+def baseline_of(table: Table, row: Row) -> tuple[Table, Row]:
+    """Return the row, and its table, against which the printed ratios of `row` are.
+
+    It is the row of full fine-tuning of the same model and training, or what the table's file names (``TABLE:ROW``).
+    """
+    for one in _about(table.name).get("baseline", ()):
+        if _matches(one.get("when", {}), row.columns):
+            name, _, wanted = one["row"].partition(":")
+            other = published_table(name)
+            return other, chosen_rows(other, [wanted])[0]
+    same = ("model", "training")
+    return table, next(
+        other
+        for other in table.rows
+        if other.columns["method"] == "full" and all(other.columns.get(k) == row.columns.get(k) for k in same)
+    )
+
+
+@cache
+def _about(name: str) -> dict[str, Any]:
+    """The contents of a table's YAML file."""
+    held: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    return held
+
+
+@cache
+def table_names() -> tuple[str, ...]:
+    """Return the names of all tables, ``lbp_wht/1`` …, in the order of `PAPERS`."""
+    return tuple(
+        f"{paper}/{number}"
+        for paper in PAPERS
+        for number in sorted(int(file.stem) for file in (FOLDER / paper).glob("*.yaml"))
+    )
+
+
+@cache
+def published_table(name: str) -> Table:
+    """Return the table of this name, ``lbp_wht/2``.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name not in table_names():
+        known = ", ".join(table_names())
+        raise UserError(f"table must be one of {known}, got {name}.{did_you_mean(name, table_names())}")
+    paper, number = name.split("/")
+    about = _about(name)
+    with open(FOLDER / f"{name}.csv", encoding="utf-8", newline="") as file:
+        printed = list(csv.DictReader(file))
+    names = _row_names(printed)
+    rows = tuple(_row(paper, about, columns, row) for columns, row in zip(printed, names, strict=True))
+    notes = tuple(about.get("notes", ()))
+    return Table(name, paper, int(number), about["title"], about["conditions"], rows, notes, about.get("reason"))
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A published figure: its name (``alast/figure_9``), what it shows, and what draws it.
+
+    Attributes:
+        command: draws it; None: nothing does.
+        reason: why nothing does, or None.
+    """
+
+    name: str
+    title: str
+    command: str | None = None
+    reason: str | None = None
+
+
+@cache
+def figures() -> tuple[Figure, ...]:
+    """Return the figures that show results, in the order of `PAPERS`; schematic drawings are left out."""
+    held = yaml.safe_load((FOLDER / "figures.yaml").read_text(encoding="utf-8"))
+    return tuple(Figure(f"{paper}/figure_{n}", **about) for paper in PAPERS for n, about in held[paper].items())
+
+
+def chosen_rows(table: Table, names: Sequence[str]) -> tuple[Row, ...]:
+    """Return the rows of `table` with these names; all if there are none.
+
+    Raises:
+        UserError: no row has one of the names.
+    """
+    known = {row.name: row for row in table.rows}
+    for name in names:
+        if name not in known:
+            raise UserError(
+                f"row must be one of {', '.join(known)} ({table.name}), got {name}.{did_you_mean(name, known)}"
+            )
+    return tuple(row for row in table.rows if not names or row.name in names)
+
+
+def _row(paper: str, about: Mapping[str, Any], columns: Mapping[str, str], name: str) -> Row:
+    settings = {key: value for key, value in columns.items() if not _is_figure(key)}
+    models = {**MODELS, **about.get("models", {})}
+    rule: Mapping[str, Any] = next((r for r in about.get("rows", ()) if _matches(r.get("when", {}), settings)), {})
+    reason = about.get("reason") or rule.get("reason")
+    templates = [] if reason else [*about.get("settings", ()), *rule.get("settings", ())]
+    together = bool(rule.get("together"))
+    cells = {}
+    for key, printed in columns.items():
+        if not _is_accuracy(key) or not printed:
+            continue
+        data = DATA.get(key.partition("_")[2])
+        own = [] if together or data is None else ["data={data}"]
+        runs = bool(templates) and data is not None
+        cells[key] = Cell(
+            data=data,
+            printed=printed,
+            spread=columns.get(f"{key}_pm") or None,
+            accuracy=float(printed) if paper in _FRACTIONS else float(printed) / 100,
+            arguments=_arguments([*templates, *own], settings, models, data or "") if runs else (),
+            deviations=tuple(
+                one["note"]
+                for one in about.get("deviations", ())
+                if _matches(one.get("when", {}), settings) and one.get("data") in (None, data)
+            ),
+        )
+    figures = {key: columns[key] for key in FIGURES if columns.get(key)}
+    arguments = next((cell.arguments for cell in cells.values() if cell.arguments), ())
+    if templates and not cells:
+        data = about.get("data", "cifar100")
+        arguments = _arguments([*templates, "data={data}"], settings, models, data)
+    return Row(name, columns.get("label", ""), settings, figures, cells, arguments, together, reason)
+
+
+def _is_accuracy(column: str) -> bool:
+    return re.match(r"(acc|miou)_", column) is not None and column != "acc_mean" and not column.endswith("_pm")
+
+
+def _is_figure(column: str) -> bool:
+    return column in FIGURES or column == "stars" or re.match(r"(acc|miou)_", column) is not None
+
+
+def _matches(when: Mapping[str, str], columns: Mapping[str, str]) -> bool:
+    return all(columns.get(key) == value for key, value in when.items())
+
+
+def _arguments(
+    templates: Sequence[str], columns: Mapping[str, str], models: Mapping[str, str], data: str
+) -> tuple[str, ...]:
+    """The arguments of a run: ``{column}`` is a cell of the row, in our words, and ``{data}`` the data set."""
+    words = dict(columns)
+    words["data"] = data
+    words["model"] = models.get(columns.get("model", ""), columns.get("model", ""))
+    words["selection"] = _SELECTION.get(columns.get("training", ""), "")
+    words["blocks"] = "[" + ",".join(columns.get("trainable_blocks", "").split()) + "]"
+    words["drop_at"] = "[" + ",".join(columns.get("drop_blocks", "").split()) + "]"
+    if columns.get("drop_rate"):
+        words["keep_rate"] = f"{1 - float(columns['drop_rate']):g}"
+    filled = [re.sub(r"\{(\w+)\}", lambda match: words[match[1]], template) for template in templates]
+    by_key = {argument.partition("=")[0]: argument for argument in filled}  # the last one of each key
+    first = ("model", "data", "tasks", "recipe", "method")
+    order = {key: place for place, key in enumerate(first)}
+    return tuple(by_key[key] for key in sorted(by_key, key=lambda key: order.get(key, len(first))))
+
+
+def _row_names(printed: Sequence[Mapping[str, str]]) -> list[str]:
+    """A name for each row: its label, after the columns that are needed to tell the rows apart."""
+    keys = [key for key in printed[0] if not _is_figure(key) and key not in ("label", "batch")]
+    columns = [key for key in ("model", "training", "c_x", "dataset") if key in keys]
+    varying = [key for key in columns if len({row[key] for row in printed}) > 1]
+    names = [_slug([*(row[key] for key in varying), row.get("label", "")]) for row in printed]
+    for key in keys:
+        values: dict[str, set[str]] = {}
+        for name, row in zip(names, printed, strict=True):
+            values.setdefault(name, set()).add(row[key])
+        names = [
+            f"{name}.{_slug([key, row[key]])}" if len(values[name]) > 1 else name
+            for name, row in zip(names, printed, strict=True)
+        ]
+    assert len(set(names)) == len(names), names
+    return names
+
+
+def _slug(words: Sequence[str]) -> str:
+    text = [re.sub(r"\s*\[\d+\]|\s*\(ours\)", "", word, flags=re.IGNORECASE) for word in words]
+    return ".".join(re.sub(r"[^a-z0-9]+", "_", word.lower()).strip("_") for word in text if word)

@@ -1,0 +1,144 @@
+"""``efficient-ft table``: what is listed and shown, commands, costs, runs and their report."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from efficient_ft.cli import table
+from efficient_ft.cli.table_costs import TOLERANCE, cost_cells
+from efficient_ft.core.errors import UserError
+from efficient_ft.papers.published import chosen_rows, published_table, table_names
+from tests.cli.program import REPOSITORY, composed
+from tests.record.some import some_results
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    table.main(list(arguments))
+    return capsys.readouterr().out
+
+
+def test_the_list_has_every_table_and_figure_and_what_can_be_done_here(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = printed(capsys).splitlines()
+    for name in (*table_names(), "alast/figure_9"):
+        assert any(line.startswith(f"{name} ") for line in lines), name
+    segmentation = next(line for line in lines if line.startswith("lbp_wht/3 "))
+    assert "no: Segmentation is not implemented." in segmentation
+    missing = next(line for line in lines if line.startswith("bsr/3 "))
+    assert "costs; 0 of 6 runs: not in ./data: cifar10, cifar100" in missing
+    rows = json.loads(printed(capsys, "--form", "json"))
+    assert {row["table"] for row in rows} >= set(table_names())
+
+
+def test_a_table_is_shown_as_printed_with_what_differs_here(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed(capsys, "back_razor/1")
+    assert re.search(r"ft_full +FT-Full +366 ", shown)
+    assert "BatchNorm stays: the published network was pretrained with GroupNorm" in shown
+    assert "Cars rises from 95 % to 97 % sparsity" in shown
+    rows = list(csv.DictReader(io.StringIO(printed(capsys, "bsr/3", "--form", "csv", "--rows", "ours"))))
+    assert [(row["row"], row["acc_cifar10"]) for row in rows] == [("ours", "97.5")]
+    assert "\\toprule" in printed(capsys, "bsr/3", "--form", "latex")
+    assert printed(capsys, "bsr/3", "--form", "markdown").count("| --- |") == 1
+
+
+def test_tables_of_formulas_and_sizes_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert re.search(r"vanilla_bp +Vanilla BP +vanilla_bp +4C_xC_yL", printed(capsys, "lbp_wht/1"))
+    assert printed(capsys, "bsr/1", "--cost").count("0.87") >= 1
+    for row in published_table("bsr/1").rows:
+        (cell,) = cost_cells(published_table("bsr/1"), row)
+        assert round(cell.rule or 0, 2) == cell.printed
+
+
+def test_commands_are_those_of_the_cells(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, "alast/7", "--commands", "--rows", "deit_t.alast", "--seeds", "0,1", "data.root=DIR")
+    assert lines.splitlines() == [
+        "efficient-ft model=deit_tiny data=flowers102 recipe=alast/flowers102 method=alast method.alast.num_layers=9"
+        f" seed={seed} data.root=DIR"
+        for seed in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["lbp_wth/2"], "table must be one of lbp_wht/1"),
+        (["bsr/3", "--rows", "our"], "got our. Did you mean 'ours'?"),
+        (["bsr/1", "--run"], "bsr/1 has no accuracies that can be run. Sizes of tensors, no runs."),
+        (["lbp_wht/3", "--commands"], "Segmentation is not implemented."),
+        (["bsr/3", "seeds"], "seeds: settings have the form KEY=VALUE"),
+        (["--run"], "Name a table"),
+        (["bsr/3", "--report", "optim.lrr=1"], "optim.lrr=1: there is no such setting"),
+        (["bsr/3", "--report", "data=digits", "recipe=none"], "equal to another run"),
+        (["lbp_wht/1", "--cost"], "lbp_wht/1 prints no costs that are counted. Formulas, no runs."),
+    ],
+)
+def test_mistakes_are_one_clear_line(arguments: list[str], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        table.main(arguments)
+    assert said in str(caught.value)
+
+
+def test_a_report_has_published_and_obtained_side_by_side(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the seeds that are there, never over runs of other settings; and it says what is missing."""
+    monkeypatch.chdir(tmp_path)
+    chosen = chosen_rows(published_table("alast/7"), ["deit_t.alast"])[0].cells["acc_flowers"].arguments
+    from efficient_ft.config import run_folder
+
+    for best, more in ((0.70, ["seed=0"]), (0.74, ["seed=1"]), (0.10, ["seed=2", "optim.lr=0.5"])):
+        (config,) = composed(*chosen, *more)
+        folder = Path(run_folder(config))
+        folder.mkdir(parents=True)
+        results: Any = {**some_results(), "config": config.model_dump(mode="json")}
+        results["accuracy"]["best"] = best
+        (folder / "results.json").write_text(json.dumps(results))
+    shown = printed(capsys, "alast/7", "--report", "--rows", "deit_t.alast,deit_t.bsr", "--seeds", "0,1,2")
+    assert re.search(r"deit_t.alast +79.00 +72.00 \[70.00…74.00\], 2 seeds", shown)
+    assert re.search(r"deit_t.bsr +73.00", shown)
+    assert "4 of 6 runs are missing, e.g. deit_t.bsr acc_flowers seed=0" in shown
+
+
+@pytest.mark.parametrize("name", ["bsr/3", "back_razor/2", pytest.param("bsr/5", marks=pytest.mark.slow)])
+def test_costs_are_the_published_ones_by_the_papers_rule_or_say_why(name: str) -> None:
+    found = published_table(name)
+    cells = [(row, cell) for row in found.rows for cell in cost_cells(found, row)]
+    assert cells
+    near = 0
+    for row, cell in cells:
+        if cell.deviation is None or abs(cell.deviation) > TOLERANCE:
+            assert cell.reason, (row.name, cell.figure)
+            assert cell.reason != "measured, not counted" or cell.rule is None
+        else:
+            assert cell.reason is None
+            near += 1
+    assert near >= len(cells) / 2
+
+
+@pytest.mark.slow
+def test_a_row_runs_and_is_reported(shared_data: Path, tmp_path: Path) -> None:
+    """DeiT-Tiny on Flowers-102, two steps; repeated, it runs nothing."""
+    shutil.unpack_archive(shared_data / "flowers102_64.tar.gz", tmp_path, filter="data")
+    few = ["trainer.max_steps=2", "trainer.limit_eval_batches=1", "model.image_size=64", "trainer.progress=false"]
+    here = ["data.root=flowers102_64", "data.download=false", f"model.weights={shared_data / 'deit_tiny.safetensors'}"]
+    given = ["alast/7", "--run", "--rows", "deit_t.ft_head", *few, *here, "data.batch_size=16", "cost.baseline=none"]
+    command = [sys.executable, "-m", "efficient_ft", "table", *given]
+    for said in (r"deit_t.ft_head +51.00 +\d+\.\d\d", "finished before"):
+        done = subprocess.run(
+            command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert re.search(said, done.stdout)
