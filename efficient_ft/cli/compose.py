@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from efficient_ft.cli.commands import COMMANDS
 from efficient_ft.cli.evaluate import evaluation
 from efficient_ft.cli.mistakes import check_option, check_packages, explained, known_here, refuse_data
+from efficient_ft.cli.rows import NAMING, jobs_of_rows, key_of
 from efficient_ft.config import Config, UnknownSetting, check
 from efficient_ft.config.plain import plain
 from efficient_ft.config.renamed import refuse_renamed_setting
@@ -62,7 +63,8 @@ def composed_jobs(
     # As hydra.main does; the public initialize_config_dir knows no second folder.
     loader = Hydra.create_main_hydra2(name, path).config_loader
     try:
-        return [ComposedJob(job, _configuration(loader, name, job)) for job in _jobs(loader, overrides, sweep)]
+        jobs = _with_rows(loader, name, _jobs(loader, overrides, sweep), sweep)
+        return [ComposedJob(job, _configuration(loader, name, job)) for job in jobs]
     finally:
         GlobalHydra.instance().clear()
 
@@ -98,6 +100,24 @@ def _jobs(loader: ConfigLoader, overrides: Sequence[str], sweep: bool) -> list[t
             key = override.get_key_element()
             choices[text] = [f"{key}={value}" for value in override.sweep_string_iterator()]
     return list(itertools.product(*choices.values()))
+
+
+def _with_rows(loader: ConfigLoader, name: str, jobs: list[tuple[str, ...]], sweep: bool) -> list[tuple[str, ...]]:
+    """Multiply `jobs` by the rows that a table, an experiment or ``rows`` has, as the sweeper does."""
+    naming = [one for one in jobs[0] if key_of(one) in (*NAMING, "experiment")] if jobs else []
+    if not naming:
+        return jobs
+    for override in OverridesParser.create(config_loader=loader).parse_overrides(naming):
+        check_option(loader, override)
+    try:
+        composed = compose(name, naming)
+    except (HydraException, OmegaConfBaseException) as error:
+        parsed = OverridesParser.create(config_loader=loader).parse_overrides(naming)
+        raise explained(loader, name, parsed, error) from None
+    table, rows = composed.get("table"), composed.get("rows")
+    if not sweep and (table is not None or rows):
+        raise UserError(f"{naming[0]}: it has several runs. To run each of them add -m.")
+    return [tuple(job) for job in jobs_of_rows(jobs, table, rows)]
 
 
 def _unreadable(text: str) -> UserError:

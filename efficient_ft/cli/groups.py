@@ -6,7 +6,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from efficient_ft.cli import launcher, plugins
+from efficient_ft.cli import launcher, plugins, rows
 from efficient_ft.config import check, run_folder
 from efficient_ft.config.plain import plain
 
@@ -28,6 +28,7 @@ def register() -> None:
     """
     OmegaConf.register_new_resolver("run_folder", _run_folder, replace=True)
     launcher.register()
+    rows.register()
     plugins.register(CONF)
 
 

@@ -23,6 +23,7 @@ from efficient_ft.cli.commands import COMMANDS, run_command
 from efficient_ft.cli.compose import ComposedJob, composed_jobs
 from efficient_ft.cli.exits import clean_exits, fail, report_outcome
 from efficient_ft.cli.groups import CONF, register
+from efficient_ft.cli.rows import zipped
 from efficient_ft.config import Config, check
 from efficient_ft.config.plain import plain
 from efficient_ft.core.errors import UserError, replace_unprintable
@@ -79,6 +80,7 @@ def main() -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     with clean_exits():
         register()
+        sys.argv[1:] = zipped(sys.argv[1:])
         arguments = get_args_parser().parse_args()
         if not (arguments.help or arguments.hydra_help or arguments.shell_completion or arguments.info):
             composed = check_commandline(arguments)

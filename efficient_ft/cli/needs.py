@@ -1,4 +1,4 @@
-"""What a published table needs, and what of it is on this machine."""
+"""State of a published table on this machine: whether the data sets of its runs are there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def state_of(table: Table) -> str:
-    """What this machine can do of `table` now: its runs, its costs, or nothing, with the reason."""
+    """Say what this machine can do of `table` now: its runs, its costs, or nothing, with the reason."""
     cells = [cell for row in table.rows for cell in row.cells.values()]
     runs = [cell for cell in cells if cell.arguments]
     if not runs:

@@ -14,6 +14,8 @@ from efficient_ft.config.schema import Config, DataConfig
 _NO_EFFECT: dict[str, Any] = {
     "resume": True,
     "jobs": True,
+    "table": True,
+    "rows": True,
     "evaluate": True,
     "cost_only": True,
     "cost": True,

@@ -178,6 +178,10 @@ class Config(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 233
     #: auto: the same command continues an interrupted run and shows a finished one; never: start from the beginning.
     resume: Literal["auto", "never"] = "auto"
+    #: Name of a published table whose runs are the rows of a sweep (-m).
+    table: str | None = None
+    #: Rows of a sweep (-m): texts of settings, each run with every combination of the other arguments.
+    rows: list[str] | None = None
     #: Jobs of a sweep (-m) at the same time.
     jobs: Count = 1
     #: A run folder to evaluate, without training.

@@ -1,6 +1,6 @@
 """The published tables of the four papers as data: what is printed, and the settings that repeat each row.
 
-``tables/PAPER/NUMBER.csv`` holds the figures as printed; ``NUMBER.yaml`` beside it the title, the conditions, how each
+``tables/PAPER/NUMBER.csv`` holds the figures as printed; ``NUMBER.yaml`` next to it the title, the conditions, how each
 row is run, where our runs deviate from the paper, and misprints:
 
 .. code-block:: yaml

@@ -125,3 +125,22 @@ def test_finished_means_the_same_settings(tmp_path: Path) -> None:
     for cut_short in ("", "{", "[]", "{}", json.dumps({**some_results(), "config": {"optim": 3}})):
         (tmp_path / "results.json").write_text(cut_short)
         assert jobs.finished(tmp_path, config) is None
+
+
+def test_rows_of_an_experiment_a_table_and_paired_values_are_sweeps(program: Path) -> None:
+    paired = ["method=zip(lbp_wht,lbp_wht_published)", "method.lbp_wht.order=zip(2,3)", "optim.lr=0.1,0.2"]
+    done = call(program, "-m", *paired, "trainer.progress=false")
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"^ran (\d) lr ([\d.]+)", done.stdout, re.M)) == [
+        ("2", "0.1"), ("2", "0.2"), ("3", "0.1"), ("3", "0.2")]  # fmt: skip
+    again = call(program, "-m", "rows=['method=lbp_wht method.lbp_wht.order=2']", "optim.lr=0.1,0.2", "jobs=2")
+    assert again.stdout.count("finished before") == 2, again.stderr
+    alone = call(program, "experiment=lbp_wht_ranks")
+    assert alone.returncode == 2
+    assert alone.stderr.startswith("experiment=lbp_wht_ranks: it has several runs. To run each of them add -m.")
+    uneven = call(program, "-m", "method=zip(full,head)", "optim.lr=zip(1,2,3)")
+    assert uneven.returncode == 2
+    assert "same number of values; method has 2, optim.lr has 3" in uneven.stderr
+    unknown = call(program, "-m", "table=lbp_wth/2")
+    assert unknown.returncode == 2
+    assert "Did you mean 'lbp_wht/2'" in unknown.stderr

@@ -1,0 +1,119 @@
+"""Rows of a sweep: settings that belong together, from a published table, an experiment or the command line."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+
+from hydra.core.config_store import ConfigStore
+
+from efficient_ft.core.errors import UserError
+
+#: Settings that name rows; a job of the sweep has the settings of its row instead. An experiment may have others too.
+NAMING = ("table", "rows")
+
+#: Where `zipped` has no value for a row.
+NOTHING = "_"
+
+
+def register() -> None:
+    """Make ``hydra/sweeper=rows`` known to Hydra; the class it names is found by Hydra itself."""
+    ConfigStore.instance().store(
+        group="hydra/sweeper",
+        name="rows",
+        node={
+            "_target_": "hydra_plugins.efficient_ft_sweeper.RowsSweeper",
+            "max_batch_size": None,
+            "params": None,
+        },
+        provider="efficient_ft",
+    )
+
+
+def jobs_of_rows(jobs: Iterable[Sequence[str]], table: str | None, rows: Sequence[str] | None) -> list[list[str]]:
+    """The arguments of every job of a sweep: each of `jobs` with each of the rows; `jobs` if there are no rows.
+
+    A job's own arguments replace those of a row with the same key.
+
+    Args:
+        jobs: arguments, as typed.
+        table: name of a published table, whose accuracies each have a row.
+        rows: texts of settings.
+
+    Raises:
+        UserError: there is no such table, or nothing of it can be run; or rows of two kinds.
+    """
+    if table is not None and rows:
+        raise UserError(f"table={table}: an experiment or rows=[...] has rows of its own. Choose one of the two.")
+    settings = _of_table(table) if table is not None else [tuple(shlex.split(row)) for row in rows or ()]
+    own = [[one for one in job if key_of(one) not in NAMING] for job in jobs]
+    if not settings:
+        return own
+    return [
+        list({key_of(one): one for one in (*row, *job)}.values())
+        for row in dict.fromkeys(settings)
+        for job in own
+    ]  # fmt: skip
+
+
+def key_of(argument: str) -> str:
+    """The key of an argument of the command line, without the sign that adds it."""
+    return argument.partition("=")[0].lstrip("+")
+
+
+def _of_table(name: str) -> list[tuple[str, ...]]:
+    from efficient_ft.papers.published import published_table
+
+    table = published_table(name)
+    found: dict[tuple[str, ...], None] = {}
+    for row in table.rows:
+        for cell in row.cells.values():
+            if cell.arguments:
+                found[cell.arguments] = None
+    if not found:
+        raise UserError(f"table={name} has no accuracies that can be run. {table.reason or ''}".rstrip())
+    return list(found)
+
+
+def zipped(arguments: Sequence[str]) -> list[str]:
+    """Replace paired values, ``KEY=zip(A,B,...)``, by the rows that they stand for.
+
+    The n-th values of all pairs belong to one row; `NOTHING` leaves the setting out of it:
+    ``method=zip(full,lbp_wht) method.lbp_wht.order=zip(_,4)`` are the rows ``method=full`` and
+    ``method=lbp_wht method.lbp_wht.order=4``.
+
+    Args:
+        arguments: of the command line.
+
+    Raises:
+        UserError: the pairs have different numbers of values, or an argument is not closed.
+    """
+    pairs: dict[str, list[str]] = {}
+    others = []
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if not value.startswith("zip("):
+            others.append(argument)
+            continue
+        if not value.endswith(")"):
+            raise UserError(f"{argument}: paired values are written KEY=zip(A,B,...).")
+        pairs[key] = _values(value.removeprefix("zip(").removesuffix(")"))
+    if not pairs:
+        return others
+    counts = {key: len(values) for key, values in pairs.items()}
+    if len(set(counts.values())) > 1:
+        each = ", ".join(f"{key} has {count}" for key, count in counts.items())
+        raise UserError(f"zip(...): all paired settings need the same number of values; {each}.")
+    rows = [
+        " ".join(shlex.quote(f"{key}={value}") for key, value in zip(pairs, row, strict=True) if value != NOTHING)
+        for row in zip(*pairs.values(), strict=True)
+    ]
+    quoted = ",".join("'" + row.replace("\\", "\\\\").replace("'", "\\'") + "'" for row in rows)
+    return [*others, f"rows=[{quoted}]"]
+
+
+def _values(text: str) -> list[str]:
+    """Split at the commas that are not inside brackets or quotes."""
+    parts = re.findall(r"(?:\[[^\]]*\]|\{[^}]*\}|'[^']*'|\"[^\"]*\"|[^,\[{'\"])+", text)
+    return [part.strip() for part in parts]
