@@ -14,6 +14,7 @@ COMMANDS = {
     "predict": "efficient_ft.cli.predict",
     "report": "efficient_ft.cli.report",
     "table": "efficient_ft.cli.table",
+    "collect": "efficient_ft.cli.collect",
     "study": "efficient_ft.cli.study",
     "bench": "efficient_ft.cli.bench",
     "published": "efficient_ft.cli.published",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NotRequired, cast
 
@@ -164,12 +165,18 @@ def read_results(run: Path, do: str = START_AGAIN) -> Results:
         raise UserError(f"{file} cannot be read: it is not an object. {do}")
     check_format(file, plain.get("format"), do)
     try:
-        TypeAdapter(Results).validate_python(plain)
+        _schema().validate_python(plain)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))
         raise UserError(f"{file} cannot be read: {key}: {first['msg']}. {do}") from error
     return cast(Results, plain)
+
+
+@cache
+def _schema() -> TypeAdapter[Results]:
+    """Build the validator once: it takes longer than many files."""
+    return TypeAdapter(Results)
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -1,0 +1,185 @@
+"""One table of many runs: a row per run, and the mean over the seeds of runs that differ in nothing else."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from efficient_ft.config import Config, check, fingerprint
+from efficient_ft.core.errors import UserError
+from efficient_ft.core.sheet import Cell
+from efficient_ft.record import config_file, results
+from efficient_ft.record.formats import USE_ITS_VERSION
+from efficient_ft.record.results import Results, flatten, read_results
+
+#: Settings that are columns of their own, or say where things are.
+_OWN = ("seed", "model.name", "data.name", "resume", "jobs", "table", "rows", "evaluate", "cost_only")
+_PLACES = ("logger.", "cost.", "step_stats.", "data.root", "data.num_workers", "data.download", "model.weights",
+           "trainer.progress", "trainer.accelerator", "keep_freed_memory")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    Attributes:
+        folder: relative to the folder that was collected.
+        results: its results.json.
+        config: its configuration.
+        group: the same for runs that differ in their seed only.
+    """
+
+    folder: str
+    results: Results
+    config: Config
+    group: str
+
+    @property
+    def method(self) -> str:
+        """Names of its methods."""
+        return "+".join(self.config.method)
+
+    @property
+    def data(self) -> str:
+        """Its data set, the folder's name for images of the user's own, or its tasks."""
+        if self.config.tasks:
+            return "+".join(self.config.tasks)
+        return Path(self.config.data.root).name if self.config.data.name == "folder" else self.config.data.name
+
+
+@dataclass(frozen=True)
+class Collection:
+    """Finished runs below a folder.
+
+    Attributes:
+        runs: in the order of their folders.
+        ignored: by relative folder, why a run is left out: unfinished, damaged, or of another version.
+    """
+
+    runs: tuple[Run, ...]
+    ignored: Mapping[str, str]
+
+
+def collect(folder: Path) -> Collection:
+    """Read every run below `folder`; what cannot be read is left out and named.
+
+    Raises:
+        UserError: there is no such folder, or no run in it that can be read.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder. Pass a folder that contains run folders, e.g. outputs.")
+    marks = (results.NAME, config_file.NAME)
+    found = sorted({file.parent for mark in marks for file in folder.rglob(mark) if ".hydra" not in file.parts})
+    runs, ignored = [], {}
+    for run in found:
+        name = run.relative_to(folder).as_posix()
+        try:
+            runs.append(_run(name, read_results(run, USE_ITS_VERSION)))
+        except UserError as error:
+            ignored[name] = str(error)
+    if not runs:
+        first = next(iter(ignored.values()), "there is no run folder")
+        raise UserError(f"{folder} holds no finished run of this version: {first}")
+    return Collection(tuple(runs), ignored)
+
+
+def _run(name: str, found: Results) -> Run:
+    config = check(found["config"])
+    return Run(name, found, config, fingerprint(config.model_copy(update={"seed": 0})))
+
+
+#: Numbers of a run by column, in order: accuracies in percent, costs per image, totals.
+_NUMBERS: dict[str, Any] = {
+    "test accuracy %": lambda r: _percent(r["accuracy"].get("test")),
+    "best accuracy %": lambda r: _percent(r["accuracy"]["best"]),
+    "last accuracy %": lambda r: _percent(r["accuracy"]["last"]),
+    "forward MFLOPs/image": lambda r: r["cost"]["executed"]["forward_flops"] / 1e6,
+    "backward MFLOPs/image": lambda r: r["cost"]["executed"]["backward_flops"] / 1e6,
+    "saved MiB/image": lambda r: r["cost"]["executed"]["saved_bytes"] / 2**20,
+    "peak MiB": lambda r: r["cost"]["measured"]["peak_bytes"] / 2**20,
+    "TFLOPs of the run": lambda r: r["totals"]["flops"] / 1e12,
+    "seconds": lambda r: r["totals"]["seconds"],
+    "joules": lambda r: r["totals"]["joules"],
+    "trainable M": lambda r: r["trainable_parameters"] / 1e6,
+}
+
+
+def _percent(fraction: float | None) -> float | None:
+    return None if fraction is None else 100 * fraction
+
+
+def varying(runs: Sequence[Run]) -> list[str]:
+    """The settings in which `runs` differ, besides seed, model and data, and besides where things are."""
+    flat = [flatten(run.config.model_dump(mode="json")) for run in runs]
+    names = dict.fromkeys(name for settings in flat for name in settings)
+    shown = [name for name in names if name not in _OWN and not name.startswith((*_PLACES, "tasks."))]
+    # Settings of a method that only some runs have say nothing where the method is absent.
+    return [name for name in shown if len({_shown(one[name]) for one in flat if name in one}) > 1]
+
+
+def _shown(value: Any) -> str:
+    return str(value)
+
+
+def run_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
+    """The header, and a row for each run: what it was, in what it differs, accuracy, cost and totals."""
+    settings = varying(collection.runs)
+    header = ["run", "method", "model", "data", "seed", *settings, "split", *_NUMBERS]
+    rows: list[list[Cell]] = []
+    for run in collection.runs:
+        flat = flatten(run.config.model_dump(mode="json"))
+        what: list[Cell] = [run.folder, run.method, run.config.model.name, run.data, run.config.seed]
+        values: list[Cell] = [_shown(flat[name]) if name in flat else None for name in settings]
+        split = run.results["accuracy"]["split"]
+        rows.append([*what, *values, split, *(_rounded(of(run.results)) for of in _NUMBERS.values())])
+    return header, rows
+
+
+def group_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
+    """The header, and a row for runs that differ in their seed only: means, and the deviation of the accuracies."""
+    settings = varying(collection.runs)
+    header = ["method", "model", "data", *settings, "seeds", "test accuracy % ±", *_NUMBERS]
+    rows: list[list[Cell]] = []
+    for group in groups(collection.runs):
+        first = group[0]
+        flat = flatten(first.config.model_dump(mode="json"))
+        what: list[Cell] = [first.method, first.config.model.name, first.data]
+        values: list[Cell] = [_shown(flat[name]) if name in flat else None for name in settings]
+        tests = [run.results["accuracy"].get("test") for run in group]
+        known = [100 * value for value in tests if value is not None]
+        spread = _rounded(statistics.stdev(known)) if len(known) > 1 else None
+        means = [_mean(of(run.results) for run in group) for of in _NUMBERS.values()]
+        rows.append([*what, *values, " ".join(str(run.config.seed) for run in group), spread, *means])
+    return header, rows
+
+
+def groups(runs: Iterable[Run]) -> list[list[Run]]:
+    """Runs with the same settings but for the seed, ordered by it; of two with the same seed, the later one."""
+    found: dict[str, dict[int, Run]] = {}
+    for run in runs:
+        found.setdefault(run.group, {})[run.config.seed] = run
+    return [[by_seed[seed] for seed in sorted(by_seed)] for by_seed in found.values()]
+
+
+def missing_seeds(collection: Collection) -> list[str]:
+    """A sentence for every group that lacks seeds which another group has."""
+    found = groups(collection.runs)
+    every = sorted({run.config.seed for group in found for run in group})
+    said = []
+    for group in found:
+        absent = [seed for seed in every if seed not in {run.config.seed for run in group}]
+        if absent and len(every) > 1:
+            said.append(f"{group[0].folder} ({group[0].method}) has no run with seed {', '.join(map(str, absent))}.")
+    return said
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return _rounded(sum(known) / len(known)) if known else None
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")
