@@ -10,8 +10,9 @@ from typing import Any
 
 from efficient_ft.config import Config, check, fingerprint
 from efficient_ft.core.errors import UserError
-from efficient_ft.core.sheet import Cell
+from efficient_ft.core.sheet import Cell, render
 from efficient_ft.record import config_file, results
+from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.formats import USE_ITS_VERSION
 from efficient_ft.record.results import Results, flatten, read_results
 
@@ -73,17 +74,38 @@ def collect(folder: Path) -> Collection:
         raise UserError(f"{folder}: no such folder. Pass a folder that contains run folders, e.g. outputs.")
     marks = (results.NAME, config_file.NAME)
     found = sorted({file.parent for mark in marks for file in folder.rglob(mark) if ".hydra" not in file.parts})
-    runs, ignored = [], {}
-    for run in found:
+    collection = collect_runs(folder, found)
+    if not collection.runs:
+        first = next(iter(collection.ignored.values()), "there is no run folder")
+        raise UserError(f"{folder} holds no finished run of this version: {first}")
+    return collection
+
+
+def collect_runs(folder: Path, runs: Iterable[Path]) -> Collection:
+    """Read `runs`, which are named by their paths in `folder`; what cannot be read is left out and named."""
+    read, ignored = [], {}
+    for run in runs:
         name = run.relative_to(folder).as_posix()
         try:
-            runs.append(_run(name, read_results(run, USE_ITS_VERSION)))
+            read.append(_run(name, read_results(run, USE_ITS_VERSION)))
         except UserError as error:
             ignored[name] = str(error)
-    if not runs:
-        first = next(iter(ignored.values()), "there is no run folder")
-        raise UserError(f"{folder} holds no finished run of this version: {first}")
-    return Collection(tuple(runs), ignored)
+    return Collection(tuple(read), ignored)
+
+
+def write_tables(collection: Collection, path: Path) -> list[Path]:
+    """Write a row per run to ``PATH.csv`` and ``PATH.json``, and the means over the seeds to ``PATH.md``."""
+    header, rows = run_rows(collection)
+    means, mean_rows = group_rows(collection)
+    texts = {
+        ".csv": render(header, rows, "csv"),
+        ".json": render(header, rows, "json"),
+        ".md": render(means, mean_rows, "markdown", left=means.index("seeds") + 1),
+    }
+    files = [path.with_name(path.name + suffix) for suffix in texts]
+    for file, text in zip(files, texts.values(), strict=True):
+        write_text_atomically(file, f"{text}\n")
+    return files
 
 
 def _run(name: str, found: Results) -> Run:

@@ -33,6 +33,11 @@ def test_a_sweep_runs_all_tables_failures_and_is_repeated_only_where_unfinished(
     assert re.search(r"order=2 +20\.00 % +2\.0 ", table)
     assert re.search(r"order=3 +30\.00 % +3\.0 ", table)
     assert "2 of 4 failed" in table
+    written = re.search(r"Table of the sweep: (\S+\.csv), ", done.stdout)
+    assert written
+    lines = (program / written[1]).read_text().splitlines()
+    assert len(lines) == 3
+    assert "method.lbp_wht.order" in lines[0].split(",")
     assert "method.lbp_wht.order=5: order 5 is out of luck\n" in table
     assert "method.lbp_wht.order=8: killed by SIGKILL" in table
 

@@ -1,0 +1,102 @@
+"""One table of many runs: means over seeds, settings that differ, and what is left out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from efficient_ft.cli import collect as command
+from efficient_ft.config import check
+from efficient_ft.core.errors import UserError
+from efficient_ft.record.collection import collect, group_rows, groups, missing_seeds, run_rows, varying
+from efficient_ft.record.config_file import write_config
+from tests.record.some import some_results
+from tests.training.runs import plain_config
+
+
+def write(folder: Path, test: float | None = 0.5, **changes: Any) -> None:
+    """Write a finished run with a test accuracy."""
+    config = check(plain_config(**changes))
+    results = {**some_results(), "config": config.model_dump(mode="json"), "seed": config.seed}
+    results["accuracy"] = {"best": 0.6, "last": 0.55, "split": "val", "test": test}
+    folder.mkdir(parents=True)
+    write_config(folder, config)
+    (folder / "results.json").write_text(json.dumps(results))
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    for seed, test in ((0, 0.70), (1, 0.72), (2, 0.74)):
+        write(tmp_path / f"full/{seed}", test, seed=seed)
+    write(tmp_path / "other/0", 0.40, seed=0, optim__lr=0.5)
+    write(tmp_path / "lora/0", 0.80, seed=0, method={"lora": {"rank": 4}})
+    return tmp_path
+
+
+def test_means_are_over_seeds_and_never_over_settings(runs: Path) -> None:
+    header, rows = group_rows(collect(runs))
+    table = [dict(zip(header, row, strict=True)) for row in rows]
+    found = {(row["method"], row["optim.lr"]): row for row in table}
+    assert len(table) == 3
+    full = found["full", "0.01"]
+    assert full["seeds"] == "0 1 2"
+    assert full["test accuracy %"] == pytest.approx(72)
+    assert full["test accuracy % ±"] == pytest.approx(2)
+    assert found["full", "0.5"]["test accuracy %"] == pytest.approx(40)
+    assert found["lora", "0.01"]["seeds"] == "0"
+    assert found["lora", "0.01"]["test accuracy % ±"] is None
+
+
+def test_a_row_for_every_run_has_the_settings_that_differ_and_numbers(runs: Path) -> None:
+    found = collect(runs)
+    header, rows = run_rows(found)
+    assert len(rows) == 5
+    assert varying(found.runs) == ["optim.lr"]
+    first = dict(zip(header, rows[0], strict=True))
+    assert (first["run"], first["method"], first["model"], first["seed"]) == ("full/0", "full", "vit_digits", 0)
+    assert (first["best accuracy %"], first["TFLOPs of the run"], first["seconds"]) == (60.0, 24e-12, 2.5)
+    assert first["joules"] is None
+
+
+def test_missing_seeds_are_named(runs: Path) -> None:
+    said = missing_seeds(collect(runs))
+    assert said == [
+        "lora/0 (lora) has no run with seed 1, 2.",
+        "other/0 (full) has no run with seed 1, 2.",
+    ]
+
+
+def test_a_repeated_seed_counts_once(runs: Path) -> None:
+    write(runs / "full/again", 0.1, seed=2)
+    assert [len(group) for group in groups(collect(runs).runs)] == [3, 1, 1]
+
+
+def test_what_cannot_be_read_is_left_out_and_named(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (runs / "full/0/results.json").write_text('{"format": 2, "accur')
+    old = json.loads((runs / "full/1/results.json").read_text())
+    (runs / "full/1/results.json").write_text(json.dumps({**old, "format": 1}))
+    (runs / "full/2/results.json").unlink()
+    command.main([str(runs)])
+    shown = capsys.readouterr()
+    assert "left out: full/0: " in shown.err
+    assert "not valid JSON" in shown.err
+    assert "left out: full/1: " in shown.err
+    assert "it has format 1; this version reads format 2" in shown.err
+    assert "left out: full/2: " in shown.err
+    assert "has not finished" in shown.err
+    assert "full  " in shown.out
+    for form in ("csv", "json", "markdown", "latex"):
+        command.main([str(runs), "--form", form, "--runs"])
+        assert "other/0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("make", "said"), [(False, "no such folder"), (True, "holds no finished run")])
+def test_a_folder_without_runs_is_refused(tmp_path: Path, make: bool, said: str) -> None:
+    folder = tmp_path / "runs"
+    if make:
+        folder.mkdir()
+    with pytest.raises(UserError, match=said):
+        collect(folder)
