@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from omegaconf import DictConfig, OmegaConf
 
 from efficient_ft.cli import launcher, plugins, rows
-from efficient_ft.config import check, run_folder
+from efficient_ft.cli.conf import CONF
+from efficient_ft.cli.variants import folder_of
+from efficient_ft.config import check
 from efficient_ft.config.plain import plain
 
-
-def configuration_groups() -> Path:
-    """Return the folder of the configuration groups: inside the installed package, or at the top of a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
-
-
-CONF = configuration_groups()
+__all__ = ["CONF", "register"]
 
 
 def register() -> None:
@@ -34,5 +27,5 @@ def register() -> None:
 
 def _run_folder(inside: str = "", *, _root_: DictConfig) -> str:
     """The run folder of the whole configuration, as a path below `inside`."""
-    folder = run_folder(check(plain(_root_)))
+    folder = folder_of(check(plain(_root_))).as_posix()
     return folder.removeprefix(f"{inside}/") if inside else folder

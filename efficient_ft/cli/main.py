@@ -24,6 +24,7 @@ from efficient_ft.cli.compose import ComposedJob, composed_jobs
 from efficient_ft.cli.exits import clean_exits, fail, report_outcome
 from efficient_ft.cli.groups import CONF, register
 from efficient_ft.cli.rows import zipped
+from efficient_ft.cli.variants import not_as_published
 from efficient_ft.config import Config, check
 from efficient_ft.config.plain import plain
 from efficient_ft.core.errors import UserError, replace_unprintable
@@ -42,6 +43,8 @@ def job(composed: DictConfig) -> float | None:
         from efficient_ft.training.run import run
 
         hydra_config = HydraConfig.get()
+        for sentence in not_as_published(config):
+            print(f"note: {sentence}", flush=True)
         results = run(config, Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task))
     except UserError as error:
         # Left to Hydra, the message would get a line of Hydra's before it.

@@ -78,7 +78,7 @@ def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) ->
     from efficient_ft.cli.compose import configurations
     from efficient_ft.cli.groups import CONF, register
     from efficient_ft.cli.jobs import Job, command, run_jobs
-    from efficient_ft.config import run_folder
+    from efficient_ft.cli.variants import folder_of
 
     register()
     jobs, run_of = [], {}
@@ -88,7 +88,7 @@ def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) ->
         arguments = (*run.arguments, *settings)
         (config,) = configurations(CONF, "train", arguments, sweep=False)
         job = Job(arguments, f"{run.row} {records.study.tune.setting}={run.value:g} seed={run.seed}",
-                  Path(run_folder(config)), config)  # fmt: skip
+                  folder_of(config), config)  # fmt: skip
         jobs.append(job)
         run_of[id(job)] = run
     if not jobs:

@@ -6,7 +6,6 @@ import argparse
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from efficient_ft.core.errors import SettingError, UserError
@@ -194,14 +193,14 @@ def _jobs(runs: Sequence[CellRun]) -> list[Job]:
     from efficient_ft.cli.compose import configurations
     from efficient_ft.cli.groups import CONF, register
     from efficient_ft.cli.jobs import Job
-    from efficient_ft.config import run_folder
+    from efficient_ft.cli.variants import folder_of
 
     register()
     jobs = []
     for one in runs:
         (config,) = configurations(CONF, "train", one.arguments, sweep=False)
         title = " ".join([one.row.name, *([one.column] if one.column else []), f"seed={one.seed}"])
-        jobs.append(Job(one.arguments, title, Path(run_folder(config)), config))
+        jobs.append(Job(one.arguments, title, folder_of(config), config))
     folders = [job.folder for job in jobs]
     if len(set(folders)) < len(folders):
         same = next(job.title for job in jobs if folders.count(job.folder) > 1)

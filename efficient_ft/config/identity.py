@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from efficient_ft.config.schema import Config, DataConfig
@@ -48,15 +49,24 @@ def _content(data: DataConfig) -> dict[str, Any]:
     return what
 
 
-def run_folder(config: Config) -> str:
+def run_folder(config: Config, methods: Sequence[str] | None = None) -> str:
     """Return ``outputs/DATA/MODEL/METHOD+METHOD/FINGERPRINT``, relative, with forward slashes; DATA+DATA for tasks.
 
     The same configuration always gives the same folder, so that the same command finds its earlier run.
+
+    Args:
+        config: of the run.
+        methods: what its methods are called in the folder's name; None: their own names.
     """
     data: str = config.data.name
     if data == "folder":
         data = os.path.basename(os.path.normpath(config.data.root)) or data
     if config.tasks:
         data = "+".join(config.tasks)
-    parts = [data, config.model.name, "+".join(sorted(config.method)), fingerprint(config)]
+    parts = [
+        data,
+        config.model.name,
+        "+".join(sorted(config.method if methods is None else methods)),
+        fingerprint(config),
+    ]
     return "/".join(["outputs", *(re.sub(r"[^\w.+-]+", "_", part) for part in parts)])

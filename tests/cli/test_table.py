@@ -97,11 +97,11 @@ def test_a_report_has_published_and_obtained_side_by_side(
     """Over the seeds that are there, never over runs of other settings; and it says what is missing."""
     monkeypatch.chdir(tmp_path)
     chosen = chosen_rows(published_table("alast/7"), ["deit_t.alast"])[0].cells["acc_flowers"].arguments
-    from efficient_ft.config import run_folder
+    from efficient_ft.cli.variants import folder_of
 
     for best, more in ((0.70, ["seed=0"]), (0.74, ["seed=1"]), (0.10, ["seed=2", "optim.lr=0.5"])):
         (config,) = composed(*chosen, *more)
-        folder = Path(run_folder(config))
+        folder = folder_of(config)
         folder.mkdir(parents=True)
         results: Any = {**some_results(), "config": config.model_dump(mode="json")}
         results["accuracy"]["best"] = best

@@ -1,0 +1,47 @@
+"""The variant of a method: told apart in the folder's name, and said where it is not the paper's."""
+
+from __future__ import annotations
+
+import pytest
+
+from efficient_ft.cli.conf import CONF
+from efficient_ft.cli.variants import folder_of, not_as_published, variant
+from efficient_ft.core.packages import method_of
+from tests.cli.program import composed
+
+OPTIONS = sorted(file.stem for file in (CONF / "method").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_is_recognized_by_its_settings(option: str) -> None:
+    extra = ["method.blocks.blocks=[0]"] if option == "blocks" else []
+    (config,) = composed(f"method={option}", "model=deit_tiny", *extra)
+    name = method_of(CONF / "method" / f"{option}.yaml")
+    assert name is not None
+    assert variant(name, config.method[name]) == option
+    assert folder_of(config).parts[:-1] == ("outputs", "digits", "deit_tiny_patch16_224.fb_in1k", option)
+
+
+def test_a_rank_of_ones_own_changes_no_variant() -> None:
+    (own,) = composed("method=lbp_wht", "method.lbp_wht.order=7")
+    (published,) = composed("method=lbp_wht_published", "method.lbp_wht.order=7")
+    assert folder_of(own).parts[-2] == "lbp_wht"
+    assert folder_of(published).parts[-2] == "lbp_wht_published"
+
+
+def test_a_default_that_is_not_the_paper_s_says_so() -> None:
+    (config,) = composed("method=lbp_wht")
+    assert not_as_published(config) == [
+        "lbp_wht is not the published method: padding=ortho (published: reflect), as_published=false (published: true)."
+        " It is method=lbp_wht_published."
+    ]
+    assert not_as_published(composed("method=lbp_wht_published", "method.lbp_wht.order=2")[0]) == []
+    assert not_as_published(composed("method=bsr", "model=deit_tiny")[0]) == []
+    (razor,) = composed("method=back_razor_mesa", "method.back_razor.sparsity=0.5")
+    (sentence,) = not_as_published(razor)
+    assert sentence.startswith("back_razor_mesa is not the published method: ")
+    assert "sparsity" not in sentence
+
+
+def test_a_method_of_nobody_keeps_its_name() -> None:
+    assert variant("unknown", {"a": 1}) == "unknown"
