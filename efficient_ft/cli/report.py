@@ -1,4 +1,4 @@
-"""``efficient-ft report RUN``: figures of what a run has recorded."""
+"""``efficient-ft report RUN|DIR...``: figures of what a run has recorded, or one page of several runs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 DESCRIPTION = """\
-Draw what a run has recorded of its steps (step_stats.interval=1): budgets over time, how often each block trained,
-tokens after each block, relative magnitudes, and the kept tokens on images of the run's own evaluation split. Writes
-PNG files, and report.html, one page that needs no network.
+Of several runs, or of a folder of runs: one page, report.html, with a table that sorts, accuracy against FLOPs, memory,
+time and energy with the front of the best runs, and curves over training laid over each other.
+
+Of one run: draw what it has recorded of its steps (step_stats.interval=1): budgets over time, how often each block
+trained, tokens after each block, relative magnitudes, and the kept tokens on images of the run's own evaluation split.
+Writes PNG files, and report.html, one page that needs no network.
 """
 
 
@@ -21,9 +24,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     options = _parser().parse_args(arguments)
 
-    from efficient_ft.report import write_report
+    from efficient_ft.record import config_file, step_stats
+    from efficient_ft.report import write_report, write_runs_page
 
-    written = write_report(options.run, options.out or options.run / "report", options.images)
+    first = options.runs[0]
+    one_run = len(options.runs) == 1 and (first / config_file.NAME).is_file()
+    if (not one_run and first.is_dir()) or (one_run and not (first / step_stats.NAME).is_file()):
+        print(write_runs_page(options.runs, options.out or first / "report"))
+        return
+    written = write_report(first, options.out or first / "report", options.images)
     for note in written.notes:
         print(f"note: {note}")
     print("\n".join(map(str, written.files)))
@@ -33,9 +42,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="efficient-ft report", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=Path, help="a run folder")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN|DIR", help="run folders, or folders of runs")
     parser.add_argument("--images", type=_count, default=6, metavar="N", help="images with kept tokens (default 6)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="output folder (default: RUN/report)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="output folder (default: report in the first one)")
     return parser
 
 

@@ -63,10 +63,6 @@ def run_folder(config: Config, methods: Sequence[str] | None = None) -> str:
         data = os.path.basename(os.path.normpath(config.data.root)) or data
     if config.tasks:
         data = "+".join(config.tasks)
-    parts = [
-        data,
-        config.model.name,
-        "+".join(sorted(config.method if methods is None else methods)),
-        fingerprint(config),
-    ]
+    names = sorted(config.method if methods is None else methods)
+    parts = [data, config.model.name, "+".join(names), fingerprint(config)]
     return "/".join(["outputs", *(re.sub(r"[^\w.+-]+", "_", part) for part in parts)])

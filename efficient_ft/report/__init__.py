@@ -1,5 +1,6 @@
-"""Figures and a page of what a run has recorded (``step_stats.interval=1``)."""
+"""Figures and a page of what a run has recorded (``step_stats.interval=1``), and a page of several runs."""
 
 from efficient_ft.report.page import Written, write_report
+from efficient_ft.report.runs import write_runs_page
 
-__all__ = ["Written", "write_report"]
+__all__ = ["Written", "write_report", "write_runs_page"]

@@ -63,7 +63,7 @@ def test_jobs_at_the_same_time_have_the_same_outcomes(program: Path) -> None:
     assert len(runs_of(program)) == 2
     assert "ran 2" not in done.stdout  # printed into a file next to the run folder
     printed = [file.read_text() for file in (program / "outputs").rglob("*.log") if file.parent.name != ".hydra"]
-    assert sorted(text[:5] for text in printed if text.startswith("ran")) == ["ran 2", "ran 3"]
+    assert sorted(found for text in printed for found in re.findall(r"^ran \d", text, re.M)) == ["ran 2", "ran 3"]
     table = done.stdout[done.stdout.index("accuracy best") :]
     assert re.search(r"order=2 +20\.00 % ", table)
     assert re.search(r"order=3 +30\.00 % ", table)

@@ -1,0 +1,187 @@
+"""One HTML page for several runs: a table that sorts, accuracy against costs with the front, curves over training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import numpy as np
+
+from efficient_ft.core.errors import UserError
+from efficient_ft.core.sheet import Cell
+from efficient_ft.record.collection import Collection, Run, collect, collect_runs, missing_seeds, run_rows, varying
+from efficient_ft.record.config_file import NAME as CONFIG
+from efficient_ft.record.files import write_text_atomically
+from efficient_ft.record.results import flatten
+from efficient_ft.record.rows import MetricsFile
+from efficient_ft.report.record import read
+
+#: Points of a curve, at most: 200 runs fit into a page that opens at once.
+MAX_POINTS = 120
+
+#: Costs that accuracy is drawn against, by the columns of `record.collection.run_rows`.
+COSTS = (
+    "TFLOPs of the run",
+    "backward MFLOPs/image",
+    "saved MiB/image",
+    "peak MiB",
+    "seconds",
+    "joules",
+    "trainable M",
+)
+
+
+def write_runs_page(paths: Sequence[Path], out: Path) -> Path:
+    """Write one page of all runs in and below `paths` into the folder `out`.
+
+    Raises:
+        UserError: a path is no folder, or there is no finished run.
+    """
+    found = collect_paths(paths)
+    title = f"{len(found.runs)} runs" if len(found.runs) > 1 else name_of(found.runs[0], [])
+    roots = ", ".join(path.name or str(path) for path in paths)
+    page = Template((files("efficient_ft.report") / "assets" / "runs.html").read_text(encoding="utf-8"))
+    held = json.dumps(page_data(found, paths), ensure_ascii=False, allow_nan=False)
+    text = page.substitute(
+        title=escape(f"{title}: {roots}"),
+        about=escape(f"Accuracy is that of the best epoch's weights, on {_splits(found)}. Costs are executed counts."),
+        data=held.replace("</", "<\\/"),
+    )
+    write_text_atomically(out / "report.html", text)
+    return out / "report.html"
+
+
+def collect_paths(paths: Sequence[Path]) -> Collection:
+    """The finished runs in and below `paths`.
+
+    Raises:
+        UserError: a path is no folder, or there is no finished run.
+    """
+    runs: list[Run] = []
+    ignored: dict[str, str] = {}
+    for path in paths:
+        found = collect_runs(path.parent, [path]) if (path / CONFIG).is_file() else collect(path)
+        runs += found.runs
+        ignored.update(found.ignored)
+    if not runs:
+        first = next(iter(ignored.values()), "")
+        raise UserError(f"There is no finished run in {', '.join(map(str, paths))}. {first}".rstrip())
+    return Collection(tuple(runs), ignored)
+
+
+def _splits(found: Collection) -> str:
+    splits = {"test" if run.results["accuracy"]["test"] is not None else run.results["accuracy"]["split"]
+              for run in found.runs}  # fmt: skip
+    return " or ".join(f"the {split} images" for split in sorted(splits))
+
+
+def page_data(found: Collection, paths: Sequence[Path]) -> dict[str, Any]:
+    """What the page draws, in plain containers."""
+    header, table = run_rows(found)
+    words = header.index("split")
+    settings = varying(found.runs)
+    groups = {run.group: number for number, run in enumerate({run.group: run for run in found.runs}.values())}
+    runs = []
+    for run, row in zip(found.runs, table, strict=True):
+        numbers = dict(zip(header, row, strict=True))
+        folder = next((p for p in _places(run, paths) if p.is_dir()), None)
+        runs.append(
+            {
+                "name": name_of(run, settings),
+                "accuracy": accuracy_of(run),
+                "colour": groups[run.group],
+                "numbers": {cost: numbers[cost] for cost in COSTS},
+                "rows": [] if folder is None else _curve_rows(folder),
+                "budgets": None if folder is None else _budgets(folder),
+            }
+        )
+    numeric = table_numbers(header, table)
+    shown = [header.index(cost) for cost in COSTS if any(value is not None for value in numeric[cost])]
+    accuracy = "accuracy %"
+    columns = [*header[:words], accuracy, *(header[i] for i in shown)]
+    return {
+        "columns": columns,
+        "words": words,
+        "accuracy": accuracy,
+        "table": [
+            [*row[:words], one["accuracy"], *(row[i] for i in shown)] for row, one in zip(table, runs, strict=True)
+        ],
+        "runs": runs,
+        "costs": [header[i] for i in shown],
+        "curves": ["loss", "accuracy %"],
+        "axes": ["step", "epoch", "TFLOPs", "seconds", "images"],
+        "notes": [*missing_seeds(found), *_left_out(found)],
+    }
+
+
+def table_numbers(header: Sequence[str], table: Sequence[Sequence[Cell]]) -> dict[str, list[Cell]]:
+    """The values of each column."""
+    return {name: [row[place] for row in table] for place, name in enumerate(header)}
+
+
+def _left_out(found: Collection) -> list[str]:
+    """What could not be read: the number of unfinished runs, and every other reason."""
+    unfinished = [name for name, reason in found.ignored.items() if "has not finished" in reason]
+    said = [f"Left out: {name}: {reason}" for name, reason in found.ignored.items() if name not in unfinished]
+    return [f"Left out: {len(unfinished)} runs that have not finished.", *said] if unfinished else said
+
+
+def _places(run: Run, paths: Sequence[Path]) -> list[Path]:
+    """Where the folder of `run` may be: its name is relative to one of the paths, or to a path's parent."""
+    return [base / run.folder for path in paths for base in (path, path.parent)]
+
+
+def name_of(run: Run, settings: Sequence[str]) -> str:
+    """A short name: the methods, and the settings in which the runs differ."""
+    flat = flatten(run.config.model_dump(mode="json"))
+    own = [f"{name.rpartition('.')[2]}={flat[name]}" for name in settings if name in flat]
+    return " ".join([run.method, *own[:3], f"seed={run.config.seed}"])
+
+
+def accuracy_of(run: Run) -> float:
+    """Percent on the test images; without any, on the split that chose the epoch."""
+    accuracy = run.results["accuracy"]
+    value = accuracy["best"] if accuracy["test"] is None else accuracy["test"]
+    return round(100 * value, 4)
+
+
+def _curve_rows(folder: Path) -> list[dict[str, float]]:
+    """Points of the curves: step, epoch, TFLOPs, seconds and images so far, loss or accuracy."""
+    rows = MetricsFile(folder).read()
+    windows = any("train_loss" in row for row in rows)  # a short run has none
+    points = []
+    for row in rows:
+        values = {
+            "step": row.get("step"),
+            "epoch": row.get("epoch"),
+            "TFLOPs": None if row.get("flops") is None else row["flops"] / 1e12,
+            "seconds": row.get("seconds"),
+            "images": row.get("images"),
+            "loss": row.get("train_loss") if windows else row.get("train_loss_epoch"),
+            "accuracy %": next((100 * v for k, v in row.items() if k in ("val_accuracy", "test_accuracy")), None),
+        }
+        points.append({key: float(f"{value:.5g}") for key, value in values.items() if value is not None})
+    if len(points) > MAX_POINTS:
+        kept = np.unique(np.linspace(0, len(points) - 1, MAX_POINTS).round().astype(int))
+        points = [points[i] for i in kept]
+    return points
+
+
+def _budgets(folder: Path) -> dict[str, Any] | None:
+    try:
+        record = read(folder)
+    except UserError:  # the run has recorded none
+        return None
+    if record.budgets is None:
+        return None
+    kept = np.unique(np.linspace(0, len(record.steps) - 1, MAX_POINTS).round().astype(int))
+    return {
+        "steps": record.steps[kept].tolist(),
+        "blocks": record.labels,
+        "values": np.round(np.nan_to_num(record.budgets[kept]), 4).tolist(),
+    }
