@@ -70,7 +70,7 @@ def _of_table(name: str) -> list[tuple[str, ...]]:
     for row in table.rows:
         for cell in row.cells.values():
             if cell.arguments:
-                found[cell.arguments] = None
+                found[*cell.arguments, f"published={cell.accuracy:.6g}"] = None
     if not found:
         raise UserError(f"table={name} has no accuracies that can be run. {table.reason or ''}".rstrip())
     return list(found)

@@ -176,7 +176,8 @@ def _runs(table: Table, rows: Sequence[Row], seeds: Sequence[int], settings: Seq
                 continue
             for column, cell in row.cells.items():
                 if cell.arguments:
-                    yield CellRun(row, column, seed, _merged(cell.arguments, f"seed={seed}", *settings))
+                    own = (f"seed={seed}", f"published={cell.accuracy:.6g}")
+                    yield CellRun(row, column, seed, _merged(cell.arguments, *own, *settings))
 
 
 def _merged(arguments: Sequence[str], *more: str) -> tuple[str, ...]:

@@ -140,8 +140,14 @@ class LoggerConfig(Section):
 
     name: Literal["none", "wandb", "tensorboard"] = "none"
     project: Name = "efficient-ft"
-    #: null: the run folder's parent.
+    #: wandb's user or team; null: the one logged in.
+    entity: str | None = None
+    #: null: the run folder's parent, which names the methods.
     group: str | None = None
+    #: Name of the run; null: the methods and the settings given on the command line.
+    run_name: str | None = None
+    tags: list[str] = Field(default_factory=list)
+    job_type: Name = "train"
     mode: Literal["online", "offline"] = "online"
 
 
@@ -178,6 +184,8 @@ class Config(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 233
     #: auto: the same command continues an interrupted run and shows a finished one; never: start from the beginning.
     resume: Literal["auto", "never"] = "auto"
+    #: The accuracy that a paper prints for this run, a fraction, for the logger's summary.
+    published: Annotated[float, Field(ge=0, le=1)] | None = None
     #: Name of a published table whose runs are the rows of a sweep (-m).
     table: str | None = None
     #: Rows of a sweep (-m): texts of settings, each run with every combination of the other arguments.

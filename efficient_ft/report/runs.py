@@ -89,7 +89,7 @@ def page_data(found: Collection, paths: Sequence[Path]) -> dict[str, Any]:
     runs = []
     for run, row in zip(found.runs, table, strict=True):
         numbers = dict(zip(header, row, strict=True))
-        folder = next((p for p in _places(run, paths) if p.is_dir()), None)
+        folder = next((p for p in places(run, paths) if p.is_dir()), None)
         runs.append(
             {
                 "name": name_of(run, settings),
@@ -131,7 +131,7 @@ def _left_out(found: Collection) -> list[str]:
     return [f"Left out: {len(unfinished)} runs that have not finished.", *said] if unfinished else said
 
 
-def _places(run: Run, paths: Sequence[Path]) -> list[Path]:
+def places(run: Run, paths: Sequence[Path]) -> list[Path]:
     """Where the folder of `run` may be: its name is relative to one of the paths, or to a path's parent."""
     return [base / run.folder for path in paths for base in (path, path.parent)]
 

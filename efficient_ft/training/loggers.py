@@ -13,13 +13,14 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.record.results import flatten
 
 
-def start_loggers(config: Config, folder: Path, run_id: str) -> list[Logger]:
+def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence[str] = ()) -> list[Logger]:
     """The chosen logger, started before training, so that a mistake in its settings shows at once.
 
     Args:
         config: the run's configuration; `config.logger` chooses.
         folder: the run folder.
         run_id: the same for a resumed run.
+        arguments: the settings given on the command line, of which a run's name is made.
 
     Raises:
         UserError: the logger's package is not installed, or it cannot start.
@@ -40,8 +41,11 @@ def start_loggers(config: Config, folder: Path, run_id: str) -> list[Logger]:
 
         logger = WandbLogger(
             project=options.project,
+            entity=options.entity,
             group=options.group or folder.parent.name,
-            name=folder.name,
+            name=options.run_name or run_name(folder.parent.name, arguments),
+            tags=options.tags or None,
+            job_type=options.job_type,
             id=run_id,
             resume="allow",
             save_dir=folder,
@@ -49,7 +53,7 @@ def start_loggers(config: Config, folder: Path, run_id: str) -> list[Logger]:
             log_model=False,
             config=plain,
         )
-        _ = logger.experiment
+        define_metrics(logger.experiment)
     except ModuleNotFoundError as error:
         raise UserError(
             f"logger={options.name} needs a package that is not installed. Install it: pip install {options.name}"
@@ -62,13 +66,47 @@ def start_loggers(config: Config, folder: Path, run_id: str) -> list[Logger]:
     return [logger]
 
 
+def run_name(methods: str, arguments: Sequence[str]) -> str:
+    """A readable name: the methods, and the settings given, by the last parts of their names.
+
+    ``method.lbp_wht.order=4 optim.lr=1e-3 seed=1`` becomes ``lbp_wht order=4 lr=1e-3 seed=1``; groups and places
+    (``data=``, ``data.root=``) are left out.
+    """
+    settings = []
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        group, _, below = key.lstrip("+~").partition(".")
+        if key == "seed" or (below and group in ("method", "optim", "trainer", "model") and "/" not in value):
+            settings.append(f"{key.rpartition('.')[2]}={value}")
+    return " ".join([methods, *settings])[:120]
+
+
+def define_metrics(experiment: Any) -> None:
+    """Tell wandb which value of a metric is the run's: the highest accuracy, the lowest loss, the last total."""
+    for split in ("val", "test"):
+        experiment.define_metric(f"{split}_accuracy*", summary="max")
+        experiment.define_metric(f"{split}_loss*", summary="min")
+    for name in ("train_loss", "flops", "seconds", "images", "joules"):
+        experiment.define_metric(name, summary="last")
+
+
+def summary_of(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by which runs are compared: accuracy (also of the test images, and published), cost, totals."""
+    keys = ("accuracy", "cost", "totals", "trainable_parameters", "total_parameters")
+    summary = flatten({key: results[key] for key in keys})
+    published = results["config"].get("published")
+    if published is not None:
+        summary["accuracy.published"] = published
+        summary["accuracy.minus_published"] = results["accuracy"]["best"] - published
+    return summary
+
+
 def write_summary(loggers: Sequence[Logger], results: Mapping[str, Any]) -> None:
-    """Write accuracy and cost to wandb's summary, where runs are compared, and close the loggers."""
+    """Write accuracy, cost and totals to wandb's summary, where runs are compared, and close the loggers."""
     for logger in loggers:
         experiment: Any = getattr(logger, "experiment", None)
         if hasattr(experiment, "summary"):
-            shown = {k: results[k] for k in ("accuracy", "cost", "trainable_parameters", "total_parameters")}
-            experiment.summary.update(flatten(shown))
+            experiment.summary.update(summary_of(results))
     close_loggers(loggers, failed=False)
 
 

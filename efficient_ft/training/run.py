@@ -107,7 +107,7 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
     epochs, total_steps = run_length(config, images, world_size(config))
     totals = Totals(methods, total_steps * config.trainer.grad_accum_steps)
     recorder = Recorder(folder, images.best_split, keep_best, {"run_id": name, "version": __version__}, totals)
-    loggers = start_loggers(config, folder, name)
+    loggers = start_loggers(config, folder, name, arguments)
     callbacks: list[L.Callback] = [MethodCallback(methods, frozen_bn=config.model.frozen_bn)]
     if config.step_stats.interval:  # after the methods have decided the step, before a checkpoint is written
         callbacks.append(StepStats(folder, methods, config.step_stats.interval))

@@ -66,7 +66,7 @@ def test_commands_are_those_of_the_cells(capsys: pytest.CaptureFixture[str]) -> 
     lines = printed(capsys, "alast/7", "--commands", "--rows", "deit_t.alast", "--seeds", "0,1", "data.root=DIR")
     assert lines.splitlines() == [
         "efficient-ft model=deit_tiny data=flowers102 recipe=alast/flowers102 method=alast method.alast.num_layers=9"
-        f" seed={seed} data.root=DIR"
+        f" seed={seed} published=0.79 data.root=DIR"
         for seed in (0, 1)
     ]
 

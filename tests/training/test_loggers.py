@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.training.recorder import Recorder
 from efficient_ft.training.run import run
-from tests.training.runs import rows_of
+from tests.cli.program import composed
+from tests.training.runs import REPOSITORY, rows_of
+from tests.training.wandb_files import offline_run
 
 
 def test_wandb_offline_continues_the_same_run(tmp_path, configuration, monkeypatch, without_cost):
@@ -53,3 +56,39 @@ def test_a_logger_that_is_not_installed_is_named(tmp_path, configuration, monkey
     monkeypatch.setattr(loggers, {"wandb": "WandbLogger", "tensorboard": "TensorBoardLogger"}[name], Missing)
     with pytest.raises(UserError, match=rf"not installed\. Install it: pip install {name}$"):
         run(configuration(logger={"name": name}), tmp_path)
+
+
+def test_a_run_on_wandb_has_a_readable_name_and_what_runs_are_compared_by(
+    tmp_path, configuration, monkeypatch, without_cost
+):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logger = {"name": "wandb", "mode": "offline", "entity": "us", "tags": ["a", "b"], "job_type": "study"}
+    config = configuration(logger=logger, trainer__max_steps=5, published=0.25)
+    arguments = ["method=full", "data=digits", "optim.lr=1e-2", "trainer.max_steps=5", "data.root=/x", "seed=3"]
+    results = run(config, tmp_path / "lbp_wht_published" / "name", arguments)
+    found = offline_run(tmp_path)
+    sent = found["run"]
+    assert sent.display_name == "lbp_wht_published lr=1e-2 max_steps=5 seed=3"
+    assert (sent.entity, sent.run_group, sent.job_type, list(sent.tags)) == (
+        "us",
+        "lbp_wht_published",
+        "study",
+        ["a", "b"],
+    )
+    assert found["summary"]["accuracy.published"] == 0.25
+    assert found["summary"]["accuracy.minus_published"] == pytest.approx(results["accuracy"]["best"] - 0.25)
+    assert found["summary"]["accuracy.test"] == results["accuracy"]["test"]
+    assert found["summary"]["totals.images"] == results["totals"]["images"]
+    assert found["metrics"]["val_accuracy*"].max
+    assert any("flops" in row for row in found["history"])
+
+
+def test_the_sweep_of_the_examples_composes():
+    """Each combination of its values is a command line."""
+    held = yaml.safe_load((REPOSITORY / "examples" / "wandb_sweep.yaml").read_text())
+    given = [word for word in held["command"] if not word.startswith("$") and word != "efficient-ft"]
+    for order in held["parameters"]["method.lbp_dct.order"]["values"]:
+        (config,) = composed(*given, "optim.lr=1e-4", f"method.lbp_dct.order={order}", "seed=1")
+        assert config.logger.name == "wandb"
+    assert held["metric"]["name"] == "val_accuracy"

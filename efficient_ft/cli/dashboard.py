@@ -1,0 +1,45 @@
+"""``efficient-ft dashboard RUN|DIR...``: finished runs, and a report with the papers' panels, on Weights & Biases."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+DESCRIPTION = """\
+Send finished runs to Weights & Biases, as if they had been logged, and make a report of them: accuracy against FLOPs,
+memory and time, and curves over training. --offline writes what would be sent: the runs for `wandb sync`, and the
+panels as JSON. `efficient-ft report DIR` makes the same figures without an account.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Send the runs that `arguments` (default: the command line's) name, and print where they are.
+
+    Raises:
+        UserError: there are no runs, wandb is not installed, or it cannot start.
+    """
+    parser = argparse.ArgumentParser(
+        prog="efficient-ft dashboard", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN|DIR", help="run folders, or folders of runs")
+    parser.add_argument("--project", default="efficient-ft", help="default: efficient-ft")
+    parser.add_argument("--entity", help="user or team (default: the one logged in)")
+    parser.add_argument("--title", default="efficient-ft", help="of the report")
+    parser.add_argument("--offline", action="store_true", help="send nothing, write what would be sent")
+    parser.add_argument("--out", type=Path, default=Path("outputs/dashboard"), help="default: outputs/dashboard")
+    options = parser.parse_args(arguments)
+
+    from efficient_ft.report.dashboard import create_report, upload, write_panels
+    from efficient_ft.report.runs import collect_paths
+
+    found = collect_paths(options.runs)
+    names = upload(found, options.runs, project=options.project, entity=options.entity, offline=options.offline,
+                   out=options.out)  # fmt: skip
+    print("\n".join(names))
+    panels = options.out / "panels.json"
+    write_panels(panels, options.title)
+    if options.offline:
+        print(f"Written: {options.out / 'wandb'} (wandb sync sends it), {panels}")
+        return
+    print(create_report(options.title, options.project, options.entity))

@@ -1,0 +1,125 @@
+"""Weights & Biases for finished runs: each run uploaded from its record, and a report with the papers' panels.
+
+Without a network (or with ``offline``) wandb writes the runs into a folder, to be sent later by ``wandb sync``, and the
+panels are written as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from efficient_ft.core.errors import UserError, first_line
+from efficient_ft.record.collection import Collection
+from efficient_ft.record.files import write_text_atomically
+from efficient_ft.record.rows import MetricsFile
+from efficient_ft.report.runs import name_of, places
+
+#: The panels: a title, what is drawn (curves over training, or one point per run), its x and its y.
+PANELS: tuple[tuple[str, str, str, str], ...] = (
+    ("Accuracy against FLOPs of the run", "points", "totals.flops", "accuracy.best"),
+    ("Accuracy against kept bytes per image", "points", "cost.executed.saved_bytes", "accuracy.best"),
+    ("Accuracy against peak memory", "points", "cost.measured.peak_bytes", "accuracy.best"),
+    ("Accuracy against time", "points", "totals.seconds", "accuracy.best"),
+    ("Accuracy over FLOPs", "curves", "flops", "val_accuracy"),
+    ("Accuracy over time", "curves", "seconds", "val_accuracy"),
+    ("Training loss", "curves", "Step", "train_loss"),
+)
+
+
+def upload(
+    found: Collection, paths: Sequence[Path], *, project: str, entity: str | None, offline: bool, out: Path
+) -> list[str]:
+    """Send every run to wandb as it would have been logged; a run keeps its id, so that sending again replaces it.
+
+    Args:
+        found: the runs.
+        paths: where they were collected.
+        project: of wandb.
+        entity: user or team; None: the one logged in.
+        offline: write into `out` instead.
+        out: a folder for wandb's files.
+
+    Returns:
+        The names of the runs sent.
+
+    Raises:
+        UserError: wandb is not installed, or it cannot start.
+    """
+    try:
+        import wandb
+    except ModuleNotFoundError as error:
+        raise UserError('dashboard needs wandb. Install it: pip install "efficient-ft[wandb]"') from error
+    from efficient_ft.training.loggers import define_metrics, summary_of
+
+    out.mkdir(parents=True, exist_ok=True)
+    names = []
+    for run in found.runs:
+        folder = next((place for place in places(run, paths) if place.is_dir()), None)
+        rows = [] if folder is None else MetricsFile(folder).read()
+        identity = None if folder is None else folder / "run_id"
+        name = name_of(run, [])
+        try:
+            sent: Any = wandb.init(
+                project=project,
+                entity=entity,
+                id=identity.read_text().strip() if identity is not None and identity.is_file() else None,
+                name=name,
+                group=run.method,
+                job_type="train",
+                config=run.results["config"],
+                dir=out,
+                mode="offline" if offline else "online",
+                resume="allow" if not offline else None,
+                reinit="finish_previous",
+            )
+        except Exception as error:  # wandb's own errors derive from several bases
+            raise UserError(
+                f"dashboard: wandb cannot start: {first_line(error)} Use --offline, or log in first (wandb login)."
+            ) from error
+        define_metrics(sent)
+        for row in rows:
+            sent.log({key: value for key, value in row.items() if key != "step" and value is not None}, row["step"])
+        sent.summary.update(summary_of(run.results))
+        sent.finish()
+        names.append(name)
+    return names
+
+
+def write_panels(path: Path, title: str) -> None:
+    """Write the panels as JSON: what `create_report` would send."""
+    panels = [{"title": title_of, "kind": kind, "x": x, "y": y} for title_of, kind, x, y in PANELS]
+    write_text_atomically(path, json.dumps({"title": title, "panels": panels}, indent=2) + "\n")
+
+
+def create_report(title: str, project: str, entity: str | None) -> str:
+    """Make a report with the panels on wandb's server and return its address.
+
+    Raises:
+        UserError: wandb-workspaces is not installed, or the server refuses.
+    """
+    try:
+        import wandb_workspaces.reports.v2 as wr
+    except ModuleNotFoundError as error:
+        raise UserError("dashboard needs wandb-workspaces. Install it: pip install wandb-workspaces") from error
+    runset = wr.Runset(entity=entity or "", project=project)
+    try:
+        report = wr.Report(project=project, entity=entity or "", title=title,
+                           blocks=[wr.PanelGrid(runsets=[runset], panels=_panels())])  # fmt: skip
+        report.save()
+        return str(report.url)
+    except Exception as error:  # as in `upload`
+        raise UserError(f"dashboard: the report cannot be saved: {first_line(error)}") from error
+
+
+def _panels() -> list[Any]:
+    import wandb_workspaces.reports.v2 as wr
+
+    return [
+        wr.ScatterPlot(title=title, x=wr.SummaryMetric(x), y=wr.SummaryMetric(y))
+        if kind == "points"
+        else wr.LinePlot(title=title, x=x, y=[y])
+        for title, kind, x, y in PANELS
+    ]

@@ -1,0 +1,51 @@
+"""``efficient-ft dashboard`` offline: wandb's files hold the runs as they were recorded, and the panels are written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from efficient_ft.cli.commands import run_command
+from efficient_ft.report.dashboard import PANELS
+from tests.report.test_runs import filled
+from tests.training.wandb_files import offline_run
+
+wandb = pytest.importorskip("wandb")
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_written_as_it_was_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    runs, out = filled(tmp_path / "runs"), tmp_path / "out"
+    run_command("dashboard", [str(runs / "b"), "--offline", "--project", "mine", "--out", str(out), "--title", "Title"])
+    assert "full seed=1" in capsys.readouterr().out
+    found = offline_run(out)
+    assert (found["run"].display_name, found["run"].run_group, found["run"].job_type) == (
+        "full seed=1",
+        "full",
+        "train",
+    )
+    assert found["run"].project == "mine"
+    assert len(found["history"]) == 300, "rows of the same step are one"
+    assert found["history"][0]["train_loss"] == 3
+    assert found["history"][-1]["val_accuracy"] == 0.6
+    assert found["summary"]["accuracy.test"] == 0.7
+    assert found["summary"]["totals.flops"] == 5e12
+    assert found["metrics"]["val_accuracy*"].max
+    assert found["metrics"]["val_loss*"].min
+    panels = json.loads((out / "panels.json").read_text())
+    assert panels["title"] == "Title"
+    assert [panel["title"] for panel in panels["panels"]] == [title for title, *_ in PANELS]
+
+
+def test_the_panels_are_wandb_s() -> None:
+    wr = pytest.importorskip("wandb_workspaces.reports.v2")
+    from efficient_ft.report.dashboard import _panels
+
+    models = [panel._to_model() for panel in _panels()]
+    assert len(models) == len(PANELS)
+    assert {type(panel) for panel in _panels()} == {wr.ScatterPlot, wr.LinePlot}
