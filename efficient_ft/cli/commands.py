@@ -15,6 +15,7 @@ COMMANDS = {
     "report": "efficient_ft.cli.report",
     "table": "efficient_ft.cli.table",
     "collect": "efficient_ft.cli.collect",
+    "figure": "efficient_ft.cli.figure",
     "dashboard": "efficient_ft.cli.dashboard",
     "study": "efficient_ft.cli.study",
     "bench": "efficient_ft.cli.bench",

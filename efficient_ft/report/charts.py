@@ -1,0 +1,126 @@
+"""Charts as data: panels of series, drawn as PNG and written as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from efficient_ft.record.files import write_atomically, write_text_atomically
+from efficient_ft.report.figures import DPI, require_matplotlib
+
+#: With more series than this there is no legend.
+MAX_NAMED = 14
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of one name: x and y of the same length; x may be words (bars)."""
+
+    name: str
+    x: Sequence[float | str]
+    y: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes.
+
+    Attributes:
+        title: above it.
+        x: what is on the x axis, with its unit.
+        y: what is on the y axis.
+        series: drawn in it.
+        kind: ``lines`` (with a mark at each point if there are few), ``points``, ``bars`` or ``image`` (the values of
+            the one series are the rows of a square picture).
+    """
+
+    title: str
+    x: str
+    y: str
+    series: Sequence[Series]
+    kind: Literal["lines", "points", "bars", "image"] = "lines"
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure of one or several panels next to each other."""
+
+    title: str
+    panels: Sequence[Panel]
+    notes: Sequence[str] = field(default=())
+
+
+def write_chart(chart: Chart, path: Path) -> list[Path]:
+    """Write ``PATH.png`` and ``PATH.csv``.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    png, table = path.with_name(f"{path.name}.png"), path.with_name(f"{path.name}.csv")
+    image = _drawn(chart)
+    write_atomically(png, partial(_write, image))
+    write_text_atomically(table, chart_csv(chart))
+    return [png, table]
+
+
+def _write(image: bytes, path: Path) -> None:
+    path.write_bytes(image)
+
+
+def chart_csv(chart: Chart) -> str:
+    """The data as CSV: panel, series, x and y of every point."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["panel", "series", "x", "y"])
+    for panel in chart.panels:
+        for series in panel.series:
+            for x, y in zip(series.x, series.y, strict=True):
+                writer.writerow([panel.title, series.name, x if isinstance(x, str) else f"{x:.6g}", f"{y:.6g}"])
+    return out.getvalue()
+
+
+def _drawn(chart: Chart) -> bytes:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.2 * len(chart.panels), 4.2), layout="constrained")
+    figure.suptitle(chart.title)
+    for axes, panel in zip(figure.subplots(1, len(chart.panels), squeeze=False)[0], chart.panels, strict=True):
+        _draw(axes, panel)
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", dpi=DPI, bbox_inches="tight", metadata={"Software": None})
+    return stream.getvalue()
+
+
+def _draw(axes: Any, panel: Panel) -> None:
+    from matplotlib import colormaps
+
+    axes.set_title(panel.title)
+    axes.set_xlabel(panel.x)
+    axes.set_ylabel(panel.y)
+    colors = colormaps["viridis"]([i / max(1, len(panel.series)) for i in range(len(panel.series))])
+    if panel.kind == "image":
+        (series,) = panel.series
+        side = round(len(series.y) ** 0.5)
+        axes.imshow([series.y[row * side : (row + 1) * side] for row in range(side)], cmap="viridis")
+        axes.grid(visible=False)
+        return
+    if panel.kind == "bars":
+        words = list(dict.fromkeys(x for series in panel.series for x in series.x))
+        width = 0.8 / len(panel.series)
+        for number, (series, color) in enumerate(zip(panel.series, colors, strict=True)):
+            places = [words.index(x) + (number - (len(panel.series) - 1) / 2) * width for x in series.x]
+            axes.bar(places, series.y, width, label=series.name, color=color)
+        axes.set_xticks(range(len(words)), [str(word) for word in words], rotation=45 if len(words) > 6 else 0)
+    else:
+        for series, color in zip(panel.series, colors, strict=True):
+            few = len(series.x) <= 20
+            style = {"linestyle": "" if panel.kind == "points" else "-", "marker": "o" if few else ""}
+            axes.plot(series.x, series.y, label=series.name, color=color, **style)
+    if 1 < len(panel.series) <= MAX_NAMED:  # more would hide the axes; the CSV names them
+        axes.legend(fontsize=8)

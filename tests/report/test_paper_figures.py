@@ -1,0 +1,123 @@
+"""The papers' figures from records: the numbers drawn are those of the runs, and what is missing is said."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from efficient_ft.cli.commands import run_command
+from efficient_ft.core.errors import UserError
+from efficient_ft.papers.published import figures
+from efficient_ft.record.rows import MetricsFile
+from efficient_ft.record.step_stats import step_stats_file
+from efficient_ft.report.paper_figures import FIGURES, paper_figure
+from tests.record.test_collection import write
+
+
+def finished(folder: Path, test: float, method: dict[str, Any], flops: float, **changes: Any) -> None:
+    write(folder, test, method=method, **changes)
+    results = json.loads((folder / "results.json").read_text())
+    results["cost"]["executed"].update(backward_flops=flops * 1e6, saved_bytes=flops * 2**20)
+    results["cost"]["measured"]["peak_bytes"] = 2 * flops * 2**20
+    results["totals"].update(flops=flops * 1e12, seconds=10 * flops)
+    (folder / "results.json").write_text(json.dumps(results))
+    rows = MetricsFile(folder)
+    for step in (1, 2):
+        rows.append(
+            {"step": step, "epoch": step, "train_loss": 2 / step, "flops": flops * step * 1e12, "seconds": step}
+        )
+        rows.append({"step": step, "epoch": step, "val_accuracy": test * step / 2, "flops": flops * step * 1e12,
+                     "seconds": step})  # fmt: skip
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    root = tmp_path / "runs"
+    finished(root / "full", 0.9, {"full": {}}, 4)
+    for order, flops, test in ((2, 1, 0.6), (4, 2, 0.8)):
+        for seed in (0, 1):
+            finished(root / f"lbp{order}{seed}", test + 0.02 * seed, {"lbp_wht": {"order": order}}, flops, seed=seed)
+    for sparsity, prune in ((0.8, "backward"), (0.9, "backward"), (0.9, "both")):
+        finished(
+            root / f"razor{sparsity}{prune}", sparsity / 2, {"back_razor": {"sparsity": sparsity, "prune": prune}}, 3
+        )
+    for layers in (1, 2):
+        finished(root / f"alast{layers}", 0.7, {"alast": {"num_layers": layers}}, layers)
+        stats = step_stats_file(root / f"alast{layers}")
+        for step in range(1, 5):
+            trained = ["blocks.0"] if step % 2 and layers == 1 else ["blocks.0", "blocks.1"]
+            row = {"step": step, "blocks": ["blocks.0", "blocks.1"], "budgets": [1.0, step / 4], "trained": trained}
+            stats.append(row)
+    return root
+
+
+def series(runs: Path, name: str, panel: int = 0) -> dict[str, tuple[list[Any], list[float]]]:
+    return {s.name: (list(s.x), list(s.y)) for s in paper_figure(name, [runs]).panels[panel].series}
+
+
+def test_accuracy_by_order_and_its_slope(runs: Path) -> None:
+    found = series(runs, "lbp_wht/figure_3")
+    assert found["LBP-WHT"] == ([1.0, 2.0], pytest.approx([61, 81]))
+    assert found["full"] == ([4.0], [90.0])
+    assert series(runs, "lbp_wht/figure_4")["LBP-WHT"] == ([4], pytest.approx([20 / 1e-3]))
+
+
+def test_accuracy_by_sparsity_tells_what_is_pruned(runs: Path) -> None:
+    found = series(runs, "back_razor/figure_3")
+    assert found["backward only"] == ([0.8, 0.9], pytest.approx([40, 45]))
+    assert found["forward and backward"] == ([0.9], pytest.approx([45]))
+    assert series(runs, "back_razor/figure_3", 1)["backward only"][1] == [3, 3]
+    assert series(runs, "back_razor/figure_4")["full"] == ([1, 2], [2, 1])
+
+
+def test_relative_numbers_are_those_of_full(runs: Path) -> None:
+    found = series(runs, "alast/figure_5")["lbp_wht order=4"]
+    assert found == (["FLOPs", "memory", "time", "accuracy"], pytest.approx([0.5, 0.5, 0.5, 81 / 90]))
+
+
+def test_curves_over_flops_and_layers(runs: Path) -> None:
+    assert series(runs, "alast/figure_6")["full"] == ([4, 8], pytest.approx([45, 90]))
+    assert series(runs, "alast/figure_6", 1)["full"] == ([8], [90])
+    assert series(runs, "alast/figure_8")["alast num_layers=2"] == ([2, 4], pytest.approx([35, 70]))
+    assert series(runs, "alast/figure_9")["alast num_layers=1"] == (["0", "1"], [1, 0.5])
+    assert series(runs, "alast/figure_10")["1"] == ([1, 2, 3, 4], [0.25, 0.5, 0.75, 1])
+    assert len(paper_figure("alast/figure_7", [runs]).panels) == 2
+
+
+def test_points_and_bars_of_methods(runs: Path) -> None:
+    assert series(runs, "bsr/figure_1")["full"] == ([40], [90])
+    assert series(runs, "bsr/figure_5")["full"] == (["vit_digits"], [90])
+
+
+@pytest.mark.parametrize("name", sorted(FIGURES))
+def test_every_figure_is_written_with_its_data(runs: Path, tmp_path: Path, name: str) -> None:
+    run_command("figure", [name, str(runs), "--out", str(tmp_path / "out")])
+    path = tmp_path / "out" / name.replace("/", "_")
+    with Image.open(path.with_suffix(".png")) as image:
+        assert min(image.size) > 300
+        assert len(image.convert("L").getcolors() or [None] * 257) > 8, "something is drawn"
+    rows = list(csv.DictReader(path.with_suffix(".csv").read_text().splitlines()))
+    drawn = paper_figure(name, [runs])
+    assert len(rows) == sum(len(s.x) for panel in drawn.panels for s in panel.series)
+
+
+def test_what_a_figure_needs_is_said(runs: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="needs a run of full fine-tuning"):
+        paper_figure("alast/figure_5", [runs / "lbp20"])
+    with pytest.raises(UserError, match=r"two values of method.lbp_wht.order or more, got 1"):
+        paper_figure("lbp_wht/figure_3", [runs / "lbp20", runs / "full"])
+    with pytest.raises(UserError, match=r"step_stats\.interval=1"):
+        paper_figure("alast/figure_9", [runs / "full"])
+    with pytest.raises(UserError, match=r"figure must be one of lbp_wht/figure_3.*Did you mean 'alast/figure_9'"):
+        paper_figure("alast/figure9", [runs])
+
+
+def test_the_list_names_the_command_of_each(runs: Path) -> None:
+    listed = {figure.name: figure for figure in figures()}
+    assert {name for name, figure in listed.items() if figure.command} == set(FIGURES)
+    assert all(figure.reason for figure in listed.values() if not figure.command)
