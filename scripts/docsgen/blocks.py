@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from docsgen import cards, configuration, labels, records
+from docsgen import cards, configuration, labels, records, studies
 from docsgen.markdown import cosine, duration, table, times
 from docsgen.values import error, projector
 
@@ -349,3 +349,15 @@ def recipes(page: Path) -> str:
     found = configuration.recipes()
     rows = [[f"`{folder}`", ", ".join(f"`{d}`" for d in data), text] for folder, (data, text) in found.items()]
     return table(["folder", "data sets", "settings"], rows, left=3)
+
+
+@block
+def study(name: str, page: Path) -> str:
+    """The outcome of a study in results/."""
+    return studies.study_table(name)
+
+
+@block
+def study_conditions(name: str, page: Path) -> str:
+    """How a study was run."""
+    return studies.study_conditions(name)
