@@ -1,4 +1,4 @@
-"""``efficient-ft figure PAPER/figure_N RUN|DIR...``: a figure of a paper from the records of runs."""
+"""``efficient-ft figure PAPER/figure_N RUN|DIR...|KEY=VALUE...``: a figure of a paper, from runs or from a model."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from efficient_ft.core.errors import SettingError, UserError
+
 DESCRIPTION = """\
-Draw a figure of a paper from finished runs, as PNG, with its data as CSV. `efficient-ft table` lists the figures.
+Draw a figure of a paper, as PNG, with its data as CSV: from finished runs, or from a model and images.
+`efficient-ft table` lists the figures.
 
     efficient-ft -m experiment=alast_layers model=deit_tiny data=flowers102 step_stats.interval=1
     efficient-ft figure alast/figure_8 outputs/flowers102
+    efficient-ft figure alast/figure_2 model=deit_small data=folder data.root=DIR
 """
 
 
@@ -24,13 +28,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="efficient-ft figure", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("figure", metavar="FIGURE", help="PAPER/figure_N, for example alast/figure_8")
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN|DIR", help="run folders, or folders of runs")
+    parser.add_argument(
+        "of", nargs="*", metavar="RUN|DIR|KEY=VALUE", help="run folders, folders of runs; or the model and images"
+    )
     parser.add_argument("--out", type=Path, default=Path("figures"), metavar="FOLDER", help="default: figures")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
 
+    from efficient_ft.papers.published import figures
+    from efficient_ft.report import model_figures, paper_figures
     from efficient_ft.report.charts import write_chart
-    from efficient_ft.report.paper_figures import paper_figure
 
-    chart = paper_figure(options.figure, options.runs)
+    if options.figure in model_figures.FIGURES:
+        from efficient_ft.cli.compose import configurations
+        from efficient_ft.cli.groups import CONF, register
+
+        register()
+        (config,) = configurations(CONF, "train", options.of, sweep=False)
+        chart = model_figures.model_figure(options.figure, config)
+    elif options.figure in paper_figures.FIGURES:
+        if not options.of:
+            raise UserError(f"{options.figure} is drawn from runs: pass run folders, or a folder of runs.")
+        chart = paper_figures.paper_figure(options.figure, [Path(one) for one in options.of])
+    else:
+        raise SettingError("figure", options.figure, [figure.name for figure in figures()])
     for file in write_chart(chart, options.out / options.figure.replace("/", "_")):
         print(file)

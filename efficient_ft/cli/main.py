@@ -44,7 +44,7 @@ def job(composed: DictConfig) -> float | None:
 
         hydra_config = HydraConfig.get()
         for sentence in not_as_published(config):
-            print(f"note: {sentence}", file=sys.stderr, flush=True)
+            print(f"note: {sentence}", flush=True)
         results = run(config, Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task))
     except UserError as error:
         # Left to Hydra, the message would get a line of Hydra's before it.

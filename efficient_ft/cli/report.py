@@ -8,7 +8,7 @@ from pathlib import Path
 
 DESCRIPTION = """\
 Of several runs, or of a folder of runs: one page, report.html, with a table that sorts, accuracy against FLOPs, memory,
-time and energy with the front of the best runs, and curves over training laid over each other.
+time and energy with the front of the best runs, and curves over training in one plot.
 
 Of one run: draw what it has recorded of its steps (step_stats.interval=1): budgets over time, how often each block
 trained, tokens after each block, relative magnitudes, and the kept tokens on images of the run's own evaluation split.
@@ -24,12 +24,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     options = _parser().parse_args(arguments)
 
-    from efficient_ft.record import config_file, step_stats
+    from efficient_ft.record import config_file, results, step_stats
     from efficient_ft.report import write_report, write_runs_page
 
     first = options.runs[0]
-    one_run = len(options.runs) == 1 and (first / config_file.NAME).is_file()
-    if (not one_run and first.is_dir()) or (one_run and not (first / step_stats.NAME).is_file()):
+    # Of one run what it has recorded is drawn, unless it has finished without a record.
+    below = first.is_dir() and not (first / config_file.NAME).is_file() and any(first.rglob(config_file.NAME))
+    finished = (first / results.NAME).is_file() and not (first / step_stats.NAME).is_file()
+    if len(options.runs) > 1 or below or finished:
         print(write_runs_page(options.runs, options.out or first / "report"))
         return
     written = write_report(first, options.out or first / "report", options.images)

@@ -144,7 +144,8 @@ def compare(
         probes: dict[str, Probe] = {"method": Probe(model, methods, spec)}
         if baseline is not None:
             probes["baseline"] = Probe(baseline(), baseline_methods, spec)
-        counts, training, notes = {}, {}, {}
+        counts, notes = {}, {}
+        training: dict[str, TrainingStep] = {}
         free, held, started = _free_bytes(device), 0, time.perf_counter()
         for name, probe in probes.items():
             probe.warm_up()
@@ -156,7 +157,7 @@ def compare(
             if free is not None and needed > free:
                 notes[name] = f"not timed: needs about {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} are free"
                 continue
-            if max_seconds is not None and time.perf_counter() - started > max_seconds:
+            if max_seconds is not None and training and time.perf_counter() - started > max_seconds:
                 notes[name] = f"not timed: its steps would take more than {max_seconds:.2g} s"
                 continue
             first_step = probe.steps_before

@@ -289,6 +289,36 @@ def accuracy_and_memory(runs: Runs) -> Chart:
     )
 
 
+def embeddings_before_and_after(runs: Runs) -> Chart:
+    """BSR, Figure 4: distributions of patch embedding, positions and class token, pretrained and fine-tuned."""
+    from efficient_ft.models import factory
+    from efficient_ft.training import export
+
+    run = runs.found.runs[0]
+    folder = runs.folder(run)
+    if folder is None or not (folder / export.NAME).is_file():
+        raise UserError(f"{run.folder} holds no {export.NAME}: the fine-tuned weights are gone. Train again.")
+    missing = factory.missing_weights(run.config.model)
+    if missing is not None:
+        raise UserError(missing)
+    after = export.load(folder).model.state_dict()
+    before = factory.create_model(run.config.model, 2).state_dict()
+    named = {"patch_embed.proj.weight": "patch embedding", "pos_embed": "positions", "cls_token": "class token"}
+    panels = [
+        Panel(title, "value", "density", [_density("pretrained", before[key]), _density("fine-tuned", after[key])])
+        for key, title in named.items()
+        if key in before and key in after
+    ]
+    if not panels:
+        raise UserError(f"{run.config.model.name} has no patch embedding, positions or class token.")
+    return Chart(f"Embeddings before and after fine-tuning: {runs.name(run)}", panels)
+
+
+def _density(name: str, values: Any) -> Series:
+    density, edges = np.histogram(values.detach().float().flatten().numpy(), bins=60, density=True)
+    return Series(name, ((edges[1:] + edges[:-1]) / 2).tolist(), density.tolist())
+
+
 #: The figures drawn from runs, by the name that `papers.published.figures` has.
 FIGURES: dict[str, Callable[[Runs], Chart]] = {
     "lbp_wht/figure_3": accuracy_by_order,
@@ -302,6 +332,7 @@ FIGURES: dict[str, Callable[[Runs], Chart]] = {
     "alast/figure_9": layer_frequency,
     "alast/figure_10": layer_budgets,
     "bsr/figure_1": accuracy_time_memory,
+    "bsr/figure_4": embeddings_before_and_after,
     "bsr/figure_5": accuracy_and_memory,
 }
 

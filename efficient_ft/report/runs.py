@@ -81,7 +81,7 @@ def _splits(found: Collection) -> str:
 
 
 def page_data(found: Collection, paths: Sequence[Path]) -> dict[str, Any]:
-    """What the page draws, in plain containers."""
+    """The data that the page draws, in plain containers."""
     header, table = run_rows(found)
     words = header.index("split")
     settings = varying(found.runs)
@@ -125,7 +125,7 @@ def table_numbers(header: Sequence[str], table: Sequence[Sequence[Cell]]) -> dic
 
 
 def _left_out(found: Collection) -> list[str]:
-    """What could not be read: the number of unfinished runs, and every other reason."""
+    """Sentences about runs that could not be read: how many have not finished, and every other reason."""
     unfinished = [name for name, reason in found.ignored.items() if "has not finished" in reason]
     said = [f"Left out: {name}: {reason}" for name, reason in found.ignored.items() if name not in unfinished]
     return [f"Left out: {len(unfinished)} runs that have not finished.", *said] if unfinished else said

@@ -26,7 +26,7 @@ def accuracy(one: dict[str, Any]) -> float:
 
 
 def study_table(name: str) -> str:
-    """A row for each method that is tuned: the rate chosen, accuracy, and costs, beside full fine-tuning's."""
+    """A row for each method that is tuned: the rate chosen, accuracy, and costs, with ratios to full fine-tuning."""
     found = records(name)
     full = found.finished("full")
     rows, waiting = [], []
@@ -69,7 +69,7 @@ def _range(values: list[float]) -> str:
 
 
 def study_conditions(name: str) -> str:
-    """What was run: the study's own words, its settings, and the machines."""
+    """Conditions of a study: its own words, its settings, and the machines."""
     found = records(name)
     study, tune = found.study, found.study.tune
     machines = sorted({f"{one['environment']['device']}, torch {one['environment']['torch']}" for one in found.runs

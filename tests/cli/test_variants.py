@@ -1,4 +1,4 @@
-"""The variant of a method: told apart in the folder's name, and said where it is not the paper's."""
+"""The variant of a method: in the folder's name, and named where it is not the paper's."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ from PIL import Image
 
 from efficient_ft.cli.commands import run_command
 from efficient_ft.core.errors import UserError
-from efficient_ft.papers.published import figures
 from efficient_ft.record.rows import MetricsFile
 from efficient_ft.record.step_stats import step_stats_file
 from efficient_ft.report.paper_figures import FIGURES, paper_figure
@@ -94,7 +93,7 @@ def test_points_and_bars_of_methods(runs: Path) -> None:
     assert series(runs, "bsr/figure_5")["full"] == (["vit_digits"], [90])
 
 
-@pytest.mark.parametrize("name", sorted(FIGURES))
+@pytest.mark.parametrize("name", sorted(set(FIGURES) - {"bsr/figure_4"}))
 def test_every_figure_is_written_with_its_data(runs: Path, tmp_path: Path, name: str) -> None:
     run_command("figure", [name, str(runs), "--out", str(tmp_path / "out")])
     path = tmp_path / "out" / name.replace("/", "_")
@@ -113,11 +112,7 @@ def test_what_a_figure_needs_is_said(runs: Path, tmp_path: Path) -> None:
         paper_figure("lbp_wht/figure_3", [runs / "lbp20", runs / "full"])
     with pytest.raises(UserError, match=r"step_stats\.interval=1"):
         paper_figure("alast/figure_9", [runs / "full"])
+    with pytest.raises(UserError, match=r"holds no model.safetensors: the fine-tuned weights are gone"):
+        paper_figure("bsr/figure_4", [runs / "full"])
     with pytest.raises(UserError, match=r"figure must be one of lbp_wht/figure_3.*Did you mean 'alast/figure_9'"):
         paper_figure("alast/figure9", [runs])
-
-
-def test_the_list_names_the_command_of_each(runs: Path) -> None:
-    listed = {figure.name: figure for figure in figures()}
-    assert {name for name, figure in listed.items() if figure.command} == set(FIGURES)
-    assert all(figure.reason for figure in listed.values() if not figure.command)

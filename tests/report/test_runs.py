@@ -59,7 +59,7 @@ def test_the_page_has_every_run_with_its_curves(tmp_path: Path) -> None:
     assert rows[-1]["accuracy %"] == 60
     assert found["runs"][2]["budgets"] == {"steps": [1, 2, 3], "blocks": ["0", "1"],
                                            "values": [[0.9, 0.9], [0.9, 0.8], [0.9, 0.7]]}  # fmt: skip
-    assert "joules" not in found["costs"], "no machine told it"
+    assert "joules" not in found["costs"], "no machine measured it"
     assert any("1 runs that have not finished" in note for note in found["notes"])
     page = write_runs_page([root], tmp_path / "out").read_text(encoding="utf-8")
     assert page.count("</script>") == 2, "a name cannot end the script"

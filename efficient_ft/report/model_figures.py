@@ -1,0 +1,180 @@
+"""Figures of the papers that need a model and a batch of images, or nothing, and no training run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from efficient_ft.config import Config
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.data import missing_data, open_data
+from efficient_ft.methods import BitFit
+from efficient_ft.models import factory
+from efficient_ft.models.view import Layer, view
+from efficient_ft.ops.projection import block_energy
+from efficient_ft.papers.table import Row, Table
+from efficient_ft.report.charts import Chart, Panel, Series
+from efficient_ft.report.record import block_labels
+from efficient_ft.training.block_stats import channel_axis, observe_blocks, relative_magnitude
+
+#: Images in the batch.
+IMAGES = 16
+
+
+def _model_and_batch(config: Config) -> tuple[nn.Module, Tensor, Tensor]:
+    """The pretrained model of `config`, and the first images of its evaluation split with their labels.
+
+    Raises:
+        UserError: weights or images are missing.
+    """
+    missing = [text for text in (factory.missing_weights(config.model), missing_data(config.data)) if text is not None]
+    if missing:
+        raise UserError("\n".join(missing))
+    data = config.data.model_copy(update={"num_workers": 0, "eval_batch_size": IMAGES})
+    images = open_data(data, factory.input_of(config.model), config.seed)
+    batch, labels = next(iter(images.eval_loader(images.best_split)))
+    return factory.create_model(config.model, images.num_classes).eval(), batch, labels
+
+
+def relative_magnitudes(config: Config) -> Chart:
+    """ALaST, Figure 2: ‖f(x)‖ / ‖f(x) + x‖ of each block of a pretrained model, the mean over images and tokens."""
+    model, batch, _ = _model_and_batch(config)
+    of_model, found = view(model), dict[int, float]()
+
+    def keep(index: int, io: Any) -> None:
+        axis = channel_axis(model.get_submodule(of_model.blocks[index]), io.y.dim())
+        pair = relative_magnitude(io, of_model.prefix_tokens, axis)
+        if pair is not None:
+            found[index] = float(pair[0])
+
+    with torch.no_grad(), observe_blocks(model, of_model.blocks, keep):
+        model(batch)
+    if not found:
+        raise UserError(f"{of_model.name} has no blocks whose input and output can be compared.")
+    labels = block_labels(of_model.blocks)
+    series = Series(config.model.name, [labels[i] for i in found], list(found.values()))
+    return Chart("Relative magnitude", [Panel("", "block", "‖f(x)‖ / ‖f(x) + x‖", [series], "bars")])
+
+
+def class_attention(config: Config) -> Chart:
+    """ALaST, Figure 4: attention of the class token to the patches in the 2nd, 4th and 6th block, first image.
+
+    The mean over the heads.
+    """
+    model, batch, _ = _model_and_batch(config)
+    of_model = view(model)
+    if not of_model.prefix_tokens or not hasattr(model.get_submodule(of_model.blocks[0]), "attn"):
+        raise UserError(f"{of_model.name} has no class token over a grid of patches. Use a ViT or DeiT.")
+    maps: dict[int, Tensor] = {}
+
+    def hook(index: int) -> Callable[..., None]:
+        def keep(attention: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
+            x = args[0]
+            q, k, _ = attention.qkv(x).unflatten(-1, (3, attention.num_heads, -1)).permute(2, 0, 3, 1, 4)
+            q, k = attention.q_norm(q), attention.k_norm(k)
+            weights = (q[:, :, :1] @ k.transpose(-2, -1) * attention.scale).softmax(-1)
+            maps[index] = weights.mean(1)[0, 0, of_model.prefix_tokens :]
+
+        return keep
+
+    chosen = [index for index in (1, 3, 5) if index < len(of_model.blocks)]
+    handles = [
+        model.get_submodule(f"{of_model.blocks[index]}.attn").register_forward_hook(hook(index)) for index in chosen
+    ]
+    with torch.no_grad():
+        model(batch[:1])
+    for handle in handles:
+        handle.remove()
+    if any(math.isqrt(len(m)) ** 2 != len(m) for m in maps.values()):
+        raise UserError(f"{of_model.name} has no square grid of patches. Set model.image_size to one number.")
+    panels = [
+        Panel(f"block {index + 1}", "", "", [Series(f"block {index + 1}", list(range(len(m))), m.tolist())], "image")
+        for index, m in maps.items()
+    ]
+    return Chart("Attention of the class token", panels)
+
+
+def gradient_spectrum(config: Config) -> Chart:
+    """LBP-WHT, Figure 5: energy of g_y by Walsh-Hadamard basis (i, j), at the model's last attention layer.
+
+    g_y is the gradient of the loss at the layer's output for one batch of the pretrained model with a new classifier.
+    """
+    model, batch, labels = _model_and_batch(config)
+    of_model = view(model)
+    layers = [layer for layer in of_model.layers if layer.tokens is not None and layer.in_attention]
+    if not layers:
+        raise UserError(f"{of_model.name} has no attention layer over a grid of tokens.")
+    for name in of_model.head:  # a new classifier may start at zero, through which no gradient passes
+        for parameter in model.get_submodule(name).parameters():
+            nn.init.normal_(parameter, std=0.02)
+    held: dict[str, Tensor] = {}
+
+    def hook(name: str) -> Callable[..., None]:
+        def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            output.register_hook(lambda gradient: held.update({name: gradient.detach()}))
+
+        return keep
+
+    handles = [model.get_submodule(one.name).register_forward_hook(hook(one.name)) for one in layers[-4:]]
+    F.cross_entropy(model(batch), labels).backward()
+    for handle in handles:
+        handle.remove()
+    # Behind the last attention only the class token has a gradient: then the layer before it.
+    layer, grid = next(
+        (one, grid) for one in reversed(layers[-4:]) if (grid := _on_grid(held[one.name], one)).abs().max() > 0
+    )
+    energy = block_energy(grid)
+    values = (energy / energy.sum()).flatten().tolist()
+    series = Series(layer.name, list(range(64)), values)
+    return Chart(f"WHT spectrum of the gradient at {layer.name}", [Panel("", "j", "i", [series], "image")])
+
+
+def _on_grid(gradient: Tensor, layer: Layer) -> Tensor:
+    """The gradient at the patches: (B, H, W, C)."""
+    assert layer.tokens is not None
+    if gradient.dim() == 4:  # a 1×1 convolution
+        gradient = gradient.flatten(2).transpose(1, 2)
+    return gradient[:, layer.tokens.prefix :].unflatten(1, tuple(layer.tokens.grid)).float()
+
+
+def training_memory(config: Config | None = None) -> Chart:
+    """Back Razor, Figure 1: training memory at a batch of 16 by TinyTL's rule; the devices' limits are not printed."""
+    networks = (
+        ("ResNet-50", "resnet50", ()),
+        ("ViT-B", "vit_base_patch16_224", ()),
+        ("ViT-B (BitFit)", "vit_base_patch16_224", (BitFit,)),
+        ("ProxylessNAS-Mobile", "proxyless_mobile", ()),
+        ("DeiT-S", "deit_small_patch16_224", ()),
+    )
+    values = [
+        Table("", architecture, 16, 2**20, ()).count(Row(name, 0, methods)).memory
+        for name, architecture, methods in networks
+    ]
+    series = Series("training memory", [name for name, *_ in networks], values)
+    return Chart("Training memory, batch 16", [Panel("", "", "MiB by TinyTL's rule", [series], "bars")])
+
+
+#: The figures that need a model and images (or nothing), by the name that `papers.published.figures` has.
+FIGURES: dict[str, Callable[[Config], Chart]] = {
+    "lbp_wht/figure_5": gradient_spectrum,
+    "back_razor/figure_1": training_memory,
+    "alast/figure_2": relative_magnitudes,
+    "alast/figure_4": class_attention,
+}
+
+
+def model_figure(name: str, config: Config) -> Chart:
+    """The chart of a paper's figure of the model and images of `config`.
+
+    Raises:
+        SettingError: no such figure.
+        UserError: weights or images are missing, or the model has not what the figure shows.
+    """
+    if name not in FIGURES:
+        raise SettingError("figure", name, FIGURES)
+    return FIGURES[name](config)
