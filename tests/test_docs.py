@@ -17,6 +17,7 @@ import yaml
 
 from efficient_ft.cli.compose import configurations
 from efficient_ft.cli.groups import CONF, register
+from efficient_ft.cli.rows import zipped
 from efficient_ft.config import setting_names
 from tests.conftest import REPOSITORY
 
@@ -24,7 +25,9 @@ PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPO
 CARDS = sorted(page for page in (REPOSITORY / "docs" / "methods").glob("*.md") if page.stem != "index")
 
 #: The first words of the installed command that are no settings.
-SUBCOMMANDS = ("predict", "report", "bench", "published", "gradient-error")
+SUBCOMMANDS = (
+    "predict", "report", "table", "figure", "collect", "dashboard", "study", "bench", "published", "gradient-error",
+)  # fmt: skip
 
 SECTIONS = ["What it does", "When to use it", "Settings", "Cost", "What it does not do", "Paper", "Our deviations"]
 
@@ -173,7 +176,7 @@ def test_every_command_composes_and_its_methods_can_be_stacked():
         if any(word.startswith("evaluate=") for word in overrides):
             continue  # needs a run
         try:
-            for config in configurations(CONF, "train", overrides, sweep=sweep):
+            for config in configurations(CONF, "train", zipped(overrides), sweep=sweep):
                 build_methods(config)
                 composed += 1
         except Exception as error:
