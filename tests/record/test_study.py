@@ -1,0 +1,148 @@
+"""Studies: what is run, the best value of each row, records without paths, and going on where it stopped."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from efficient_ft.cli.commands import run_command
+from efficient_ft.core.errors import UserError
+from efficient_ft.record.formats import OtherVersionError
+from efficient_ft.record.study import Records, chosen_rows, read_study
+from tests.cli.program import REPOSITORY
+from tests.record.some import some_results
+
+STUDY = """
+title: Digits
+settings: [model=vit_digits, data=digits, trainer.max_steps=2, trainer.limit_eval_batches=1, cost.baseline=none]
+tune: {setting: optim.lr, values: [1.0e-3, 1.0e-2], seed: 0}
+seeds: [0, 1]
+rows:
+  full: [method=full]
+  head: [method=head, optim.warmup_steps=0]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "study.yaml").write_text(STUDY)
+    return tmp_path
+
+
+def results(best: float, test: float | None = None) -> Any:
+    found = copy.deepcopy(some_results())
+    found["accuracy"] = {"best": best, "last": best, "split": "val", "test": test}
+    found["environment"] = {"torch": "2", "device": "a CPU", "date": "today", "efficient_ft": "0", "threads": 1}
+    return found
+
+
+def test_every_row_is_tuned_over_the_same_values_and_its_best_is_run_with_every_seed(folder: Path) -> None:
+    records = Records(folder)
+    tuning = records.tuning_runs(["full", "head"])
+    assert [(run.row, run.value, run.seed) for run in tuning] == [
+        ("full", 1e-3, 0), ("full", 1e-2, 0), ("head", 1e-3, 0), ("head", 1e-2, 0)]  # fmt: skip
+    assert tuning[2].arguments[-4:] == ("method=head", "optim.warmup_steps=0", "optim.lr=0.001", "seed=0")
+    assert records.seed_runs(["full"]) == []
+    for run, best in zip(tuning, (0.5, 0.9, 0.8, 0.7), strict=True):
+        records.add(run, results(best))
+    assert (records.best_value("full"), records.best_value("head")) == (1e-2, 1e-3)
+    runs = records.seed_runs(["full", "head"])
+    assert [(run.row, run.value, run.seed) for run in runs] == [
+        ("full", 1e-2, 0), ("head", 1e-3, 0), ("full", 1e-2, 1), ("head", 1e-3, 1)]  # fmt: skip
+    assert len(records.finished("full")) == 1
+
+
+def test_records_go_on_on_another_machine_and_hold_no_paths(folder: Path) -> None:
+    first = Records(folder)
+    run = first.tuning_runs(["full"])[0]
+    first.add(run, results(0.5, test=0.4))
+    again = Records(folder)
+    held = again.find(run)
+    assert held is not None
+    assert held["accuracy"]["test"] == 0.4
+    assert "config" not in held
+    assert str(folder) not in (folder / "records.json").read_text()
+    again.add(run, results(0.6))
+    assert len(Records(folder).runs) == 1, "a repeated run replaces its record"
+
+
+def test_a_record_of_other_settings_does_not_count(folder: Path) -> None:
+    records = Records(folder)
+    run = records.tuning_runs(["full"])[0]
+    records.add(run, results(0.5))
+    (folder / "study.yaml").write_text(STUDY.replace("trainer.max_steps=2", "trainer.max_steps=3"))
+    changed = Records(folder)
+    assert changed.find(changed.tuning_runs(["full"])[0]) is None
+
+
+def test_a_diverged_run_is_a_finding_and_never_the_best(folder: Path) -> None:
+    records = Records(folder)
+    low, high = records.tuning_runs(["full"])
+    records.add(low, results(0.5))
+    records.add_diverged(high, "The loss is nan at step 3.")
+    assert records.best_value("full") == 1e-3
+    for run in records.tuning_runs(["head"]):
+        records.add_diverged(run, "The loss is nan at step 1.")
+    assert records.best_value("head") is None
+    assert Records(folder).finished("head") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "holds no study.yaml"),
+        ("title: [", "cannot be read"),
+        ("title: a", "Field required"),
+        (STUDY + "extra: 1", "extra: Extra inputs are not permitted"),
+    ],
+)
+def test_a_study_that_cannot_be_read_is_refused(tmp_path: Path, text: str | None, said: str) -> None:
+    if text is not None:
+        (tmp_path / "study.yaml").write_text(text)
+    with pytest.raises(UserError, match=said):
+        read_study(tmp_path)
+
+
+def test_unknown_rows_and_damaged_records_are_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"row must be one of full, head, got ful\. Did you mean 'full'"):
+        chosen_rows(read_study(folder), ["ful"])
+    (folder / "records.json").write_text('{"runs": [')
+    with pytest.raises(UserError, match="is damaged"):
+        Records(folder)
+    (folder / "records.json").write_text('{"format": 1, "runs": []}')
+    with pytest.raises(OtherVersionError, match="it has format 1"):
+        Records(folder)
+
+
+def test_the_report_has_accuracies_over_the_seeds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = Records(folder)
+    for run in records.tuning_runs(["full"]):
+        records.add(run, results(run.value, test=0.5))
+    records.add(records.seed_runs(["full"])[1], results(0.5, test=0.7))
+    run_command("study", [str(folder), "--report"])
+    shown = capsys.readouterr().out
+    assert "60.00 [50.00…70.00]" in shown
+    assert "0 of 2 tuned" in shown
+
+
+@pytest.mark.slow
+def test_a_study_runs_and_is_continued(folder: Path) -> None:
+    """Four runs for tuning, two for the other seed; repeated, none."""
+    command = [sys.executable, "-m", "efficient_ft", "study", str(folder), "jobs=2", "trainer.progress=false"]
+    for _ in range(2):
+        done = subprocess.run(
+            command, cwd=folder, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    assert "started" not in done.stdout
+    runs = json.loads((folder / "records.json").read_text())["runs"]
+    assert sorted((run["row"], run["seed"]) for run in runs) == [
+        ("full", 0), ("full", 0), ("full", 1), ("head", 0), ("head", 0), ("head", 1)]  # fmt: skip
+    assert {run["totals"]["steps"] for run in runs} == {2}
