@@ -36,7 +36,9 @@ def check_option(loader: ConfigLoader, override: Override) -> None:
     several = value if isinstance(value, list) and group == "method" else [value]
     for option in several:
         if option not in options:
-            raise SettingError(group, "null" if option is None else option, options)
+            any_of_timm = group == "model" and isinstance(option, str)
+            hint = f"Any model of timm: model=timm model.name={option}." if any_of_timm else None
+            raise SettingError(group, "null" if option is None else option, options, hint)
 
 
 def group_options(loader: ConfigLoader, group: str) -> list[str]:

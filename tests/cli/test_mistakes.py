@@ -24,6 +24,10 @@ from tests.cli.program import composed
         (["method=[lbp_wht,lbp_dctt]"], r"^method must be .*, got lbp_dctt\. Did you mean 'lbp_dct'\?"),
         (["model=efficientformer_l11"], r"Did you mean 'efficientformer_l1'\?"),
         (["data=cifar1000"], r"Did you mean 'cifar100'\?"),
+        (
+            ["model=tf_efficientnet_lite0"],
+            r"got tf_efficientnet_lite0\. .*Any model of timm: model=timm model\.name=tf_efficientnet_lite0\.$",
+        ),
         (["recipe=lbp_wht/cifar1000"], r"Did you mean 'lbp_wht/cifar100'\?"),
         (
             ["optim=5"],

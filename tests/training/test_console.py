@@ -43,6 +43,11 @@ def test_the_text_at_the_end_says_what_is_unusual(finished, tmp_path):
     assert "started from random weights" in shown
     assert "corrupt" not in shown
     assert "test  " in shown
+    assert "limit_eval_batches" not in shown
+    results["config"]["trainer"]["limit_eval_batches"] = 1
+    limited = results_text(results, tmp_path)
+    count = results["data"]["splits"]["test"]
+    assert f"128 of {count} test images: trainer.limit_eval_batches=1)" in limited
     results["accuracy"]["split"] = "test"
     results["data"]["skipped"] = 3
     results["methods"]["full"]["skipped"] = {"a": "frozen", "b": "frozen"}
