@@ -50,6 +50,8 @@ def jobs_of_rows(jobs: Iterable[Sequence[str]], table: str | None, rows: Sequenc
     own = [[one for one in job if key_of(one) not in NAMING] for job in jobs]
     if not settings:
         return own
+    # An experiment may have settings of all its runs too; its rows are not those of one run.
+    own = [[*job, "rows=null"] if any(key_of(one) == "experiment" for one in job) else job for job in own]
     return [
         list({key_of(one): one for one in (*row, *job)}.values())
         for row in dict.fromkeys(settings)

@@ -140,6 +140,9 @@ def test_rows_of_an_experiment_a_table_and_paired_values_are_sweeps(program: Pat
         ("2", "0.1"), ("2", "0.2"), ("3", "0.1"), ("3", "0.2")]  # fmt: skip
     again = call(program, "-m", "rows=['method=lbp_wht method.lbp_wht.order=2']", "optim.lr=0.1,0.2", "jobs=2")
     assert again.stdout.count("finished before") == 2, again.stderr
+    preset = call(program, "-m", "experiment=alast_layers", "model=deit_tiny", "cost_only=true", "jobs=3")
+    assert preset.returncode == 0, preset.stderr
+    assert len(re.findall(r"^ran None", preset.stdout, re.M)) == 8
     alone = call(program, "experiment=lbp_wht_ranks")
     assert alone.returncode == 2
     assert alone.stderr.startswith("experiment=lbp_wht_ranks: it has several runs. To run each of them add -m.")
