@@ -116,6 +116,9 @@ def results_text(results: dict[str, Any], folder: Path) -> str:
         f"{config['model']['name']} on {data} with {method}:"
         f" {results['trainable_parameters']:,} of {results['total_parameters']:,} parameters trained",
     ]
+    limit = config["trainer"].get("limit_eval_batches")
+    if limit is not None:
+        chosen += _seen(limit, config["data"], results["data"])
     for name, applied in results["methods"].items():
         skipped = f", {len(applied['skipped'])} skipped" if applied["skipped"] else ""
         reasons = sorted(set(applied["skipped"].values()))
@@ -128,7 +131,7 @@ def results_text(results: dict[str, Any], folder: Path) -> str:
         lines.append(f"  {skipped_images} corrupt images were left out (data.on_corrupt=skip)")
     lines += [
         "",
-        table(_accuracy_rows(config, accuracy, results["data"])) + chosen,
+        table(_accuracy_rows(accuracy, results["data"])) + chosen,
         "",
         cost_table(results["cost"], method, config["data"]["batch_size"]),
         "",
@@ -142,15 +145,13 @@ def _seen(limit: int, settings: dict[str, Any], data: dict[str, Any]) -> str:
     size = limit * (settings["eval_batch_size"] or settings["batch_size"])
     splits = {split: count for split, count in data.get("splits", {}).items() if split != "train"}
     each = [f"{min(size, count)} of {count} {split} images" for split, count in splits.items()]
-    return f" ({', '.join(each) or f'{limit} batches of each task'}: trainer.limit_eval_batches={limit})"
+    return f"\n(on {', '.join(each) or f'{limit} batches of each task'}: trainer.limit_eval_batches={limit})"
 
 
-def _accuracy_rows(config: dict[str, Any], accuracy: dict[str, Any], data: dict[str, Any]) -> list[list[str]]:
+def _accuracy_rows(accuracy: dict[str, Any], data: dict[str, Any]) -> list[list[str]]:
     """Best and last accuracy on the split that chose the best epoch; the best weights' accuracy on the test split."""
     tasks, split = accuracy.get("tasks", {}), accuracy["split"]
-    limit = config["trainer"].get("limit_eval_batches")
-    seen = "" if limit is None else _seen(limit, config["data"], data)
-    rows = [["accuracy" + seen, "best", "last"]]
+    rows = [["accuracy", "best", "last"]]
     rows += [[f"{task}, {split}", f"{of['best']:.2%}", f"{of['last']:.2%}"] for task, of in tasks.items()]
     rows.append([f"{'mean, ' if tasks else ''}{split}", f"{accuracy['best']:.2%}", f"{accuracy['last']:.2%}"])
     tested = data["accuracy"].get("test")
