@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,14 +99,19 @@ def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) ->
         elif job.failure is not None and job.failure.startswith(NOT_FINITE):
             records.add_diverged(run_of[id(job)], job.failure)
 
-    # A job's failure is in the table; that a rate was too high is a finding of the study.
-    with contextlib.suppress(SystemExit):
+    try:
         run_jobs(jobs, lambda job: command(None, None, None, job.arguments), jobs[0].config.jobs, record)
+    except SystemExit as end:
+        # Failed jobs are in the table; that a rate was too high is a finding of the study. A signal ends the study.
+        if end.code != 1:
+            raise
     return any(job.failure is not None and not job.failure.startswith(NOT_FINITE) for job in jobs)
 
 
 def report(records: Records, rows: Sequence[str]) -> str:
     """The table of what has been found: accuracy over the seeds at the best value, and the cost."""
+    from efficient_ft.record.study import test_accuracy
+
     study = records.study
     lines = [["row", study.tune.setting, "accuracy %", "seeds", "TFLOPs", "saved KiB", "s"]]
     for row in rows:
@@ -117,7 +121,7 @@ def report(records: Records, rows: Sequence[str]) -> str:
             lines.append([row, f"{tuned} of {len(study.tune.values)} tuned"])
             continue
         first = found[0]
-        accuracies = [100 * (one["accuracy"]["test"] or one["accuracy"]["best"]) for one in found]
+        accuracies = [test_accuracy(one) for one in found]
         seconds = sorted(one["totals"]["seconds"] for one in found)[len(found) // 2]
         lines.append(
             [

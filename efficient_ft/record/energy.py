@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -67,7 +68,7 @@ def _packages() -> list[Callable[[], float]]:
 def _joules(file: Path) -> float:
     with contextlib.suppress(OSError, ValueError):
         return int(file.read_text()) / 1e6
-    return 0.0
+    return math.nan  # the intervals before and after it add nothing
 
 
 def _gpu_counter(index: int) -> Callable[[], float] | None:

@@ -204,5 +204,11 @@ def record_of(run: StudyRun, results: Results) -> dict[str, Any]:
     }
 
 
+def test_accuracy(record: Mapping[str, Any]) -> float:
+    """Percent on the test images; without any, on the split that chose the epoch."""
+    accuracy = record["accuracy"]
+    return 100 * float(accuracy["best"] if accuracy["test"] is None else accuracy["test"])
+
+
 def _what(run: StudyRun) -> dict[str, Any]:
     return {"row": run.row, "value": run.value, "seed": run.seed, "settings": list(run.arguments)}

@@ -32,7 +32,7 @@ PANELS: tuple[tuple[str, str, str, str], ...] = (
 def upload(
     found: Collection, paths: Sequence[Path], *, project: str, entity: str | None, offline: bool, out: Path
 ) -> list[str]:
-    """Send every run to wandb as it would have been logged; a run keeps its id, so that sending again replaces it.
+    """Send every run to wandb as it would have been logged, under the id that the run has.
 
     Args:
         found: the runs.

@@ -5,24 +5,18 @@ from __future__ import annotations
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
 
 from docsgen.markdown import table
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from efficient_ft.record.study import Records  # noqa: E402
+from efficient_ft.record.study import Records, test_accuracy  # noqa: E402
 
 
 def records(name: str) -> Records:
     """The records of a study."""
     return Records(ROOT / "results" / name)
-
-
-def accuracy(one: dict[str, Any]) -> float:
-    """Percent on the test images."""
-    return 100 * (one["accuracy"]["test"] or one["accuracy"]["best"])
 
 
 def study_table(name: str) -> str:
@@ -35,7 +29,7 @@ def study_table(name: str) -> str:
         if not runs:
             waiting.append(f"`{row}`")
             continue
-        values = [accuracy(one) for one in runs]
+        values = [test_accuracy(one) for one in runs]
         first = runs[0]
         base = full[0] if full else first
         rows.append(

@@ -14,6 +14,7 @@ import pytest
 
 from efficient_ft.cli.commands import run_command
 from efficient_ft.core.errors import UserError
+from efficient_ft.record import study
 from efficient_ft.record.formats import OtherVersionError
 from efficient_ft.record.study import Records, chosen_rows, read_study
 from tests.cli.program import REPOSITORY
@@ -146,3 +147,32 @@ def test_a_study_runs_and_is_continued(folder: Path) -> None:
     assert sorted((run["row"], run["seed"]) for run in runs) == [
         ("full", 0), ("full", 0), ("full", 1), ("head", 0), ("head", 0), ("head", 1)]  # fmt: skip
     assert {run["totals"]["steps"] for run in runs} == {2}
+
+
+def test_a_test_accuracy_of_zero_is_one(folder: Path) -> None:
+    records = Records(folder)
+    run = records.tuning_runs(["full"])[0]
+    for test, percent in ((0.0, 0.0), (None, 50.0)):
+        records.add(run, results(0.5, test))
+        held = records.find(run)
+        assert held is not None
+        assert study.test_accuracy(held) == percent
+
+
+def test_a_signal_ends_the_study_and_a_failed_job_does_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def ending(code: int) -> Any:
+        def run_jobs(*args: Any) -> None:
+            calls.append(code)
+            raise SystemExit(code)
+
+        return run_jobs
+
+    monkeypatch.setattr("efficient_ft.cli.jobs.run_jobs", ending(143))
+    with pytest.raises(SystemExit) as stopped:
+        run_command("study", [str(folder)])
+    assert stopped.value.code == 143
+    monkeypatch.setattr("efficient_ft.cli.jobs.run_jobs", ending(1))
+    run_command("study", [str(folder)])
+    assert calls == [143, 1]

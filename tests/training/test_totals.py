@@ -106,3 +106,7 @@ def test_energy_of_processor_packages(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "intel-rapl:0" / "energy_uj").write_text("10")  # wrapped around
     (tmp_path / "intel-rapl:1" / "energy_uj").write_text("3000000")
     assert meter.joules == pytest.approx(6.0)
+    (tmp_path / "intel-rapl:1" / "energy_uj").unlink()  # unreadable for a while
+    assert meter.joules == pytest.approx(6.0)
+    (tmp_path / "intel-rapl:1" / "energy_uj").write_text("7000000")
+    assert meter.joules == pytest.approx(6.0), "not all that the counter has ever counted"
