@@ -27,12 +27,14 @@ def main() -> int:
     """The exit status: 1 if `--check` finds something stale."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 and a diff if stale")
-    parser.add_argument("--record", choices=("counts", "published"), help="write benchmarks/*.json of counted numbers")
+    parser.add_argument(
+        "--record", choices=("counts", "published", "costs"), help="write benchmarks/*.json of counted numbers"
+    )
     options = parser.parse_args()
     if options.record:
         from docsgen import recording
 
-        print({"counts": recording.record_counts, "published": recording.record_published}[options.record]())
+        print(getattr(recording, f"record_{options.record}")())
         return 0
     from docsgen.pages import stale, write
 

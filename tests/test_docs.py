@@ -26,7 +26,7 @@ CARDS = sorted(page for page in (REPOSITORY / "docs" / "methods").glob("*.md") i
 
 #: The first words of the installed command that are no settings.
 SUBCOMMANDS = (
-    "predict", "report", "table", "figure", "collect", "dashboard", "study", "bench", "published", "gradient-error",
+    "predict", "report", "table", "figure", "collect", "dashboard", "study", "bench", "gradient-error",
 )  # fmt: skip
 
 SECTIONS = ["What it does", "When to use it", "Settings", "Cost", "What it does not do", "Paper", "Our deviations"]

@@ -19,7 +19,6 @@ COMMANDS = {
     "dashboard": "efficient_ft.cli.dashboard",
     "study": "efficient_ft.cli.study",
     "bench": "efficient_ft.cli.bench",
-    "published": "efficient_ft.cli.published",
     "gradient-error": "efficient_ft.cli.gradient_error",
 }
 

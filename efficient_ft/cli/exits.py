@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from efficient_ft.core.errors import UserError
+from efficient_ft.core.errors import DivergedError, UserError
 
 #: Names the file into which a job of a sweep writes its outcome, for the table at the end of the sweep.
 OUTCOME_FILE = "EFFICIENT_FT_OUTCOME_FILE"
@@ -23,15 +23,20 @@ INTERRUPTED_TEXT = "Interrupted. The same command continues from the last checkp
 
 
 def report_outcome(**outcome: Any) -> None:
-    """Hand the ``results`` of this run, or the ``reason`` of its failure, to the sweep that started it, if any."""
+    """Hand the outcome of this run to the sweep that started it, if any.
+
+    Args:
+        outcome: the ``results``, or the ``reason`` of a failure and whether the training ``diverged``.
+    """
     if OUTCOME_FILE in os.environ:
         Path(os.environ[OUTCOME_FILE]).write_text(json.dumps(outcome), encoding="utf-8")
 
 
-def fail(text: str, status: int = 2) -> NoReturn:
-    """Print `text` alone to stderr and exit with `status`."""
+def fail(error: UserError | str, status: int = 2) -> NoReturn:
+    """Print the text of `error` alone to stderr and exit with `status`."""
+    text = str(error)
     print(text, file=sys.stderr)
-    report_outcome(reason=text.splitlines()[0])
+    report_outcome(reason=text.splitlines()[0], diverged=isinstance(error, DivergedError))
     raise SystemExit(status)
 
 
@@ -45,7 +50,7 @@ def clean_exits(interrupted: str = INTERRUPTED_TEXT) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        fail(str(error))
+        fail(error)
     except KeyboardInterrupt:
         fail(interrupted, INTERRUPTED)
     except SystemExit as leaving:

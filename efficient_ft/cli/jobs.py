@@ -27,6 +27,7 @@ class Job:
         config: its configuration.
         results: what it returned; None before it ran, or after a failure.
         failure: the reason of its failure in one line.
+        diverged: it failed because its loss was not finite.
     """
 
     arguments: tuple[str, ...]
@@ -35,6 +36,7 @@ class Job:
     config: Config
     results: dict[str, Any] | None = None
     failure: str | None = None
+    diverged: bool = False
 
     @property
     def trains(self) -> bool:
@@ -153,7 +155,7 @@ def _run_in_parallel(
 
 
 def _fill_in(title: str, job: Job, process: processes.Ended) -> None:
-    job.results, job.failure = process.results, process.failure
+    job.results, job.failure, job.diverged = process.results, process.failure, process.diverged
     if job.failure is not None:
         print(f"{title}: FAILED: {job.failure}", file=sys.stderr, flush=True)
 

@@ -36,6 +36,7 @@ from efficient_ft.core.errors import UserError, replace_unprintable
 def job(composed: DictConfig) -> float | None:
     """Do one run in the folder that Hydra made for it; return the best accuracy, for sweepers that search."""
     from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
 
     try:
         config = check(plain(composed))
@@ -47,8 +48,11 @@ def job(composed: DictConfig) -> float | None:
             print(f"note: {sentence}", flush=True)
         results = run(config, Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task))
     except UserError as error:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            # A job of Hydra's own launchers (submitit, joblib), which report exceptions; an exit would be a lost job.
+            raise UserError(str(error)) from None
         # Left to Hydra, the message would get a line of Hydra's before it.
-        fail(str(error))
+        fail(error)
     report_outcome(results=results)
     return results.get("accuracy", {}).get("best")
 
@@ -85,6 +89,10 @@ def main() -> None:
         register()
         sys.argv[1:] = zipped(sys.argv[1:])
         arguments = get_args_parser().parse_args()
+        if arguments.multirun and arguments.cfg:
+            raise UserError(
+                "--cfg shows the configuration of one run. Leave out -m and the values that are swept over."
+            )
         if not (arguments.help or arguments.hydra_help or arguments.shell_completion or arguments.info):
             composed = check_commandline(arguments)
             if any(one.config.evaluate is not None for one in composed):
@@ -108,6 +116,8 @@ def check_commandline(arguments: Any) -> list[ComposedJob]:
     composed = composed_jobs(conf, name, arguments.overrides, sweep=_sweeps(arguments), search=arguments.config_dir)
     if arguments.cfg:
         return composed
+    if not _sweeps(arguments) and any(text.startswith("jobs=") for text in arguments.overrides):
+        print("note: jobs has no effect on a single run; it is for sweeps (-m).", file=sys.stderr)
     for one in composed:
         prepare(one.config)
     first = composed[0].config if composed else None

@@ -1,7 +1,8 @@
-"""State of a published table on this machine: whether the data sets of its runs are there."""
+"""State of a published table on this machine: whether the data sets and the weights of its runs are there."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,14 +14,33 @@ def state_of(table: Table) -> str:
     cells = [cell for row in table.rows for cell in row.cells.values()]
     runs = [cell for cell in cells if cell.arguments]
     if not runs:
-        return "costs" if any(row.arguments for row in table.rows) else f"no: {table.reason}"
+        counted = table.counted or any(row.arguments for row in table.rows)
+        return "costs" if counted else f"no: {table.reason}"
     needed = sorted({str(cell.data) for cell in runs})
     here = [data for data in needed if present(data)]
-    if len(here) == len(needed):
-        return f"costs; runs ({len(runs)})"
     missing = [data for data in needed if data not in here]
-    ready = sum(cell.data in here for cell in runs)
-    return f"costs; {ready} of {len(runs)} runs: not in ./data: {', '.join(missing)}"
+    absent = [f"not in ./data: {', '.join(missing)}"] if missing else []
+    ready = [cell for cell in runs if cell.data in here]
+    models = sorted({cell.arguments[0] for cell in ready})
+    without = [model for model in models if not _weights(model)]
+    if without:
+        absent.append(f"weights not here: {', '.join(model.partition('=')[2] for model in without)}")
+    able = sum(cell.arguments[0] not in without for cell in ready)
+    if not absent:
+        return f"costs; runs ({able})"
+    return f"costs; {able} of {len(runs)} runs: {'; '.join(absent)}"
+
+
+@cache
+def _weights(model: str) -> bool:
+    """Whether the weights of ``model=NAME`` are in a cache, or can be downloaded."""
+    from efficient_ft.cli.compose import configurations
+    from efficient_ft.cli.groups import CONF, register
+    from efficient_ft.models.factory import missing_weights
+
+    register()
+    (config,) = configurations(CONF, "train", [model, "recipe=none"], sweep=False)
+    return missing_weights(config.model) is None
 
 
 def present(data: str) -> bool:

@@ -28,11 +28,13 @@ class Ended:
         results: what it reported; None: nothing.
         failure: the reason of its failure in one line; None: it succeeded.
         printed: what it printed, if nobody saw it.
+        diverged: it failed because its loss was not finite.
     """
 
     results: dict[str, Any] | None
     failure: str | None
     printed: str = ""
+    diverged: bool = False
 
 
 def run(command: Sequence[str], environment: Mapping[str, str] | None = None, output: Path | None = None) -> Ended:
@@ -78,7 +80,7 @@ def run(command: Sequence[str], environment: Mapping[str, str] | None = None, ou
     if status == 0:
         return Ended(outcome.get("results"), None, shown)
     if "reason" in outcome:
-        return Ended(None, outcome["reason"], shown)
+        return Ended(None, outcome["reason"], shown, outcome.get("diverged", False))
     if status < 0:
         name = signal.Signals(-status).name
         return Ended(None, f"killed by {name}" + (", likely for lack of memory" if name == "SIGKILL" else ""), shown)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterable, Sequence
 
@@ -47,6 +46,8 @@ def jobs_of_rows(jobs: Iterable[Sequence[str]], table: str | None, rows: Sequenc
     if table is not None and rows:
         raise UserError(f"table={table}: an experiment or rows=[...] has rows of its own. Choose one of the two.")
     settings = _of_table(table) if table is not None else [tuple(shlex.split(row)) for row in rows or ()]
+    for word in (word for row in settings for word in row if "=" not in word):
+        raise UserError(f"rows: every row is a text of KEY=VALUE settings, got {word}. Example: rows=['method=full']")
     own = [[one for one in job if key_of(one) not in NAMING] for job in jobs]
     if not settings:
         return own
@@ -103,6 +104,13 @@ def zipped(arguments: Sequence[str]) -> list[str]:
         pairs[key] = _values(value.removeprefix("zip(").removesuffix(")"))
     if not pairs:
         return others
+    for key, values in pairs.items():
+        if not all(values):
+            raise UserError(f"{key}=zip(...): a value is empty. {NOTHING} leaves the setting out of a row.")
+    if named := next((one for one in others if key_of(one) in (*NAMING, "experiment")), None):
+        raise UserError(
+            f"{named}: it has rows of its own, and so has {next(iter(pairs))}=zip(...). Choose one of the two."
+        )
     counts = {key: len(values) for key, values in pairs.items()}
     if len(set(counts.values())) > 1:
         each = ", ".join(f"{key} has {count}" for key, count in counts.items())
@@ -117,5 +125,16 @@ def zipped(arguments: Sequence[str]) -> list[str]:
 
 def _values(text: str) -> list[str]:
     """Split at the commas that are not inside brackets or quotes."""
-    parts = re.findall(r"(?:\[[^\]]*\]|\{[^}]*\}|'[^']*'|\"[^\"]*\"|[^,\[{'\"])+", text)
+    parts, depth, quote = [""], 0, ""
+    for sign in text:
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in "'\"":
+            quote = sign
+        elif sign == "," and depth == 0:
+            parts.append("")
+            continue
+        else:
+            depth += (sign in "[{(") - (sign in "]})")
+        parts[-1] += sign
     return [part.strip() for part in parts]

@@ -25,8 +25,9 @@ KEY=VALUE settings hold on this machine only (where the images are, how many job
 FOLDER/records.json gets a record of every finished run.
 """
 
-#: How the message of a run begins whose loss was not finite.
-NOT_FINITE = "The loss is"
+#: Settings that do not change what a study finds, or the beginnings of their names.
+OF_THIS_MACHINE = ("data.root", "data.download", "data.num_workers", "model.weights", "jobs", "trainer.accelerator",
+                   "trainer.progress", "logger")  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -38,8 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     options = _parser().parse_intermixed_args(arguments)
     for word in options.settings:
-        if "=" not in word:
+        key, equals, _ = word.partition("=")
+        if not equals:
             raise UserError(f"{word}: settings have the form KEY=VALUE; rows follow --rows.")
+        if not key.startswith(OF_THIS_MACHINE):
+            raise UserError(
+                f"{key} changes the runs of the study, so it belongs into {options.folder / 'study.yaml'}. On the"
+                f" command line only {', '.join(OF_THIS_MACHINE)} may be set, which are not recorded."
+            )
 
     from efficient_ft.record.study import Records, chosen_rows
 
@@ -47,8 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = chosen_rows(records.study, options.rows)
     failed = False
     if not options.report:
-        runs = records.tuning_runs(rows)
-        failed = _run(records, runs, options.settings)
+        tried: set[StudyRun] = set()  # failed runs are not repeated
+        while runs := [run for run in records.tuning_runs(rows) if run not in tried]:
+            tried.update(runs)
+            failed = _run(records, runs, options.settings) or failed
         if not options.tune_only:
             failed = _run(records, records.seed_runs(rows), options.settings) or failed
     print(report(records, rows))
@@ -96,7 +105,7 @@ def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) ->
     def record(job: Job) -> None:
         if job.results is not None:
             records.add(run_of[id(job)], job.results)  # type: ignore[arg-type]
-        elif job.failure is not None and job.failure.startswith(NOT_FINITE):
+        elif job.diverged and job.failure is not None:
             records.add_diverged(run_of[id(job)], job.failure)
 
     try:
@@ -105,33 +114,11 @@ def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) ->
         # Failed jobs are in the table; that a rate was too high is a finding of the study. A signal ends the study.
         if end.code != 1:
             raise
-    return any(job.failure is not None and not job.failure.startswith(NOT_FINITE) for job in jobs)
+    return any(job.failure is not None and not job.diverged for job in jobs)
 
 
 def report(records: Records, rows: Sequence[str]) -> str:
-    """The table of what has been found: accuracy over the seeds at the best value, and the cost."""
-    from efficient_ft.record.study import test_accuracy
+    """The table of what has been found, and what is missing."""
+    from efficient_ft.report.studies import notes, study_table
 
-    study = records.study
-    lines = [["row", study.tune.setting, "accuracy %", "seeds", "TFLOPs", "saved KiB", "s"]]
-    for row in rows:
-        found = records.finished(row)
-        if not found:
-            tuned = sum(records.find(run) is not None for run in records.tuning_runs([row]))
-            lines.append([row, f"{tuned} of {len(study.tune.values)} tuned"])
-            continue
-        first = found[0]
-        accuracies = [test_accuracy(one) for one in found]
-        seconds = sorted(one["totals"]["seconds"] for one in found)[len(found) // 2]
-        lines.append(
-            [
-                row,
-                f"{first['value']:g}",
-                f"{sum(accuracies) / len(found):.2f} [{min(accuracies):.2f}…{max(accuracies):.2f}]",
-                str(len(found)),
-                f"{first['totals']['flops'] / 1e12:.2f}",
-                f"{first['executed']['saved_bytes'] / 1024:.0f}",
-                f"{seconds:.0f}",
-            ]
-        )
-    return f"{study.title}\n{text.table(lines)}"
+    return "\n".join([records.study.title, text.table(study_table(records, rows)), *notes(records, rows)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -65,6 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise UserError(f"{word}: settings have the form KEY=VALUE; rows follow --rows.")
     table = published_table(options.table)
     rows = chosen_rows(table, options.rows)
+    if options.cost and options.settings:
+        raise UserError(f"{options.settings[0]}: --cost counts the settings of the table, and takes no others.")
+    if options.commands and options.form != "text":
+        raise UserError(f"--form {options.form}: --commands prints lines of a shell.")
     if options.cost:
         from efficient_ft.cli.table_costs import cost_sheet
 
@@ -133,18 +138,18 @@ def _list(form: str) -> str:
 
 def _shown(table: Table, rows: Sequence[Row], form: str) -> str:
     """The printed figures; in a terminal and in Markdown also the deviations of our runs and notes."""
-    from efficient_ft.papers.published import FIGURES, PAPERS
+    from efficient_ft.papers.published import COSTS, PAPERS
 
-    figures = [key for key in FIGURES if any(key in row.figures for row in rows)]
+    figures = [key for key in COSTS if any(key in row.costs for row in rows)]
     columns = list(dict.fromkeys(key for row in rows for key in row.cells))
     # A table without numbers (formulas, architectures) is its words.
     words = [] if figures or columns else [key for key in rows[0].columns if key != "label"]
-    header = ["row", "label", *words, *(FIGURES[key] for key in figures), *columns]
+    header = ["row", "label", *words, *(COSTS[key] for key in figures), *columns]
     lines: list[list[Cell]] = []
     for row in rows:
         printed = [row.cells[key].printed if key in row.cells else None for key in columns]
         stated = [row.columns[key] for key in words]
-        lines.append([row.name, row.label, *stated, *(row.figures.get(key) for key in figures), *printed])
+        lines.append([row.name, row.label, *stated, *(row.costs.get(key) for key in figures), *printed])
     shown = render(header, lines, form, left=2)
     if form not in ("text", "markdown"):
         return shown
@@ -215,6 +220,8 @@ def _report(table: Table, rows: Sequence[Row], runs: Sequence[CellRun], jobs: Se
 
     found: dict[tuple[str, str], list[float]] = {}
     missing: list[str] = []
+    limited = [job.title for job in jobs if job.config.trainer.limit_eval_batches is not None]
+    seeds = len({one.seed for one in runs})
     for one, job in zip(runs, jobs, strict=True):
         results = job.results or finished(job.folder, job.config)
         if results is None:
@@ -233,22 +240,32 @@ def _report(table: Table, rows: Sequence[Row], runs: Sequence[CellRun], jobs: Se
         line: list[Cell] = [row.name]
         for key in columns:
             line.append(f"{100 * row.cells[key].accuracy:.2f}" if key in row.cells else None)
-            line.append(spread(found.get((row.name, key), [])))
+            line.append(spread(found.get((row.name, key), []), seeds))
         lines.append(line)
     shown = render(header, lines, form)
-    if form not in ("text", "markdown"):
-        return shown
-    parts = [f"{table.name}: {table.title}; %, mean [min…max] over seeds", shown]
+    notes = []
     if missing:
-        parts.append(f"{len(missing)} of {len(runs)} runs are missing, e.g. {', '.join(missing[:3])}.")
-    return "\n\n".join(parts)
+        notes.append(f"{len(missing)} of {len(runs)} runs are missing: {', '.join(missing)}.")
+    if limited:
+        notes.append(f"Not on all images (trainer.limit_eval_batches): {', '.join(limited)}.")
+    if form not in ("text", "markdown"):
+        for note in notes:
+            print(note, file=sys.stderr)
+        return shown
+    return "\n\n".join([f"{table.name}: {table.title}; %, mean [min…max] over seeds", shown, *notes])
 
 
-def spread(values: Sequence[float]) -> str | None:
-    """Fractions as percent: ``97.10``, or the mean with the range, ``97.12 [97.01…97.30], 3 seeds``; None: no value."""
+def spread(values: Sequence[float], seeds: int) -> str | None:
+    """Fractions as percent: ``97.10``, or the mean with the range, ``97.12 [97.01…97.30], 3 seeds``; None: no value.
+
+    Args:
+        values: one per seed that is there.
+        seeds: how many there should be.
+    """
     if not values:
         return None
     mean = f"{100 * sum(values) / len(values):.2f}"
-    if len(values) == 1:
-        return mean
-    return f"{mean} [{100 * min(values):.2f}…{100 * max(values):.2f}], {len(values)} seeds"
+    span = f" [{100 * min(values):.2f}…{100 * max(values):.2f}]" if len(values) > 1 else ""
+    if len(values) < seeds:
+        return f"{mean}{span}, {len(values)} of {seeds} seeds"
+    return f"{mean}{span}, {seeds} seeds" if seeds > 1 else mean

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 
-from efficient_ft import papers
 from efficient_ft.cli.compose import configurations
 from efficient_ft.cli.groups import CONF, register
 from efficient_ft.config import Config
@@ -15,11 +14,10 @@ from efficient_ft.core.sheet import Cell, render
 from efficient_ft.cost import Executed, executed
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
-from efficient_ft.papers.published import FIGURES, MODELS, Row, Table, baseline_of, reasons
-from efficient_ft.papers.table import Row as RuleRow
-from efficient_ft.papers.table import Table as RuleTable
+from efficient_ft.papers.published import COSTS, MODELS, Row, Table, baseline_of, reason_of
+from efficient_ft.papers.rules import batch_and_unit, count_cost, count_settings
 
-#: Relative difference from the printed figure above which a reason is given.
+#: Relative difference from the printed number above which a reason is given.
 TOLERANCE = 0.02
 
 #: Figures that only a rule of the paper gives.
@@ -34,18 +32,21 @@ class CostCell:
     """One printed cost.
 
     Attributes:
-        figure: its column (`papers.published.FIGURES`).
+        column: its column (`papers.published.COSTS`).
         printed: as in the paper.
         rule: by the paper's own rule; None: it has none that is known, or it was measured.
         executed: counted here by executing the step; None: there is no such count.
-        reason: why the nearest of the two differs by more than `TOLERANCE`, or why there is none; None: it does not.
+        decimals: of the printed number.
+        reason: why our number differs by more than `TOLERANCE` and than half a printed digit, or why there is none;
+            None: it does not.
     """
 
-    figure: str
+    column: str
     printed: float
     rule: float | None
     executed: float | None
-    reason: str | None
+    decimals: int = 0
+    reason: str | None = None
 
     @property
     def deviation(self) -> float | None:
@@ -53,8 +54,19 @@ class CostCell:
 
         Bytes that a step keeps are no rule of the papers': theirs have parameters and temporary buffers.
         """
-        ours = self.executed if self.rule is None and self.figure not in _BY_RULE else self.rule
-        return None if ours is None else ours / self.printed - 1
+        return None if self._ours is None else self._ours / self.printed - 1
+
+    @property
+    def agrees(self) -> bool:
+        """Whether our number is within `TOLERANCE` of the printed one, or rounds to it."""
+        if self._ours is None:
+            return False
+        distance = abs(self._ours - self.printed)
+        return distance <= max(TOLERANCE * self.printed, 0.5 * 10**-self.decimals)
+
+    @property
+    def _ours(self) -> float | None:
+        return self.executed if self.rule is None and self.column not in _BY_RULE else self.rule
 
 
 def cost_cells(table: Table, row: Row) -> list[CostCell]:
@@ -64,14 +76,16 @@ def cost_cells(table: Table, row: Row) -> list[CostCell]:
         UserError: a setting of the row cannot be used.
     """
     found = []
-    for figure, printed in row.figures.items():
-        if figure not in _COUNTED:
+    for column, printed in row.costs.items():
+        if column not in _COUNTED:
             continue
-        by_rule, by_execution = _COUNTED[figure](table, row)
-        cell = CostCell(figure, float(printed), by_rule, by_execution, None)
-        if cell.deviation is None or abs(cell.deviation) > TOLERANCE:
-            reason = reasons(table.name, row, figure) or ("measured, not counted" if cell.deviation is None else None)
-            cell = CostCell(figure, float(printed), by_rule, by_execution, reason)
+        cell = CostCell(column, float(printed), *_COUNTED[column](table, row), len(printed.partition(".")[2]))
+        if not cell.agrees:
+            reason = reason_of(table.name, row, column)
+            if reason is None and cell.deviation is None:
+                measured = _COUNTED[column] is _measured
+                reason = "measured, not counted" if measured else row.reason or "not derived"
+            cell = replace(cell, reason=reason)
         found.append(cell)
     return found
 
@@ -82,28 +96,31 @@ def cost_sheet(table: Table, rows: Sequence[Row], form: str) -> str:
     Raises:
         UserError: the table prints no costs that are counted here.
     """
-    cells = {row.name: {cell.figure: cell for cell in cost_cells(table, row)} for row in rows}
-    figures = [figure for figure in FIGURES if any(figure in of for of in cells.values())]
-    if not figures:
+    cells = {row.name: {cell.column: cell for cell in cost_cells(table, row)} for row in rows}
+    columns = [column for column in COSTS if any(column in of for of in cells.values())]
+    if not columns:
         raise UserError(f"{table.name} prints no costs that are counted. {table.reason or ''}".rstrip())
-    header = [
-        "row",
-        *(word for f in figures for word in (FIGURES[f], "by its rule", "executed", "deviation")),
-        "reason",
-    ]
+    data = form in ("csv", "json")  # whose columns have names of their own, and numbers
+    parts = ("by its rule", "executed", "deviation")
+    header = ["row"]
+    for column in columns:
+        own = ("by its rule", "kept, executed", "deviation") if column in _BY_RULE else parts
+        header += [COSTS[column], *(f"{COSTS[column]}, {part}" if data else part for part in own)]
+    header.append("reason")
     lines: list[list[Cell]] = []
     for row in rows:
         line: list[Cell] = [row.name]
-        for figure in figures:
-            cell = cells[row.name].get(figure)
+        for column in columns:
+            cell = cells[row.name].get(column)
             if cell is None:
                 line += [None] * 4
                 continue
-            deviation = None if cell.deviation is None else f"{100 * cell.deviation:+.1f} %"
-            line += [row.figures[figure], _short(cell.rule), _short(cell.executed), deviation]
+            deviation: Cell = cell.deviation if data or cell.deviation is None else f"{100 * cell.deviation:+.1f} %"
+            printed: Cell = cell.printed if data else row.costs[column]
+            line += [printed, _short(cell.rule), _short(cell.executed), deviation]
         why = dict.fromkeys(cell.reason for cell in cells[row.name].values() if cell.reason)
         lines.append([*line, "; ".join(why) or None])
-    # A figure without any rule or execution has no column for it.
+    # A cost without any rule or execution has no column for it.
     used = [i for i in range(len(header)) if i == 0 or any(line[i] is not None for line in lines)]
     return render([header[i] for i in used], [[line[i] for i in used] for line in lines], form)
 
@@ -112,7 +129,7 @@ def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.5g}")
 
 
-# ---------------------------------------------------------------------------------------------- how figures are counted
+# ---------------------------------------------------------------------------------------------- how costs are counted
 Counts = tuple[float | None, float | None]
 
 
@@ -138,25 +155,25 @@ _ACTIVATIONS = {
 def _memory(table: Table, row: Row) -> Counts:
     if table.name == "bsr/1":
         return _ACTIVATIONS[row.columns["module"]], None
-    found = rule_row(table, row)
-    rule = None if found is None else found[0].count(found[1]).memory
-    return rule, None if not row.arguments else _kept(row, 2**20 if found is None else found[0].unit)
+    found = count_settings(table, row)
+    rule = None if found is None else count_cost(found).memory
+    if not row.arguments:
+        return rule, None
+    # Kept activations, without parameters.
+    batch, unit = batch_and_unit(table, row)
+    return rule, _executed(row.arguments).saved_bytes * batch / unit
 
 
-def _reduction(table: Table, row: Row) -> Counts:
-    whole, own = _memory(*baseline_of(table, row)), _memory(table, row)
+def _reduction(of: Callable[[Table, Row], Counts], table: Table, row: Row) -> Counts:
+    """How many times less than the baseline's the number of the row is."""
+    whole, own = of(*baseline_of(table, row)), of(table, row)
     by_rule, executed_too = (None if a is None or b is None else a / b for a, b in zip(whole, own, strict=True))
     return by_rule, executed_too
 
 
-def _kept(row: Row, unit: int) -> float:
-    """Kept activations of the printed batch, without parameters."""
-    return _executed(row.arguments).saved_bytes * int(row.columns.get("batch") or 1) / unit
-
-
 def _gmacs(table: Table, row: Row) -> Counts:
-    found = rule_row(table, row)
-    rule = None if found is None else found[0].count(found[1]).gmacs
+    found = count_settings(table, row)
+    rule = None if found is None else count_cost(found).gmacs
     if not row.arguments:
         return rule, None
     return rule, _executed(row.arguments).forward_flops / 2e9 * int(row.columns.get("batch") or 1)
@@ -184,41 +201,20 @@ _COUNTED: dict[str, Callable[[Table, Row], Counts]] = {
     "speedup": _speedup,
     "train_memory_mb": _memory,
     "activation_memory_mb": _memory,
-    "train_memory_reduction": _reduction,
+    "train_memory_reduction": partial(_reduction, _memory),
     "fwd_gmacs": _gmacs,
+    "fwd_gmacs_reduction": partial(_reduction, _gmacs),
     "compute_pflops": _compute,
     "params_m": _parameters,
     "on_device_memory_mb": _measured,
+    "on_device_memory_reduction": _measured,
+    "latency_cpu_us": _measured,
+    "latency_gpu_us": _measured,
+    "speedup_cpu": _measured,
+    "speedup_gpu": _measured,
     "peak_memory_mb": _measured,
     "time_min": _measured,
 }
-
-
-def rule_row(table: Table, row: Row) -> tuple[RuleTable, RuleRow] | None:
-    """The row of `papers.TABLES` that holds the rule for `row`: of its network, with the number that it prints.
-
-    If two papers print the same number (BSR repeats some of Back Razor's), it is the one whose rule comes nearest.
-    """
-    printed = row.figures.get("train_memory_mb") or row.figures.get("activation_memory_mb")
-    if printed is None or table.paper not in ("back_razor", "bsr"):
-        return None
-    size = float(row.columns.get("resolution") or 224)
-    found = [
-        (rules, one)
-        for rules in papers.TABLES
-        for one in rules.rows
-        if one.published == float(printed) and one.size == size and _architecture(row) == rules.architecture
-    ]
-    return min(found, key=lambda of: abs(of[0].count(of[1]).memory - float(printed)), default=None)
-
-
-def _architecture(row: Row) -> str:
-    models = {
-        "vit_b": "vit_base_patch16_224",
-        "deit_s": "deit_small_patch16_224",
-        "proxylessnas_mobile": "proxyless_mobile",
-    }
-    return models.get(row.columns.get("model", ""), row.columns.get("model", ""))
 
 
 @cache

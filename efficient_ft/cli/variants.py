@@ -19,10 +19,17 @@ from efficient_ft.core.packages import configuration_folders, method_files
 #: The end of an option's name that has the settings of the paper.
 PUBLISHED = "_published"
 
+#: The end of a folder's name whose runs have not, although there is such an option.
+OURS = "-ours"
+
 
 def folder_of(config: Config) -> Path:
-    """The run folder of `config`, named by the variants of its methods."""
-    return Path(run_folder(config, [variant(name, settings) for name, settings in config.method.items()]))
+    """The run folder of `config`, named by the variants of its methods: ``lbp_wht-ours`` or ``lbp_wht_published``."""
+    names = []
+    for name, settings in config.method.items():
+        chosen = variant(name, settings)
+        names.append(f"{chosen}{OURS}" if _departures(name, chosen, settings) else chosen)
+    return Path(run_folder(config, names))
 
 
 def variant(method: str, settings: Mapping[str, Any]) -> str:
@@ -43,15 +50,20 @@ def not_as_published(config: Config) -> list[str]:
     found = []
     for name, settings in config.method.items():
         chosen = variant(name, settings)
-        published = _options().get(name, {}).get(chosen.removesuffix(PUBLISHED) + PUBLISHED)
-        if published is None or chosen.endswith(PUBLISHED):
-            continue
-        usual = _options()[name][chosen]
-        # Only what makes the variants: a rank or sparsity of one's own is no departure.
-        keys = [key for key, value in published.items() if usual.get(key) != value]
-        differs = [f"{key}={_shown(settings.get(key))} (published: {_shown(published[key])})" for key in keys]
-        found.append(f"{chosen} is not the published method: {', '.join(differs)}. It is method={chosen}{PUBLISHED}.")
+        if departures := _departures(name, chosen, settings):
+            differs = [f"{key}={_shown(settings.get(key))} (published: {_shown(value)})" for key, value in departures]
+            found.append(
+                f"{chosen} is not the published method: {', '.join(differs)}. It is method={chosen}{PUBLISHED}."
+            )
     return found
+
+
+def _departures(method: str, chosen: str, settings: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The published settings that `settings` of the option `chosen` have not; [] if it has no published variant."""
+    published = _options().get(method, {}).get(chosen + PUBLISHED, {})
+    usual = _options().get(method, {}).get(chosen, {})
+    # Only what makes the variants: a rank or sparsity of one's own is no departure.
+    return [(key, value) for key, value in published.items() if value not in (usual.get(key), settings.get(key))]
 
 
 def _shown(value: object) -> str:

@@ -14,6 +14,10 @@ class UserError(ValueError):
     """An error that the user can fix. The command line prints its text alone, with exit status 2."""
 
 
+class DivergedError(UserError):
+    """The training loss was not finite: the settings can be tried no further, which is a finding of a study."""
+
+
 class SettingError(UserError):
     """A setting whose value cannot be used: "<setting> must be <constraint>, got <value>."
 

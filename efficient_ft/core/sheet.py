@@ -44,6 +44,7 @@ def _csv(header: Sequence[str], rows: Sequence[Sequence[Cell]], left: int) -> st
 
 
 def _json(header: Sequence[str], rows: Sequence[Sequence[Cell]], left: int) -> str:
+    assert len(set(header)) == len(header), header
     objects: list[dict[str, Any]] = [dict(zip(header, row, strict=True)) for row in rows]
     return "[\n" + ",\n".join(f"  {json.dumps(one, ensure_ascii=False)}" for one in objects) + "\n]"
 

@@ -1,6 +1,6 @@
 """The published tables of the four papers as data: what is printed, and the settings that repeat each row.
 
-``tables/PAPER/NUMBER.csv`` holds the figures as printed; ``NUMBER.yaml`` next to it the title, the conditions, how each
+``tables/PAPER/NUMBER.csv`` holds the numbers as printed; ``NUMBER.yaml`` next to it the title, the conditions, how each
 row is run, where our runs deviate from the paper, and misprints:
 
 .. code-block:: yaml
@@ -17,9 +17,11 @@ row is run, where our runs deviate from the paper, and misprints:
     baseline:                                       # of ratios, if it is not the table's own full fine-tuning
       - {when: {method: back_razor}, row: "back_razor/3:ft_full"}
     costs:                                          # why our count of a printed cost differs from it
-      - {when: {model: vit_b}, figures: [train_memory_mb], reason: ...}
+      - {when: {model: vit_b}, columns: [train_memory_mb], reason: ...}
+    rule: {unit: MiB, rows: [...]}                  # how the paper counts memory and multiply-adds: see `rules`
     notes: [...]                                    # misprints and inconsistencies of the paper
     reason: ...                                     # why nothing of the table can be run; instead of settings
+    counted: true                                   # its costs are counted all the same
 """
 
 from __future__ import annotations
@@ -64,8 +66,8 @@ DATA = {
     "cub": "cub200",
 }
 
-#: Figures other than accuracies, with their units as printed.
-FIGURES = {
+#: Printed numbers other than accuracies, with their units as printed.
+COSTS = {
     "bwd_mflops": "backward MFLOPs",
     "speedup": "times fewer FLOPs",
     "speedup_cpu": "times faster, CPU",
@@ -98,9 +100,9 @@ class Cell:
 
     Attributes:
         data: option of the group ``data``; None: there is none (segmentation, text).
-        printed: the figure as printed.
+        printed: the number as printed.
         spread: the printed ± value, or None.
-        accuracy: the figure as a fraction.
+        accuracy: the number as a fraction.
         arguments: of the command line; empty if it cannot be run.
         deviations: in which our run differs from the paper.
     """
@@ -121,7 +123,7 @@ class Row:
         name: unique in the table: the words of the columns that tell its rows apart.
         label: as printed.
         columns: the settings of the row, as in the CSV.
-        figures: printed costs by column (`FIGURES`).
+        costs: printed costs by column (`COSTS`).
         cells: published accuracies by column (``acc_cifar10``, ``miou_cityscapes``).
         arguments: of the command line of its first cell (or of a table of costs alone); empty if it cannot be run.
         together: one run on all data sets in turn gives all cells.
@@ -131,7 +133,7 @@ class Row:
     name: str
     label: str
     columns: Mapping[str, str]
-    figures: Mapping[str, str]
+    costs: Mapping[str, str]
     cells: Mapping[str, Cell]
     arguments: tuple[str, ...]
     together: bool
@@ -151,6 +153,7 @@ class Table:
         rows: in the paper's order.
         notes: misprints and inconsistencies.
         reason: why nothing of it can be run, or None.
+        counted: its costs are counted although nothing of it is run.
     """
 
     name: str
@@ -161,20 +164,38 @@ class Table:
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = field(default=())
     reason: str | None = None
+    counted: bool = False
 
 
-def reasons(table: str, row: Row, figure: str) -> str | None:
+def reason_of(table: str, row: Row, column: str) -> str | None:
     """Return why our count of a printed cost of `row` may differ from it, as the table's file says; None: it does not.
 
     Args:
         table: name of the table.
         row: of the table.
-        figure: key of `FIGURES`.
+        column: key of `COSTS`.
     """
     for one in _about(table).get("costs", ()):
-        if figure in one["figures"] and _matches(one.get("when", {}), row.columns):
+        if column in one["columns"] and _matches(one.get("when", {}), row.columns):
             return str(one["reason"])
     return None
+
+
+def rule_of(table: str, row: Row) -> dict[str, Any] | None:
+    """Return the settings under ``rule`` that hold for `row`; None: the table has no rule of costs (see `rules`).
+
+    Args:
+        table: name of the table.
+        row: of the table.
+    """
+    rule = _about(table).get("rule")
+    if rule is None:
+        return None
+    held = {key: value for key, value in rule.items() if key != "rows"}
+    for one in rule.get("rows", ()):
+        if _matches(one.get("when", {}), row.columns):
+            held.update({key: value for key, value in one.items() if key != "when"})
+    return held
 
 
 def baseline_of(table: Table, row: Row) -> tuple[Table, Row]:
@@ -229,7 +250,17 @@ def published_table(name: str) -> Table:
     names = _row_names(printed)
     rows = tuple(_row(paper, about, columns, row) for columns, row in zip(printed, names, strict=True))
     notes = tuple(about.get("notes", ()))
-    return Table(name, paper, int(number), about["title"], about["conditions"], rows, notes, about.get("reason"))
+    return Table(
+        name=name,
+        paper=paper,
+        number=int(number),
+        title=about["title"],
+        conditions=about["conditions"],
+        rows=rows,
+        notes=notes,
+        reason=about.get("reason"),
+        counted=bool(about.get("counted")),
+    )
 
 
 @dataclass(frozen=True)
@@ -270,7 +301,7 @@ def chosen_rows(table: Table, names: Sequence[str]) -> tuple[Row, ...]:
 
 
 def _row(paper: str, about: Mapping[str, Any], columns: Mapping[str, str], name: str) -> Row:
-    settings = {key: value for key, value in columns.items() if not _is_figure(key)}
+    settings = {key: value for key, value in columns.items() if not _is_number(key)}
     models = {**MODELS, **about.get("models", {})}
     rule: Mapping[str, Any] = next((r for r in about.get("rows", ()) if _matches(r.get("when", {}), settings)), {})
     reason = about.get("reason") or rule.get("reason")
@@ -295,20 +326,20 @@ def _row(paper: str, about: Mapping[str, Any], columns: Mapping[str, str], name:
                 if _matches(one.get("when", {}), settings) and one.get("data") in (None, data)
             ),
         )
-    figures = {key: columns[key] for key in FIGURES if columns.get(key)}
+    costs = {key: columns[key] for key in COSTS if columns.get(key)}
     arguments = next((cell.arguments for cell in cells.values() if cell.arguments), ())
     if templates and not cells:
         data = about.get("data", "cifar100")
         arguments = _arguments([*templates, "data={data}"], settings, models, data)
-    return Row(name, columns.get("label", ""), settings, figures, cells, arguments, together, reason)
+    return Row(name, columns.get("label", ""), settings, costs, cells, arguments, together, reason)
 
 
 def _is_accuracy(column: str) -> bool:
     return re.match(r"(acc|miou)_", column) is not None and column != "acc_mean" and not column.endswith("_pm")
 
 
-def _is_figure(column: str) -> bool:
-    return column in FIGURES or column == "stars" or re.match(r"(acc|miou)_", column) is not None
+def _is_number(column: str) -> bool:
+    return column in COSTS or column == "stars" or re.match(r"(acc|miou)_", column) is not None
 
 
 def _matches(when: Mapping[str, str], columns: Mapping[str, str]) -> bool:
@@ -336,7 +367,7 @@ def _arguments(
 
 def _row_names(printed: Sequence[Mapping[str, str]]) -> list[str]:
     """A name for each row: its label, after the columns that are needed to tell the rows apart."""
-    keys = [key for key in printed[0] if not _is_figure(key) and key not in ("label", "batch")]
+    keys = [key for key in printed[0] if not _is_number(key) and key not in ("label", "batch")]
     columns = [key for key in ("model", "training", "c_x", "dataset") if key in keys]
     varying = [key for key in columns if len({row[key] for row in printed}) > 1]
     names = [_slug([*(row[key] for key in varying), row.get("label", "")]) for row in printed]

@@ -18,8 +18,8 @@ from efficient_ft.record.results import Results, flatten, read_results
 
 #: Settings that are columns of their own, or say where things are.
 _OWN = ("seed", "model.name", "data.name", "resume", "jobs", "table", "rows", "evaluate", "cost_only")
-_PLACES = ("logger.", "cost.", "step_stats.", "data.root", "data.num_workers", "data.download", "model.weights",
-           "trainer.progress", "trainer.accelerator", "keep_freed_memory")  # fmt: skip
+_PLACES = ("logger.", "cost.", "step_stats.", "data.num_workers", "data.download", "trainer.progress",
+           "trainer.accelerator", "keep_freed_memory")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,15 @@ def varying(runs: Sequence[Run]) -> list[str]:
     flat = [flatten(run.config.model_dump(mode="json")) for run in runs]
     names = dict.fromkeys(name for settings in flat for name in settings)
     shown = [name for name in names if name not in _OWN and not name.startswith((*_PLACES, "tasks."))]
-    # Settings of a method that only some runs have say nothing where the method is absent.
-    return [name for name in shown if len({_shown(one[name]) for one in flat if name in one}) > 1]
+    given = {argument.partition("=")[0].lstrip("+") for run in runs for argument in run.results["arguments"]}
+
+    def tells(name: str) -> bool:
+        # Settings of a method that only some runs have say nothing where the method is absent, unless they were given.
+        values = {_shown(one.get(name, "")) if name in given else _shown(one[name]) for one in flat
+                  if name in one or name in given}  # fmt: skip
+        return len(values) > 1
+
+    return [name for name in shown if tells(name)]
 
 
 def _shown(value: Any) -> str:
@@ -181,21 +188,38 @@ def group_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
 def groups(runs: Iterable[Run]) -> list[list[Run]]:
     """Runs with the same settings but for the seed, ordered by it; of two with the same seed, the later one."""
     found: dict[str, dict[int, Run]] = {}
-    for run in runs:
+    for run in sorted(runs, key=_date):
         found.setdefault(run.group, {})[run.config.seed] = run
     return [[by_seed[seed] for seed in sorted(by_seed)] for by_seed in found.values()]
 
 
+def repeated(collection: Collection) -> list[str]:
+    """A sentence for every run that `groups` leaves out because a later one has the same settings and seed."""
+    kept = {(run.group, run.config.seed): run for group in groups(collection.runs) for run in group}
+    pairs = [(run, kept[run.group, run.config.seed]) for run in collection.runs]
+    return [f"{run.folder} is left out: {later.folder} has the same settings and is later." for run, later in pairs
+            if run is not later]  # fmt: skip
+
+
+def _date(run: Run) -> str:
+    return str(run.results["environment"].get("date") or "")
+
+
 def missing_seeds(collection: Collection) -> list[str]:
-    """A sentence for every group that lacks seeds which another group has."""
+    """A sentence for every group that lacks seeds which another group on the same model and data has."""
     found = groups(collection.runs)
-    every = sorted({run.config.seed for group in found for run in group})
     said = []
     for group in found:
+        alike = [other for other in found if _task(other[0]) == _task(group[0])]
+        every = sorted({run.config.seed for other in alike for run in other})
         absent = [seed for seed in every if seed not in {run.config.seed for run in group}]
         if absent and len(every) > 1:
             said.append(f"{group[0].folder} ({group[0].method}) has no run with seed {', '.join(map(str, absent))}.")
     return said
+
+
+def _task(run: Run) -> tuple[str, str]:
+    return run.config.model.name, run.data
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

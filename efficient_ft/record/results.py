@@ -121,7 +121,8 @@ class Results(TypedDict):
     """The contents of results.json.
 
     `config` is the whole configuration, `arguments` the settings given to this run (of the command line; empty for
-    runs from Python), `environment` what `record.environment` gives, `methods` a report by the name of the method.
+    runs from Python), `changed` the settings that differ from the schema's defaults, with dotted names, `environment`
+    what `record.environment` gives, `methods` a report by the name of the method.
     """
 
     format: int
@@ -134,6 +135,7 @@ class Results(TypedDict):
     data: DataReport
     seed: int
     arguments: list[str]
+    changed: NotRequired[dict[str, Any]]
     config: dict[str, Any]
     environment: dict[str, Any]
 

@@ -6,15 +6,16 @@ A study is a folder with two files. ``study.yaml`` says what is run:
 
     title: DeiT-Tiny on Caltech-101
     settings: [model=deit_tiny, data=folder]      # of every run
-    tune: {setting: optim.lr, values: [1.0e-4, 1.0e-3], seed: 0}
+    tune: {setting: optim.lr, values: [1.0e-4, 3.0e-4, 1.0e-3, 3.0e-3], seed: 0}
     seeds: [0, 1, 2]
     rows:                                         # a name, and the settings of the row
       full: [method=full]
       head: [method=head]
 
-Every row is run at each value with the seed of ``tune``; the value with the best accuracy on the split that chooses
-epochs is then run with the other seeds. ``records.json`` holds a record of every finished run, without paths, so that a
-study goes on where it stopped, also on another machine.
+Every row's value is searched for in the same way, with the seed of ``tune``: the two values in the middle are run, then
+the neighbors of the best one, until both of them have been run. Best is the accuracy on the split that chooses epochs.
+The value found is then run with the other seeds. ``records.json`` holds a record of every finished run, without paths,
+so that a study goes on where it stopped, also on another machine.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from filelock import FileLock
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from efficient_ft.core.errors import UserError, did_you_mean
 from efficient_ft.record.files import write_text_atomically
@@ -35,17 +37,25 @@ from efficient_ft.record.results import Results
 
 DEFINITION, RECORDS = "study.yaml", "records.json"
 
+#: What every record of a run has.
+_KEYS = {"row", "value", "seed", "settings"}
+
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Tune(_Strict):
-    """The setting that is tuned for every row: its values, all run with `seed`."""
+    """The setting that is tuned for every row: the values that are searched, with `seed`."""
 
     setting: str
     values: list[float] = Field(min_length=1)
     seed: int
+
+    @field_validator("values")
+    @classmethod
+    def _ascending(cls, values: list[float]) -> list[float]:
+        return sorted(set(values))
 
 
 class Study(_Strict):
@@ -119,14 +129,23 @@ class Records:
 
     def __init__(self, folder: Path) -> None:
         self.study, self.path = read_study(folder), folder / RECORDS
-        self.runs: list[dict[str, Any]] = []
-        if self.path.is_file():
-            try:
-                held = json.loads(self.path.read_text(encoding="utf-8"))
-                self.runs = held["runs"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise UserError(f"{self.path} is damaged ({error}). Remove it to begin again.") from error
-            check_format(self.path, held.get("format"), "Remove it to begin again.")
+        self.runs = self._read()
+
+    def _read(self) -> list[dict[str, Any]]:
+        if not self.path.is_file():
+            return []
+        try:
+            held = json.loads(self.path.read_text(encoding="utf-8"))
+            version = held.get("format")
+        except (ValueError, AttributeError) as error:
+            raise UserError(f"{self.path} is damaged ({error}). Remove it to begin again.") from error
+        check_format(self.path, version, "Remove it to begin again.")
+        runs = held.get("runs")
+        if not isinstance(runs, list) or not all(isinstance(run, dict) and run.keys() >= _KEYS for run in runs):
+            raise UserError(
+                f"{self.path} is damaged (runs without {', '.join(sorted(_KEYS))}). Remove it to begin again."
+            )
+        return runs
 
     def add(self, run: StudyRun, results: Results) -> None:
         """Add the record of a finished run, and write the file."""
@@ -138,12 +157,14 @@ class Records:
 
     def _add(self, run: StudyRun, record: dict[str, Any]) -> None:
         key = (run.row, run.value, run.seed)
-        self.runs = [one for one in self.runs if (one["row"], one["value"], one["seed"]) != key]
-        self.runs.append(record)
-        order = {name: place for place, name in enumerate(self.study.rows)}
-        self.runs.sort(key=lambda one: (order.get(one["row"], len(order)), one["value"], one["seed"]))
-        lines = ",\n".join(json.dumps(one) for one in self.runs)
-        write_text_atomically(self.path, f'{{"format": {FORMAT}, "runs": [\n{lines}\n]}}\n')
+        # Another process may work on other rows of the same study.
+        with FileLock(self.path.with_name(f".{RECORDS}.lock")):
+            self.runs = [one for one in self._read() if (one["row"], one["value"], one["seed"]) != key]
+            self.runs.append(record)
+            order = {name: place for place, name in enumerate(self.study.rows)}
+            self.runs.sort(key=lambda one: (order.get(one["row"], len(order)), one["value"], one["seed"]))
+            lines = ",\n".join(json.dumps(one) for one in self.runs)
+            write_text_atomically(self.path, f'{{"format": {FORMAT}, "runs": [\n{lines}\n]}}\n')
 
     def find(self, run: StudyRun) -> dict[str, Any] | None:
         """The record of `run`; None: it has not finished, or not with the settings that the study now has."""
@@ -153,9 +174,8 @@ class Records:
         return None
 
     def tuning_runs(self, rows: Iterable[str]) -> list[StudyRun]:
-        """The runs that tune the setting."""
-        tune = self.study.tune
-        return [self._run(row, value, tune.seed) for row in rows for value in tune.values]
+        """The runs with which the search of each row goes on; none for the rows that are tuned."""
+        return [run for row in rows for run in self._search(row)[1]]
 
     def seed_runs(self, rows: Iterable[str]) -> list[StudyRun]:
         """The runs of the best value with every seed, for the rows that are tuned."""
@@ -170,11 +190,24 @@ class Records:
 
         None: it is not tuned yet, or diverged with every value.
         """
-        found = [self.find(run) for run in self.tuning_runs([row])]
-        if any(record is None for record in found):
-            return None
-        converged = [record for record in found if record is not None and "accuracy" in record]
-        return max(converged, key=lambda one: one["accuracy"]["best"])["value"] if converged else None
+        best, missing = self._search(row)
+        return None if missing else best
+
+    def _search(self, row: str) -> tuple[float | None, list[StudyRun]]:
+        """The best value so far (the lowest of equals; None: diverged with every one), and the runs to do next."""
+        values, seed = self.study.tune.values, self.study.tune.seed
+        runs = [self._run(row, value, seed) for value in values]
+        records = [self.find(run) for run in runs]
+        best = [-1.0 if r is None or "accuracy" not in r else float(r["accuracy"]["best"]) for r in records]
+        middle = len(values) // 2
+        needed = range(max(middle - 1, 0), middle + 1)
+        if all(records[i] for i in needed):
+            top = best.index(max(best))
+            if best[top] < 0:  # Only lower values may converge.
+                top = min(i for i, record in enumerate(records) if record)
+            needed = range(max(top - 1, 0), min(top + 2, len(values)))
+        top = best.index(max(best))
+        return values[top] if best[top] >= 0 else None, [runs[i] for i in needed if records[i] is None]
 
     def finished(self, row: str) -> list[dict[str, Any]]:
         """The records of `row` at its best value, one per seed; [] while it is not tuned."""

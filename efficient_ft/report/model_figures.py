@@ -17,7 +17,7 @@ from efficient_ft.methods import BitFit
 from efficient_ft.models import factory
 from efficient_ft.models.view import Layer, view
 from efficient_ft.ops.projection import block_energy
-from efficient_ft.papers.table import Row, Table
+from efficient_ft.papers.rules import CountSettings, count_cost
 from efficient_ft.report.charts import Chart, Panel, Series
 from efficient_ft.report.record import block_labels
 from efficient_ft.training.block_stats import channel_axis, observe_blocks, relative_magnitude
@@ -151,10 +151,7 @@ def training_memory(config: Config | None = None) -> Chart:
         ("ProxylessNAS-Mobile", "proxyless_mobile", ()),
         ("DeiT-S", "deit_small_patch16_224", ()),
     )
-    values = [
-        Table("", architecture, 16, 2**20, ()).count(Row(name, 0, methods)).memory
-        for name, architecture, methods in networks
-    ]
+    values = [count_cost(CountSettings(architecture, 16, methods)).memory for _, architecture, methods in networks]
     series = Series("training memory", [name for name, *_ in networks], values)
     return Chart("Training memory, batch 16", [Panel("", "", "MiB by TinyTL's rule", [series], "bars")])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.record.collection import Collection, Run, varying
+from efficient_ft.record.results import flatten
 from efficient_ft.record.rows import MetricsFile
 from efficient_ft.report.charts import Chart, Panel, Series
 from efficient_ft.report.record import Record, read
@@ -89,7 +90,22 @@ class Runs:
         )[0]
 
 
-def _mean(runs: Iterable[Run], of: Callable[[Run], float]) -> float:
+def _mean(runs: Sequence[Run], of: Callable[[Run], float]) -> float:
+    """The mean over the seeds.
+
+    Raises:
+        UserError: the runs differ in more than their seed.
+    """
+    other = next((run for run in runs if run.group != runs[0].group), None)
+    if other is not None:
+        names = ("model.name", "data.name", *varying([runs[0], other]))
+        one, two = (flatten(run.config.model_dump(mode="json")) for run in (runs[0], other))
+        differs = [f"{name} ({one.get(name)}, {two.get(name)})" for name in names if one.get(name) != two.get(name)]
+        raise UserError(
+            f"{runs[0].folder} and {other.folder} would be one point of this figure, but differ in"
+            f" {', '.join(differs) or 'where their images are'}: runs of different settings are never averaged. Pass"
+            " the folders of runs that differ only in the seed and in what the figure shows."
+        )
     return float(np.mean([of(run) for run in runs]))
 
 
@@ -271,12 +287,14 @@ def accuracy_time_memory(runs: Runs) -> Chart:
 def accuracy_and_memory(runs: Runs) -> Chart:
     """BSR, Figure 5: accuracy and peak memory of each method, by model."""
     models = list(dict.fromkeys(run.config.model.name for run in runs.found.runs))
-    methods = list(dict.fromkeys(run.method for run in runs.found.runs))
+    methods = list(dict.fromkeys(map(runs.name, runs.found.runs)))
 
     def bars(of: Callable[[Run], float]) -> list[Series]:
         series = []
         for method in methods:
-            own = {m: [r for r in runs.found.runs if (r.method, r.config.model.name) == (method, m)] for m in models}
+            own = {
+                m: [r for r in runs.found.runs if (runs.name(r), r.config.model.name) == (method, m)] for m in models
+            }
             series.append(Series(method, [m for m in models if own[m]], [_mean(own[m], of) for m in models if own[m]]))
         return series
 

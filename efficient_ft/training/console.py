@@ -131,7 +131,7 @@ def results_text(results: dict[str, Any], folder: Path) -> str:
         lines.append(f"  {skipped_images} corrupt images were left out (data.on_corrupt=skip)")
     lines += [
         "",
-        table(_accuracy_rows(accuracy, results["data"])) + chosen,
+        table(_accuracy_rows(accuracy, results["data"], config.get("published"))) + chosen,
         "",
         cost_table(results["cost"], method, config["data"]["batch_size"]),
         "",
@@ -148,8 +148,8 @@ def _seen(limit: int, settings: dict[str, Any], data: dict[str, Any]) -> str:
     return f"\n(on {', '.join(each) or f'{limit} batches of each task'}: trainer.limit_eval_batches={limit})"
 
 
-def _accuracy_rows(accuracy: dict[str, Any], data: dict[str, Any]) -> list[list[str]]:
-    """Best and last accuracy on the split that chose the best epoch; the best weights' accuracy on the test split."""
+def _accuracy_rows(accuracy: dict[str, Any], data: dict[str, Any], published: float | None) -> list[list[str]]:
+    """Best and last on the split that chose the best epoch; the best weights' on the test split; and `published`."""
     tasks, split = accuracy.get("tasks", {}), accuracy["split"]
     rows = [["accuracy", "best", "last"]]
     rows += [[f"{task}, {split}", f"{of['best']:.2%}", f"{of['last']:.2%}"] for task, of in tasks.items()]
@@ -159,4 +159,6 @@ def _accuracy_rows(accuracy: dict[str, Any], data: dict[str, Any]) -> list[list[
         each = data.get("tasks", {})
         rows += [[f"{task}, test", f"{of['accuracy']['test']:.2%}", ""] for task, of in each.items()]
         rows.append([f"{'mean, ' if tasks else ''}test", f"{tested:.2%}", ""])
+    if published is not None:
+        rows.append(["published", f"{published:.2%}", ""])
     return rows

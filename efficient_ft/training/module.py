@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from efficient_ft.core.errors import UserError
+from efficient_ft.core.errors import DivergedError
 from efficient_ft.core.seeding import seed_of, seed_step
 from efficient_ft.models.tasks import tasks_of
 from efficient_ft.training.console import say
@@ -115,7 +115,7 @@ class FineTuner(L.LightningModule):
             batch_idx: the batch of the last of these losses.
 
         Raises:
-            UserError: one of them is not finite.
+            DivergedError: one of them is not finite.
         """
         if not self._unread:
             return
@@ -138,7 +138,7 @@ class FineTuner(L.LightningModule):
         if trainer.precision != "fp32":
             other = "bf16 or fp32" if trainer.precision == "fp16" else "fp32"
             tries.append(f"trainer.precision={other} (now {trainer.precision})")
-        raise UserError(
+        raise DivergedError(
             f"The loss is {loss} at step {step} (epoch {self.current_epoch + 1}, batch {batch_idx + 1}):"
             f" training stopped. Try {', '.join(tries)}. The last checkpoint before it is kept; other settings start"
             " another run."

@@ -29,7 +29,7 @@ from efficient_ft.models import factory
 from efficient_ft.record import results as results_file
 from efficient_ft.record.environment import environment
 from efficient_ft.record.formats import FORMAT
-from efficient_ft.record.results import Accuracy, AppliedReport, Results, read_results, write_results
+from efficient_ft.record.results import Accuracy, AppliedReport, Results, flatten, read_results, write_results
 from efficient_ft.training import checkpoint, export
 from efficient_ft.training.console import quiet_lightning, results_text, say
 from efficient_ft.training.costs import cost_only, cost_report
@@ -155,6 +155,7 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
         "data": data,
         "seed": config.seed,
         "arguments": list(arguments),
+        "changed": flatten(config.model_dump(mode="json", exclude_defaults=True)),
         "config": config.model_dump(mode="json"),
         "environment": environment(
             device,

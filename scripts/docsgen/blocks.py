@@ -8,6 +8,7 @@ from pathlib import Path
 from docsgen import cards, configuration, labels, records, studies
 from docsgen.markdown import cosine, duration, table, times
 from docsgen.values import error, projector
+from efficient_ft.papers.published import COSTS
 
 Block = Callable[..., str]
 BLOCKS: dict[str, Block] = {}
@@ -255,26 +256,41 @@ def low_rank_layer(page: Path) -> str:
 
 # ---------------------------------------------------------------------------------------------- published
 @block
-def published_rule(title: str, page: Path) -> str:
+def published_rule(name: str, page: Path) -> str:
     """A table of the papers' costs and our count by the same rule."""
-    of = next(t for t in records.load("published")["tables"] if t["title"].startswith(f"{title}:"))
+    of = next(t for t in records.load("published")["tables"] if t["table"] == name)
     rows = of["rows"]
+    unit = of["unit"]
     columns = [
-        ("published", "published", ""),
-        ("memory", "our count", ".1f"),
+        ("published", f"published {unit}", "g"),
+        ("memory", f"our {unit}", ".1f"),
         ("as_listed", "only the blocks listed", ".1f"),
-        ("published_gmacs", "published GMACs", ""),
+        ("published_gmacs", "published GMACs", "g"),
         ("gmacs", "our GMACs", ".1f"),
     ]
-    columns = [c for c in columns if any(row.get(c[0]) is not None for row in rows)]
-    cells = [
-        [row["label"], *(_number(row.get(key), form) for key, _, form in columns), row.get("note", "")] for row in rows
-    ]
+    columns = [c for c in columns if any(row[c[0]] is not None for row in rows)]
+    cells = [[f"`{row['row']}`", *(_number(row[key], form) for key, _, form in columns), row["note"]] for row in rows]
     head = ["row", *(name for _, name, _ in columns), "note"]
     noted = any(row[-1] for row in cells)
     if not noted:
         cells, head = [row[:-1] for row in cells], head[:-1]
-    return f"**{of['title']}**\n\n{table(head, cells, text_last=noted)}"
+    return f"**`{name}`: {of['title']}** ({of['conditions']})\n\n{table(head, cells, text_last=noted)}"
+
+
+@block
+def table_costs(page: Path) -> str:
+    """How many printed costs our counts agree with, by column; all of them, and the reasons: ``table NAME --cost``."""
+    cells = records.load("costs")["cells"]
+    rows = []
+    for column, name in COSTS.items():
+        of = [cell for cell in cells if cell["column"] == column]
+        if not of:
+            continue
+        ruled, counted = ([cell for cell in of if cell["by"] == by] for by in ("rule", "executed"))
+        shares = [f"{sum(c['agrees'] for c in group)} of {len(group)}" if group else "" for group in (ruled, counted)]
+        tables = dict.fromkeys(f"`{cell['table']}`" for cell in of)
+        rows.append([name, ", ".join(tables), *shares, str(len(of) - len(ruled) - len(counted))])
+    return table(["printed cost", "tables", "by rule", "executed", "measured, or not derived"], rows, left=2)
 
 
 def _number(value: float | None, form: str) -> str:

@@ -1,4 +1,4 @@
-"""Record what has no measurement of its own: executed counts of every method, and the papers' memory rule.
+"""Record what has no measurement of its own: executed counts of every method, and the papers' costs by their rules.
 
 Both are deterministic and need neither data, nor weights, nor an idle machine. Together they take some minutes, so that
 their results are files under benchmarks/ and are not computed at every check.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -126,32 +127,54 @@ def record_counts() -> Path:
 
 def record_published() -> Path:
     """Count the published tables by the papers' own rule; returns the file written."""
-    from efficient_ft.papers import TABLES, bsr
+    from efficient_ft.papers.published import published_table, table_names
+    from efficient_ft.papers.rules import batch_and_unit, count_cost, count_settings
 
     tables = []
-    for table in TABLES:
+    for table in map(published_table, table_names()):
         rows = []
         for row in table.rows:
-            count = table.count(row)
+            how = count_settings(table, row)
+            if how is None:
+                continue
+            found = count_cost(how)
+            printed = row.costs.get("train_memory_mb") or row.costs.get("activation_memory_mb")
+            gmacs = row.costs.get("fwd_gmacs")
             rows.append(
                 {
+                    "row": row.name,
                     "label": row.label,
-                    "published": row.published,
-                    "memory": count.memory,
-                    "as_listed": count.as_listed if row.by_name else None,
-                    "published_gmacs": row.gmacs,
-                    "gmacs": count.gmacs if row.gmacs is not None else None,
-                    "note": row.note,
+                    "published": None if printed is None else float(printed),
+                    "memory": None if printed is None else found.memory,
+                    "as_listed": found.as_listed if how.by_name and printed else None,
+                    "published_gmacs": None if gmacs is None else float(gmacs),
+                    "gmacs": None if gmacs is None else found.gmacs,
+                    "note": how.note,
                 }
             )
-            print(table.title, rows[-1], flush=True)
-        tables.append({"title": table.title, "rows": rows})
-    moe = [
-        {"label": label, "published_gmacs": gmacs, "gmacs": bsr.moe_gmacs(methods)} for label, gmacs, methods in bsr.MOE
-    ]
-    tables.append({"title": "BSR, Table 6: ViT-B/16 with experts, batch 128, 10⁹ multiply-adds", "rows": moe})
+            print(table.name, rows[-1], flush=True)
+        if rows:
+            unit = "MiB" if batch_and_unit(table, table.rows[0])[1] == 2**20 else "10⁶ B"
+            about = {"table": table.name, "title": table.title, "conditions": table.conditions, "unit": unit}
+            tables.append({**about, "rows": rows})
     record = {"command": "python scripts/docs.py --record published", "kind": "published rule", "tables": tables}
     return _write("published_rule", record)
+
+
+def record_costs() -> Path:
+    """Count every printed cost of every table, by its rule and as executed; returns the file written."""
+    from efficient_ft.cli.table_costs import cost_cells
+    from efficient_ft.papers.published import published_table, table_names
+
+    cells = []
+    for table in map(published_table, table_names()):
+        for row in table.rows:
+            for cell in cost_cells(table, row):
+                by = "rule" if cell.rule is not None else None if cell.deviation is None else "executed"
+                cells.append({"table": table.name, "row": row.name, **asdict(cell), "by": by, "agrees": cell.agrees})
+        print(table.name, flush=True)
+    record = {"command": "python scripts/docs.py --record costs", "kind": "printed costs", "cells": cells}
+    return _write("table_costs", record)
 
 
 def _write(name: str, record: Any) -> Path:

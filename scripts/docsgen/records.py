@@ -36,6 +36,7 @@ FILES = {
     "projectors": "gradient_error",
     "counted": "counted_methods",
     "published": "published_rule",
+    "costs": "table_costs",
     "printed": "published_tables",
 }
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from docsgen.markdown import table
 
@@ -12,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from efficient_ft.record.study import Records, test_accuracy  # noqa: E402
+from efficient_ft.report import studies  # noqa: E402
 
 
 def records(name: str) -> Records:
@@ -22,44 +24,11 @@ def records(name: str) -> Records:
 def study_table(name: str) -> str:
     """A row for each method that is tuned: the rate chosen, accuracy, and costs, with ratios to full fine-tuning."""
     found = records(name)
-    full = found.finished("full")
-    rows, waiting = [], []
-    for row in found.study.rows:
-        runs = found.finished(row)
-        if not runs:
-            waiting.append(f"`{row}`")
-            continue
-        values = [test_accuracy(one) for one in runs]
-        first = runs[0]
-        base = full[0] if full else first
-        rows.append(
-            [
-                f"`{row}`",
-                f"{first['value']:g}" + ("*" if first["value"] in _ends(found) else ""),
-                _range(values),
-                str(len(values)),
-                f"{first['totals']['flops'] / 1e12:.2f}",
-                f"{base['totals']['flops'] / first['totals']['flops']:.2f}×",
-                f"{first['executed']['saved_bytes'] / 1024:.0f}",
-                f"{base['executed']['saved_bytes'] / first['executed']['saved_bytes']:.1f}×",
-                f"{statistics.median(one['totals']['seconds'] for one in runs):.0f}",
-            ]
-        )
-    head = ["row", "rate", "test accuracy, %", "seeds", "TFLOPs", "fewer", "saved KiB / image", "less", "seconds"]
-    said = ["", "`*`: the best rate is at the end of the grid."] if any("*" in row[1] for row in rows) else []
-    if waiting:
-        said += ["", f"Not tuned yet: {', '.join(waiting)}."]
-    return "\n".join([table(head, rows), *said])
-
-
-def _ends(found: Records) -> tuple[float, float]:
-    values = sorted(found.study.tune.values)
-    return values[0], values[-1]
-
-
-def _range(values: list[float]) -> str:
-    mean = f"{statistics.fmean(values):.1f}"
-    return mean if len(values) == 1 else f"{mean} [{min(values):.1f}…{max(values):.1f}]"
+    head, *rows = studies.study_table(found, list(found.study.rows))
+    lines = [table(head, [[f"`{row[0]}`", *row[1:]] for row in rows])]
+    for note in studies.notes(found, list(found.study.rows)):
+        lines += ["", note.replace(studies.AT_END, "\\*")]
+    return "\n".join(lines)
 
 
 def study_conditions(name: str) -> str:
@@ -70,8 +39,35 @@ def study_conditions(name: str) -> str:
                        if "environment" in one})  # fmt: skip
     rates = ", ".join(f"{value:g}" for value in tune.values)
     return (
-        f"{' '.join(study.about.split())}\n\nEvery row is tuned over the same values of `{tune.setting}`, {rates}, with"
-        f" seed {tune.seed}; the best on the validation images is then run with seeds"
+        f"{' '.join(study.about.split())}\n\nThe `{tune.setting}` of every row is searched for in {rates} with seed"
+        f" {tune.seed}: the two in the middle, then the neighbors of the best on the validation images until both have"
+        f" been run. The best is then run with seeds"
         f" {', '.join(map(str, study.seeds))}. Settings of all runs: `{' '.join(study.settings)}`. Run on"
         f" {'; '.join(machines)}."
     )
+
+
+def study_points(name: str) -> list[dict[str, Any]]:
+    """For each row that is tuned: mean test accuracy in percent, executed TFLOPs of the run, KiB kept for an image."""
+    found = records(name)
+    points = []
+    for row in found.study.rows:
+        if runs := found.finished(row):
+            points.append(
+                {
+                    "row": row,
+                    "accuracy": round(sum(map(test_accuracy, runs)) / len(runs), 4),
+                    "flops": round(runs[0]["totals"]["flops"] / 1e12, 3),
+                    "saved": round(runs[0]["executed"]["saved_bytes"] / 1024, 2),
+                }
+            )
+    return points
+
+
+def front(points: Sequence[dict[str, Any]], cost: str) -> list[dict[str, Any]]:
+    """The points that no other one beats in accuracy at the same or a lower cost, by rising cost."""
+    best: list[dict[str, Any]] = []
+    for point in sorted(points, key=lambda one: (one[cost], -one["accuracy"])):
+        if not best or point["accuracy"] > best[-1]["accuracy"]:
+            best.append(point)
+    return best

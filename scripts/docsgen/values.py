@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
-from docsgen import markdown, records
+from docsgen import markdown, records, studies
 
 VALUES: dict[str, Callable[..., str]] = {}
 
@@ -153,9 +154,9 @@ def busy() -> str:
 
 @value
 def rule(table: str, row: str, column: str = "memory") -> str:
-    """A number of the published-rule record: ``rule 'Back Razor, Table 1' TinyTL``; columns memory, published, ..."""
-    rows = next(t["rows"] for t in records.load("published")["tables"] if t["title"].startswith(f"{table}:"))
-    number = next(r[column] for r in rows if r["label"] == row)
+    """A number of the published-rule record: ``rule back_razor/1 tinytl``; columns memory, published, ..."""
+    rows = next(t["rows"] for t in records.load("published")["tables"] if t["table"] == table)
+    number = next(r[column] for r in rows if r["row"] == row)
     return f"{number:.0f}" if isinstance(number, float) else str(number)
 
 
@@ -168,8 +169,8 @@ def saving(file: str, recipe: str) -> str:
 @value
 def rule_exact(table: str, row: str, column: str = "memory") -> str:
     """The same as `rule`, with two decimals."""
-    rows = next(t["rows"] for t in records.load("published")["tables"] if t["title"].startswith(f"{table}:"))
-    return f"{next(r[column] for r in rows if r['label'] == row):.2f}"
+    rows = next(t["rows"] for t in records.load("published")["tables"] if t["table"] == table)
+    return f"{next(r[column] for r in rows if r['row'] == row):.2f}"
 
 
 @value
@@ -180,3 +181,22 @@ def printed_loss(table: str, baseline: str, row: str) -> str:
     }
     lost = sorted(float(a) - float(b) for a, b in zip(rows[baseline], rows[row], strict=True) if a and b)
     return " to ".join(f"{round(points, 1) + 0.0:.1f}".replace("-", "−") for points in (lost[0], lost[-1]))
+
+
+@value
+def study_accuracy(name: str, row: str) -> str:
+    """Mean test accuracy of a row of a study, in percent: ``study-accuracy deit_tiny_caltech101 full``."""
+    return f"{_point(name, row)['accuracy']:.1f}"
+
+
+@value
+def study_times(name: str, row: str, cost: str) -> str:
+    """How many times less than full fine-tuning a row costs: ``flops`` of the run or bytes ``saved``."""
+    return f"{_point(name, 'full')[cost] / _point(name, row)[cost]:.1f}"
+
+
+def _point(name: str, row: str) -> dict[str, Any]:
+    found = next((point for point in studies.study_points(name) if point["row"] == row), None)
+    if found is None:
+        raise ValueError(f"{row} of the study {name} is not tuned")
+    return found

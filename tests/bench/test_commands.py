@@ -144,10 +144,10 @@ def test_argparse_mistakes_exit_with_2(arguments: str):
 
 
 def test_help_answers_without_torch():
-    """The four commands parse their arguments before anything heavy is imported."""
+    """The commands parse their arguments before anything heavy is imported."""
     code = """
 import importlib, sys
-for name in ("bench", "report", "published", "gradient_error"):
+for name in ("bench", "report", "gradient_error"):
     try:
         importlib.import_module(f"efficient_ft.cli.{name}").main(["--help"])
     except SystemExit as stopped:
@@ -157,5 +157,5 @@ assert not heavy, heavy
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for name in ("bench", "report", "published", "gradient-error"):
+    for name in ("bench", "report", "gradient-error"):
         assert f"usage: efficient-ft {name}" in done.stdout

@@ -73,6 +73,15 @@ def test_jobs_at_the_same_time_have_the_same_outcomes(program: Path) -> None:
     assert again.stdout.count("finished before") == 2
 
 
+def test_a_mistake_in_a_job_of_hydra_s_own_launcher_is_one_clear_message(program: Path) -> None:
+    """Such launchers report a job's exception; a job that exits would be lost to them."""
+    sweep = call(program, "-m", "hydra/launcher=basic", "method.lbp_wht.order=2,5")
+    assert sweep.returncode == 2
+    assert sweep.stderr.splitlines()[-2:] == ["order 5 is out of luck", "and says so at length"]
+    assert "Traceback" not in sweep.stderr
+    assert "ran 2 " in sweep.stdout
+
+
 @pytest.mark.skipif(os.name != "posix", reason="kills a job by a signal")
 def test_an_interrupted_job_ends_a_parallel_sweep(program: Path) -> None:
     stopped = call(program, "-m", "method.lbp_wht.order=7", "optim.lr=0.1,0.2,0.3,0.4,0.5,0.6", "jobs=2")
@@ -149,6 +158,14 @@ def test_rows_of_an_experiment_a_table_and_paired_values_are_sweeps(program: Pat
     uneven = call(program, "-m", "method=zip(full,head)", "optim.lr=zip(1,2,3)")
     assert uneven.returncode == 2
     assert "same number of values; method has 2, optim.lr has 3" in uneven.stderr
+    for wrong, said in (
+        (["method=zip(full,,head)", "optim.lr=zip(1,2)"], "method=zip(...): a value is empty. _ leaves"),
+        (["method=zip()"], "method=zip(...): a value is empty"),
+        (["experiment=methods", "method=zip(full,head)"], "experiment=methods: it has rows of its own"),
+    ):
+        refused = call(program, "-m", *wrong)
+        assert refused.returncode == 2
+        assert refused.stderr.startswith(said)
     unknown = call(program, "-m", "table=lbp_wth/2")
     assert unknown.returncode == 2
     assert "Did you mean 'lbp_wht/2'" in unknown.stderr

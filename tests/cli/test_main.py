@@ -69,7 +69,7 @@ def test_outcomes_of_a_run(program: Path) -> None:
 def test_a_run_has_the_folder_of_its_configuration_or_the_one_it_is_given(program: Path) -> None:
     assert call(program).returncode == 0
     (folder,) = runs_of(program)
-    assert re.fullmatch(r"outputs/digits/vit_digits/lbp_wht/[0-9a-f]{8}", folder.as_posix())
+    assert re.fullmatch(r"outputs/digits/vit_digits/lbp_wht-ours/[0-9a-f]{8}", folder.as_posix())
     assert (program / folder / ".hydra" / "overrides.yaml").is_file()
     assert call(program, "trainer.progress=false", "hydra.run.dir='my run'").returncode == 0
     assert (program / "my run" / "results.json").is_file()

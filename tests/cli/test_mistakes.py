@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from efficient_ft.core.errors import SettingError, UserError
-from tests.cli.program import composed
+from tests.cli.program import call, composed
 
 
 @pytest.mark.parametrize(
@@ -85,6 +86,16 @@ def test_mistakes_with_tasks(arguments: list[str], said: str) -> None:
     with pytest.raises(UserError) as caught:
         composed("tasks=bsr_moe", "method=full", "optim.lr=1", *arguments)
     assert re.search(said, str(caught.value)), str(caught.value)
+
+
+def test_the_configuration_of_a_sweep_is_refused_and_jobs_of_a_single_run_noted(program: Path) -> None:
+    shown = call(program, "-m", "method=full", "--cfg", "job")
+    assert (shown.returncode, shown.stdout) == (2, "")
+    assert shown.stderr.startswith("--cfg shows the configuration of one run. Leave out -m")
+    assert "note: jobs has no effect on a single run" in call(program, "jobs=2").stderr
+    row = call(program, "-m", "rows=[foo]")
+    assert row.returncode == 2
+    assert row.stderr.startswith("rows: every row is a text of KEY=VALUE settings, got foo.")
 
 
 def test_the_quoting_that_is_advised_works() -> None:

@@ -19,13 +19,14 @@ def test_every_option_is_recognized_by_its_settings(option: str) -> None:
     name = method_of(CONF / "method" / f"{option}.yaml")
     assert name is not None
     assert variant(name, config.method[name]) == option
-    assert folder_of(config).parts[:-1] == ("outputs", "digits", "deit_tiny_patch16_224.fb_in1k", option)
+    folder = f"{option}-ours" if not_as_published(config) else option
+    assert folder_of(config).parts[:-1] == ("outputs", "digits", "deit_tiny_patch16_224.fb_in1k", folder)
 
 
 def test_a_rank_of_ones_own_changes_no_variant() -> None:
     (own,) = composed("method=lbp_wht", "method.lbp_wht.order=7")
     (published,) = composed("method=lbp_wht_published", "method.lbp_wht.order=7")
-    assert folder_of(own).parts[-2] == "lbp_wht"
+    assert folder_of(own).parts[-2] == "lbp_wht-ours"
     assert folder_of(published).parts[-2] == "lbp_wht_published"
 
 
@@ -37,6 +38,8 @@ def test_a_default_that_is_not_the_paper_s_says_so() -> None:
     ]
     assert not_as_published(composed("method=lbp_wht_published", "method.lbp_wht.order=2")[0]) == []
     assert not_as_published(composed("method=bsr", "model=deit_tiny")[0]) == []
+    reflect = composed("method=lbp_wht", "method.lbp_wht.padding=reflect")[0]
+    assert "padding" not in not_as_published(reflect)[0]
     (razor,) = composed("method=back_razor_mesa", "method.back_razor.sparsity=0.5")
     (sentence,) = not_as_published(razor)
     assert sentence.startswith("back_razor_mesa is not the published method: ")

@@ -11,7 +11,7 @@ import pytest
 from efficient_ft.cli import collect as command
 from efficient_ft.config import check
 from efficient_ft.core.errors import UserError
-from efficient_ft.record.collection import collect, group_rows, groups, missing_seeds, run_rows, varying
+from efficient_ft.record.collection import collect, group_rows, groups, missing_seeds, repeated, run_rows, varying
 from efficient_ft.record.config_file import write_config
 from tests.record.some import some_results
 from tests.training.runs import plain_config
@@ -69,9 +69,31 @@ def test_missing_seeds_are_named(runs: Path) -> None:
     ]
 
 
-def test_a_repeated_seed_counts_once(runs: Path) -> None:
-    write(runs / "full/again", 0.1, seed=2)
-    assert [len(group) for group in groups(collect(runs).runs)] == [3, 1, 1]
+def test_of_a_repeated_seed_the_later_run_counts_and_the_other_is_named(runs: Path) -> None:
+    for name, date, test in (("full/2", "2026-02-01", 0.74), ("full/again", "2026-01-01", 0.1)):
+        if name == "full/again":
+            write(runs / name, test, seed=2)
+        file = runs / name / "results.json"
+        results = json.loads(file.read_text())
+        results["environment"]["date"] = date
+        file.write_text(json.dumps(results))
+    found = collect(runs)
+    full = next(group for group in groups(found.runs) if len(group) == 3)
+    assert [run.folder for run in full] == ["full/0", "full/1", "full/2"]
+    assert repeated(found) == ["full/again is left out: full/2 has the same settings and is later."]
+
+
+def test_settings_that_were_given_tell_runs_apart_where_only_one_has_the_method(runs: Path) -> None:
+    write(runs / "wht/0", 0.5, method={"lbp_wht": {"order": 2, "bases": "l1"}})
+    file = runs / "wht/0/results.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "arguments": ["method.lbp_wht.order=2"]}))
+    assert "method.lbp_wht.order" in varying(collect(runs).runs)
+    assert "method.lbp_wht.bases" not in varying(collect(runs).runs)
+
+
+def test_runs_from_other_weights_can_be_told_apart(runs: Path) -> None:
+    write(runs / "weights/0", 0.5, model__weights="other.safetensors")
+    assert "model.weights" in varying(collect(runs).runs)
 
 
 def test_what_cannot_be_read_is_left_out_and_named(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

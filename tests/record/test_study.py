@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from efficient_ft.cli import study as command
 from efficient_ft.cli.commands import run_command
 from efficient_ft.core.errors import UserError
 from efficient_ft.record import study
@@ -58,6 +59,32 @@ def test_every_row_is_tuned_over_the_same_values_and_its_best_is_run_with_every_
     assert [(run.row, run.value, run.seed) for run in runs] == [
         ("full", 1e-2, 0), ("head", 1e-3, 0), ("full", 1e-2, 1), ("head", 1e-3, 1)]  # fmt: skip
     assert len(records.finished("full")) == 1
+
+
+def test_the_search_begins_in_the_middle_and_ends_with_the_neighbors_of_the_best(folder: Path) -> None:
+    four = "values: [1.0e-3, 1.0e-2]", "values: [1.0e-1, 1.0e-4, 1.0e-3, 1.0e-2, 1.0e-5]"
+    (folder / "study.yaml").write_text(STUDY.replace(*four))
+    records = Records(folder)
+
+    def search(row: str, accuracies: dict[float, float | None]) -> list[list[float]]:
+        rounds = []
+        while runs := records.tuning_runs([row]):
+            assert records.best_value(row) is None
+            rounds.append([run.value for run in runs])
+            for run in runs:
+                found = accuracies[run.value]
+                records.add(run, results(found)) if found is not None else records.add_diverged(run, "The loss is nan.")
+        return rounds
+
+    # The grid is 1e-5, 1e-4, 1e-3, 1e-2, 1e-1.
+    assert search("full", {1e-4: 0.6, 1e-3: 0.9, 1e-2: 0.8}) == [[1e-4, 1e-3], [1e-2]]
+    assert records.best_value("full") == 1e-3
+    assert search("head", {1e-5: 0.3, 1e-4: None, 1e-3: None}) == [[1e-4, 1e-3], [1e-5]]
+    assert records.best_value("head") == 1e-5
+    (folder / "records.json").unlink()
+    records = Records(folder)
+    assert search("full", {1e-4: 0.6, 1e-3: 0.7, 1e-2: 0.8, 1e-1: 0.8}) == [[1e-4, 1e-3], [1e-2], [1e-1]]
+    assert records.best_value("full") == 1e-2, "the lower of equals"
 
 
 def test_records_go_on_on_another_machine_and_hold_no_paths(folder: Path) -> None:
@@ -114,6 +141,9 @@ def test_a_study_that_cannot_be_read_is_refused(tmp_path: Path, text: str | None
 def test_unknown_rows_and_damaged_records_are_refused(folder: Path) -> None:
     with pytest.raises(UserError, match=r"row must be one of full, head, got ful\. Did you mean 'full'"):
         chosen_rows(read_study(folder), ["ful"])
+    (folder / "records.json").write_text('{"format": 2, "runs": [{}]}')
+    with pytest.raises(UserError, match="is damaged"):
+        Records(folder)
     (folder / "records.json").write_text('{"runs": [')
     with pytest.raises(UserError, match="is damaged"):
         Records(folder)
@@ -129,13 +159,33 @@ def test_the_report_has_accuracies_over_the_seeds(folder: Path, capsys: pytest.C
     records.add(records.seed_runs(["full"])[1], results(0.5, test=0.7))
     run_command("study", [str(folder), "--report"])
     shown = capsys.readouterr().out
-    assert "60.00 [50.00…70.00]" in shown
-    assert "0 of 2 tuned" in shown
+    assert "60.0 [50.0…70.0]" in shown
+    assert "0.01*" in shown, "a value at the end of the grid"
+    assert "Not tuned yet: head." in shown
+    for run in records.tuning_runs(["head"]):
+        records.add_diverged(run, "The loss is nan.")
+    run_command("study", [str(folder), "--report", "--rows", "head"])
+    assert "Diverged with every value: head." in capsys.readouterr().out
+
+
+def test_two_processes_on_one_study_keep_each_other_s_records(folder: Path) -> None:
+    one, other = Records(folder), Records(folder)
+    one.add(one.tuning_runs(["full"])[0], results(0.5))
+    other.add(other.tuning_runs(["head"])[0], results(0.6))
+    assert [run["row"] for run in Records(folder).runs] == ["full", "head"]
+
+
+def test_settings_that_change_the_study_are_refused_on_the_command_line(folder: Path) -> None:
+    for given in ("trainer.max_steps=1", "optim.lr=1", "model=deit_tiny"):
+        with pytest.raises(UserError, match=f"^{given.partition('=')[0]} changes the runs of the study, so it belongs"):
+            command.main([str(folder), given])
 
 
 @pytest.mark.slow
 def test_a_study_runs_and_is_continued(folder: Path) -> None:
-    """Four runs for tuning, two for the other seed; repeated, none."""
+    """Four runs for tuning, two for the other seed, and two that diverge; repeated, none."""
+    high = "[method=full, optim.weight_decay=1.0e+38, optim.warmup_steps=0, optim.grad_clip_norm=null]"
+    (folder / "study.yaml").write_text(f"{STUDY}  high: {high}\n")
     command = [sys.executable, "-m", "efficient_ft", "study", str(folder), "jobs=2", "trainer.progress=false"]
     for _ in range(2):
         done = subprocess.run(
@@ -143,10 +193,13 @@ def test_a_study_runs_and_is_continued(folder: Path) -> None:
         )
         assert done.returncode == 0, done.stderr
     assert "started" not in done.stdout
+    assert "Diverged with every value: high." in done.stdout
     runs = json.loads((folder / "records.json").read_text())["runs"]
     assert sorted((run["row"], run["seed"]) for run in runs) == [
-        ("full", 0), ("full", 0), ("full", 1), ("head", 0), ("head", 0), ("head", 1)]  # fmt: skip
-    assert {run["totals"]["steps"] for run in runs} == {2}
+        ("full", 0), ("full", 0), ("full", 1), ("head", 0), ("head", 0), ("head", 1), ("high", 0), ("high", 0),
+    ]  # fmt: skip
+    assert {run["totals"]["steps"] for run in runs if run["row"] != "high"} == {2}
+    assert all(run["diverged"].startswith("The loss is") for run in runs if run["row"] == "high")
 
 
 def test_a_test_accuracy_of_zero_is_one(folder: Path) -> None:

@@ -105,6 +105,14 @@ def test_every_figure_is_written_with_its_data(runs: Path, tmp_path: Path, name:
     assert len(rows) == sum(len(s.x) for panel in drawn.panels for s in panel.series)
 
 
+def test_runs_of_different_settings_are_never_one_point(runs: Path) -> None:
+    finished(runs / "other_rate", 0.1, {"lbp_wht": {"order": 2}}, 1, optim__lr=0.5)
+    for name in ("lbp_wht/figure_3", "bsr/figure_5"):
+        with pytest.raises(UserError, match=r"would be one point of this figure, but differ in optim\.lr \("):
+            paper_figure(name, [runs])
+    assert set(series(runs, "alast/figure_10")) == {"1", "0"}, "a figure that averages nothing"
+
+
 def test_what_a_figure_needs_is_said(runs: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="needs a run of full fine-tuning"):
         paper_figure("alast/figure_5", [runs / "lbp20"])

@@ -27,7 +27,7 @@ def test_results_have_the_agreed_keys_and_true_values(finished):
     assert read_results(folder) == results
     assert set(results) == {
         "format", "accuracy", "cost", "trainable_parameters", "total_parameters", "methods", "config", "environment",
-        "data", "totals", "seed", "arguments",
+        "data", "totals", "seed", "arguments", "changed",
     }  # fmt: skip
     assert results["format"] == FORMAT
     assert set(results["accuracy"]) == {"best", "last", "split", "test"}
@@ -43,6 +43,9 @@ def test_results_have_the_agreed_keys_and_true_values(finished):
     assert results["trainable_parameters"] == results["total_parameters"] > 5_000
     assert results["methods"]["full"]["touched"]
     assert results["config"] == config.model_dump(mode="json")
+    assert results["changed"]["model.name"] == config.model.name
+    assert results["changed"]["method.full"] == {}
+    assert "data.augment.vertical_flip" not in results["changed"], "it is off by default"
     assert {"efficient_ft", "torch", "timm", "lightning", "threads", "keep_freed_memory"} < set(results["environment"])
     evaluated = [row["val_accuracy"] for row in rows_of(folder) if "val_accuracy" in row]
     test = results["data"]["accuracy"]["test"]

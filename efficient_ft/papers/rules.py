@@ -1,0 +1,295 @@
+"""The papers' own rules of memory and multiply-adds, applied to the rows of their tables.
+
+A table's file says under ``rule`` how its rows are counted:
+
+.. code-block:: yaml
+
+    rule:
+      unit: MiB                                     # of its memory column; MB: 10⁶ bytes
+      rule: bsr                                     # `efficient_ft.cost.published`; default tinytl
+      rows:                                         # settings of every row that matches, the last one counts
+        - {when: {method: back_razor}, value_bytes: 4, note: 4 B a value}
+
+What a row trains and drops follows from its columns. Nothing is trained or run: the models stay on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, Literal
+
+import timm
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import nn
+
+import efficient_ft.models.proxyless  # noqa: F401  registers proxyless_mobile
+from efficient_ft.cost.published import (
+    BSR_RULE,
+    DENSE,
+    MESA,
+    TINYTL_RULE,
+    Keeping,
+    Operation,
+    Rule,
+    back_razor,
+    operations,
+    parameter_bytes,
+    peak,
+)
+from efficient_ft.methods import BSR, BitFit, Blocks, EViT, HeadOnly, NormLast, RepNet, TinyTL
+from efficient_ft.methods.base import make_trainable
+from efficient_ft.methods.selection.static import Selection
+from efficient_ft.models.marks import marks_of
+from efficient_ft.models.view import is_norm, view
+from efficient_ft.papers.published import Row, Table, rule_of
+
+#: timm's names of the papers' models; others are timm's own.
+_ARCHITECTURES = {
+    "vit_b": "vit_base_patch16_224",
+    "vit_b_moe": "vit_base_patch16_224",
+    "deit_s": "deit_small_patch16_224",
+    "proxylessnas_mobile": "proxyless_mobile",
+}
+_RULES = {"tinytl": TINYTL_RULE, "bsr": BSR_RULE}
+_UNITS = {"MiB": 2**20, "MB": 10**6}
+
+#: What the rows of Back Razor's tables train.
+_SELECTIONS: dict[str, tuple[Callable[[], Any], ...]] = {
+    "full": (),
+    "head": (HeadOnly,),
+    "bitfit": (BitFit,),
+    "norm_last": (NormLast,),
+    "tinytl": (TinyTL,),
+    "tinytl_320": (TinyTL,),
+    "rep_net": (RepNet,),
+    "mesa": (),
+    "back_razor": (),
+    "back_razor_mesa": (),
+    "moe_baseline": (),
+}
+
+
+@dataclass(frozen=True)
+class CountSettings:
+    """The settings by which a paper's rule counts one row.
+
+    Attributes:
+        architecture: timm's name of the model.
+        batch_size: images.
+        methods: applied to the model one after the other.
+        keeping: how activations are kept.
+        rule: of the paper.
+        unit: bytes in the unit of memory.
+        size: of the square images, in pixels.
+        classes: of the model.
+        frozen_norms: scales and shifts do not train, as in Back Razor's CNNs.
+        parameters: parameters count: trained ones 4 bytes, frozen ones 1 (``rule``), all of them 1 (``one_byte``), or
+            not at all (``none``).
+        by_name: indices of blocks of which the published count unfroze `named_alike`.
+        experts: multiply-adds are those of linear layers and the patch embedding, without attention's products and
+            blocks 3, 7 and 11's feed-forward networks or experts (BSR, Table 6).
+        note: how the row has to be counted.
+    """
+
+    architecture: str
+    batch_size: int
+    methods: tuple[Callable[[], Any], ...] = ()
+    keeping: Keeping = DENSE
+    rule: Rule = TINYTL_RULE
+    unit: int = 2**20
+    size: int = 224
+    classes: int = 100
+    frozen_norms: bool = False
+    parameters: Literal["rule", "one_byte", "none"] = "rule"
+    by_name: tuple[int, ...] = ()
+    experts: bool = False
+    note: str = ""
+
+    def model(self) -> nn.Module:
+        """Make the model that is counted, on the meta device."""
+        return _model(self.architecture, self.classes, self.methods, self.frozen_norms)
+
+
+@dataclass(frozen=True)
+class CountedCost:
+    """A row counted by its paper's rule.
+
+    Attributes:
+        memory: in the unit of the row's `CountSettings`.
+        gmacs: 10⁹ multiply-adds of the batch's forward pass.
+        as_listed: memory if only the blocks listed had been unfrozen.
+    """
+
+    memory: float
+    gmacs: float
+    as_listed: float
+
+
+class _Settings(BaseModel):
+    """The settings under ``rule``, of the table or one of its rows."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    unit: Literal["MiB", "MB"] = "MiB"
+    rule: Literal["tinytl", "bsr"] = "tinytl"
+    batch: int | None = None
+    classes: int = 100
+    parameters: Literal["rule", "one_byte", "none"] = "rule"
+    value_bytes: int = 2
+    norm_bytes: int | None = None
+    with_tinytl: bool = False
+    frozen_norms: bool = False
+    named_alike: bool = False
+    experts: bool = False
+    drop_at: tuple[int, ...] | None = None
+    keep_rate: float | None = None
+    note: str = ""
+    underived: bool = False
+
+
+def count_settings(table: Table, row: Row) -> CountSettings | None:
+    """Return how the rule of the paper counts `row`.
+
+    None: the table has no such rule, or how the paper counted the row is not known.
+    """
+    held = rule_of(table.name, row)
+    if held is None:
+        return None
+    settings, columns = _Settings.model_validate(held), row.columns
+    batch_size, unit = batch_and_unit(table, row)
+    if settings.underived:
+        return None
+    blocks = _indices(columns, "trainable_blocks") or (3, 7, 11)
+    method = columns["method"]
+    methods = _SELECTIONS.get(method, ())
+    if method == "bsr":
+        drop_at = settings.drop_at
+        if drop_at is None:
+            drop_at = _indices(columns, "drop_blocks") or (3, 6, 9)
+        keep_rate = settings.keep_rate or round(1 - float(columns.get("drop_rate") or 0.5), 6)
+        methods = _bsr(blocks, drop_at, keep_rate, settings.experts)
+    keeping = DENSE
+    if method == "mesa":
+        keeping = MESA
+    elif method.startswith("back_razor"):
+        keeping = back_razor(float(columns["sparsity"]), settings.value_bytes, settings.norm_bytes)
+    return CountSettings(
+        architecture=_ARCHITECTURES.get(columns["model"], columns["model"]),
+        batch_size=batch_size,
+        methods=(TinyTL, *methods) if settings.with_tinytl else methods,
+        keeping=keeping,
+        rule=_RULES[settings.rule],
+        unit=unit,
+        size=int(columns.get("resolution") or 224),
+        classes=settings.classes,
+        frozen_norms=settings.frozen_norms,
+        parameters=settings.parameters,
+        by_name=blocks if settings.named_alike else (),
+        experts=settings.experts,
+        note=settings.note,
+    )
+
+
+def batch_and_unit(table: Table, row: Row) -> tuple[int, int]:
+    """Return the images of the batch that the memory column of `row` is about, and the bytes of its unit."""
+    settings = _Settings.model_validate(rule_of(table.name, row) or {})
+    return settings.batch or int(row.columns.get("batch") or 1), _UNITS[settings.unit]
+
+
+def _indices(columns: Mapping[str, str], key: str) -> tuple[int, ...]:
+    return tuple(map(int, columns.get(key, "").split()))
+
+
+@cache  # equal partials are the same one, by which `_operations` is cached
+def _bsr(
+    blocks: tuple[int, ...], drop_at: tuple[int, ...], keep_rate: float, experts: bool
+) -> tuple[Callable[[], Any], ...]:
+    """The selection and the dropping of one of BSR's rows."""
+    if experts:
+        return (partial(EViT, list(drop_at), keep_rate, fuse=False),)
+    if not drop_at:
+        return (partial(Blocks, list(blocks)),)
+    return (partial(BSR, list(blocks), list(drop_at), keep_rate),)
+
+
+def count_cost(of: CountSettings) -> CountedCost:
+    """Count `of` by its rule."""
+    plain = _operations(of.architecture, of.classes, of.methods, of.frozen_norms, of.size, of.rule)
+    memory = as_listed = _memory(of, plain.operations, plain.parameter_bytes)
+    if alike := named_alike(plain.frozen, of.by_name):
+        model = of.model()
+        for name in alike:
+            model.get_parameter(name).requires_grad_(True)
+        # The published count goes by each weight if a layer is linear or a normalization, but lets no gradient pass
+        # through attention and GELU before the first block listed, even if something trains there.
+        trains = operations(model, (of.size, of.size), rule=of.rule, blocks=_blocks(of.architecture, of.size))
+        both = [t if t.kind in ("product", "norm") else p for t, p in zip(trains, plain.operations, strict=True)]
+        memory = _memory(of, both, parameter_bytes(model))
+    macs = plain.operations
+    if of.experts:
+        left_out = tuple(f"blocks.{block}.mlp." for block in (3, 7, 11))
+        macs = tuple(op for op in macs if op.kind == "product" and not op.name.startswith(left_out))
+    return CountedCost(memory, sum(op.macs for op in macs) * of.batch_size / 1e9, as_listed)
+
+
+def named_alike(names: Iterable[str], blocks: Sequence[int]) -> list[str]:
+    """The parameters that BSR's Table 7 takes for part of `blocks`: an index occurs anywhere in their names.
+
+    For 2 these are block 2 and each block's ``norm2`` and ``fc2``; for 0, blocks 0 and 10.
+    """
+    return [name for name in names if any(str(block) in name for block in blocks)]
+
+
+def _memory(of: CountSettings, running: Sequence[Operation], of_parameters: int) -> float:
+    if of.parameters != "rule":
+        of_parameters = sum(p.numel() for p in of.model().parameters()) if of.parameters == "one_byte" else 0
+    return (peak(running, of.keeping)[0] * of.batch_size + of_parameters) / of.unit
+
+
+def _model(architecture: str, classes: int, methods: Sequence[Callable[[], Any]], frozen_norms: bool) -> nn.Module:
+    with torch.device("meta"):
+        model = timm.create_model(architecture, num_classes=classes)
+        for method in (make() for make in methods):
+            if isinstance(method, Selection) and marks_of(model):
+                # The papers compare selections on a network that contains TinyTL's modules, frozen.
+                chosen = method.chosen(view(model))
+                make_trainable(model, {name: name in chosen for name, _ in model.named_parameters()})
+            else:
+                method.apply(model)
+        if frozen_norms:
+            for module in filter(is_norm, model.modules()):
+                module.requires_grad_(False)
+    return model
+
+
+@dataclass(frozen=True)
+class _Operations:
+    """A model as the rule counts it: operations on one image, bytes of parameters, names of the frozen ones."""
+
+    operations: tuple[Operation, ...]
+    parameter_bytes: int
+    frozen: tuple[str, ...]
+
+
+@cache  # rows that differ only in how activations are kept share their operations
+def _operations(
+    architecture: str,
+    classes: int,
+    methods: tuple[Callable[[], Any], ...],
+    frozen_norms: bool,
+    size: int,
+    rule: Rule,
+) -> _Operations:
+    model = _model(architecture, classes, methods, frozen_norms)
+    frozen = tuple(name for name, p in model.named_parameters() if not p.requires_grad)
+    found = operations(model, (size, size), rule=rule, blocks=_blocks(architecture, size))
+    return _Operations(tuple(found), parameter_bytes(model), frozen)
+
+
+@cache
+def _blocks(architecture: str, size: int) -> tuple[str, ...]:
+    """Names of the plain model's blocks, which methods do not change."""
+    return view(_model(architecture, 2, (), False), (size, size)).blocks

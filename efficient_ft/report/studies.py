@@ -1,0 +1,68 @@
+"""The table of a study: what each row reached over the seeds, and what it cost."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from efficient_ft.record.study import Records, test_accuracy
+
+#: Marks a value at an end of the grid, beyond which a better one may be.
+AT_END = "*"
+
+
+def study_table(records: Records, rows: Sequence[str]) -> list[list[str]]:
+    """The header, then a line for each of `rows` that is tuned; ratios are to the row ``full``, or else to the first.
+
+    Accuracy is the mean over the seeds in percent, with the lowest and the highest; costs are those of a run.
+    """
+    found = {row: runs for row in rows if (runs := records.finished(row))}
+    base = next(iter(records.finished("full") if "full" in records.study.rows else ()), None)
+    base = base or next((runs[0] for runs in found.values()), None)
+    values = records.study.tune.values
+    ends = (values[0], values[-1]) if len(values) > 1 else ()
+    header = ["row", records.study.tune.setting, "test accuracy, %", "seeds", "TFLOPs", "times fewer",
+              "saved KiB / image", "times less", "peak MiB", "seconds"]  # fmt: skip
+    return [header, *(_line(row, runs, base, ends) for row, runs in found.items() if base is not None)]
+
+
+def _line(row: str, runs: Sequence[dict[str, Any]], base: dict[str, Any], ends: Sequence[float]) -> list[str]:
+    first = runs[0]
+    flops, saved = first["totals"]["flops"], first["executed"]["saved_bytes"]
+    return [
+        row,
+        f"{first['value']:g}" + (AT_END if first["value"] in ends else ""),
+        spread([test_accuracy(one) for one in runs]),
+        str(len(runs)),
+        f"{flops / 1e12:.2f}",
+        f"{base['totals']['flops'] / flops:.2f}×",
+        f"{saved / 1024:.0f}",
+        f"{base['executed']['saved_bytes'] / saved:.1f}×",
+        f"{first['measured']['peak_bytes'] / 2**20:.0f}",
+        f"{statistics.median(one['totals']['seconds'] for one in runs):.0f}",
+    ]
+
+
+def spread(values: Sequence[float]) -> str:
+    """The mean, with the lowest and the highest value if there are several."""
+    mean = f"{statistics.fmean(values):.1f}"
+    return mean if len(values) == 1 else f"{mean} [{min(values):.1f}…{max(values):.1f}]"
+
+
+def notes(records: Records, rows: Sequence[str]) -> list[str]:
+    """Sentences on the marks of the table, rows that are not tuned yet or always diverged, and missing seeds."""
+    said = []
+    if any(AT_END in line[1] for line in study_table(records, rows)[1:]):
+        said.append(f"{AT_END}: the best value is at the end of the grid.")
+    waiting = [row for row in rows if records.tuning_runs([row])]
+    if waiting:
+        said.append(f"Not tuned yet: {', '.join(waiting)}.")
+    diverged = [row for row in rows if row not in waiting and records.best_value(row) is None]
+    if diverged:
+        said.append(f"Diverged with every value: {', '.join(diverged)}.")
+    seeds = len(records.study.seeds)
+    fewer = [row for row in rows if row not in (*waiting, *diverged) and len(records.finished(row)) < seeds]
+    if fewer:
+        said.append(f"With fewer than the {seeds} seeds of the study: {', '.join(fewer)}.")
+    return said
