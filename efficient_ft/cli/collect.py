@@ -33,12 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--form", choices=list(FORMS), default="text", help="of the table (default: text)")
     options = parser.parse_args(arguments)
 
-    from efficient_ft.record.collection import collect, group_rows, missing_seeds, repeated, run_rows
+    from efficient_ft.record.collection import collect, group_rows, notes, run_rows
 
     found = collect(options.folder)
     header, rows = run_rows(found) if options.runs else group_rows(found)
     print(render(header, rows, options.form, left=header.index("split" if options.runs else "seeds") + 1))
-    for folder, reason in found.ignored.items():
-        print(f"left out: {folder}: {reason}", file=sys.stderr)
-    for sentence in [*([] if options.runs else repeated(found)), *missing_seeds(found)]:
+    for sentence in notes(found, means=not options.runs):
         print(f"note: {sentence}", file=sys.stderr)

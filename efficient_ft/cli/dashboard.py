@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,10 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("outputs/dashboard"), help="default: outputs/dashboard")
     options = parser.parse_args(arguments)
 
+    from efficient_ft.record.collection import notes
     from efficient_ft.report.dashboard import create_report, upload, write_panels
     from efficient_ft.report.runs import collect_paths
 
     found = collect_paths(options.runs)
+    for sentence in notes(found, means=False):
+        print(f"note: {sentence}", file=sys.stderr)
     names = upload(found, options.runs, project=options.project, entity=options.entity, offline=options.offline,
                    out=options.out)  # fmt: skip
     print("\n".join(names))

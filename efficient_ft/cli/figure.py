@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,8 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_intermixed_args(arguments)
 
     from efficient_ft.papers.published import figures
+    from efficient_ft.record.collection import notes
     from efficient_ft.report import model_figures, paper_figures
     from efficient_ft.report.charts import write_chart
+    from efficient_ft.report.runs import collect_paths
 
     if options.figure in model_figures.FIGURES:
         from efficient_ft.cli.compose import configurations
@@ -48,7 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif options.figure in paper_figures.FIGURES:
         if not options.of:
             raise UserError(f"{options.figure} is drawn from runs: pass run folders, or a folder of runs.")
-        chart = paper_figures.paper_figure(options.figure, [Path(one) for one in options.of])
+        paths = [Path(one) for one in options.of]
+        found = collect_paths(paths)
+        for sentence in notes(found, means=True):
+            print(f"note: {sentence}", file=sys.stderr)
+        chart = paper_figures.paper_figure(options.figure, found, paths)
     else:
         raise SettingError("figure", options.figure, [figure.name for figure in figures()])
     for file in write_chart(chart, options.out / options.figure.replace("/", "_")):

@@ -13,7 +13,8 @@ from efficient_ft.cli import processes
 from efficient_ft.config import Config, check, fingerprint
 from efficient_ft.core import text
 from efficient_ft.core.errors import UserError
-from efficient_ft.record.results import read_results
+from efficient_ft.record.formats import USE_ITS_VERSION
+from efficient_ft.record.results import NAME, read_results
 
 
 @dataclass
@@ -58,6 +59,16 @@ def finished(folder: Path, config: Config) -> dict[str, Any] | None:
     except UserError:  # none, damaged, or of another version: the job itself says which
         return None
     return dict(results) if same else None
+
+
+def not_read(folder: Path) -> str | None:
+    """Why results.json in `folder` cannot be used; None: there is none, or it can."""
+    try:
+        if (folder / NAME).is_file():
+            read_results(folder, USE_ITS_VERSION)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def this_program() -> list[str]:

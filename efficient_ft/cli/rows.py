@@ -45,8 +45,8 @@ def jobs_of_rows(jobs: Iterable[Sequence[str]], table: str | None, rows: Sequenc
     """
     if table is not None and rows:
         raise UserError(f"table={table}: an experiment or rows=[...] has rows of its own. Choose one of the two.")
-    settings = _of_table(table) if table is not None else [tuple(shlex.split(row)) for row in rows or ()]
-    for word in (word for row in settings for word in row if "=" not in word):
+    settings = _of_table(table) if table is not None else [(tuple(shlex.split(row)), ()) for row in rows or ()]
+    for word in (word for row, _ in settings for word in row if "=" not in word):
         raise UserError(f"rows: every row is a text of KEY=VALUE settings, got {word}. Example: rows=['method=full']")
     own = [[one for one in job if key_of(one) not in NAMING] for job in jobs]
     if not settings:
@@ -54,8 +54,8 @@ def jobs_of_rows(jobs: Iterable[Sequence[str]], table: str | None, rows: Sequenc
     # An experiment may have settings of all its runs too; its rows are not those of one run.
     own = [[*job, "rows=null"] if any(key_of(one) == "experiment" for one in job) else job for job in own]
     return [
-        list({key_of(one): one for one in (*row, *job)}.values())
-        for row in dict.fromkeys(settings)
+        list({key_of(one): one for one in (*row, *of_tasks(job, tasks))}.values())
+        for row, tasks in dict.fromkeys(settings)
         for job in own
     ]  # fmt: skip
 
@@ -65,18 +65,24 @@ def key_of(argument: str) -> str:
     return argument.partition("=")[0].lstrip("+")
 
 
-def _of_table(name: str) -> list[tuple[str, ...]]:
+def of_tasks(arguments: Iterable[str], tasks: Sequence[str]) -> list[str]:
+    """The arguments for a run on `tasks`: settings of ``data`` become those of every task."""
+    found: list[str] = []
+    for argument in arguments:
+        key, dot, rest = argument.partition(".")
+        found += [f"tasks.{task}.{rest}" for task in tasks] if tasks and key + dot == "data." else [argument]
+    return found
+
+
+def _of_table(name: str) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """The arguments of every run of a table, and the data sets of a run on several."""
     from efficient_ft.papers.published import published_table
 
     table = published_table(name)
-    found: dict[tuple[str, ...], None] = {}
-    for row in table.rows:
-        for cell in row.cells.values():
-            if cell.arguments:
-                found[*cell.arguments, f"published={cell.accuracy:.6g}"] = None
+    found = [(arguments, row.tasks) for row in table.rows for _, arguments in row.runs]
     if not found:
         raise UserError(f"table={name} has no accuracies that can be run. {table.reason or ''}".rstrip())
-    return list(found)
+    return found
 
 
 def zipped(arguments: Sequence[str]) -> list[str]:

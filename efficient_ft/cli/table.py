@@ -172,17 +172,15 @@ def _runs(table: Table, rows: Sequence[Row], seeds: Sequence[int], settings: Seq
     Raises:
         UserError: no row can be run.
     """
-    if not any(cell.arguments for row in rows for cell in row.cells.values()):
+    from efficient_ft.cli.rows import of_tasks
+
+    if not any(row.runs for row in rows):
         raise UserError(f"{table.name} has no accuracies that can be run. {table.reason or ''}".rstrip())
     for row in rows:
+        own = of_tasks(settings, row.tasks)
         for seed in seeds:
-            if row.together:
-                yield CellRun(row, None, seed, _merged(row.arguments, f"seed={seed}", *settings))
-                continue
-            for column, cell in row.cells.items():
-                if cell.arguments:
-                    own = (f"seed={seed}", f"published={cell.accuracy:.6g}")
-                    yield CellRun(row, column, seed, _merged(cell.arguments, *own, *settings))
+            for column, arguments in row.runs:
+                yield CellRun(row, column, seed, _merged(arguments, f"seed={seed}", *own))
 
 
 def _merged(arguments: Sequence[str], *more: str) -> tuple[str, ...]:
@@ -216,23 +214,31 @@ def _jobs(runs: Sequence[CellRun]) -> list[Job]:
 
 def _report(table: Table, rows: Sequence[Row], runs: Sequence[CellRun], jobs: Sequence[Job], form: str) -> str:
     """Published and obtained accuracies in percent: the mean over the seeds with its range, and what is missing."""
-    from efficient_ft.cli.jobs import finished
+    from efficient_ft.cli.jobs import finished, not_read
+    from efficient_ft.record.results import final_accuracy
 
     found: dict[tuple[str, str], list[float]] = {}
     missing: list[str] = []
+    unread: list[str] = []
     limited = [job.title for job in jobs if job.config.trainer.limit_eval_batches is not None]
     seeds = len({one.seed for one in runs})
     for one, job in zip(runs, jobs, strict=True):
         results = job.results or finished(job.folder, job.config)
         if results is None:
             missing.append(job.title)
+            if reason := not_read(job.folder):
+                unread.append(f"{job.title}: {reason}")
             continue
         tasks = results["accuracy"].get("tasks", {})
         for column, cell in one.row.cells.items():
             if one.column is None and cell.data in tasks:
-                found.setdefault((one.row.name, column), []).append(tasks[cell.data]["best"])
+                test = results["data"]["tasks"][cell.data]["accuracy"].get("test")
+                reached = final_accuracy({**tasks[cell.data], "test": test})
             elif one.column == column:
-                found.setdefault((one.row.name, column), []).append(results["accuracy"]["best"])
+                reached = final_accuracy(results["accuracy"])
+            else:
+                continue
+            found.setdefault((one.row.name, column), []).append(reached)
     columns = list(dict.fromkeys(key for row in rows for key in row.cells))
     header = ["row", *(word for key in columns for word in (f"{key} published", f"{key} obtained"))]
     lines: list[list[Cell]] = []
@@ -246,6 +252,7 @@ def _report(table: Table, rows: Sequence[Row], runs: Sequence[CellRun], jobs: Se
     notes = []
     if missing:
         notes.append(f"{len(missing)} of {len(runs)} runs are missing: {', '.join(missing)}.")
+    notes += [f"Not read: {reason}" for reason in unread]
     if limited:
         notes.append(f"Not on all images (trainer.limit_eval_batches): {', '.join(limited)}.")
     if form not in ("text", "markdown"):

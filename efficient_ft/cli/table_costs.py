@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -23,7 +23,8 @@ TOLERANCE = 0.02
 #: Figures that only a rule of the paper gives.
 _BY_RULE = ("train_memory_mb", "activation_memory_mb", "train_memory_reduction")
 
-#: Training images of the data sets in ALaST's tables: its Flowers runs have those of the train split alone.
+#: Training images of the data sets in ALaST's tables; of Flowers-102 the official ones, without those of validation
+#: (``data.train_on_val=false`` in its recipes).
 IMAGES = {"flowers102": 1020, "cifar100": 50_000, "food101": 75_750}
 
 
@@ -118,11 +119,19 @@ def cost_sheet(table: Table, rows: Sequence[Row], form: str) -> str:
             deviation: Cell = cell.deviation if data or cell.deviation is None else f"{100 * cell.deviation:+.1f} %"
             printed: Cell = cell.printed if data else row.costs[column]
             line += [printed, _short(cell.rule), _short(cell.executed), deviation]
-        why = dict.fromkeys(cell.reason for cell in cells[row.name].values() if cell.reason)
-        lines.append([*line, "; ".join(why) or None])
+        lines.append([*line, _reasons(cells[row.name]) or None])
     # A cost without any rule or execution has no column for it.
     used = [i for i in range(len(header)) if i == 0 or any(line[i] is not None for line in lines)]
     return render([header[i] for i in used], [[line[i] for i in used] for line in lines], form)
+
+
+def _reasons(cells: Mapping[str, CostCell]) -> str:
+    """The reasons of a row, each with the columns that it is about."""
+    columns: dict[str, list[str]] = {}
+    for column, cell in cells.items():
+        if cell.reason:
+            columns.setdefault(cell.reason, []).append(COSTS[column])
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in columns.items())
 
 
 def _short(value: float | None) -> float | None:

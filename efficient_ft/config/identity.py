@@ -42,6 +42,8 @@ def fingerprint(config: Config) -> str:
 def _content(data: DataConfig) -> dict[str, Any]:
     """The settings of a data set that affect a result."""
     what = data.model_dump(mode="json", exclude={"num_workers", "download", "eval_batch_size"})
+    if data.train_on_val:  # a later setting: the runs from before it keep their folders
+        del what["train_on_val"]
     # A published data set is the same in any place; a folder of images is identified by its path.
     if data.name == "folder":
         what["root"] = os.path.normpath(data.root)

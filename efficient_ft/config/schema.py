@@ -86,6 +86,8 @@ class DataConfig(Section):
     val_fraction: Fraction = 0.1
     #: The split on which the best epoch is chosen; ``test`` only to repeat a paper that did so.
     select_best_on: Literal["val", "test"] = "val"
+    #: With select_best_on=test the official validation images train as well (flowers102, aircraft).
+    train_on_val: bool = True
     on_corrupt: Literal["stop", "skip"] = "stop"
     augment: AugmentConfig = AugmentConfig()
     download: bool = True

@@ -79,7 +79,7 @@ class ImageData:
         if self.best_split == "test":
             if test is None:
                 raise SettingError("data.select_best_on", "test", "val", "There are no test images.")
-            if val is not None and listing.recipe_trains_on_val:
+            if val is not None and listing.recipe_trains_on_val and config.train_on_val:
                 train, val = train.join(val), None
             # Nothing is selected on validation images, so none are held out.
             self._notes.append("The best epoch is selected on the test images (data.select_best_on=test).")

@@ -139,6 +139,25 @@ class Row:
     together: bool
     reason: str | None
 
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The data sets of its one run, if there is one for all of them."""
+        return tuple(cell.data for cell in self.cells.values() if cell.data) if self.together else ()
+
+    @property
+    def runs(self) -> list[tuple[str | None, tuple[str, ...]]]:
+        """The runs that give its accuracies: the column (None: all of them), and the arguments of the command line.
+
+        The published accuracy is an argument, but for a run on all data sets, which has several.
+        """
+        if self.together:
+            return [(None, self.arguments)] if self.arguments else []
+        return [
+            (column, (*cell.arguments, f"published={cell.accuracy:.6g}"))
+            for column, cell in self.cells.items()
+            if cell.arguments
+        ]
+
 
 @dataclass(frozen=True)
 class Table:
@@ -342,8 +361,9 @@ def _is_number(column: str) -> bool:
     return column in COSTS or column == "stars" or re.match(r"(acc|miou)_", column) is not None
 
 
-def _matches(when: Mapping[str, str], columns: Mapping[str, str]) -> bool:
-    return all(columns.get(key) == value for key, value in when.items())
+def _matches(when: Mapping[str, str | list[str]], columns: Mapping[str, str]) -> bool:
+    """Whether the columns of a row have the values of `when`, or one of a list of values."""
+    return all(columns.get(key) in (value if isinstance(value, list) else [value]) for key, value in when.items())
 
 
 def _arguments(

@@ -193,6 +193,19 @@ def groups(runs: Iterable[Run]) -> list[list[Run]]:
     return [[by_seed[seed] for seed in sorted(by_seed)] for by_seed in found.values()]
 
 
+def notes(collection: Collection, means: bool) -> list[str]:
+    """Sentences about runs that are left out, and about seeds that some rows lack.
+
+    Args:
+        means: means over the seeds are shown, which hold the later one of two runs with the same seed.
+    """
+    unfinished = [name for name, reason in collection.ignored.items() if "has not finished" in reason]
+    said = [f"Left out: {name}: {reason}" for name, reason in collection.ignored.items() if name not in unfinished]
+    if unfinished:
+        said.insert(0, f"Left out, not finished yet: {', '.join(unfinished)}.")
+    return [*said, *(repeated(collection) if means else []), *missing_seeds(collection)]
+
+
 def repeated(collection: Collection) -> list[str]:
     """A sentence for every run that `groups` leaves out because a later one has the same settings and seed."""
     kept = {(run.group, run.config.seed): run for group in groups(collection.runs) for run in group}

@@ -92,6 +92,12 @@ class Accuracy(BestLast):
     tasks: NotRequired[dict[str, BestLast]]
 
 
+def final_accuracy(accuracy: Mapping[str, Any]) -> float:
+    """Accuracy (a fraction) of the best epoch on the test images; without any, on the split that chose the epoch."""
+    test = accuracy.get("test")
+    return float(accuracy["best"] if test is None else test)
+
+
 class AppliedReport(TypedDict):
     """The modules or parameters a method touched, and those it skipped with the reason (`methods.base.Applied`)."""
 

@@ -13,7 +13,8 @@ A study is a folder with two files. ``study.yaml`` says what is run:
       head: [method=head]
 
 Every row's value is searched for in the same way, with the seed of ``tune``: the two values in the middle are run, then
-the neighbors of the best one, until both of them have been run. Best is the accuracy on the split that chooses epochs.
+the neighbors of the best one and of those within a point of it (`NEAR`), until all of them have been run. Best is the
+accuracy on the split that chooses epochs.
 The value found is then run with the other seeds. ``records.json`` holds a record of every finished run, without paths,
 so that a study goes on where it stopped, also on another machine.
 """
@@ -33,12 +34,20 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from efficient_ft.core.errors import UserError, did_you_mean
 from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.formats import FORMAT, check_format
-from efficient_ft.record.results import Results
+from efficient_ft.record.results import Results, final_accuracy
 
 DEFINITION, RECORDS = "study.yaml", "records.json"
 
+#: Accuracy below the best within which a value is as good as the best: its neighbors are searched as well.
+NEAR = 0.01
+
 #: What every record of a run has.
 _KEYS = {"row", "value", "seed", "settings"}
+
+#: What the record of a run that did not diverge has too.
+_FOUND = {"accuracy", "executed", "measured", "totals"}
+
+_DO = "Restore it from a backup or from version control, or rename it to begin again."
 
 
 class _Strict(BaseModel):
@@ -95,13 +104,15 @@ def read_study(folder: Path) -> Study:
     file = folder / DEFINITION
     try:
         return Study.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    except OSError:
         raise UserError(f"{folder} holds no {DEFINITION}. Pass the folder of a study.") from None
     except yaml.YAMLError as error:
         raise UserError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise UserError(f"{file} cannot be read: {'.'.join(map(str, first['loc']))}: {first['msg']}.") from error
+        where = ".".join(map(str, first["loc"])) or "it"
+        said = "must be a mapping" if not first["loc"] else f"{first['msg']}"
+        raise UserError(f"{file} cannot be read: {where}: {said}.") from error
 
 
 def chosen_rows(study: Study, names: Sequence[str]) -> list[str]:
@@ -138,13 +149,12 @@ class Records:
             held = json.loads(self.path.read_text(encoding="utf-8"))
             version = held.get("format")
         except (ValueError, AttributeError) as error:
-            raise UserError(f"{self.path} is damaged ({error}). Remove it to begin again.") from error
-        check_format(self.path, version, "Remove it to begin again.")
+            raise UserError(f"{self.path} is damaged ({error}). {_DO}") from error
+        check_format(self.path, version, "Rename it to begin again.")
         runs = held.get("runs")
-        if not isinstance(runs, list) or not all(isinstance(run, dict) and run.keys() >= _KEYS for run in runs):
-            raise UserError(
-                f"{self.path} is damaged (runs without {', '.join(sorted(_KEYS))}). Remove it to begin again."
-            )
+        if not isinstance(runs, list) or not all(_complete(run) for run in runs):
+            keys = ", ".join(sorted(_KEYS | _FOUND))
+            raise UserError(f"{self.path} is damaged (runs without {keys}). {_DO}")
         return runs
 
     def add(self, run: StudyRun, results: Results) -> None:
@@ -156,10 +166,10 @@ class Records:
         self._add(run, {**_what(run), "diverged": reason})
 
     def _add(self, run: StudyRun, record: dict[str, Any]) -> None:
-        key = (run.row, run.value, run.seed)
+        key = _what(run)
         # Another process may work on other rows of the same study.
         with FileLock(self.path.with_name(f".{RECORDS}.lock")):
-            self.runs = [one for one in self._read() if (one["row"], one["value"], one["seed"]) != key]
+            self.runs = [one for one in self._read() if {name: one[name] for name in key} != key]
             self.runs.append(record)
             order = {name: place for place, name in enumerate(self.study.rows)}
             self.runs.sort(key=lambda one: (order.get(one["row"], len(order)), one["value"], one["seed"]))
@@ -168,10 +178,15 @@ class Records:
 
     def find(self, run: StudyRun) -> dict[str, Any] | None:
         """The record of `run`; None: it has not finished, or not with the settings that the study now has."""
-        for one in self.runs:
-            if (one["row"], one["value"], one["seed"]) == (run.row, run.value, run.seed):
-                return one if one["settings"] == list(run.arguments) else None
-        return None
+        key = _what(run)
+        return next((one for one in self.runs if {name: one[name] for name in key} == key), None)
+
+    def of_other_settings(self) -> int:
+        """The number of records of settings that the study has no more; they are kept, and do not count."""
+        study = self.study
+        now = {row: {self._run(row, value, seed).arguments for value in study.tune.values
+                     for seed in (study.tune.seed, *study.seeds)} for row in study.rows}  # fmt: skip
+        return sum(tuple(one["settings"]) not in now.get(one["row"], ()) for one in self.runs)
 
     def tuning_runs(self, rows: Iterable[str]) -> list[StudyRun]:
         """The runs with which the search of each row goes on; none for the rows that are tuned."""
@@ -200,12 +215,13 @@ class Records:
         records = [self.find(run) for run in runs]
         best = [-1.0 if r is None or "accuracy" not in r else float(r["accuracy"]["best"]) for r in records]
         middle = len(values) // 2
-        needed = range(max(middle - 1, 0), middle + 1)
+        needed = list(range(max(middle - 1, 0), middle + 1))
         if all(records[i] for i in needed):
             top = best.index(max(best))
             if best[top] < 0:  # Only lower values may converge.
                 top = min(i for i, record in enumerate(records) if record)
-            needed = range(max(top - 1, 0), min(top + 2, len(values)))
+            near = [i for i, found in enumerate(best) if i == top or found >= max(best) - NEAR >= 0]
+            needed = sorted({j for i in near for j in (i - 1, i, i + 1) if 0 <= j < len(values)})
         top = best.index(max(best))
         return values[top] if best[top] >= 0 else None, [runs[i] for i in needed if records[i] is None]
 
@@ -219,6 +235,10 @@ class Records:
         tuned = f"{self.study.tune.setting}={value:g}"
         arguments = (*self.study.settings, *self.study.rows[row], tuned, f"seed={seed}")
         return StudyRun(row, value, seed, arguments)
+
+
+def _complete(run: Any) -> bool:
+    return isinstance(run, dict) and run.keys() >= _KEYS and ("diverged" in run or run.keys() >= _FOUND)
 
 
 def record_of(run: StudyRun, results: Results) -> dict[str, Any]:
@@ -239,8 +259,7 @@ def record_of(run: StudyRun, results: Results) -> dict[str, Any]:
 
 def test_accuracy(record: Mapping[str, Any]) -> float:
     """Percent on the test images; without any, on the split that chose the epoch."""
-    accuracy = record["accuracy"]
-    return 100 * float(accuracy["best"] if accuracy["test"] is None else accuracy["test"])
+    return 100 * final_accuracy(record["accuracy"])
 
 
 def _what(run: StudyRun) -> dict[str, Any]:

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.record.collection import Collection, Run, varying
+from efficient_ft.record.collection import Collection, Run, groups, varying
 from efficient_ft.record.results import flatten
 from efficient_ft.record.rows import MetricsFile
 from efficient_ft.report.charts import Chart, Panel, Series
 from efficient_ft.report.record import Record, read
-from efficient_ft.report.runs import accuracy_of, collect_paths, name_of, places
+from efficient_ft.report.runs import accuracy_of, name_of, places
 
 ACCURACY = "accuracy (%)"
 
@@ -91,7 +91,7 @@ class Runs:
 
 
 def _mean(runs: Sequence[Run], of: Callable[[Run], float]) -> float:
-    """The mean over the seeds.
+    """The mean over the seeds; of two runs with the same seed, the later one.
 
     Raises:
         UserError: the runs differ in more than their seed.
@@ -106,7 +106,8 @@ def _mean(runs: Sequence[Run], of: Callable[[Run], float]) -> float:
             f" {', '.join(differs) or 'where their images are'}: runs of different settings are never averaged. Pass"
             " the folders of runs that differ only in the seed and in what the figure shows."
         )
-    return float(np.mean([of(run) for run in runs]))
+    (group,) = groups(runs)
+    return float(np.mean([of(run) for run in group]))
 
 
 def _backward(run: Run) -> float:
@@ -355,13 +356,13 @@ FIGURES: dict[str, Callable[[Runs], Chart]] = {
 }
 
 
-def paper_figure(name: str, paths: Sequence[Path]) -> Chart:
-    """The chart of a paper's figure from the runs in and below `paths`.
+def paper_figure(name: str, found: Collection, paths: Sequence[Path]) -> Chart:
+    """The chart of a paper's figure from the runs `found` in and below `paths`.
 
     Raises:
         SettingError: no such figure.
-        UserError: there are no runs, or they lack what the figure shows.
+        UserError: the runs lack what the figure shows.
     """
     if name not in FIGURES:
         raise SettingError("figure", name, FIGURES)
-    return FIGURES[name](Runs(collect_paths(paths), paths))
+    return FIGURES[name](Runs(found, paths))

@@ -14,10 +14,10 @@ import numpy as np
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.sheet import Cell
-from efficient_ft.record.collection import Collection, Run, collect, collect_runs, missing_seeds, run_rows, varying
+from efficient_ft.record.collection import Collection, Run, collect, collect_runs, notes, run_rows, varying
 from efficient_ft.record.config_file import NAME as CONFIG
 from efficient_ft.record.files import write_text_atomically
-from efficient_ft.record.results import flatten
+from efficient_ft.record.results import final_accuracy, flatten
 from efficient_ft.record.rows import MetricsFile
 from efficient_ft.report.record import read
 
@@ -115,20 +115,13 @@ def page_data(found: Collection, paths: Sequence[Path]) -> dict[str, Any]:
         "costs": [header[i] for i in shown],
         "curves": ["loss", "accuracy %"],
         "axes": ["step", "epoch", "TFLOPs", "seconds", "images"],
-        "notes": [*missing_seeds(found), *_left_out(found)],
+        "notes": notes(found, means=False),
     }
 
 
 def table_numbers(header: Sequence[str], table: Sequence[Sequence[Cell]]) -> dict[str, list[Cell]]:
     """The values of each column."""
     return {name: [row[place] for row in table] for place, name in enumerate(header)}
-
-
-def _left_out(found: Collection) -> list[str]:
-    """Sentences about runs that could not be read: how many have not finished, and every other reason."""
-    unfinished = [name for name, reason in found.ignored.items() if "has not finished" in reason]
-    said = [f"Left out: {name}: {reason}" for name, reason in found.ignored.items() if name not in unfinished]
-    return [f"Left out: {len(unfinished)} runs that have not finished.", *said] if unfinished else said
 
 
 def places(run: Run, paths: Sequence[Path]) -> list[Path]:
@@ -145,9 +138,7 @@ def name_of(run: Run, settings: Sequence[str]) -> str:
 
 def accuracy_of(run: Run) -> float:
     """Percent on the test images; without any, on the split that chose the epoch."""
-    accuracy = run.results["accuracy"]
-    value = accuracy["best"] if accuracy["test"] is None else accuracy["test"]
-    return round(100 * value, 4)
+    return round(100 * final_accuracy(run.results["accuracy"]), 4)
 
 
 def _curve_rows(folder: Path) -> list[dict[str, float]]:

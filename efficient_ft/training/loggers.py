@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import Logger
 
 from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
-from efficient_ft.record.results import flatten
+from efficient_ft.record.results import final_accuracy, flatten
 
 
 def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence[str] = ()) -> list[Logger]:
@@ -97,7 +97,7 @@ def summary_of(results: Mapping[str, Any]) -> dict[str, Any]:
     published = results["config"].get("published")
     if published is not None:
         summary["accuracy.published"] = published
-        summary["accuracy.minus_published"] = results["accuracy"]["best"] - published
+        summary["accuracy.minus_published"] = final_accuracy(results["accuracy"]) - published
     return summary
 
 

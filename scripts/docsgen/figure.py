@@ -87,7 +87,7 @@ def _study_front(plt: Any) -> Any:
     points = study_points(STUDY)
     costs = (
         ("flops", "executed TFLOPs of the run (log scale)", [2, 3, 4, 6, 8]),
-        ("saved", "kept for the backward pass, KiB / image (log scale)", [10, 100, 500, 1000, 2000, 4000]),
+        ("saved", "kept for the backward pass, KiB / image (log scale)", [1, 10, 100, 1000, 4000]),
     )
     for axes, (cost, label, ticks) in zip(panels, costs, strict=True):
         best = front(points, cost)
@@ -104,7 +104,7 @@ def _study_front(plt: Any) -> Any:
         axes.plot(
             [p[cost] for p in best], [p["accuracy"] for p in best], color=_MEMORY, linewidth=0.9, drawstyle="steps-post"
         )
-        axes.set(xscale="log", xlim=(ticks[0], None))
+        axes.set(xscale="log", xlim=(0.7 * min([ticks[0], *(point[cost] for point in points)]), None))
         _ticks(axes, ticks)
         axes.set_xlabel(label)
         _plain(axes)

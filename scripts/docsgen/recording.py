@@ -171,7 +171,9 @@ def record_costs() -> Path:
         for row in table.rows:
             for cell in cost_cells(table, row):
                 by = "rule" if cell.rule is not None else None if cell.deviation is None else "executed"
-                cells.append({"table": table.name, "row": row.name, **asdict(cell), "by": by, "agrees": cell.agrees})
+                counted = {**asdict(cell), "by": by, "agrees": cell.agrees}
+                del counted["reason"]  # it stands in the table's own file
+                cells.append({"table": table.name, "row": row.name, **counted})
         print(table.name, flush=True)
     record = {"command": "python scripts/docs.py --record costs", "kind": "printed costs", "cells": cells}
     return _write("table_costs", record)

@@ -12,7 +12,7 @@ from docsgen.markdown import table
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from efficient_ft.record.study import Records, test_accuracy  # noqa: E402
+from efficient_ft.record.study import NEAR, Records, test_accuracy  # noqa: E402
 from efficient_ft.report import studies  # noqa: E402
 
 
@@ -37,13 +37,14 @@ def study_conditions(name: str) -> str:
     study, tune = found.study, found.study.tune
     machines = sorted({f"{one['environment']['device']}, torch {one['environment']['torch']}" for one in found.runs
                        if "environment" in one})  # fmt: skip
+    busy = " Two runs at a time: `seconds` are no comparison."
     rates = ", ".join(f"{value:g}" for value in tune.values)
     return (
         f"{' '.join(study.about.split())}\n\nThe `{tune.setting}` of every row is searched for in {rates} with seed"
-        f" {tune.seed}: the two in the middle, then the neighbors of the best on the validation images until both have"
-        f" been run. The best is then run with seeds"
+        f" {tune.seed}: the two in the middle, then the neighbors of the best on the validation images, and of those"
+        f" within {100 * NEAR:g} point of it, until all have been run. The best is then run with seeds"
         f" {', '.join(map(str, study.seeds))}. Settings of all runs: `{' '.join(study.settings)}`. Run on"
-        f" {'; '.join(machines)}."
+        f" {'; '.join(machines)}.{busy}"
     )
 
 

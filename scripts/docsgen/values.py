@@ -190,6 +190,15 @@ def study_accuracy(name: str, row: str) -> str:
 
 
 @value
+def study_run(name: str, row: str, tuned: str) -> str:
+    """Test accuracy of one run of a row, in percent, at a value of what is tuned: ``study-run NAME head 0.001``."""
+    records = studies.records(name)
+    (found,) = [one for one in records.runs
+                if (one["row"], one["value"], one["seed"]) == (row, float(tuned), records.study.tune.seed)]  # fmt: skip
+    return f"{studies.test_accuracy(found):.1f}"
+
+
+@value
 def study_times(name: str, row: str, cost: str) -> str:
     """How many times less than full fine-tuning a row costs: ``flops`` of the run or bytes ``saved``."""
     return f"{_point(name, 'full')[cost] / _point(name, row)[cost]:.1f}"

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from efficient_ft.cli import needs, table
+from efficient_ft.cli import needs, table, table_costs
 from efficient_ft.cli.table_costs import cost_cells
 from efficient_ft.core.errors import UserError
 from efficient_ft.papers.published import chosen_rows, published_table, table_names
@@ -79,7 +79,7 @@ def test_commands_are_those_of_the_cells(capsys: pytest.CaptureFixture[str]) -> 
     lines = printed(capsys, "alast/7", "--commands", "--rows", "deit_t.alast", "--seeds", "0,1", "data.root=DIR")
     assert lines.splitlines() == [
         "efficient-ft model=deit_tiny data=flowers102 recipe=alast/flowers102 method=alast method.alast.num_layers=9"
-        f" seed={seed} published=0.79 data.root=DIR"
+        f" published=0.79 seed={seed} data.root=DIR"
         for seed in (0, 1)
     ]
 
@@ -126,6 +126,64 @@ def test_a_report_has_published_and_obtained_side_by_side(
     assert re.search(r"deit_t.bsr +73.00", shown)
     assert "4 of 6 runs are missing: deit_t.bsr acc_flowers seed=0, " in shown
     assert "deit_t.alast acc_flowers seed=2." in shown
+
+
+def test_a_report_takes_the_accuracy_on_the_test_images_and_names_what_it_cannot_read(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from efficient_ft.cli.variants import folder_of
+
+    monkeypatch.chdir(tmp_path)
+    chosen = chosen_rows(published_table("alast/7"), ["deit_t.alast"])[0].cells["acc_flowers"].arguments
+    results: Any = some_results()
+    for seed in (0, 1, 2):
+        (config,) = composed(*chosen, f"seed={seed}", "data.select_best_on=val")
+        results["config"] = config.model_dump(mode="json")
+        results["accuracy"].update(best=0.9, test=0.5)
+        folder = folder_of(config)
+        folder.mkdir(parents=True)
+        (folder / "results.json").write_text(json.dumps({**results, "format": 1 if seed == 1 else results["format"]}))
+        if seed == 2:
+            (folder / "results.json").write_text('{"format": 2, "accur')
+    shown = printed(capsys, "alast/7", "--report", "--rows", "deit_t.alast", "--seeds", "0,1,2",
+                    "data.select_best_on=val")  # fmt: skip
+    assert re.search(r"deit_t.alast +79.00 +50.00, 1 of 3 seeds", shown)
+    assert re.search(r"Not read: deit_t.alast acc_flowers seed=1: .*\(it has format 1; this version reads", shown)
+    assert re.search(r"Not read: deit_t.alast acc_flowers seed=2: .*not valid JSON", shown)
+
+
+def test_the_images_that_costs_are_counted_for_are_those_that_train() -> None:
+    """The recipes train on the 1,020 training images of Flowers-102, not on the 2,040 with those of validation."""
+    rows = [row for n in range(1, 8) for row in published_table(f"alast/{n}").rows if "compute_pflops" in row.costs]
+    configs = [composed(*row.arguments)[0] for row in rows if row.arguments]
+    assert {config.data.name for config in configs} == {"flowers102", "cifar100", "food101"}
+    for config in configs:
+        assert config.data.name in table_costs.IMAGES
+        if config.data.name == "flowers102":
+            assert (config.data.select_best_on, config.data.train_on_val) == ("test", False)
+
+
+def test_settings_of_the_data_hold_for_every_data_set_of_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, "bsr/6", "--commands", "data.root=DIR").splitlines()
+    several = [line for line in lines if " tasks=bsr_moe " in line]
+    assert len(several) == 2
+    for line in several:
+        assert line.endswith(" ".join(f"tasks.{name}.root=DIR" for name in published_table("bsr/6").rows[-1].tasks))
+    assert all(line.endswith(" data.root=DIR") for line in lines if line not in several)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in table_names() if any(r.runs for r in published_table(name).rows)])
+def test_the_sweep_of_a_table_is_the_same_grid(name: str) -> None:
+    """``-m table=NAME`` composes, and has the runs of ``table NAME --run``, each with a folder of its own."""
+    from efficient_ft.cli.compose import composed_jobs
+    from efficient_ft.cli.groups import CONF, register
+    from efficient_ft.cli.variants import folder_of
+
+    register()
+    jobs = composed_jobs(CONF, "train", [f"table={name}", "data.root=DIR"], sweep=True)
+    folders = [folder_of(job.config) for job in jobs]
+    assert len(folders) == len(set(folders)) == sum(len(row.runs) for row in published_table(name).rows)
 
 
 @pytest.mark.parametrize("name", ["bsr/3", "back_razor/2", pytest.param("bsr/5", marks=pytest.mark.slow)])

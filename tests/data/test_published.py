@@ -75,6 +75,9 @@ def test_flowers_trains_on_validation_too_as_published(
     assert data.num_classes == 102 == PUBLISHED["flowers102"].classes
     assert data._parts["test"].labels.tolist() == [0, 1, 101] * 2
     assert data._parts["train"].images[3].endswith("image_00004.jpg")
+    alone = data_config("flowers102", root=str(tmp_path), select_best_on="test", train_on_val=False)
+    assert open_data(alone, SPEC, 0).splits["train"] < data.splits["train"]
+    assert set(open_data(alone, SPEC, 0).splits) == {"train", "val", "test"}
     chosen_on_val = open_data(data_config("flowers102", root=str(tmp_path)), SPEC, 0)
     assert chosen_on_val.splits == {"train": 3, "val": 3, "test": 6}
 

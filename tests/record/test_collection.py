@@ -103,12 +103,11 @@ def test_what_cannot_be_read_is_left_out_and_named(runs: Path, capsys: pytest.Ca
     (runs / "full/2/results.json").unlink()
     command.main([str(runs)])
     shown = capsys.readouterr()
-    assert "left out: full/0: " in shown.err
+    assert "Left out: full/0: " in shown.err
     assert "not valid JSON" in shown.err
-    assert "left out: full/1: " in shown.err
+    assert "Left out: full/1: " in shown.err
     assert "it has format 1; this version reads format 2" in shown.err
-    assert "left out: full/2: " in shown.err
-    assert "has not finished" in shown.err
+    assert "Left out, not finished yet: full/2." in shown.err
     assert "full  " in shown.out
     for form in ("csv", "json", "markdown", "latex"):
         command.main([str(runs), "--form", form, "--runs"])

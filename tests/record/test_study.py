@@ -18,6 +18,7 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.record import study
 from efficient_ft.record.formats import OtherVersionError
 from efficient_ft.record.study import Records, chosen_rows, read_study
+from efficient_ft.report.studies import notes
 from tests.cli.program import REPOSITORY
 from tests.record.some import some_results
 
@@ -85,6 +86,9 @@ def test_the_search_begins_in_the_middle_and_ends_with_the_neighbors_of_the_best
     records = Records(folder)
     assert search("full", {1e-4: 0.6, 1e-3: 0.7, 1e-2: 0.8, 1e-1: 0.8}) == [[1e-4, 1e-3], [1e-2], [1e-1]]
     assert records.best_value("full") == 1e-2, "the lower of equals"
+    assert search("head", {1e-4: 0.805, 1e-3: 0.8, 1e-5: 0.7, 1e-2: 0.82, 1e-1: 0.6}) == [
+        [1e-4, 1e-3], [1e-5, 1e-2], [1e-1]], "a value within a point of the best may be noise"  # fmt: skip
+    assert records.best_value("head") == 1e-2
 
 
 def test_records_go_on_on_another_machine_and_hold_no_paths(folder: Path) -> None:
@@ -107,7 +111,11 @@ def test_a_record_of_other_settings_does_not_count(folder: Path) -> None:
     records.add(run, results(0.5))
     (folder / "study.yaml").write_text(STUDY.replace("trainer.max_steps=2", "trainer.max_steps=3"))
     changed = Records(folder)
-    assert changed.find(changed.tuning_runs(["full"])[0]) is None
+    again = changed.tuning_runs(["full"])[0]
+    assert changed.find(again) is None
+    assert notes(changed, ["full"])[0] == "1 records have other settings than the study has now, and do not count."
+    changed.add(again, results(0.6))
+    assert [record["accuracy"]["best"] for record in Records(folder).runs] == [0.5, 0.6], "nothing is lost"
 
 
 def test_a_diverged_run_is_a_finding_and_never_the_best(folder: Path) -> None:
@@ -127,6 +135,7 @@ def test_a_diverged_run_is_a_finding_and_never_the_best(folder: Path) -> None:
     [
         (None, "holds no study.yaml"),
         ("title: [", "cannot be read"),
+        ("", "cannot be read: it: must be a mapping"),
         ("title: a", "Field required"),
         (STUDY + "extra: 1", "extra: Extra inputs are not permitted"),
     ],
@@ -136,6 +145,8 @@ def test_a_study_that_cannot_be_read_is_refused(tmp_path: Path, text: str | None
         (tmp_path / "study.yaml").write_text(text)
     with pytest.raises(UserError, match=said):
         read_study(tmp_path)
+    with pytest.raises(UserError, match=r"holds no study\.yaml\. Pass the folder of a study"):
+        read_study(tmp_path / "study.yaml")
 
 
 def test_unknown_rows_and_damaged_records_are_refused(folder: Path) -> None:
@@ -143,6 +154,11 @@ def test_unknown_rows_and_damaged_records_are_refused(folder: Path) -> None:
         chosen_rows(read_study(folder), ["ful"])
     (folder / "records.json").write_text('{"format": 2, "runs": [{}]}')
     with pytest.raises(UserError, match="is damaged"):
+        Records(folder)
+    (folder / "records.json").write_text(
+        '{"format": 2, "runs": [{"row": "full", "value": 1, "seed": 0, "settings": [], "accuracy": {"best": 1}}]}'
+    )
+    with pytest.raises(UserError, match=r"runs without accuracy, .*totals.*Restore it from a backup"):
         Records(folder)
     (folder / "records.json").write_text('{"runs": [')
     with pytest.raises(UserError, match="is damaged"):

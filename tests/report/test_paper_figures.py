@@ -14,7 +14,9 @@ from efficient_ft.cli.commands import run_command
 from efficient_ft.core.errors import UserError
 from efficient_ft.record.rows import MetricsFile
 from efficient_ft.record.step_stats import step_stats_file
+from efficient_ft.report.charts import Chart
 from efficient_ft.report.paper_figures import FIGURES, paper_figure
+from efficient_ft.report.runs import collect_paths
 from tests.record.test_collection import write
 
 
@@ -55,8 +57,12 @@ def runs(tmp_path: Path) -> Path:
     return root
 
 
+def drawn_from(name: str, *paths: Path) -> Chart:
+    return paper_figure(name, collect_paths(paths), paths)
+
+
 def series(runs: Path, name: str, panel: int = 0) -> dict[str, tuple[list[Any], list[float]]]:
-    return {s.name: (list(s.x), list(s.y)) for s in paper_figure(name, [runs]).panels[panel].series}
+    return {s.name: (list(s.x), list(s.y)) for s in drawn_from(name, runs).panels[panel].series}
 
 
 def test_accuracy_by_order_and_its_slope(runs: Path) -> None:
@@ -85,7 +91,7 @@ def test_curves_over_flops_and_layers(runs: Path) -> None:
     assert series(runs, "alast/figure_8")["alast num_layers=2"] == ([2, 4], pytest.approx([35, 70]))
     assert series(runs, "alast/figure_9")["alast num_layers=1"] == (["0", "1"], [1, 0.5])
     assert series(runs, "alast/figure_10")["1"] == ([1, 2, 3, 4], [0.25, 0.5, 0.75, 1])
-    assert len(paper_figure("alast/figure_7", [runs]).panels) == 2
+    assert len(drawn_from("alast/figure_7", runs).panels) == 2
 
 
 def test_points_and_bars_of_methods(runs: Path) -> None:
@@ -101,7 +107,7 @@ def test_every_figure_is_written_with_its_data(runs: Path, tmp_path: Path, name:
         assert min(image.size) > 300
         assert len(image.convert("L").getcolors() or [None] * 257) > 8, "something is drawn"
     rows = list(csv.DictReader(path.with_suffix(".csv").read_text().splitlines()))
-    drawn = paper_figure(name, [runs])
+    drawn = drawn_from(name, runs)
     assert len(rows) == sum(len(s.x) for panel in drawn.panels for s in panel.series)
 
 
@@ -109,18 +115,18 @@ def test_runs_of_different_settings_are_never_one_point(runs: Path) -> None:
     finished(runs / "other_rate", 0.1, {"lbp_wht": {"order": 2}}, 1, optim__lr=0.5)
     for name in ("lbp_wht/figure_3", "bsr/figure_5"):
         with pytest.raises(UserError, match=r"would be one point of this figure, but differ in optim\.lr \("):
-            paper_figure(name, [runs])
+            drawn_from(name, runs)
     assert set(series(runs, "alast/figure_10")) == {"1", "0"}, "a figure that averages nothing"
 
 
 def test_what_a_figure_needs_is_said(runs: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="needs a run of full fine-tuning"):
-        paper_figure("alast/figure_5", [runs / "lbp20"])
+        drawn_from("alast/figure_5", runs / "lbp20")
     with pytest.raises(UserError, match=r"two values of method.lbp_wht.order or more, got 1"):
-        paper_figure("lbp_wht/figure_3", [runs / "lbp20", runs / "full"])
+        drawn_from("lbp_wht/figure_3", runs / "lbp20", runs / "full")
     with pytest.raises(UserError, match=r"step_stats\.interval=1"):
-        paper_figure("alast/figure_9", [runs / "full"])
+        drawn_from("alast/figure_9", runs / "full")
     with pytest.raises(UserError, match=r"holds no model.safetensors: the fine-tuned weights are gone"):
-        paper_figure("bsr/figure_4", [runs / "full"])
+        drawn_from("bsr/figure_4", runs / "full")
     with pytest.raises(UserError, match=r"figure must be one of lbp_wht/figure_3.*Did you mean 'alast/figure_9'"):
-        paper_figure("alast/figure9", [runs])
+        drawn_from("alast/figure9", runs)
