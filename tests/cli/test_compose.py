@@ -281,7 +281,7 @@ def test_resnets_of_the_papers_have_recipes_of_their_own(data: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "lr"), zip(BACK_RAZOR, (5e-5, 1.6e-3, 3e-4, 3e-4, 2e-4, 8e-4, 6e-4, 2e-4), strict=True)
+    ("data", "lr"), list(zip(BACK_RAZOR, (5e-5, 1.6e-3, 3e-4, 3e-4, 2e-4, 8e-4, 6e-4, 2e-4), strict=True))
 )
 def test_tinytl_has_its_own_rates(data: str, lr: float) -> None:
     (config,) = composed("model=proxyless_mobile", f"data={data}", "method=tinytl", f"recipe=tinytl/{data}")
