@@ -52,6 +52,7 @@ class ImageData:
         self.transform_eval = Transform(input)
         self.class_names = list(listing.class_names)
         self._notes = list(listing.notes)
+        self._digest = listing.digest()
         self._skipped: dict[str, str] = {}
         if config.on_corrupt == "skip":
             listing = self._without_corrupt(listing)
@@ -156,13 +157,15 @@ class ImageData:
     def report(self) -> dict[str, Any]:
         """Return what a run records of its data, in plain containers.
 
-        Sizes, splits, the unreadable files left out (`skipped`: path → reason), and notes for a person.
+        Sizes, splits, `Listing.digest`, the unreadable files left out (`skipped`: path → reason), and notes for a
+        person.
         """
         return {
             "name": self._config.name,
             "classes": self.num_classes,
             "splits": self.splits,
             "best_split": self.best_split,
+            "digest": self._digest,
             "skipped_count": len(self._skipped),
             "skipped": {printable(path): reason for path, reason in self._skipped.items()},
             "notes": list(self._notes),

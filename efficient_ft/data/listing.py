@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -9,6 +11,9 @@ import numpy as np
 
 _TEST_SEED = 0  # independent of the run's seed: all runs on a data set test on the same images
 _TEST_FRACTION = 0.2
+
+#: Images of a split of which `Listing.digest` looks at the size: few, since a file system may be remote.
+_DIGEST_IMAGES = 256
 
 
 @dataclass
@@ -58,6 +63,23 @@ class Listing:
     recipe_trains_on_val: bool = False
     notes: list[str] = field(default_factory=list)
 
+    def digest(self) -> str:
+        """8 hex digits that tell two copies of a data set apart: other images, another resolution, other splits.
+
+        Of class names, labels, and of images spread evenly over each split (`_DIGEST_IMAGES`): the bytes of a file's
+        size, or the pixels in memory. A place or a file date does not count.
+        """
+        found = hashlib.blake2b("\n".join(self.class_names).encode(), digest_size=4)
+        for name, part in (("train", self.train), ("val", self.val), ("test", self.test)):
+            if part is None or not len(part):
+                continue
+            found.update(f"{name} {len(part)}".encode())
+            found.update(part.labels.astype("<i8").tobytes())
+            for i in np.linspace(0, len(part) - 1, min(len(part), _DIGEST_IMAGES)).round().astype(int):
+                image = part.images[i]
+                found.update(image.tobytes() if isinstance(image, np.ndarray) else _size(image))
+        return found.hexdigest()
+
 
 def stratified_split(samples: Samples, fraction: float, seed: int) -> tuple[Samples, Samples]:
     """Hold out a fraction of every class.
@@ -83,6 +105,13 @@ def stratified_split(samples: Samples, fraction: float, seed: int) -> tuple[Samp
         chosen = np.random.default_rng([seed, label]).permutation(n)[:count]
         held_out[np.asarray(positions)[chosen]] = True
     return samples.take(np.flatnonzero(~held_out)), samples.take(np.flatnonzero(held_out))
+
+
+def _size(path: str) -> bytes:
+    try:
+        return b"%d " % os.path.getsize(path)
+    except OSError:  # reported, or left out, where it is read
+        return b"? "
 
 
 def hold_out_test(samples: Samples) -> tuple[Samples, Samples]:

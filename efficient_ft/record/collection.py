@@ -14,7 +14,7 @@ from efficient_ft.core.sheet import Cell, render
 from efficient_ft.record import config_file, results
 from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.formats import USE_ITS_VERSION
-from efficient_ft.record.results import Results, flatten, read_results
+from efficient_ft.record.results import Results, flatten, images_digest, read_results
 
 #: Settings that are columns of their own, or say where things are.
 _OWN = ("seed", "model.name", "data.name", "resume", "jobs", "table", "rows", "evaluate", "cost_only")
@@ -30,7 +30,8 @@ class Run:
         folder: relative to the folder that was collected.
         results: its results.json.
         config: its configuration.
-        group: the same for runs that differ in their seed only.
+        group: the same for runs that differ in their seed only; two copies of a data set with other images, e.g. of
+            another resolution, are two groups.
     """
 
     folder: str
@@ -110,7 +111,8 @@ def write_tables(collection: Collection, path: Path) -> list[Path]:
 
 def _run(name: str, found: Results) -> Run:
     config = check(found["config"])
-    return Run(name, found, config, fingerprint(config.model_copy(update={"seed": 0})))
+    settings = fingerprint(config.model_copy(update={"seed": 0}))
+    return Run(name, found, config, f"{settings} {images_digest(found['data'])}")
 
 
 #: Numbers of a run by column, in order: accuracies in percent, costs per image, totals.

@@ -107,10 +107,14 @@ class AppliedReport(TypedDict):
 
 
 class TaskData(TypedDict):
-    """One data set: images by split, corrupt images left out, and accuracy of model.safetensors by split."""
+    """One data set: images by split, corrupt images left out, and accuracy of model.safetensors by split.
+
+    `digest` is that of its images (`data.listing.Listing.digest`); runs from before it was recorded have none.
+    """
 
     splits: dict[str, int]
     skipped: int
+    digest: NotRequired[str]
     accuracy: dict[str, float]
 
 
@@ -119,6 +123,7 @@ class DataReport(TypedDict):
 
     splits: NotRequired[dict[str, int]]
     skipped: int
+    digest: NotRequired[str]
     accuracy: dict[str, float]
     tasks: NotRequired[dict[str, TaskData]]
 
@@ -144,6 +149,11 @@ class Results(TypedDict):
     changed: NotRequired[dict[str, Any]]
     config: dict[str, Any]
     environment: dict[str, Any]
+
+
+def images_digest(data: Mapping[str, Any]) -> str:
+    """The digest of the images of a run's data set or of all its tasks; empty for a run from before there was one."""
+    return "+".join(one["digest"] for one in (data, *data.get("tasks", {}).values()) if one.get("digest"))
 
 
 def write_results(run: Path, results: Results) -> None:

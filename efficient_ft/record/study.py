@@ -34,7 +34,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from efficient_ft.core.errors import UserError, did_you_mean
 from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.formats import FORMAT, check_format
-from efficient_ft.record.results import Results, final_accuracy
+from efficient_ft.record.results import Results, final_accuracy, images_digest
 
 DEFINITION, RECORDS = "study.yaml", "records.json"
 
@@ -158,8 +158,21 @@ class Records:
         return runs
 
     def add(self, run: StudyRun, results: Results) -> None:
-        """Add the record of a finished run, and write the file."""
-        self._add(run, record_of(run, results))
+        """Add the record of a finished run, and write the file.
+
+        Raises:
+            UserError: its images are not those of the other records.
+        """
+        record = record_of(run, results)
+        now = self.study.settings
+        others = [one["images"] for one in self.runs if one.get("images") and one["settings"][: len(now)] == now]
+        if record["images"] and any(images != record["images"] for images in others):
+            raise UserError(
+                f"The images of {run.row} {self.study.tune.setting}={run.value:g} seed={run.seed} (data.root) are not"
+                f" those of the {len(others)} records in {self.path}, so that it is not recorded there. Use the same"
+                f" images, or a folder of its own with a copy of {DEFINITION}."
+            )
+        self._add(run, record)
 
     def add_diverged(self, run: StudyRun, reason: str) -> None:
         """Add the record of a run whose loss was not finite, and write the file."""
@@ -253,6 +266,7 @@ def record_of(run: StudyRun, results: Results) -> dict[str, Any]:
         "totals": dict(results["totals"]),
         "trainable_parameters": results["trainable_parameters"],
         "total_parameters": results["total_parameters"],
+        "images": images_digest(results["data"]),
         "environment": {key: environment.get(key) for key in ("date", "efficient_ft", "torch", "device", "threads")},
     }
 

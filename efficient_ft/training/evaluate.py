@@ -182,9 +182,19 @@ def data_report(config: Config, folder: Path, images: ImageData | RoundRobinData
     found = accuracies(config, trained.model, images, device)
     report = images.report()
     if isinstance(images, ImageData):
-        return {"splits": report["splits"], "skipped": report["skipped_count"], "accuracy": found}
+        return {
+            "splits": report["splits"],
+            "skipped": report["skipped_count"],
+            "digest": report["digest"],
+            "accuracy": found,
+        }
     each: Any = {
-        task: {"splits": of["splits"], "skipped": of["skipped_count"], "accuracy": found[task]}
+        task: {
+            "splits": of["splits"],
+            "skipped": of["skipped_count"],
+            "digest": of["digest"],
+            "accuracy": found[task],
+        }
         for task, of in report["tasks"].items()
     }
     return {"skipped": sum(of["skipped"] for of in each.values()), "accuracy": mean_accuracies(found), "tasks": each}

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from efficient_ft.data.listing import Samples, stratified_split
+from efficient_ft.data.listing import Listing, Samples, stratified_split
 
 
 @settings(max_examples=60, deadline=None)
@@ -39,3 +39,34 @@ def test_a_new_image_in_one_class_moves_none_of_another() -> None:
 
     before, after = held([0] * 20 + [1] * 20), held([0] * 21 + [1] * 20)
     assert {n for n in before if n[0] == "1"} == {n for n in after if n[0] == "1"}
+
+
+def test_the_digest_tells_copies_with_other_images_apart_and_not_their_places(tmp_path):
+    def listing(folder, sizes=(10, 20, 30), labels=(0, 1, 0), names=("a", "b")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        paths = []
+        for i, size in enumerate(sizes):
+            path = tmp_path / folder / f"{i}.jpg"
+            path.write_bytes(b"x" * size)
+            paths.append(str(path))
+        return Listing(list(names), Samples(paths, np.asarray(labels)))
+
+    digest = listing("one").digest()
+    assert listing("two").digest() == digest
+    assert len(digest) == 8
+    others = [
+        listing("sizes", sizes=(10, 21, 30)),
+        listing("labels", labels=(0, 1, 1)),
+        listing("names", names=("a", "c")),
+        listing("fewer", sizes=(10, 20), labels=(0, 1)),
+    ]
+    split = listing("split")
+    others.append(Listing(split.class_names, split.train.take(np.arange(2)), test=split.train.take(np.arange(2, 3))))
+    assert len({digest, *(other.digest() for other in others)}) == 6
+
+
+def test_the_digest_of_pixels_in_memory_is_of_their_values():
+    pixels = np.zeros((3, 4, 4, 3), np.uint8)
+    digest = Listing(["a"], Samples(pixels, np.zeros(3, np.int64))).digest()
+    pixels[1, 2, 3, 0] = 1
+    assert Listing(["a"], Samples(pixels, np.zeros(3, np.int64))).digest() != digest

@@ -50,6 +50,18 @@ def test_means_are_over_seeds_and_never_over_settings(runs: Path) -> None:
     assert found["lora", "0.01"]["test accuracy % ±"] is None
 
 
+def test_runs_on_other_images_of_the_same_data_set_are_not_averaged(runs: Path) -> None:
+    """Flowers-102 at 64 px and at full size are both data=flowers102."""
+    assert len(groups(collect(runs).runs)) == 3
+    for seed, digest in ((0, "aa"), (1, "bb"), (2, "bb")):
+        file = runs / f"full/{seed}/results.json"
+        results = json.loads(file.read_text())
+        results["data"]["digest"] = digest
+        file.write_text(json.dumps(results))
+    found = {tuple(run.folder for run in group) for group in groups(collect(runs).runs)}
+    assert found == {("full/0",), ("full/1", "full/2"), ("other/0",), ("lora/0",)}
+
+
 def test_a_row_for_every_run_has_the_settings_that_differ_and_numbers(runs: Path) -> None:
     found = collect(runs)
     header, rows = run_rows(found)

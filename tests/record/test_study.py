@@ -62,6 +62,21 @@ def test_every_row_is_tuned_over_the_same_values_and_its_best_is_run_with_every_
     assert len(records.finished("full")) == 1
 
 
+def test_a_run_on_other_images_is_not_recorded(folder: Path) -> None:
+    records = Records(folder)
+    first, second, *_ = records.tuning_runs(["full"])
+    found = results(0.5)
+    found["data"]["digest"] = "aa"
+    records.add(first, found)
+    found["data"]["digest"] = "bb"
+    with pytest.raises(UserError, match=r"full optim\.lr=0\.01 seed=0 \(data\.root\) are not those of the 1 records"):
+        records.add(second, found)
+    assert Records(folder).find(second) is None
+    found["data"]["digest"] = "aa"
+    records.add(second, found)
+    assert records.find(second) is not None
+
+
 def test_the_search_begins_in_the_middle_and_ends_with_the_neighbors_of_the_best(folder: Path) -> None:
     four = "values: [1.0e-3, 1.0e-2]", "values: [1.0e-1, 1.0e-4, 1.0e-3, 1.0e-2, 1.0e-5]"
     (folder / "study.yaml").write_text(STUDY.replace(*four))

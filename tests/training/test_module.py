@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from efficient_ft.record.environment import cpu_name
 from efficient_ft.training import checkpoint
 from efficient_ft.training.module import FineTuner, likely_causes
 from efficient_ft.training.run import run
+from efficient_ft.training.trainer import build_trainer
 
 pytestmark = pytest.mark.usefixtures("without_cost")
 
@@ -69,6 +71,18 @@ def test_bf16_trains(tmp_path, configuration):
     held = checkpoint.read(tmp_path / checkpoint.NAME)["state_dict"]
     assert all(v.dtype == torch.float32 for k, v in held.items() if v.is_floating_point())
     assert 0 <= results["accuracy"]["last"] <= 1
+
+
+@pytest.mark.parametrize("supported", [False, True])
+def test_a_processor_that_emulates_bf16_is_named(tmp_path, configuration, monkeypatch, caplog, supported):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
+    config = configuration(trainer__precision="bf16")
+    build_trainer(config, tmp_path, [], [], [], epochs=1)
+    assert ("trainer.precision=fp32" in caplog.text) is not supported
+    assert (cpu_name() in caplog.text) is not supported
+    caplog.clear()
+    build_trainer(configuration(), tmp_path, [], [], [], epochs=1)
+    assert not caplog.text
 
 
 def test_constant_predictions_are_reported_once_with_what_likely_caused_them(tmp_path, configuration, capsys):

@@ -15,6 +15,7 @@ from timm.models import VisionTransformer
 from timm.models.vision_transformer_hybrid import ConvStem
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.data.digits import read_digits
 from efficient_ft.record.formats import FORMAT
 from efficient_ft.record.results import read_results
 from efficient_ft.training import checkpoint
@@ -48,6 +49,7 @@ def test_results_have_the_agreed_keys_and_true_values(finished):
     assert "data.augment.vertical_flip" not in results["changed"], "it is off by default"
     assert {"efficient_ft", "torch", "timm", "lightning", "threads", "keep_freed_memory"} < set(results["environment"])
     evaluated = [row["val_accuracy"] for row in rows_of(folder) if "val_accuracy" in row]
+    assert results["data"]["digest"] == read_digits().digest()
     test = results["data"]["accuracy"]["test"]
     assert results["accuracy"] == {"best": max(evaluated), "last": evaluated[-1], "split": "val", "test": test}
     assert results["seed"] == config.seed

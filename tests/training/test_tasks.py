@@ -86,6 +86,7 @@ def test_results_are_given_by_task_and_as_their_mean(straight: tuple[Path, dict[
         assert of == {"best": best[f"val_accuracy_{task}"], "last": rows[-1][f"val_accuracy_{task}"]}
         # The exported file, loaded again, gives the same.
         data = results["data"]["tasks"][task]
+        assert len(data["digest"]) == 8
         assert data["accuracy"]["val"] == pytest.approx(of["best"], abs=1e-6)
     assert results["data"]["tasks"]["planes"]["splits"] == {"train": 15, "val": 12}
     assert results["data"]["accuracy"]["val"] == pytest.approx(accuracy["best"], abs=1e-6)
