@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from docsgen import cards, configuration, labels, records, studies
+from docsgen import cards, configuration, labels, printed, records, studies
 from docsgen.markdown import cosine, duration, table, times
 from docsgen.values import error, projector
 from efficient_ft.papers.published import COSTS
@@ -233,7 +233,6 @@ def low_rank_step(file: str, page: Path) -> str:
 @block
 def low_rank_layer(page: Path) -> str:
     """The backward pass of one linear layer, with the paper's speedups."""
-    printed = records.load("printed")["layer_speedup"]["shapes"]
     rows = []
     for shape, orders in records.load("layer")["shapes"].items():
         exact = orders["exact"]["measured"]["backward"]
@@ -243,7 +242,7 @@ def low_rank_layer(page: Path) -> str:
             cells += [
                 duration(measured["median"]),
                 f"{measured['times_faster']['median']:.1f}",
-                f"{printed[shape][order]:.1f}",
+                printed.layer_speedup(shape, order),
             ]
         rows.append(cells)
     parts = [
@@ -298,12 +297,12 @@ def _number(value: float | None, form: str) -> str:
 
 
 @block
-def printed(name: str, page: Path) -> str:
-    """A table of accuracies as a paper printed it."""
-    of = next(t for t in records.load("printed")["tables"] if t["id"] == name)
-    title = f"{of['paper']}, {of['table']}: {of['setting']}. As printed in the paper, not measured here."
-    rows = [[row["label"], *(v or "" for v in row["values"])] for row in of["rows"]]
-    return f"{table(['', *of['columns']], rows)}\n\n*{title}*"
+def printed_accuracies(name: str, group: str = "", *, page: Path) -> str:
+    """A table of accuracies as a paper printed it: ``printed-accuracies lbp_wht/2 efficientformer_l1``."""
+    columns, rows = printed.accuracies(name, group)
+    return (
+        f"{table(['', *columns], rows)}\n\n*{printed.source(name, group)} As printed in the paper, not measured here.*"
+    )
 
 
 def _bold(text: str, yes: bool) -> str:

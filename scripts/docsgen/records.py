@@ -37,7 +37,6 @@ FILES = {
     "counted": "counted_methods",
     "published": "published_rule",
     "costs": "table_costs",
-    "printed": "published_tables",
 }
 
 

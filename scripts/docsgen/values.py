@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from docsgen import markdown, records, studies
+from docsgen import markdown, printed, records, studies
 
 VALUES: dict[str, Callable[..., str]] = {}
 
@@ -176,10 +176,8 @@ def rule_exact(table: str, row: str, column: str = "memory") -> str:
 @value
 def printed_loss(table: str, baseline: str, row: str) -> str:
     """Percentage points that a row of a printed table is below another, lowest to highest over the data sets."""
-    rows = {
-        r["label"]: r["values"] for r in next(t for t in records.load("printed")["tables"] if t["id"] == table)["rows"]
-    }
-    lost = sorted(float(a) - float(b) for a, b in zip(rows[baseline], rows[row], strict=True) if a and b)
+    rows = {one.name: one.cells for one in printed.rows(table)}
+    lost = sorted(float(rows[baseline][name].printed) - float(rows[row][name].printed) for name in rows[baseline])
     return " to ".join(f"{round(points, 1) + 0.0:.1f}".replace("-", "−") for points in (lost[0], lost[-1]))
 
 
