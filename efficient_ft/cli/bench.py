@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     step = kind("step", _step, 10, "training steps of a model, by their parts")
     step.add_argument("recipes", nargs="*", metavar="RECIPE", help="default: last_stage lbp_wht")
     step.add_argument("--model", default="efficientformer_l1", help="a model of conf/model or of timm")
-    step.add_argument("--batch", type=_count, default=32, help="images (default 32)")
+    step.add_argument("--batch", type=_count, default=32, help="batch size (default 32)")
     step.add_argument("--size", type=_count, help="pixels (default: the model's)")
     step.add_argument("--classes", type=_count, default=100, help="default 100")
     step.add_argument("--unfused", action="store_true", help="attention in its parts (timm's default: fused)")
@@ -86,10 +86,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="C_IN,C_OUT,HxW",
         help="may be repeated (default: the four layers in Table 5 of the LBP-WHT paper)",
     )
-    layer.add_argument("--batch", type=_count, default=32, help="images (default 32)")
+    layer.add_argument("--batch", type=_count, default=32, help="batch size (default 32)")
     layer.add_argument("--orders", default="2,4,6,8,15", help="default 2,4,6,8,15")
     layer.add_argument("--projector", choices=("wht", "dct"), default="wht")
-    layer.add_argument("--padding", choices=("ortho", "zero", "reflect"), default="ortho", help="of wht")
+    layer.add_argument(
+        "--padding",
+        choices=("ortho", "zero", "reflect"),
+        default="ortho",
+        help="padding of the WHT projector (default ortho)",
+    )
     layer.add_argument("--layout", choices=("tokens", "map"), default="tokens", help="linear, or 1×1 convolution")
 
     loop = kind("loop", _loop, 60, "a step of the framework and of a bare PyTorch loop")
@@ -100,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         help="default: the default job; or a model of conf/model, trained whole. May be repeated (default: both of"
         " default and deit_small)",
     )
-    loop.add_argument("--batch", type=_count, help="images (default: the job's own; 8 for a model)")
+    loop.add_argument("--batch", type=_count, help="batch size (default: the job's own; 8 for a model)")
 
     gradient = kind("gradient", _gradient, None, "gradients of recipes compared with the exact ones, on one network")
     gradient.add_argument("recipes", nargs="+", metavar="RECIPE")
@@ -109,9 +114,9 @@ def _parser() -> argparse.ArgumentParser:
     gradient.add_argument("--images", type=Path, metavar="DIR", help="DIR/CLASS/* (default: noise)")
     gradient.add_argument("--size", type=_count, help="pixels (default: the model's)")
     gradient.add_argument("--classes", type=_count, default=100, help="without --images (default 100)")
-    gradient.add_argument("--batch", type=_count, default=16, help="images (default 16)")
+    gradient.add_argument("--batch", type=_count, default=16, help="batch size (default 16)")
     gradient.add_argument("--batches", type=_count, default=8, help="disjoint batches measured (default 8)")
-    gradient.add_argument("--seed", type=int, default=0, help="of the images, random weights and rounding")
+    gradient.add_argument("--seed", type=int, default=0, help="seed for images, random weights and rounding")
     return parser
 
 

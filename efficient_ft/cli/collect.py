@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="contains run folders, at any depth")
     parser.add_argument("--runs", action="store_true", help="a row for every run, not for every setting")
-    parser.add_argument("--form", choices=list(FORMS), default="text", help="of the table (default: text)")
+    parser.add_argument("--form", choices=list(FORMS), default="text", help="output format (default: text)")
     options = parser.parse_args(arguments)
 
     from efficient_ft.record.collection import collect, group_rows, notes, run_rows

@@ -120,10 +120,25 @@ def _with_rows(loader: ConfigLoader, name: str, jobs: list[tuple[str, ...]], swe
     return [tuple(job) for job in jobs_of_rows(jobs, table, rows)]
 
 
+def check_form(overrides: Sequence[str]) -> None:
+    """Refuse a bare word, e.g. a command that does not exist; also with ``--help``, where nothing is composed.
+
+    Raises:
+        UserError: one of `overrides` is not KEY=VALUE, nor ~KEY.
+    """
+    for text in overrides:
+        if "=" not in text and not text.startswith("~"):
+            raise _not_a_setting(text)
+
+
+def _not_a_setting(text: str) -> UserError:
+    return UserError(f"{text}: arguments have the form KEY=VALUE; see --help.{did_you_mean(text, COMMANDS)}")
+
+
 def _unreadable(text: str) -> UserError:
     key, equals, value = text.partition("=")
     if not equals or not value:
-        return UserError(f"{text}: arguments have the form KEY=VALUE; see --help.{did_you_mean(text, COMMANDS)}")
+        return _not_a_setting(text)
     inner = value.strip("'\"").replace('"', '\\"')
     quoted = shlex.quote(f'{key}="{inner}"')
     return UserError(f"{text}: the value has special characters; quote it: {quoted}")

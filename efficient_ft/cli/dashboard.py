@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN|DIR", help="run folders, or folders of runs")
     parser.add_argument("--project", default="efficient-ft", help="default: efficient-ft")
     parser.add_argument("--entity", help="user or team (default: the one logged in)")
-    parser.add_argument("--title", default="efficient-ft", help="of the report")
+    parser.add_argument("--title", default="efficient-ft", help="title of the report")
     parser.add_argument("--offline", action="store_true", help="send nothing, write what would be sent")
     parser.add_argument("--out", type=Path, default=Path("outputs/dashboard"), help="default: outputs/dashboard")
     options = parser.parse_args(arguments)

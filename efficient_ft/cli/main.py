@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 
 from efficient_ft.cli import jobs
 from efficient_ft.cli.commands import COMMANDS, run_command
-from efficient_ft.cli.compose import ComposedJob, composed_jobs
+from efficient_ft.cli.compose import ComposedJob, check_form, composed_jobs
 from efficient_ft.cli.exits import clean_exits, fail, report_outcome
 from efficient_ft.cli.groups import CONF, register
 from efficient_ft.cli.rows import zipped
@@ -93,6 +93,7 @@ def main() -> None:
             raise UserError(
                 "--cfg shows the configuration of one run. Leave out -m and the values that are swept over."
             )
+        check_form(arguments.overrides)
         if not (arguments.help or arguments.hydra_help or arguments.shell_completion or arguments.info):
             composed = check_commandline(arguments)
             if any(one.config.evaluate is not None for one in composed):

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 DESCRIPTION = """\
-Of several runs, or of a folder of runs: one page, report.html, with a table that sorts, accuracy against FLOPs, memory,
-time and energy with the front of the best runs, and curves over training in one plot.
+With several runs, or a folder of runs: write one page, report.html, with a table that sorts, accuracy against FLOPs,
+memory, time and energy with the front of the best runs, and curves over training in one plot.
 
-Of one run: draw what it has recorded of its steps (step_stats.interval=1): budgets over time, how often each block
+With one run: draw what it has recorded of its steps (step_stats.interval=1): budgets over time, how often each block
 trained, tokens after each block, relative magnitudes, and the kept tokens on images of the run's own evaluation split.
 Writes PNG files, and report.html, one page that needs no network.
 """
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from efficient_ft.report import write_report, write_runs_page
 
     first = options.runs[0]
-    # Of one run what it has recorded is drawn, unless it has finished without a record.
+    # What one run has recorded is drawn, unless it has finished without a record.
     below = first.is_dir() and not (first / config_file.NAME).is_file() and any(first.rglob(config_file.NAME))
     finished = (first / results.NAME).is_file() and not (first / step_stats.NAME).is_file()
     if len(options.runs) > 1 or below or finished:

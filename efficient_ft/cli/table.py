@@ -22,7 +22,7 @@ DESCRIPTION = """\
 The published tables and figures of the four papers.
 
     efficient-ft table                                list all, and what this machine can do of each now
-    efficient-ft table lbp_wht/2                      the printed figures, row by row, and our deviations
+    efficient-ft table lbp_wht/2                      the printed numbers, row by row, and our deviations
     efficient-ft table lbp_wht/2 --commands           the command of every accuracy
     efficient-ft table lbp_wht/2 --cost               every row's cost, by the paper's rule and as executed
     efficient-ft table alast/7 --run --rows deit_t.alast --seeds 0,1,2 data.root=DIR
@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--report", action="store_true", help="print published and obtained accuracies")
     parser.add_argument("--rows", type=_words, default=[], metavar="ROW,...", help="only these rows (default: all)")
     parser.add_argument("--seeds", type=_seeds, default=[233], metavar="N,...", help="a run for each (default: 233)")
-    parser.add_argument("--form", choices=list(FORMS), default="text", help="of what is printed (default: text)")
+    parser.add_argument("--form", choices=list(FORMS), default="text", help="output format (default: text)")
     return parser
 
 
@@ -137,7 +137,7 @@ def _list(form: str) -> str:
 
 
 def _shown(table: Table, rows: Sequence[Row], form: str) -> str:
-    """The printed figures; in a terminal and in Markdown also the deviations of our runs and notes."""
+    """The printed numbers; in a terminal and in Markdown also the deviations of our runs and notes."""
     from efficient_ft.papers.published import COSTS, PAPERS
 
     figures = [key for key in COSTS if any(key in row.costs for row in rows)]

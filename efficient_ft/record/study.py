@@ -197,7 +197,7 @@ class Records:
     def of_other_settings(self) -> int:
         """The number of records of settings that the study has no more; they are kept, and do not count."""
         study = self.study
-        now = {row: {self._run(row, value, seed).arguments for value in study.tune.values
+        now = {row: {self.run(row, value, seed).arguments for value in study.tune.values
                      for seed in (study.tune.seed, *study.seeds)} for row in study.rows}  # fmt: skip
         return sum(tuple(one["settings"]) not in now.get(one["row"], ()) for one in self.runs)
 
@@ -210,7 +210,7 @@ class Records:
         best = {row: self.best_value(row) for row in rows}
         # Seed by seed: an interrupted study compares all rows over the same seeds.
         return [
-            self._run(row, value, seed) for seed in self.study.seeds for row, value in best.items() if value is not None
+            self.run(row, value, seed) for seed in self.study.seeds for row, value in best.items() if value is not None
         ]
 
     def best_value(self, row: str) -> float | None:
@@ -224,7 +224,7 @@ class Records:
     def _search(self, row: str) -> tuple[float | None, list[StudyRun]]:
         """The best value so far (the lowest of equals; None: diverged with every one), and the runs to do next."""
         values, seed = self.study.tune.values, self.study.tune.seed
-        runs = [self._run(row, value, seed) for value in values]
+        runs = [self.run(row, value, seed) for value in values]
         records = [self.find(run) for run in runs]
         best = [-1.0 if r is None or "accuracy" not in r else float(r["accuracy"]["best"]) for r in records]
         middle = len(values) // 2
@@ -244,7 +244,8 @@ class Records:
         found = [self.find(run) for run in runs]
         return [record for record in found if record is not None and "accuracy" in record]
 
-    def _run(self, row: str, value: float, seed: int) -> StudyRun:
+    def run(self, row: str, value: float, seed: int) -> StudyRun:
+        """The run of a row at a value of the tuned setting, with the settings that the study now has."""
         tuned = f"{self.study.tune.setting}={value:g}"
         arguments = (*self.study.settings, *self.study.rows[row], tuned, f"seed={seed}")
         return StudyRun(row, value, seed, arguments)

@@ -22,8 +22,8 @@ def study_table(records: Records, rows: Sequence[str]) -> list[list[str]]:
     base = base or next((runs[0] for runs in found.values()), None)
     values = records.study.tune.values
     ends = (values[0], values[-1]) if len(values) > 1 else ()
-    header = ["row", records.study.tune.setting, "test accuracy, %", "seeds", "TFLOPs", "times fewer",
-              "saved KiB / image", "times less", "peak MiB", "seconds"]  # fmt: skip
+    header = ["row", records.study.tune.setting, "test accuracy, %", "seeds", "TFLOPs", "times fewer FLOPs",
+              "saved KiB / image", "times fewer bytes", "peak MiB", "seconds"]  # fmt: skip
     return [header, *(_line(row, runs, base, ends) for row, runs in found.items() if base is not None)]
 
 
@@ -36,9 +36,9 @@ def _line(row: str, runs: Sequence[dict[str, Any]], base: dict[str, Any], ends: 
         spread([test_accuracy(one) for one in runs]),
         str(len(runs)),
         f"{flops / 1e12:.2f}",
-        f"{base['totals']['flops'] / flops:.2f}×",
+        f"{base['totals']['flops'] / flops:.2f}",
         f"{saved / 1024:.0f}",
-        f"{base['executed']['saved_bytes'] / saved:.1f}×",
+        f"{base['executed']['saved_bytes'] / saved:.1f}",
         f"{first['measured']['peak_bytes'] / 2**20:.0f}",
         f"{statistics.median(one['totals']['seconds'] for one in runs):.0f}",
     ]

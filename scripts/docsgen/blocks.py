@@ -361,9 +361,14 @@ def options(group: str, page: Path) -> str:
 @block
 def recipes(page: Path) -> str:
     """The published settings, by paper and network."""
-    found = configuration.recipes()
-    rows = [[f"`{folder}`", ", ".join(f"`{d}`" for d in data), text] for folder, (data, text) in found.items()]
+    rows = [[f"`{folder}`", ", ".join(f"`{d}`" for d in data), text] for folder, data, text in configuration.recipes()]
     return table(["folder", "data sets", "settings"], rows, left=3)
+
+
+@block
+def study_rows(*names: str, page: Path) -> str:
+    """The settings of the rows of the studies."""
+    return studies.study_rows(*names)
 
 
 @block

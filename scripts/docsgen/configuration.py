@@ -23,13 +23,13 @@ def options(group: str) -> dict[str, str]:
     return {file.stem: comment(file) for file in sorted((CONF / group).glob("*.yaml"))}
 
 
-def recipes() -> dict[str, tuple[list[str], str]]:
-    """By folder of conf/recipe: its data sets, and the source and the printed values of the first of them."""
-    found: dict[str, tuple[list[str], str]] = {}
+def recipes() -> list[tuple[str, list[str], str]]:
+    """Folders of conf/recipe, data sets whose files say the same, and their source and printed values."""
+    found: dict[tuple[str, str], list[str]] = {}
     for folder in sorted(path for path in (CONF / "recipe").iterdir() if path.is_dir()):
-        files = sorted(folder.glob("*.yaml"))
-        about = comment(files[0])
-        # After the name of the data set; the test split is the same for all.
-        about = about[about.index(" with " if " with " in about else " as ") + 1 :]
-        found[folder.name] = [file.stem for file in files], about.split(" All training images train")[0]
-    return found
+        for file in sorted(folder.glob("*.yaml")):
+            about = comment(file)
+            # After the name of the data set; the test split is the same for all.
+            about = about[about.index(" with " if " with " in about else " as ") + 1 :]
+            found.setdefault((folder.name, about.split(" All training images train")[0]), []).append(file.stem)
+    return [(folder, data, about) for (folder, about), data in found.items()]

@@ -22,10 +22,14 @@ def records(name: str) -> Records:
 
 
 def study_table(name: str) -> str:
-    """A row for each method that is tuned: the rate chosen, accuracy, and costs, with ratios to full fine-tuning."""
+    """A row for each method that is tuned: the rate chosen, accuracy, and costs, with ratios to full fine-tuning.
+
+    Without seconds, which say nothing where several runs share the machine.
+    """
     found = records(name)
     head, *rows = studies.study_table(found, list(found.study.rows))
-    lines = [table(head, [[f"`{row[0]}`", *row[1:]] for row in rows])]
+    assert head[-1] == "seconds"
+    lines = [table(head[:-1], [[f"`{row[0]}`", *row[1:-1]] for row in rows])]
     for note in studies.notes(found, list(found.study.rows)):
         lines += ["", note.replace(studies.AT_END, "\\*")]
     return "\n".join(lines)
@@ -37,15 +41,25 @@ def study_conditions(name: str) -> str:
     study, tune = found.study, found.study.tune
     machines = sorted({f"{one['environment']['device']}, torch {one['environment']['torch']}" for one in found.runs
                        if "environment" in one})  # fmt: skip
-    busy = " Two runs at a time: `seconds` are no comparison."
     rates = ", ".join(f"{value:g}" for value in tune.values)
+    first = " and ".join(f"{value:g}" for value in tune.values[max(len(tune.values) // 2 - 1, 0) :][:2])
     return (
         f"{' '.join(study.about.split())}\n\nThe `{tune.setting}` of every row is searched for in {rates} with seed"
-        f" {tune.seed}: the two in the middle, then the neighbors of the best on the validation images, and of those"
-        f" within {100 * NEAR:g} point of it, until all have been run. The best is then run with seeds"
-        f" {', '.join(map(str, study.seeds))}. Settings of all runs: `{' '.join(study.settings)}`. Run on"
-        f" {'; '.join(machines)}.{busy}"
+        f" {tune.seed}: {first} first, then the neighbors of the best value on the validation images and of every value"
+        f" within {100 * NEAR:g} point of it, until no neighbor is left. The best value is then run with"
+        f" {'seeds' if len(study.seeds) > 1 else 'seed'} {', '.join(map(str, study.seeds))}. Settings of all runs:"
+        f" `{' '.join(study.settings)}`. Run on"
+        f" {'; '.join(machines)}."
     )
+
+
+def study_rows(*names: str) -> str:
+    """The settings of every row of the studies; a name stands for the same settings in all of them."""
+    settings: dict[str, list[str]] = {}
+    for name in names:
+        for row, own in records(name).study.rows.items():
+            assert settings.setdefault(row, own) == own, f"{name}: {row} has other settings than in another study"
+    return table(["row", "settings"], [[f"`{row}`", f"`{' '.join(own)}`"] for row, own in settings.items()], left=2)
 
 
 def study_points(name: str) -> list[dict[str, Any]]:

@@ -191,8 +191,8 @@ def study_accuracy(name: str, row: str) -> str:
 def study_run(name: str, row: str, tuned: str) -> str:
     """Test accuracy of one run of a row, in percent, at a value of what is tuned: ``study-run NAME head 0.001``."""
     records = studies.records(name)
-    (found,) = [one for one in records.runs
-                if (one["row"], one["value"], one["seed"]) == (row, float(tuned), records.study.tune.seed)]  # fmt: skip
+    found = records.find(records.run(row, float(tuned), records.study.tune.seed))
+    assert found is not None, f"{name} has no record of {row} at {tuned} with its present settings"
     return f"{studies.test_accuracy(found):.1f}"
 
 

@@ -18,6 +18,12 @@ from efficient_ft.core.errors import UserError
 from tests.cli.program import REPOSITORY, call, runs_of
 
 
+def test_an_unknown_command_is_named_with_help_too(program: Path) -> None:
+    done = call(program, "tables", "--help")
+    assert done.returncode == 2
+    assert done.stderr == "tables: arguments have the form KEY=VALUE; see --help. Did you mean 'table'?\n"
+
+
 def test_help_configuration_and_completion_load_no_torch(tmp_path: Path) -> None:
     code = (
         "import runpy, sys\n"
