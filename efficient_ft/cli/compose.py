@@ -78,6 +78,7 @@ def configurations(
 
 def _jobs(loader: ConfigLoader, overrides: Sequence[str], sweep: bool) -> list[tuple[str, ...]]:
     """The arguments of each job; a sweep is the product of its comma-separated values."""
+    check_form(overrides)
     parser = OverridesParser.create(config_loader=loader)
     choices: dict[str, list[str]] = {}
     for text in overrides:
@@ -95,10 +96,14 @@ def _jobs(loader: ConfigLoader, overrides: Sequence[str], sweep: bool) -> list[t
                 f" '{override.key_or_group}=[{values}]'; to give a text with commas quote it:"
                 f" \"{override.key_or_group}='{values}'\"."
             )
-        # Ranges of other sweepers' kinds have no list; their jobs are checked when they start.
-        if override.is_discrete_sweep():
-            key = override.get_key_element()
-            choices[text] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+        if not override.is_discrete_sweep():
+            raise UserError(f"{text}: an interval has no list of values. Write them out, or range(START,STOP,STEP).")
+        key = override.get_key_element()
+        choices[text] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+        if not choices[text]:
+            raise UserError(f"{text}: it stands for no value at all.")
+        if key_of(text) in (*NAMING, "experiment"):
+            raise UserError(f"{text}: one {key_of(text)} at a time. Repeat the command for each.")
     return list(itertools.product(*choices.values()))
 
 
@@ -127,7 +132,7 @@ def check_form(overrides: Sequence[str]) -> None:
         UserError: one of `overrides` is not KEY=VALUE, nor ~KEY.
     """
     for text in overrides:
-        if "=" not in text and not text.startswith("~"):
+        if (not text.startswith("~") and not text.partition("=")[1]) or text.startswith("="):
             raise _not_a_setting(text)
 
 

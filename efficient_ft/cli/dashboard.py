@@ -38,8 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = collect_paths(options.runs)
     for sentence in notes(found, means=False):
         print(f"note: {sentence}", file=sys.stderr)
-    names = upload(found, options.runs, project=options.project, entity=options.entity, offline=options.offline,
-                   out=options.out)  # fmt: skip
+    names = upload(found, project=options.project, entity=options.entity, offline=options.offline, out=options.out)
     print("\n".join(names))
     panels = options.out / "panels.json"
     write_panels(panels, options.title)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -15,6 +16,10 @@ from efficient_ft.core.errors import DivergedError, UserError
 
 #: Names the file into which a job of a sweep writes its outcome, for the table at the end of the sweep.
 OUTCOME_FILE = "EFFICIENT_FT_OUTCOME_FILE"
+
+#: Errors of the system at a file or folder that the user named: no permission, a file where a folder has to be, ...
+_OF_THE_SYSTEM = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EEXIST, errno.ENOTDIR,
+                  errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}  # fmt: skip
 
 #: Exit status of an interrupted command, as in shells.
 INTERRUPTED = 130
@@ -44,8 +49,8 @@ def fail(error: UserError | str, status: int = 2) -> NoReturn:
 def clean_exits(interrupted: str = INTERRUPTED_TEXT) -> Iterator[None]:
     """Turn mistakes of the user, interrupts and closed pipes inside the block into exit statuses.
 
-    A `UserError` prints its text alone (status 2), Ctrl-C prints `interrupted` (130). Any other exception passes, with
-    its traceback.
+    A `UserError` prints its text alone (status 2), so does a file or folder that cannot be read or written; Ctrl-C
+    prints `interrupted` (130). Any other exception passes, with its traceback.
     """
     try:
         yield
@@ -61,6 +66,11 @@ def clean_exits(interrupted: str = INTERRUPTED_TEXT) -> Iterator[None]:
     except BrokenPipeError:  # e.g. `--help | head`: the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
+    except OSError as error:
+        if error.filename is None or error.errno not in _OF_THE_SYSTEM:
+            report_outcome(reason=f"{type(error).__name__}: {error}")
+            raise
+        fail(f"{error.filename}: {error.strerror}.")
     except Exception as error:
         report_outcome(reason="".join(traceback.format_exception_only(error)).strip().splitlines()[-1])
         raise

@@ -51,12 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif options.figure in paper_figures.FIGURES:
         if not options.of:
             raise UserError(f"{options.figure} is drawn from runs: pass run folders, or a folder of runs.")
-        paths = [Path(one) for one in options.of]
-        found = collect_paths(paths)
+        found = collect_paths([Path(one) for one in options.of])
         for sentence in notes(found, means=True):
             print(f"note: {sentence}", file=sys.stderr)
-        chart = paper_figures.paper_figure(options.figure, found, paths)
+        chart = paper_figures.paper_figure(options.figure, found)
     else:
         raise SettingError("figure", options.figure, [figure.name for figure in figures()])
+    for note in chart.notes:
+        print(f"note: {note}", file=sys.stderr)
     for file in write_chart(chart, options.out / options.figure.replace("/", "_")):
         print(file)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from efficient_ft.cli import processes
-from efficient_ft.config import Config, check, fingerprint
+from efficient_ft.config import Config, check, fingerprint, image_folders
 from efficient_ft.core import text
 from efficient_ft.core.errors import UserError
 from efficient_ft.record.formats import USE_ITS_VERSION
@@ -115,6 +115,8 @@ def run_jobs(
         title = f"[{number}/{len(jobs)}] {job.title}"
         if job.trains and job.config.resume == "auto":
             job.results = finished(job.folder, job.config)
+            if job.results and image_folders(check(job.results["config"])) != image_folders(job.config):
+                job.results = None  # the job itself finds out whether the images are the same
         if job.results is not None:
             print(f"{title}: finished before, in {job.folder}", flush=True)
             ended(job)

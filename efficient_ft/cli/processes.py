@@ -73,7 +73,7 @@ def run(command: Sequence[str], environment: Mapping[str, str] | None = None, ou
                 process.terminate()
                 process.wait()
             _running.discard(process)
-        outcome = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        outcome = _outcome(file)
         shown = (Path(folder) / "printed").read_text(errors="replace") if printed and output is None else ""
     if status == INTERRUPTED:
         raise KeyboardInterrupt
@@ -82,9 +82,18 @@ def run(command: Sequence[str], environment: Mapping[str, str] | None = None, ou
     if "reason" in outcome:
         return Ended(None, outcome["reason"], shown, outcome.get("diverged", False))
     if status < 0:
-        name = signal.Signals(-status).name
+        name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
         return Ended(None, f"killed by {name}" + (", likely for lack of memory" if name == "SIGKILL" else ""), shown)
     return Ended(None, f"exit status {status}", shown)
+
+
+def _outcome(file: Path) -> dict[str, Any]:
+    """The outcome that a job wrote; {} if it ended before or during writing."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 #: Processes that `run` waits for.

@@ -45,7 +45,7 @@ def jobs_of_rows(jobs: Iterable[Sequence[str]], table: str | None, rows: Sequenc
     """
     if table is not None and rows:
         raise UserError(f"table={table}: an experiment or rows=[...] has rows of its own. Choose one of the two.")
-    settings = _of_table(table) if table is not None else [(tuple(shlex.split(row)), ()) for row in rows or ()]
+    settings = _of_table(table) if table is not None else [(_words(row), ()) for row in rows or ()]
     for word in (word for row, _ in settings for word in row if "=" not in word):
         raise UserError(f"rows: every row is a text of KEY=VALUE settings, got {word}. Example: rows=['method=full']")
     own = [[one for one in job if key_of(one) not in NAMING] for job in jobs]
@@ -58,6 +58,17 @@ def jobs_of_rows(jobs: Iterable[Sequence[str]], table: str | None, rows: Sequenc
         for row, tasks in dict.fromkeys(settings)
         for job in own
     ]  # fmt: skip
+
+
+def _words(row: object) -> tuple[str, ...]:
+    """The settings in the text of a row."""
+    example = "Example: rows=['method=full']"
+    if not isinstance(row, str):
+        raise UserError(f"rows: every row is a text of KEY=VALUE settings, got {row}. {example}")
+    try:
+        return tuple(shlex.split(row))
+    except ValueError as error:  # a quotation mark that is not closed
+        raise UserError(f"rows: {row} cannot be read: {error}. {example}") from error
 
 
 def key_of(argument: str) -> str:
@@ -107,6 +118,8 @@ def zipped(arguments: Sequence[str]) -> list[str]:
             continue
         if not value.endswith(")"):
             raise UserError(f"{argument}: paired values are written KEY=zip(A,B,...).")
+        if key in pairs:
+            raise UserError(f"{key}=zip(...): it is there twice.")
         pairs[key] = _values(value.removeprefix("zip(").removesuffix(")"))
     if not pairs:
         return others
@@ -117,6 +130,8 @@ def zipped(arguments: Sequence[str]) -> list[str]:
         raise UserError(
             f"{named}: it has rows of its own, and so has {next(iter(pairs))}=zip(...). Choose one of the two."
         )
+    if twice := next((one for one in others if key_of(one) in {key.lstrip("+") for key in pairs}), None):
+        raise UserError(f"{twice}: {key_of(twice)}=zip(...) gives every row its own value. Choose one of the two.")
     counts = {key: len(values) for key, values in pairs.items()}
     if len(set(counts.values())) > 1:
         each = ", ".join(f"{key} has {count}" for key, count in counts.items())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from efficient_ft.core import text
 from efficient_ft.core.errors import UserError
 
 if TYPE_CHECKING:
+    from efficient_ft.config import Config
     from efficient_ft.record.study import Records, StudyRun
 
 DESCRIPTION = """\
@@ -42,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         key, equals, _ = word.partition("=")
         if not equals:
             raise UserError(f"{word}: settings have the form KEY=VALUE; rows follow --rows.")
-        if not key.startswith(OF_THIS_MACHINE):
+        if not key.startswith(OF_THIS_MACHINE) and not re.fullmatch(r"tasks\.\w+\.(root|download|num_workers)", key):
             raise UserError(
                 f"{key} changes the runs of the study, so it belongs into {options.folder / 'study.yaml'}. On the"
                 f" command line only {', '.join(OF_THIS_MACHINE)} may be set, which are not recorded."
@@ -78,7 +80,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _words(given: str) -> list[str]:
-    return [word for word in given.split(",") if word]
+    words = [word for word in given.split(",") if word]
+    if not words:
+        raise argparse.ArgumentTypeError("names no row; leave the option out for all rows")
+    return words
 
 
 def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) -> bool:
@@ -87,20 +92,28 @@ def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) ->
     from efficient_ft.cli.groups import CONF, register
     from efficient_ft.cli.jobs import Job, command, run_jobs
     from efficient_ft.cli.variants import folder_of
+    from efficient_ft.record.study import shown
 
     register()
-    jobs, run_of = [], {}
+    jobs: list[Job] = []
+    run_of: dict[int, StudyRun] = {}
     for run in runs:
         if records.find(run) is not None:
             continue
         arguments = (*run.arguments, *settings)
         (config,) = configurations(CONF, "train", arguments, sweep=False)
-        job = Job(arguments, f"{run.row} {records.study.tune.setting}={run.value:g} seed={run.seed}",
-                  folder_of(config), config)  # fmt: skip
+        title = f"{run.row} {records.study.tune.setting}={shown(run.value)} seed={run.seed}"
+        job = Job(arguments, title, folder_of(config), config)
+        if not job.trains:
+            raise UserError(f"{title} trains nothing (cost_only or evaluate), so it has no place in a study.")
+        if same := next((other for other in jobs if other.folder == job.folder), None):
+            raise UserError(f"{title} and {same.title} are the same run. Leave one of the rows out.")
         jobs.append(job)
         run_of[id(job)] = run
     if not jobs:
         return False
+    records.refuse_unwritable()
+    _refuse_other_images(records, {run_of[id(job)]: job.config for job in jobs})
 
     def record(job: Job) -> None:
         if job.results is not None:
@@ -115,6 +128,21 @@ def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) ->
         if end.code != 1:
             raise
     return any(job.failure is not None and not job.diverged for job in jobs)
+
+
+def _refuse_other_images(records: Records, configs: Mapping[StudyRun, Config]) -> None:
+    """Refuse images that are not those of the records, before anything is trained on them."""
+    if not any(record.get("images") for record in records.runs):
+        return
+    from efficient_ft.data import read_data
+
+    digests: dict[str, str] = {}
+    for run, config in configs.items():
+        every = list(config.tasks.values()) or [config.data]
+        key = str([(one.name, one.root) for one in every])
+        if key not in digests:
+            digests[key] = "+".join(read_data(one).digest() for one in every)
+        records.refuse_other_images(run, digests[key])
 
 
 def report(records: Records, rows: Sequence[str]) -> str:

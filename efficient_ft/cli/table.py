@@ -111,13 +111,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _words(given: str) -> list[str]:
-    return [word for word in given.split(",") if word]
+    words = [word for word in given.split(",") if word]
+    if not words:
+        raise argparse.ArgumentTypeError("names no row; leave the option out for all rows")
+    return words
 
 
 def _seeds(given: str) -> list[int]:
     if not all(word.isdecimal() for word in given.split(",")):
         raise argparse.ArgumentTypeError(f"must be integers >= 0 separated by commas, got {given}.")
-    return [int(word) for word in given.split(",")]
+    return list(dict.fromkeys(int(word) for word in given.split(",")))
 
 
 def _list(form: str) -> str:
@@ -204,6 +207,12 @@ def _jobs(runs: Sequence[CellRun]) -> list[Job]:
     for one in runs:
         (config,) = configurations(CONF, "train", one.arguments, sweep=False)
         title = " ".join([one.row.name, *([one.column] if one.column else []), f"seed={one.seed}"])
+        if config.cost_only or config.evaluate is not None:
+            raise UserError(
+                f"{title} trains nothing with cost_only or evaluate. Costs: efficient-ft table NAME --cost."
+            )
+        if any(argument.startswith("hydra.run.dir=") for argument in one.arguments):
+            raise UserError("hydra.run.dir: every run of a table has its own folder below outputs. Leave it out.")
         jobs.append(Job(one.arguments, title, folder_of(config), config))
     folders = [job.folder for job in jobs]
     if len(set(folders)) < len(folders):

@@ -52,6 +52,12 @@ def _content(data: DataConfig) -> dict[str, Any]:
     return what
 
 
+def image_folders(config: Config) -> list[str]:
+    """The folders of the run's images; none for digits, which need no files."""
+    every = list(config.tasks.values()) if config.tasks else [config.data]
+    return [os.path.normpath(one.root) for one in every if one.name != "digits"]
+
+
 def run_folder(config: Config, methods: Sequence[str] | None = None) -> str:
     """Return ``outputs/DATA/MODEL/METHOD+METHOD/FINGERPRINT``, relative, with forward slashes; DATA+DATA for tasks.
 

@@ -16,7 +16,7 @@ from efficient_ft.data.image_data import ImageData
 from efficient_ft.data.images import Transform, read_image
 from efficient_ft.data.round_robin import RoundRobinData, RoundRobinSampler
 from efficient_ft.data.sampler import CounterSampler
-from efficient_ft.data.sources import class_count, missing_data, open_data
+from efficient_ft.data.sources import class_count, missing_data, open_data, read_data
 
 __all__ = [
     "CounterSampler",
@@ -27,5 +27,6 @@ __all__ = [
     "class_count",
     "missing_data",
     "open_data",
+    "read_data",
     "read_image",
 ]

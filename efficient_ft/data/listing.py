@@ -64,10 +64,11 @@ class Listing:
     notes: list[str] = field(default_factory=list)
 
     def digest(self) -> str:
-        """8 hex digits that tell two copies of a data set apart: other images, another resolution, other splits.
+        """8 hex digits that tell two copies of a data set apart: other files, another resolution, other splits.
 
-        Of class names, labels, and of images spread evenly over each split (`_DIGEST_IMAGES`): the bytes of a file's
-        size, or the pixels in memory. A place or a file date does not count.
+        Of class names, labels, and of up to 256 images spread evenly over each split: the size of a file in bytes, or
+        the pixels in memory. A place or a file date does not count; a file replaced by one of the same size, or one
+        that is not looked at, is not noticed.
         """
         found = hashlib.blake2b("\n".join(self.class_names).encode(), digest_size=4)
         for name, part in (("train", self.train), ("val", self.val), ("test", self.test)):

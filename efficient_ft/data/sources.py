@@ -11,6 +11,7 @@ from efficient_ft.data.digits import read_digits
 from efficient_ft.data.fetch import fetch
 from efficient_ft.data.folder import folder_classes, missing_folder, read_folder
 from efficient_ft.data.image_data import ImageData
+from efficient_ft.data.listing import Listing
 from efficient_ft.data.published import PUBLISHED, PublishedSet, read_published
 
 if TYPE_CHECKING:
@@ -40,6 +41,25 @@ def class_count(config: DataConfig) -> int | None:
     return _published(config).classes
 
 
+def read_data(config: DataConfig) -> Listing:
+    """Fetch the files if necessary, and read the lists.
+
+    Raises:
+        UserError: the data are missing or damaged.
+    """
+    if config.name == "digits":
+        return read_digits()
+    if config.name == "folder":
+        return read_folder(Path(config.root).expanduser())
+    source = _published(config)
+    root = source.root(config.root)
+    problem = source.missing(config.name, root, config.download)
+    if problem is not None:
+        raise UserError(problem)
+    fetch(source.pending(root), root)
+    return read_published(config.name, root)
+
+
 def open_data(config: DataConfig, input: InputSpec, seed: int) -> ImageData:
     """Fetch the files if necessary, read the lists, and split.
 
@@ -51,19 +71,7 @@ def open_data(config: DataConfig, input: InputSpec, seed: int) -> ImageData:
     Raises:
         UserError: the data are missing, damaged, or cannot be split as configured.
     """
-    if config.name == "digits":
-        listing = read_digits()
-    elif config.name == "folder":
-        listing = read_folder(Path(config.root).expanduser())
-    else:
-        source = _published(config)
-        root = source.root(config.root)
-        problem = source.missing(config.name, root, config.download)
-        if problem is not None:
-            raise UserError(problem)
-        fetch(source.pending(root), root)
-        listing = read_published(config.name, root)
-    return ImageData(listing, config, input, seed)
+    return ImageData(read_data(config), config, input, seed)
 
 
 def _published(config: DataConfig) -> PublishedSet:

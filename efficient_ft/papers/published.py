@@ -261,7 +261,7 @@ def published_table(name: str) -> Table:
     """
     if name not in table_names():
         known = ", ".join(table_names())
-        raise UserError(f"table must be one of {known}, got {name}.{did_you_mean(name, table_names())}")
+        raise UserError(f"table must be one of {known}, got {name}.{did_you_mean(str(name), table_names())}")
     paper, number = name.split("/")
     about = _about(name)
     with open(FOLDER / f"{name}.csv", encoding="utf-8", newline="") as file:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ class Run:
     """A finished run.
 
     Attributes:
-        folder: relative to the folder that was collected.
+        folder: its name in tables and messages: relative to the folder that was collected.
+        path: where it is.
         results: its results.json.
         config: its configuration.
         group: the same for runs that differ in their seed only; two copies of a data set with other images, e.g. of
@@ -35,6 +36,7 @@ class Run:
     """
 
     folder: str
+    path: Path
     results: Results
     config: Config
     group: str
@@ -88,10 +90,28 @@ def collect_runs(folder: Path, runs: Iterable[Path]) -> Collection:
     for run in runs:
         name = run.relative_to(folder).as_posix()
         try:
-            read.append(_run(name, read_results(run, USE_ITS_VERSION)))
+            read.append(_run(name, run, read_results(run, USE_ITS_VERSION)))
         except UserError as error:
             ignored[name] = str(error)
-    return Collection(tuple(read), ignored)
+    return Collection(joined(read), ignored)
+
+
+def joined(runs: Iterable[Run]) -> tuple[Run, ...]:
+    """The runs with their groups: one without a digest of its images belongs to the group that has the same settings.
+
+    Where the same settings were run on several copies of the images, it is a group of its own.
+    """
+    runs = tuple(runs)
+    known: dict[str, set[str]] = {}
+    for run in runs:
+        settings, _, digest = run.group.partition(" ")
+        known.setdefault(settings, set()).update([digest] if digest else [])
+    return tuple(
+        replace(run, group=f"{run.group}{next(iter(known[run.group.strip()]))}")
+        if run.group.endswith(" ") and len(known[run.group.strip()]) == 1
+        else run
+        for run in runs
+    )
 
 
 def write_tables(collection: Collection, path: Path) -> list[Path]:
@@ -109,10 +129,10 @@ def write_tables(collection: Collection, path: Path) -> list[Path]:
     return files
 
 
-def _run(name: str, found: Results) -> Run:
+def _run(name: str, path: Path, found: Results) -> Run:
     config = check(found["config"])
     settings = fingerprint(config.model_copy(update={"seed": 0}))
-    return Run(name, found, config, f"{settings} {images_digest(found['data'])}")
+    return Run(name, path, found, config, f"{settings} {images_digest(found['data'])}")
 
 
 #: Numbers of a run by column, in order: accuracies in percent, costs per image, totals.
@@ -205,7 +225,21 @@ def notes(collection: Collection, means: bool) -> list[str]:
     said = [f"Left out: {name}: {reason}" for name, reason in collection.ignored.items() if name not in unfinished]
     if unfinished:
         said.insert(0, f"Left out, not finished yet: {', '.join(unfinished)}.")
-    return [*said, *(repeated(collection) if means else []), *missing_seeds(collection)]
+    return [*said, *other_images(collection), *(repeated(collection) if means else []), *missing_seeds(collection)]
+
+
+def other_images(collection: Collection) -> list[str]:
+    """A sentence for all runs with the same settings on different images, e.g. of another resolution."""
+    first: dict[str, Run] = {}
+    said = []
+    for group in groups(collection.runs):
+        settings = group[0].group.partition(" ")[0]
+        if (other := first.setdefault(settings, group[0])) is not group[0]:
+            said.append(
+                f"{group[0].folder} and {other.folder} have the same settings and different images (data.root): they"
+                " are not averaged."
+            )
+    return said
 
 
 def repeated(collection: Collection) -> list[str]:

@@ -174,9 +174,11 @@ def read_results(run: Path, do: str = START_AGAIN) -> Results:
     """
     file = run / NAME
     try:
-        plain = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
+        plain = json.loads(file.read_text(encoding="utf-8"), parse_constant=_not_a_number)
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(f"{run} holds no {NAME}: the run has not finished. {do}") from error
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}. {do}") from error
     except ValueError as error:
         raise UserError(f"{file} cannot be read: it is not valid JSON. {do}") from error
     if not isinstance(plain, dict):
@@ -195,6 +197,10 @@ def read_results(run: Path, do: str = START_AGAIN) -> Results:
 def _schema() -> TypeAdapter[Results]:
     """Build the validator once: it takes longer than many files."""
     return TypeAdapter(Results)
+
+
+def _not_a_number(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,20 @@ class Rows:
         self.path = path
 
     def read(self) -> list[dict[str, Any]]:
-        """All rows up to the first incomplete line (a killed process leaves one); [] if there is no file."""
-        rows = []
+        """All rows up to the first that is incomplete (a killed process leaves one) or no row; [] if there is no file.
+
+        A row is an object whose ``step`` is an integer. Numbers that are not finite are left out of it.
+        """
+        rows: list[dict[str, Any]] = []
         if self.path.is_file():
-            for line in self.path.read_text(encoding="utf-8").splitlines():
+            for line in self.path.read_bytes().splitlines():
                 try:
-                    rows.append(json.loads(line))
-                except json.JSONDecodeError:
+                    row = json.loads(line.decode("utf-8"))
+                except ValueError:  # not UTF-8, or not JSON
                     break
+                if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                    break
+                rows.append({k: v for k, v in row.items() if not isinstance(v, float) or math.isfinite(v)})
         return rows
 
     def rewind(self, step: int) -> None:

@@ -22,44 +22,106 @@ so that a study goes on where it stopped, also on another machine.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
 import yaml
 from filelock import FileLock
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictInt,
+    Tag,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from typing_extensions import TypedDict  # pydantic needs this one below Python 3.12
 
 from efficient_ft.core.errors import UserError, did_you_mean
 from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.formats import FORMAT, check_format
-from efficient_ft.record.results import Results, final_accuracy, images_digest
+from efficient_ft.record.results import ExecutedCost, MeasuredCost, Results, RunTotals, final_accuracy, images_digest
 
 DEFINITION, RECORDS = "study.yaml", "records.json"
 
 #: Accuracy below the best within which a value is as good as the best: its neighbors are searched as well.
 NEAR = 0.01
 
-#: What every record of a run has.
-_KEYS = {"row", "value", "seed", "settings"}
-
-#: What the record of a run that did not diverge has too.
-_FOUND = {"accuracy", "executed", "measured", "totals"}
-
 _DO = "Restore it from a backup or from version control, or rename it to begin again."
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that stands twice in a mapping, of which YAML's own loader keeps the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping of `node`."""
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key} is there twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class _Run(TypedDict):
+    row: str
+    value: float
+    seed: int
+    settings: list[str]
+
+
+class _Diverged(_Run):
+    diverged: str
+
+
+class _Accuracy(TypedDict):
+    best: float
+    test: NotRequired[float | None]
+
+
+class _Finished(_Run):
+    accuracy: _Accuracy
+    executed: ExecutedCost
+    measured: MeasuredCost
+    totals: RunTotals
+
+
+#: What is read of records.json: what was run, and what it found or why it diverged.
+_RECORDS: TypeAdapter[Any] = TypeAdapter(
+    list[
+        Annotated[
+            Annotated[_Diverged, Tag("_Diverged")] | Annotated[_Finished, Tag("_Finished")],
+            Discriminator(lambda run: "_Diverged" if isinstance(run, dict) and "diverged" in run else "_Finished"),
+        ]
+    ]
+)
+
+
 class Tune(_Strict):
     """The setting that is tuned for every row: the values that are searched, with `seed`."""
 
     setting: str
-    values: list[float] = Field(min_length=1)
-    seed: int
+    values: list[Annotated[float, Field(allow_inf_nan=False)]] = Field(min_length=1)
+    seed: StrictInt
+
+    @field_validator("values", mode="before")
+    @classmethod
+    def _numbers(cls, values: Any) -> Any:
+        if isinstance(values, list) and any(isinstance(value, bool) for value in values):
+            raise ValueError("must be numbers, got a truth value")
+        return values
 
     @field_validator("values")
     @classmethod
@@ -74,8 +136,29 @@ class Study(_Strict):
     about: str = ""
     settings: list[str]
     tune: Tune
-    seeds: list[int] = Field(min_length=1)
+    seeds: list[StrictInt] = Field(min_length=1)
     rows: dict[str, list[str]] = Field(min_length=1)
+
+    @field_validator("seeds")
+    @classmethod
+    def _once(cls, seeds: list[int]) -> list[int]:
+        return list(dict.fromkeys(seeds))
+
+    @model_validator(mode="after")
+    def _no_clash(self) -> Study:
+        for where, arguments in {
+            "settings": self.settings,
+            **{f"row {name}": own for name, own in self.rows.items()},
+        }.items():
+            for argument in arguments:
+                if argument.partition("=")[0].lstrip("+~") in ("seed", self.tune.setting):
+                    raise ValueError(f"{where} sets {argument}, which the study sets for each run; leave it out")
+        rows = list(self.rows)
+        for i, name in enumerate(rows):
+            for other in rows[:i]:
+                if self.rows[name] == self.rows[other]:
+                    raise ValueError(f"rows {other} and {name} have the same settings")
+        return self
 
 
 @dataclass(frozen=True)
@@ -103,16 +186,18 @@ def read_study(folder: Path) -> Study:
     """
     file = folder / DEFINITION
     try:
-        return Study.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
-    except OSError:
+        return Study.model_validate(yaml.load(file.read_text(encoding="utf-8"), _UniqueKeys))  # a SafeLoader
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{folder} holds no {DEFINITION}. Pass the folder of a study.") from None
-    except yaml.YAMLError as error:
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}.") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "it"
-        said = "must be a mapping" if not first["loc"] else f"{first['msg']}"
-        raise UserError(f"{file} cannot be read: {where}: {said}.") from error
+        said = "it must be a mapping" if first["type"] == "model_type" else first["msg"].removeprefix("Value error, ")
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(f"{file} cannot be used: {where + ': ' if where else ''}{said}.") from error
 
 
 def chosen_rows(study: Study, names: Sequence[str]) -> list[str]:
@@ -152,9 +237,13 @@ class Records:
             raise UserError(f"{self.path} is damaged ({error}). {_DO}") from error
         check_format(self.path, version, "Rename it to begin again.")
         runs = held.get("runs")
-        if not isinstance(runs, list) or not all(_complete(run) for run in runs):
-            keys = ", ".join(sorted(_KEYS | _FOUND))
-            raise UserError(f"{self.path} is damaged (runs without {keys}). {_DO}")
+        try:
+            _RECORDS.validate_python(runs)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(str(part) for part in first["loc"] if part not in ("_Finished", "_Diverged"))
+            raise UserError(f"{self.path} is damaged (runs.{where}: {first['msg']}). {_DO}") from error
+        assert isinstance(runs, list)
         return runs
 
     def add(self, run: StudyRun, results: Results) -> None:
@@ -163,16 +252,38 @@ class Records:
         Raises:
             UserError: its images are not those of the other records.
         """
-        record = record_of(run, results)
-        now = self.study.settings
-        others = [one["images"] for one in self.runs if one.get("images") and one["settings"][: len(now)] == now]
-        if record["images"] and any(images != record["images"] for images in others):
+        self._add(run, record_of(run, results))
+
+    def refuse_unwritable(self) -> None:
+        """Refuse a folder in which no record can be written, before anything is trained.
+
+        Raises:
+            UserError: the folder cannot be written to.
+        """
+        if not os.access(self.path.parent, os.W_OK):
             raise UserError(
-                f"The images of {run.row} {self.study.tune.setting}={run.value:g} seed={run.seed} (data.root) are not"
-                f" those of the {len(others)} records in {self.path}, so that it is not recorded there. Use the same"
-                f" images, or a folder of its own with a copy of {DEFINITION}."
+                f"{self.path.parent} cannot be written to, so that no run can be recorded. Copy {DEFINITION} to a"
+                " folder of your own."
             )
-        self._add(run, record)
+
+    def refuse_other_images(self, run: StudyRun, digest: str) -> None:
+        """Refuse a run on other images than the records of the same data set have.
+
+        Args:
+            run: the run.
+            digest: of its images (`record.results.images_digest`); empty: unknown.
+
+        Raises:
+            UserError: the digests differ.
+        """
+        others = [one for one in self.runs if _data_of(one["settings"]) == _data_of(run.arguments)]
+        different = [one for one in others if digest and one.get("images") not in (None, "", digest)]
+        if different:
+            raise UserError(
+                f"The images of {run.row} {self.study.tune.setting}={shown(run.value)} seed={run.seed} (data.root) are"
+                f" not those of {len(different)} records in {self.path}. Use the same images, or a folder of its own"
+                f" with a copy of {DEFINITION}."
+            )
 
     def add_diverged(self, run: StudyRun, reason: str) -> None:
         """Add the record of a run whose loss was not finite, and write the file."""
@@ -183,6 +294,7 @@ class Records:
         # Another process may work on other rows of the same study.
         with FileLock(self.path.with_name(f".{RECORDS}.lock")):
             self.runs = [one for one in self._read() if {name: one[name] for name in key} != key]
+            self.refuse_other_images(run, record.get("images", ""))
             self.runs.append(record)
             order = {name: place for place, name in enumerate(self.study.rows)}
             self.runs.sort(key=lambda one: (order.get(one["row"], len(order)), one["value"], one["seed"]))
@@ -246,13 +358,19 @@ class Records:
 
     def run(self, row: str, value: float, seed: int) -> StudyRun:
         """The run of a row at a value of the tuned setting, with the settings that the study now has."""
-        tuned = f"{self.study.tune.setting}={value:g}"
+        tuned = f"{self.study.tune.setting}={shown(value)}"
         arguments = (*self.study.settings, *self.study.rows[row], tuned, f"seed={seed}")
         return StudyRun(row, value, seed, arguments)
 
 
-def _complete(run: Any) -> bool:
-    return isinstance(run, dict) and run.keys() >= _KEYS and ("diverged" in run or run.keys() >= _FOUND)
+def shown(value: float) -> str:
+    """A value as on the command line: all its digits, and no fraction for an integer."""
+    return str(int(value)) if value.is_integer() else repr(value)
+
+
+def _data_of(arguments: Iterable[str]) -> list[str]:
+    """The arguments that say which images a run trains on."""
+    return [one for one in arguments if one.lstrip("+").startswith(("data", "tasks"))]
 
 
 def record_of(run: StudyRun, results: Results) -> dict[str, Any]:

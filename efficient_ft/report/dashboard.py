@@ -7,7 +7,6 @@ panels are written as JSON.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from efficient_ft.core.errors import UserError, first_line
 from efficient_ft.record.collection import Collection, varying
 from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.rows import MetricsFile
-from efficient_ft.report.runs import name_of, places
+from efficient_ft.report.runs import name_of
 
 #: The panels: a title, what is drawn (curves over training, or one point per run), its x and its y.
 PANELS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
@@ -31,14 +30,11 @@ PANELS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
 )
 
 
-def upload(
-    found: Collection, paths: Sequence[Path], *, project: str, entity: str | None, offline: bool, out: Path
-) -> list[str]:
+def upload(found: Collection, *, project: str, entity: str | None, offline: bool, out: Path) -> list[str]:
     """Send every run to wandb as it would have been logged, under the id that the run has.
 
     Args:
         found: the runs.
-        paths: where they were collected.
         project: of wandb.
         entity: user or team; None: the one logged in.
         offline: write into `out` instead.
@@ -59,15 +55,13 @@ def upload(
     out.mkdir(parents=True, exist_ok=True)
     names, differing = [], varying(found.runs)
     for run in found.runs:
-        folder = next((place for place in places(run, paths) if place.is_dir()), None)
-        rows = [] if folder is None else MetricsFile(folder).read()
-        identity = None if folder is None else folder / "run_id"
+        rows, identity = MetricsFile(run.path).read(), run.path / "run_id"
         name = name_of(run, differing)
         try:
             sent: Any = wandb.init(
                 project=project,
                 entity=entity,
-                id=identity.read_text().strip() if identity is not None and identity.is_file() else None,
+                id=identity.read_text().strip() if identity.is_file() else None,
                 name=name,
                 group=run.method,
                 job_type="train",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from efficient_ft.record.results import flatten
 from efficient_ft.record.rows import MetricsFile
 from efficient_ft.report.charts import Chart, Panel, Series
 from efficient_ft.report.record import Record, read
-from efficient_ft.report.runs import accuracy_of, name_of, places
+from efficient_ft.report.runs import accuracy_of, name_of
 
 ACCURACY = "accuracy (%)"
 
@@ -26,11 +25,10 @@ class Runs:
 
     Args:
         found: the runs.
-        paths: where they were collected.
     """
 
-    def __init__(self, found: Collection, paths: Sequence[Path]) -> None:
-        self.found, self.paths = found, paths
+    def __init__(self, found: Collection) -> None:
+        self.found = found
 
     def setting(self, run: Run, method: str, key: str) -> Any:
         """A setting of a run's method; None: the run has not this method."""
@@ -54,20 +52,14 @@ class Runs:
             )
         return sorted(found.items())
 
-    def folder(self, run: Run) -> Path | None:
-        """The folder of a run; None: it is not where it was."""
-        return next((place for place in places(run, self.paths) if place.is_dir()), None)
-
     def rows(self, run: Run) -> list[dict[str, Any]]:
         """The metrics rows of a run."""
-        folder = self.folder(run)
-        return [] if folder is None else MetricsFile(folder).read()
+        return MetricsFile(run.path).read()
 
     def record(self, run: Run) -> Record | None:
         """The step statistics of a run; None: it has none."""
-        folder = self.folder(run)
         try:
-            return None if folder is None else read(folder)
+            return read(run.path)
         except UserError:
             return None
 
@@ -210,6 +202,10 @@ def relative_to_full(runs: Runs) -> Chart:
         "accuracy": accuracy_of,
     }
     names = dict.fromkeys(runs.name(run) for run in runs.found.runs if run not in full)
+    if not names:
+        raise UserError("This figure needs runs of other methods next to full fine-tuning.")
+    if _mean(full, accuracy_of) == 0:
+        raise UserError(f"{full[0].folder}: full fine-tuning has an accuracy of 0, so that nothing is relative to it.")
     series = []
     for name in names:
         own = [run for run in runs.found.runs if runs.name(run) == name]
@@ -258,14 +254,19 @@ def layer_budgets(runs: Runs) -> Chart:
             panels.append(Panel(name, "step", "budget", series))
     if not panels:
         raise UserError("The methods of these runs have no budgets. Train with method=alast step_stats.interval=1.")
-    return Chart("Budgets over training", panels[:4])
+    return Chart("Budgets over training", panels[:4], notes=_left_out(panels, 4))
 
 
 def frequency_and_budgets(runs: Runs) -> Chart:
     """ALaST, Figure 7: how often each block trained, and its budget over training."""
-    return Chart(
-        "Frequency and budgets of the blocks", [*layer_frequency(runs).panels, *layer_budgets(runs).panels[:1]]
-    )
+    budgets = layer_budgets(runs).panels
+    panels = [*layer_frequency(runs).panels, *budgets[:1]]
+    return Chart("Frequency and budgets of the blocks", panels, notes=_left_out(budgets, 1))
+
+
+def _left_out(panels: Sequence[Panel], drawn: int) -> list[str]:
+    names = [panel.title for panel in panels[drawn:]]
+    return [f"Not drawn: the budgets of {', '.join(names)}. Pass their folders alone."] if names else []
 
 
 # ---------------------------------------------------------------------------------------------- BSR
@@ -314,13 +315,12 @@ def embeddings_before_and_after(runs: Runs) -> Chart:
     from efficient_ft.training import export
 
     run = runs.found.runs[0]
-    folder = runs.folder(run)
-    if folder is None or not (folder / export.NAME).is_file():
+    if not (run.path / export.NAME).is_file():
         raise UserError(f"{run.folder} holds no {export.NAME}: the fine-tuned weights are gone. Train again.")
     missing = factory.missing_weights(run.config.model)
     if missing is not None:
         raise UserError(missing)
-    after = export.load(folder).model.state_dict()
+    after = export.load(run.path).model.state_dict()
     before = factory.create_model(run.config.model, 2).state_dict()
     named = {"patch_embed.proj.weight": "patch embedding", "pos_embed": "positions", "cls_token": "class token"}
     panels = [
@@ -356,8 +356,8 @@ FIGURES: dict[str, Callable[[Runs], Chart]] = {
 }
 
 
-def paper_figure(name: str, found: Collection, paths: Sequence[Path]) -> Chart:
-    """The chart of a paper's figure from the runs `found` in and below `paths`.
+def paper_figure(name: str, found: Collection) -> Chart:
+    """The chart of a paper's figure from the runs `found`.
 
     Raises:
         SettingError: no such figure.
@@ -365,4 +365,4 @@ def paper_figure(name: str, found: Collection, paths: Sequence[Path]) -> Chart:
     """
     if name not in FIGURES:
         raise SettingError("figure", name, FIGURES)
-    return FIGURES[name](Runs(found, paths))
+    return FIGURES[name](Runs(found))

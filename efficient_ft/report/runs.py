@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -14,7 +15,16 @@ import numpy as np
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.sheet import Cell
-from efficient_ft.record.collection import Collection, Run, collect, collect_runs, notes, run_rows, varying
+from efficient_ft.record.collection import (
+    Collection,
+    Run,
+    collect,
+    collect_runs,
+    joined,
+    notes,
+    run_rows,
+    varying,
+)
 from efficient_ft.record.config_file import NAME as CONFIG
 from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.results import final_accuracy, flatten
@@ -46,7 +56,7 @@ def write_runs_page(paths: Sequence[Path], out: Path) -> Path:
     title = f"{len(found.runs)} runs" if len(found.runs) > 1 else name_of(found.runs[0], [])
     roots = ", ".join(path.name or str(path) for path in paths)
     page = Template((files("efficient_ft.report") / "assets" / "runs.html").read_text(encoding="utf-8"))
-    held = json.dumps(page_data(found, paths), ensure_ascii=False, allow_nan=False)
+    held = json.dumps(page_data(found), ensure_ascii=False, allow_nan=False)
     text = page.substitute(
         title=escape(f"{title}: {roots}"),
         about=escape(f"Accuracy is that of the best epoch's weights, on {_splits(found)}. Costs are executed counts."),
@@ -64,14 +74,21 @@ def collect_paths(paths: Sequence[Path]) -> Collection:
     """
     runs: list[Run] = []
     ignored: dict[str, str] = {}
+    seen: set[Path] = set()
     for path in paths:
-        found = collect_runs(path.parent, [path]) if (path / CONFIG).is_file() else collect(path)
-        runs += found.runs
-        ignored.update(found.ignored)
+        one = (path / CONFIG).is_file()
+        found = collect_runs(path.parent, [path]) if one else collect(path)
+        # Names in two folders may be the same.
+        base = path.parent if one else path
+        several = len(paths) > 1
+        new = [run for run in found.runs if run.path.resolve() not in seen]
+        seen.update(run.path.resolve() for run in new)
+        runs += [replace(run, folder=run.path.as_posix()) if several else run for run in new]
+        ignored.update({(base / name).as_posix() if several else name: why for name, why in found.ignored.items()})
     if not runs:
         first = next(iter(ignored.values()), "")
         raise UserError(f"There is no finished run in {', '.join(map(str, paths))}. {first}".rstrip())
-    return Collection(tuple(runs), ignored)
+    return Collection(joined(runs), ignored)
 
 
 def _splits(found: Collection) -> str:
@@ -80,7 +97,7 @@ def _splits(found: Collection) -> str:
     return " or ".join(f"the {split} images" for split in sorted(splits))
 
 
-def page_data(found: Collection, paths: Sequence[Path]) -> dict[str, Any]:
+def page_data(found: Collection) -> dict[str, Any]:
     """The data that the page draws, in plain containers."""
     header, table = run_rows(found)
     words = header.index("split")
@@ -89,15 +106,14 @@ def page_data(found: Collection, paths: Sequence[Path]) -> dict[str, Any]:
     runs = []
     for run, row in zip(found.runs, table, strict=True):
         numbers = dict(zip(header, row, strict=True))
-        folder = next((p for p in places(run, paths) if p.is_dir()), None)
         runs.append(
             {
                 "name": name_of(run, settings),
                 "accuracy": accuracy_of(run),
                 "colour": groups[run.group],
                 "numbers": {cost: numbers[cost] for cost in COSTS},
-                "rows": [] if folder is None else _curve_rows(folder),
-                "budgets": None if folder is None else _budgets(folder),
+                "rows": _curve_rows(run.path),
+                "budgets": _budgets(run.path),
             }
         )
     numeric = table_numbers(header, table)
@@ -122,11 +138,6 @@ def page_data(found: Collection, paths: Sequence[Path]) -> dict[str, Any]:
 def table_numbers(header: Sequence[str], table: Sequence[Sequence[Cell]]) -> dict[str, list[Cell]]:
     """The values of each column."""
     return {name: [row[place] for row in table] for place, name in enumerate(header)}
-
-
-def places(run: Run, paths: Sequence[Path]) -> list[Path]:
-    """Where the folder of `run` may be: its name is relative to one of the paths, or to a path's parent."""
-    return [base / run.folder for path in paths for base in (path, path.parent)]
 
 
 def name_of(run: Run, settings: Sequence[str]) -> str:
@@ -157,10 +168,18 @@ def _curve_rows(folder: Path) -> list[dict[str, float]]:
             "accuracy %": next((100 * v for k, v in row.items() if k in ("val_accuracy", "test_accuracy")), None),
         }
         points.append({key: float(f"{value:.5g}") for key, value in values.items() if value is not None})
-    if len(points) > MAX_POINTS:
-        kept = np.unique(np.linspace(0, len(points) - 1, MAX_POINTS).round().astype(int))
-        points = [points[i] for i in kept]
-    return points
+    # Each curve has its own points: rows of steps are many more than those of epochs.
+    losses, accuracies = ([i for i, point in enumerate(points) if key in point] for key in ("loss", "accuracy %"))
+    best = max(accuracies, key=lambda i: points[i]["accuracy %"], default=None)
+    kept = {*_thinned(losses), *_thinned(accuracies), *(() if best is None else (best,))}
+    return [point for i, point in enumerate(points) if i in kept]
+
+
+def _thinned(places: Sequence[int]) -> list[int]:
+    """At most `MAX_POINTS` of `places`, evenly spread, with the first and the last."""
+    if len(places) <= MAX_POINTS:
+        return list(places)
+    return [places[i] for i in np.unique(np.linspace(0, len(places) - 1, MAX_POINTS).round().astype(int))]
 
 
 def _budgets(folder: Path) -> dict[str, Any] | None:

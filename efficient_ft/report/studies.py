@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from efficient_ft.record.study import Records, test_accuracy
+from efficient_ft.record.study import Records, shown, test_accuracy
 
 #: Marks a value at an end of the grid, beyond which a better one may be.
 AT_END = "*"
@@ -32,13 +32,13 @@ def _line(row: str, runs: Sequence[dict[str, Any]], base: dict[str, Any], ends: 
     flops, saved = first["totals"]["flops"], first["executed"]["saved_bytes"]
     return [
         row,
-        f"{first['value']:g}" + (AT_END if first["value"] in ends else ""),
+        shown(first["value"]) + (AT_END if first["value"] in ends else ""),
         spread([test_accuracy(one) for one in runs]),
         str(len(runs)),
         f"{flops / 1e12:.2f}",
         f"{base['totals']['flops'] / flops:.2f}",
         f"{saved / 1024:.0f}",
-        f"{base['executed']['saved_bytes'] / saved:.1f}",
+        f"{base['executed']['saved_bytes'] / saved:.1f}" if saved else "–",
         f"{first['measured']['peak_bytes'] / 2**20:.0f}",
         f"{statistics.median(one['totals']['seconds'] for one in runs):.0f}",
     ]
@@ -64,6 +64,10 @@ def notes(records: Records, rows: Sequence[str]) -> list[str]:
     if diverged:
         said.append(f"Diverged with every value: {', '.join(diverged)}.")
     seeds = len(records.study.seeds)
+    for row in rows:
+        lost = [run.seed for run in records.seed_runs([row]) if "diverged" in (records.find(run) or {})]
+        if lost:
+            said.append(f"{row} diverged at its best value with seed {', '.join(map(str, lost))}.")
     fewer = [row for row in rows if row not in (*waiting, *diverged) and len(records.finished(row)) < seeds]
     if fewer:
         said.append(f"With fewer than the {seeds} seeds of the study: {', '.join(fewer)}.")

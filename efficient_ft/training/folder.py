@@ -10,7 +10,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from efficient_ft.config import Config, fingerprint
+from efficient_ft.config import Config, fingerprint, image_folders
 from efficient_ft.core.errors import UserError
 from efficient_ft.record import config_file, results
 from efficient_ft.record.files import write_text_atomically
@@ -21,6 +21,8 @@ from efficient_ft.training.console import rank, say
 
 #: Locked by the process that trains in the folder; the operating system releases it when that process ends.
 LOCK = ".lock"
+#: Holds the digest of the images that a run trains on (`data.listing.Listing.digest`; several tasks: joined by +).
+IMAGES = "images"
 #: Any of these files shows that a run was started in a folder.
 _TRACES = (results.NAME, config_file.NAME, checkpoint.NAME, export.NAME, "metrics.jsonl")
 
@@ -38,6 +40,24 @@ def refuse_another_run(config: Config, folder: Path) -> None:
     if fingerprint(stored) == fingerprint(config):
         return
     raise UserError(f"{folder} holds another run ({differences(stored, config)}). {START_AGAIN}")
+
+
+def refuse_other_images(config: Config, folder: Path, digest: str) -> None:
+    """Refuse a folder whose run was trained on other images; note the `digest` of those that it is trained on.
+
+    Raises:
+        UserError: the digests differ.
+    """
+    file = folder / IMAGES
+    if not file.is_file():
+        if rank() == 0:
+            write_text_atomically(file, f"{digest}\n")
+        return
+    if file.read_text(encoding="utf-8").strip() != digest:
+        raise UserError(
+            f"The images in {', '.join(image_folders(config))} are not those that the run in {folder} was trained on:"
+            f" another copy of the data set, or files that were added, removed or replaced since. {START_AGAIN}"
+        )
 
 
 def differences(stored: Config, config: Config) -> str:

@@ -20,22 +20,39 @@ import lightning.pytorch as L
 import torch
 
 from efficient_ft import __version__
-from efficient_ft.config import Config
+from efficient_ft.config import Config, image_folders
 from efficient_ft.core.errors import UserError
+from efficient_ft.data import read_data
 from efficient_ft.integrations.lightning import MethodCallback
 from efficient_ft.methods.base import Applied, plain_state_dict
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
+from efficient_ft.record import config_file
 from efficient_ft.record import results as results_file
 from efficient_ft.record.environment import environment
 from efficient_ft.record.formats import FORMAT
-from efficient_ft.record.results import Accuracy, AppliedReport, Results, flatten, read_results, write_results
+from efficient_ft.record.results import (
+    Accuracy,
+    AppliedReport,
+    Results,
+    flatten,
+    images_digest,
+    read_results,
+    write_results,
+)
 from efficient_ft.training import checkpoint, export
 from efficient_ft.training.console import quiet_lightning, results_text, say
 from efficient_ft.training.costs import cost_only, cost_report
-from efficient_ft.training.datamodule import RunDataModule, missing_images, open_images, run_length
+from efficient_ft.training.datamodule import RunDataModule, data_configs, missing_images, open_images, run_length
 from efficient_ft.training.evaluate import data_report, evaluate
-from efficient_ft.training.folder import locked, prepare_folder, refuse_another_run, run_id
+from efficient_ft.training.folder import (
+    IMAGES,
+    locked,
+    prepare_folder,
+    refuse_another_run,
+    refuse_other_images,
+    run_id,
+)
 from efficient_ft.training.loggers import close_loggers, start_loggers, write_summary
 from efficient_ft.training.module import FineTuner
 from efficient_ft.training.progress import ProgressBar
@@ -74,6 +91,9 @@ def run(config: Config, folder: Path, arguments: Sequence[str] = ()) -> dict[str
     refuse_another_run(config, folder)
     if (folder / results_file.NAME).is_file() and config.resume == "auto":
         results = dict(read_results(folder))
+        moved = image_folders(config_file.read_config(folder)) != image_folders(config)
+        if moved and (folder / IMAGES).is_file() and not missing_images(config):
+            refuse_other_images(config, folder, "+".join(read_data(data).digest() for data in data_configs(config)))
         say("This run has already finished; its results (to train again: resume=never):")
         say(results_text(results, folder))
         return results
@@ -89,7 +109,9 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
     L.seed_everything(config.seed, verbose=False)
     spec = factory.input_of(config.model)
     images = open_images(config, spec)
-    for note in images.report()["notes"]:
+    report = images.report()
+    refuse_other_images(config, folder, images_digest(report))
+    for note in report["notes"]:
         say(note)
     network = factory.create_model(config.model, images.num_classes)
     methods = build_methods(config)

@@ -12,7 +12,7 @@ from docsgen.markdown import table
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from efficient_ft.record.study import NEAR, Records, test_accuracy  # noqa: E402
+from efficient_ft.record.study import NEAR, Records, shown, test_accuracy  # noqa: E402
 from efficient_ft.report import studies  # noqa: E402
 
 
@@ -41,8 +41,8 @@ def study_conditions(name: str) -> str:
     study, tune = found.study, found.study.tune
     machines = sorted({f"{one['environment']['device']}, torch {one['environment']['torch']}" for one in found.runs
                        if "environment" in one})  # fmt: skip
-    rates = ", ".join(f"{value:g}" for value in tune.values)
-    first = " and ".join(f"{value:g}" for value in tune.values[max(len(tune.values) // 2 - 1, 0) :][:2])
+    rates = ", ".join(shown(value) for value in tune.values)
+    first = " and ".join(shown(value) for value in tune.values[max(len(tune.values) // 2 - 1, 0) :][:2])
     return (
         f"{' '.join(study.about.split())}\n\nThe `{tune.setting}` of every row is searched for in {rates} with seed"
         f" {tune.seed}: {first} first, then the neighbors of the best value on the validation images and of every value"

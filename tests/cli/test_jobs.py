@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from efficient_ft.cli import jobs
+from efficient_ft.cli import jobs, processes
+from efficient_ft.cli.exits import OUTCOME_FILE
 from tests.cli.program import REPOSITORY, call, composed, runs_of
 from tests.record.some import some_results
 
@@ -105,6 +106,13 @@ def test_ending_a_sweep_ends_its_job(tmp_path: Path) -> None:
         assert sweep.wait() == 128 + signal.SIGTERM
     with pytest.raises(ProcessLookupError):
         os.kill(job, 0)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
+def test_a_job_that_dies_in_any_way_is_a_failure_of_its_own() -> None:
+    half = f"printf '{{\"re' > ${OUTCOME_FILE}; exit 1"
+    assert processes.run(["bash", "-c", half]).failure == "exit status 1"
+    assert processes.run(["bash", "-c", "kill -40 $$"]).failure == "killed by signal 40"
 
 
 def test_a_job_is_started_as_the_sweep_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

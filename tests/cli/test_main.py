@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from efficient_ft.cli import commands
+from efficient_ft.cli.exits import clean_exits
 from efficient_ft.cli.main import main as main_of_command
 from efficient_ft.core.errors import UserError
 from tests.cli.program import REPOSITORY, call, runs_of
@@ -22,6 +23,22 @@ def test_an_unknown_command_is_named_with_help_too(program: Path) -> None:
     done = call(program, "tables", "--help")
     assert done.returncode == 2
     assert done.stderr == "tables: arguments have the form KEY=VALUE; see --help. Did you mean 'table'?\n"
+
+
+@pytest.mark.parametrize(
+    ("raised", "status"),
+    [(FileExistsError(17, "File exists", "out"), 2), (PermissionError(13, "Permission denied", "out"), 2),
+     (OSError(28, "No space left on device", "out"), 2), (FileNotFoundError(2, "No such file", "out"), None)],
+)  # fmt: skip
+def test_what_the_system_refuses_is_one_message(
+    raised: OSError, status: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that is missing may be our own mistake, and keeps its traceback."""
+    with pytest.raises(SystemExit if status else FileNotFoundError) as caught, clean_exits():
+        raise raised
+    if status:
+        assert caught.value.code == status  # type: ignore[attr-defined]
+        assert capsys.readouterr().err == f"out: {raised.strerror}.\n"
 
 
 def test_help_configuration_and_completion_load_no_torch(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from efficient_ft.cli.rows import zipped
 from efficient_ft.core.errors import SettingError, UserError
 from tests.cli.program import call, composed
 
@@ -52,6 +53,7 @@ from tests.cli.program import call, composed
         (["method=[lbp_wht,lbp_wht]"], r"lbp_wht is named twice"),
         (["model.kwargs.depth=3"], r"with a plus: \+model\.kwargs\.depth=3$"),
         (["optim.lr=1,2"], r"several values\. To run each of them add -m; .*optim\.lr=\[1,2\]"),
+        (["=3"], r"^=3: arguments have the form KEY=VALUE"),
         (["foo"], r"^foo: arguments have the form KEY=VALUE"),
         (["data.root=/a=b"], r"quote it: 'data\.root=\"/a=b\"'$"),
         (["optim.lr=[1"], r"^optim\.lr=\[1: the value has special characters"),
@@ -66,6 +68,38 @@ def test_a_mistaken_command_is_refused_in_one_clear_line(arguments: list[str], s
         composed(*arguments)
     assert re.search(said, str(caught.value)), str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["rows=[3]"], r"^rows: every row is a text of KEY=VALUE settings, got 3\."),
+        (["rows=['\"']"], r"^rows: \" cannot be read: No closing quotation\."),
+        (["table=3"], r"^table must be one of .*, got 3\."),
+        (["table=alast/7,alast/6"], r"^table=alast/7,alast/6: one table at a time\."),
+        (["seed=glob(*)"], r"^seed=glob\(\*\): it stands for no value at all\."),
+        (["optim.lr=interval(0.1,0.2)"], r"^optim\.lr=interval\(0\.1,0\.2\): an interval has no list of values"),
+    ],
+)
+def test_mistakes_of_a_sweep(arguments: list[str], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        composed(*arguments, sweep=True)
+    assert re.search(said, str(caught.value)), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["method=zip(full,head)", "method=zip(full,head)"], r"method=zip\(\.\.\.\): it is there twice"),
+        (
+            ["optim.lr=zip(0.1,0.2)", "optim.lr=0.5"],
+            r"^optim\.lr=0\.5: optim\.lr=zip\(\.\.\.\) gives every row its own",
+        ),
+    ],
+)
+def test_paired_values_are_not_dropped(arguments: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        zipped(arguments)
 
 
 @pytest.mark.parametrize(

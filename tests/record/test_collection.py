@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,16 @@ import pytest
 from efficient_ft.cli import collect as command
 from efficient_ft.config import check
 from efficient_ft.core.errors import UserError
-from efficient_ft.record.collection import collect, group_rows, groups, missing_seeds, repeated, run_rows, varying
+from efficient_ft.record.collection import (
+    collect,
+    group_rows,
+    groups,
+    missing_seeds,
+    notes,
+    repeated,
+    run_rows,
+    varying,
+)
 from efficient_ft.record.config_file import write_config
 from tests.record.some import some_results
 from tests.training.runs import plain_config
@@ -58,8 +68,27 @@ def test_runs_on_other_images_of_the_same_data_set_are_not_averaged(runs: Path) 
         results = json.loads(file.read_text())
         results["data"]["digest"] = digest
         file.write_text(json.dumps(results))
-    found = {tuple(run.folder for run in group) for group in groups(collect(runs).runs)}
-    assert found == {("full/0",), ("full/1", "full/2"), ("other/0",), ("lora/0",)}
+    found = collect(runs)
+    assert {tuple(run.folder for run in group) for group in groups(found.runs)} == {
+        ("full/0",), ("full/1", "full/2"), ("other/0",), ("lora/0",)}  # fmt: skip
+    assert any("full/1 and full/0 have the same settings and different images" in note for note in notes(found, True))
+
+
+def test_a_run_from_before_the_digest_belongs_to_the_runs_of_its_settings(runs: Path) -> None:
+    for seed in (1, 2):
+        file = runs / f"full/{seed}/results.json"
+        results = json.loads(file.read_text())
+        results["data"]["digest"] = "bb"
+        file.write_text(json.dumps(results))
+    found = collect(runs)
+    assert {len(group) for group in groups(found.runs)} == {1, 3}
+    assert not any("different images" in note for note in notes(found, True))
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root reads every file")
+def test_results_that_may_not_be_read_are_not_called_unfinished(runs: Path) -> None:
+    (runs / "full/0/results.json").chmod(0)
+    assert "Permission denied" in collect(runs).ignored["full/0"]
 
 
 def test_a_row_for_every_run_has_the_settings_that_differ_and_numbers(runs: Path) -> None:

@@ -53,6 +53,7 @@ def test_results_of_another_version_are_refused(tmp_path: Path, change: Any, sai
         (None, "holds no results.json: the run has not finished. DO"),
         ('{"format": 2, "acc', "not valid JSON. DO"),
         ("[1]", "not an object. DO"),
+        (json.dumps(some_results()).replace("0.25", "NaN", 1), "not valid JSON. DO"),
         (json.dumps({**some_results(), "accuracy": {"best": 1}}), "accuracy.last: "),
         (json.dumps({**some_results(), "trainable_parameters": "many"}), "trainable_parameters: "),
     ],

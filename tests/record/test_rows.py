@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from efficient_ft.record.rows import MetricsFile, Rows
 
 
@@ -26,6 +28,15 @@ def test_a_line_cut_short_ends_the_file(tmp_path: Path) -> None:
     assert rows.read() == [{"step": 1}]
     rows.rewind(1)
     assert rows.path.read_text() == '{"step": 1}\n'
+
+
+@pytest.mark.parametrize("line", [b"null", b"3", b"[1]", b'{"loss": 1}', b'{"step": "2"}', b"\xff\xfe", b"\x00\x00"])
+def test_a_line_that_is_no_row_ends_the_file(tmp_path: Path, line: bytes) -> None:
+    rows = Rows(tmp_path / "rows.jsonl")
+    rows.append({"step": 1, "loss": float("nan"), "lr": 0.5})
+    with open(rows.path, "ab") as file:
+        file.write(line + b"\n")
+    assert rows.read() == [{"step": 1, "lr": 0.5}], "NaN is no number of JSON"
 
 
 def test_the_table_has_a_column_per_key(tmp_path: Path) -> None:

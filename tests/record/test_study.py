@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +70,25 @@ def test_a_run_on_other_images_is_not_recorded(folder: Path) -> None:
     found["data"]["digest"] = "aa"
     records.add(first, found)
     found["data"]["digest"] = "bb"
-    with pytest.raises(UserError, match=r"full optim\.lr=0\.01 seed=0 \(data\.root\) are not those of the 1 records"):
+    with pytest.raises(UserError, match=r"full optim\.lr=0\.01 seed=0 \(data\.root\) are not those of 1 records"):
         records.add(second, found)
+    stale = Records(folder)
+    stale.runs = []  # as read before another process wrote its record
+    with pytest.raises(UserError, match="are not those of 1 records"):
+        stale.add(second, found)
     assert Records(folder).find(second) is None
+    other = replace(second, arguments=(*second.arguments, "data=cifar10"))
+    records.refuse_other_images(other, "bb")  # another data set
     found["data"]["digest"] = "aa"
     records.add(second, found)
     assert records.find(second) is not None
+
+
+def test_values_are_passed_on_with_all_their_digits_and_a_repeated_seed_counts_once(folder: Path) -> None:
+    assert [study.shown(value) for value in (1e-4, 3e-5, 0.00012345678, 8.0, 1.5e6, 0.001)] == [
+        "0.0001", "3e-05", "0.00012345678", "8", "1500000", "0.001"]  # fmt: skip
+    (folder / "study.yaml").write_text(STUDY.replace("seeds: [0, 1]", "seeds: [0, 0, 1]"))
+    assert read_study(folder).seeds == [0, 1]
 
 
 def test_the_search_begins_in_the_middle_and_ends_with_the_neighbors_of_the_best(folder: Path) -> None:
@@ -150,7 +164,15 @@ def test_a_diverged_run_is_a_finding_and_never_the_best(folder: Path) -> None:
     [
         (None, "holds no study.yaml"),
         ("title: [", "cannot be read"),
-        ("", "cannot be read: it: must be a mapping"),
+        ("", "cannot be used: it must be a mapping"),
+        (STUDY + "title: again", "cannot be read: .*title is there twice"),
+        (STUDY + "  full: [method=bitfit]", "cannot be read: .*full is there twice"),
+        (STUDY + "  b: [method=head, optim.lr=0.5]", r"row b sets optim\.lr=0\.5, which the study sets"),
+        (STUDY + "  b: [method=head, seed=9]", "row b sets seed=9"),
+        (STUDY + "  b: [method=full]", "rows full and b have the same settings"),
+        (STUDY.replace("1.0e-2]", ".nan]"), "finite number"),
+        (STUDY.replace("1.0e-2]", "yes]"), "must be numbers, got a truth value"),
+        (STUDY.replace("seeds: [0, 1]", "seeds: [0, yes]"), "seeds.1: Input should be a valid integer"),
         ("title: a", "Field required"),
         (STUDY + "extra: 1", "extra: Extra inputs are not permitted"),
     ],
@@ -173,7 +195,7 @@ def test_unknown_rows_and_damaged_records_are_refused(folder: Path) -> None:
     (folder / "records.json").write_text(
         '{"format": 2, "runs": [{"row": "full", "value": 1, "seed": 0, "settings": [], "accuracy": {"best": 1}}]}'
     )
-    with pytest.raises(UserError, match=r"runs without accuracy, .*totals.*Restore it from a backup"):
+    with pytest.raises(UserError, match=r"runs\.0\.executed: Field required\)\. Restore it from a backup"):
         Records(folder)
     (folder / "records.json").write_text('{"runs": [')
     with pytest.raises(UserError, match="is damaged"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,29 @@ def runs(tmp_path: Path) -> Path:
 
 
 def drawn_from(name: str, *paths: Path) -> Chart:
-    return paper_figure(name, collect_paths(paths), paths)
+    return paper_figure(name, collect_paths(paths))
 
 
 def series(runs: Path, name: str, panel: int = 0) -> dict[str, tuple[list[Any], list[float]]]:
     return {s.name: (list(s.x), list(s.y)) for s in drawn_from(name, runs).panels[panel].series}
+
+
+def test_what_is_not_drawn_is_said(runs: Path) -> None:
+    for layers in (3, 4, 5, 6):
+        shutil.copytree(runs / "alast1", runs / f"alast_{layers}")
+        results = json.loads((runs / f"alast_{layers}/results.json").read_text())
+        results["config"]["method"]["alast"]["num_layers"] = layers
+        (runs / f"alast_{layers}/results.json").write_text(json.dumps(results))
+    budgets = drawn_from("alast/figure_10", runs)
+    assert len(budgets.panels) == 4
+    assert "num_layers=" in budgets.notes[0]
+    assert budgets.notes[0].startswith("Not drawn: ")
+    assert "Not drawn: " in drawn_from("alast/figure_7", runs).notes[0]
+
+
+def test_figure_5_needs_another_method_next_to_full(runs: Path) -> None:
+    with pytest.raises(UserError, match="needs runs of other methods next to full"):
+        drawn_from("alast/figure_5", runs / "full")
 
 
 def test_accuracy_by_order_and_its_slope(runs: Path) -> None:

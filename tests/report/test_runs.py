@@ -49,12 +49,12 @@ def filled(root: Path) -> Path:
 
 def test_the_page_has_every_run_with_its_curves(tmp_path: Path) -> None:
     root = filled(tmp_path / "</script>")
-    found = page_data(collect_paths([root]), [root])
+    found = page_data(collect_paths([root]))
     assert [run["name"] for run in found["runs"]] == ["full seed=0", "full seed=1", "lora seed=233"]
     assert [run["accuracy"] for run in found["runs"]] == [50, 70, 90]
     assert found["runs"][0]["colour"] == found["runs"][1]["colour"] != found["runs"][2]["colour"]
     rows = found["runs"][0]["rows"]
-    assert len(rows) == MAX_POINTS
+    assert len(rows) == MAX_POINTS + 1, "the loss, and the accuracy of the one epoch"
     assert rows[0] == {"step": 1, "epoch": 1, "TFLOPs": 0.01, "seconds": 0.1, "images": 8, "loss": 3.0}
     assert rows[-1]["accuracy %"] == 60
     assert found["runs"][2]["budgets"] == {"steps": [1, 2, 3], "blocks": ["0", "1"],
@@ -66,9 +66,34 @@ def test_the_page_has_every_run_with_its_curves(tmp_path: Path) -> None:
     assert not re.search(r"https?://(?!www\.w3\.org)", page), "needs no network"
 
 
+def test_curves_keep_the_best_epoch_among_many_rows_of_steps(tmp_path: Path) -> None:
+    write(tmp_path / "a", 0.9)
+    rows = MetricsFile(tmp_path / "a")
+    for epoch in range(1, 301):
+        for step in range(8 * epoch - 7, 8 * epoch + 1):
+            rows.append({"step": step, "epoch": epoch, "train_loss": 1 / step})
+        rows.append({"step": 8 * epoch, "epoch": epoch, "val_accuracy": 0.9 if epoch == 198 else 0.5})
+    (run,) = page_data(collect_paths([tmp_path / "a"]))["runs"]
+    accuracies = [row["accuracy %"] for row in run["rows"] if "accuracy %" in row]
+    assert MAX_POINTS <= len(accuracies) <= MAX_POINTS + 1
+    assert max(accuracies) == 90
+    assert sum("loss" in row for row in run["rows"]) == MAX_POINTS
+
+
+def test_runs_of_the_same_name_keep_their_own_curves_and_count_once(tmp_path: Path) -> None:
+    for folder, accuracy in (("A", 0.1), ("B", 0.9)):
+        write(tmp_path / folder / "x", accuracy, seed=int(10 * accuracy))
+        MetricsFile(tmp_path / folder / "x").append({"step": 1, "epoch": 1, "val_accuracy": accuracy})
+    for paths in ([tmp_path / "A", tmp_path / "B"], [tmp_path / "A/x", tmp_path / "B/x", tmp_path / "A"]):
+        found = collect_paths(paths)
+        assert [run.folder for run in found.runs] == [f"{tmp_path.as_posix()}/{name}/x" for name in "AB"]
+        data = page_data(found)
+        assert [run["rows"][0]["accuracy %"] for run in data["runs"]] == [run["accuracy"] for run in data["runs"]]
+
+
 def test_runs_and_folders_of_runs_may_be_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = filled(tmp_path / "runs")
-    found = page_data(collect_paths([root / "a", root / "c"]), [root / "a", root / "c"])
+    found = page_data(collect_paths([root / "a", root / "c"]))
     assert [run["name"] for run in found["runs"]] == ["full seed=0", "lora seed=233"]
     assert all(run["rows"] for run in found["runs"])
     run_command("report", [str(root), "--out", str(tmp_path / "out")])

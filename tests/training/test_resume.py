@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.record.formats import FORMAT, OtherVersionError
 from efficient_ft.training import checkpoint
 from efficient_ft.training.run import run
+from tests.data.publishers import write_pets
 from tests.training.runs import assert_same_run, interrupted_at, killed_at, method_states, plain_config
 
 pytestmark = pytest.mark.usefixtures("without_cost")
@@ -174,3 +176,27 @@ def test_a_checkpoint_of_a_later_version_is_refused(tmp_path):
     torch.save({"efficient_ft_format": 1000}, tmp_path / checkpoint.NAME)
     with pytest.raises(OtherVersionError, match="by a later version"):
         checkpoint.read(tmp_path / checkpoint.NAME)
+
+
+def test_another_copy_of_a_published_data_set_is_not_taken_for_the_same(tmp_path, configuration):
+    """The place of a data set is not part of a run's identity, but its images are."""
+    for name in ("one", "same", "other"):
+        write_pets(tmp_path / name)
+    for path in (tmp_path / "other").rglob("*.jpg"):
+        Image.open(path).resize((64, 48)).save(path)
+
+    def config(name):
+        data = {"data__name": "pets", "data__root": str(tmp_path / name), "data__val_fraction": 0.25}
+        return configuration(**data, data__batch_size=4, trainer__epochs=1)
+
+    folder = tmp_path / "run"
+    results = run(config("one"), folder)
+    assert (folder / "images").read_text().strip() == results["data"]["digest"]
+    assert run(config("same"), folder) == results
+    with pytest.raises(UserError, match=r"other are not those that the run in .*run was trained on: another copy"):
+        run(config("other"), folder)
+    (folder / "results.json").unlink()
+    with pytest.raises(UserError, match="are not those that the run"):
+        run(config("other"), folder)
+    again = run(config("same"), folder)
+    assert again["accuracy"] == results["accuracy"]
