@@ -83,7 +83,16 @@ def read(run: Path) -> Record:
         )
     if not all({"step", "blocks", "trained"} <= row.keys() for row in rows):
         raise UserError(f"{run / NAME} cannot be read: a row lacks step, blocks or trained. {USE_ITS_VERSION}")
+    try:
+        return _record(rows)
+    except (TypeError, ValueError, IndexError) as error:  # values of another kind, or rows of unequal length
+        raise UserError(f"{run / NAME} is damaged ({error}). Train again, with resume=never.") from error
+
+
+def _record(rows: Sequence[dict[str, Any]]) -> Record:
     blocks = list(rows[0]["blocks"])
+    if not blocks:
+        raise ValueError("a row names no block")
 
     def numbers(name: str) -> np.ndarray:
         empty = [None] * len(blocks)

@@ -157,7 +157,8 @@ def _curve_rows(folder: Path) -> list[dict[str, float]]:
     rows = MetricsFile(folder).read()
     windows = any("train_loss" in row for row in rows)  # a short run has none
     points = []
-    for row in rows:
+    for every in rows:
+        row = {key: value for key, value in every.items() if isinstance(value, int | float)}
         values = {
             "step": row.get("step"),
             "epoch": row.get("epoch"),

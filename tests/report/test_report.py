@@ -254,9 +254,18 @@ def test_mistakes_end_with_one_message_and_status_2(tmp_path, capsys, make, text
         ("results.json", "{", "results.json cannot be read: it is not valid JSON. Repeat the run with this version"),
         ("results.json", "{}", "results.json was written by an earlier version"),
         ("step_stats.jsonl", '{"step": 1}\n', "step_stats.jsonl cannot be read: a row lacks step, blocks or trained."),
+        ("step_stats.jsonl", '{"step": 1, "blocks": 3, "trained": []}\n', "step_stats.jsonl is damaged"),
+        ("step_stats.jsonl", '{"step": 1, "blocks": [], "trained": []}\n', "damaged (a row names no block)"),
+        ("step_stats.jsonl", '{"step": 1, "blocks": ["b"], "trained": null}\n', "step_stats.jsonl is damaged"),
+        (
+            "step_stats.jsonl",
+            '{"step": 1, "blocks": ["b"], "trained": [], "budgets": [1, 2]}\n'
+            '{"step": 2, "blocks": ["b"], "trained": [], "budgets": [1]}\n',
+            "step_stats.jsonl is damaged",
+        ),
         ("config.yaml", "data: {workers: 2}", "(it says data.workers, which is data.num_workers now). Repeat the run"),
     ],
-    ids=["damaged", "earlier", "rows", "renamed"],
+    ids=["damaged", "earlier", "rows", "blocks", "no blocks", "trained", "unequal", "renamed"],
 )
 def test_files_that_cannot_be_read_are_named(recorded, tmp_path, capsys, file, content, text):
     run = tmp_path / "run"
