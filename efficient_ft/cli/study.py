@@ -134,11 +134,12 @@ def _refuse_other_images(records: Records, configs: Mapping[StudyRun, Config]) -
     """Refuse images that are not those of the records, before anything is trained on them."""
     if not any(record.get("images") for record in records.runs):
         return
+    from efficient_ft.config import data_configs
     from efficient_ft.data import read_data
 
     digests: dict[str, str] = {}
     for run, config in configs.items():
-        every = list(config.tasks.values()) or [config.data]
+        every = data_configs(config)
         key = str([(one.name, one.root) for one in every])
         if key not in digests:
             digests[key] = "+".join(read_data(one).digest() for one in every)

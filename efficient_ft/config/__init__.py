@@ -2,7 +2,7 @@
 
 from efficient_ft.config.check import check, validate
 from efficient_ft.config.explain import UnknownSetting, setting_names
-from efficient_ft.config.identity import fingerprint, image_folders, run_folder
+from efficient_ft.config.identity import data_configs, fingerprint, image_folders, run_folder
 from efficient_ft.config.renamed import RenamedSetting
 from efficient_ft.config.schema import (
     AugmentConfig,
@@ -29,6 +29,7 @@ __all__ = [
     "TrainerConfig",
     "UnknownSetting",
     "check",
+    "data_configs",
     "fingerprint",
     "image_folders",
     "run_folder",

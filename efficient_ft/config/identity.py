@@ -52,10 +52,14 @@ def _content(data: DataConfig) -> dict[str, Any]:
     return what
 
 
+def data_configs(config: Config) -> list[DataConfig]:
+    """The configuration of every data set of the run: one, or one per task."""
+    return list(config.tasks.values()) or [config.data]
+
+
 def image_folders(config: Config) -> list[str]:
     """The folders of the run's images; none for digits, which need no files."""
-    every = list(config.tasks.values()) if config.tasks else [config.data]
-    return [os.path.normpath(one.root) for one in every if one.name != "digits"]
+    return [os.path.normpath(one.root) for one in data_configs(config) if one.name != "digits"]
 
 
 def run_folder(config: Config, methods: Sequence[str] | None = None) -> str:

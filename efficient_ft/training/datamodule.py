@@ -8,15 +8,10 @@ from typing import Any
 import lightning.pytorch as L
 from torch.utils.data import DataLoader
 
-from efficient_ft.config import Config, DataConfig
+from efficient_ft.config import Config, data_configs
 from efficient_ft.core.errors import SettingError
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.data import ImageData, RoundRobinData, missing_data, open_data
-
-
-def data_configs(config: Config) -> list[DataConfig]:
-    """The configuration of every data set of the run: one, or one per task."""
-    return list(config.tasks.values()) or [config.data]
 
 
 def missing_images(config: Config) -> list[str]:

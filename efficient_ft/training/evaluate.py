@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
-from efficient_ft.config import Config, DataConfig
+from efficient_ft.config import Config, DataConfig, data_configs
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.text import table
 from efficient_ft.cost.executed import AUTOCAST
@@ -23,7 +23,7 @@ from efficient_ft.record.formats import PASS_A_RUN, USE_ITS_VERSION
 from efficient_ft.record.results import DataReport, flatten
 from efficient_ft.training import export
 from efficient_ft.training.console import say
-from efficient_ft.training.datamodule import data_configs, missing_images, open_images
+from efficient_ft.training.datamodule import missing_images, open_images
 
 
 class Evaluated(TypedDict):

@@ -20,7 +20,7 @@ import lightning.pytorch as L
 import torch
 
 from efficient_ft import __version__
-from efficient_ft.config import Config, image_folders
+from efficient_ft.config import Config, data_configs, image_folders
 from efficient_ft.core.errors import UserError
 from efficient_ft.data import read_data
 from efficient_ft.integrations.lightning import MethodCallback
@@ -43,7 +43,7 @@ from efficient_ft.record.results import (
 from efficient_ft.training import checkpoint, export
 from efficient_ft.training.console import quiet_lightning, results_text, say
 from efficient_ft.training.costs import cost_only, cost_report
-from efficient_ft.training.datamodule import RunDataModule, data_configs, missing_images, open_images, run_length
+from efficient_ft.training.datamodule import RunDataModule, missing_images, open_images, run_length
 from efficient_ft.training.evaluate import data_report, evaluate
 from efficient_ft.training.folder import (
     IMAGES,

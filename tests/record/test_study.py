@@ -235,6 +235,16 @@ def test_settings_that_change_the_study_are_refused_on_the_command_line(folder: 
 
 
 @pytest.mark.slow
+def test_runs_that_train_nothing_or_are_the_same_have_no_place_in_a_study(folder: Path) -> None:
+    (folder / "study.yaml").write_text(STUDY.replace("cost.baseline=none", "cost_only=true"))
+    with pytest.raises(UserError, match=r"full optim\.lr=0\.001 seed=0 trains nothing \(cost_only or evaluate\)"):
+        command.main([str(folder)])
+    (folder / "study.yaml").write_text(STUDY + "  again: [method=full, trainer.progress=false]\n")
+    with pytest.raises(UserError, match=r"again optim.* and full .* are the same run\. Leave one of the rows out"):
+        command.main([str(folder)])
+    assert not (folder / "records.json").exists()
+
+
 def test_a_study_runs_and_is_continued(folder: Path) -> None:
     """Four runs for tuning, two for the other seed, and two that diverge; repeated, none."""
     high = "[method=full, optim.weight_decay=1.0e+38, optim.warmup_steps=0, optim.grad_clip_norm=null]"
