@@ -15,8 +15,12 @@ A study is a folder with two files. ``study.yaml`` says what is run:
 Every row's value is searched for in the same way, with the seed of ``tune``: the two values in the middle are run, then
 the neighbors of the best one and of those within a point of it (`NEAR`), until all of them have been run. Best is the
 accuracy on the split that chooses epochs.
-The value found is then run with the other seeds. ``records.json`` holds a record of every finished run, without paths,
-so that a study goes on where it stopped, also on another machine.
+The value found is then run with every seed. ``records.json`` holds a record of every finished run, without paths, so
+that a study goes on where it stopped, also on another machine.
+
+``tune`` may name settings to ``ignore``: records that differ from the study in these alone count in the search, and
+nowhere else. With ``ignore: [trainer.precision]`` a study in fp32 takes values that were found in bf16, and every run
+that it reports is in fp32.
 """
 
 from __future__ import annotations
@@ -110,11 +114,15 @@ _RECORDS: TypeAdapter[Any] = TypeAdapter(
 
 
 class Tune(_Strict):
-    """The setting that is tuned for every row: the values that are searched, with `seed`."""
+    """The setting that is tuned for every row: the values that are searched, with `seed`.
+
+    Records that differ in the settings of `ignore` alone count in the search.
+    """
 
     setting: str
     values: list[Annotated[float, Field(allow_inf_nan=False)]] = Field(min_length=1)
     seed: StrictInt
+    ignore: list[str] = []
 
     @field_validator("values", mode="before")
     @classmethod
@@ -151,8 +159,10 @@ class Study(_Strict):
             **{f"row {name}": own for name, own in self.rows.items()},
         }.items():
             for argument in arguments:
-                if argument.partition("=")[0].lstrip("+~") in ("seed", self.tune.setting):
+                if _key(argument) in ("seed", self.tune.setting):
                     raise ValueError(f"{where} sets {argument}, which the study sets for each run; leave it out")
+        if same := sorted({"seed", self.tune.setting} & set(self.tune.ignore)):
+            raise ValueError(f"tune.ignore names {same[0]}, which the study sets for each run; leave it out")
         rows = list(self.rows)
         for i, name in enumerate(rows):
             for other in rows[:i]:
@@ -306,12 +316,29 @@ class Records:
         key = _what(run)
         return next((one for one in self.runs if {name: one[name] for name in key} == key), None)
 
+    def of_the_search(self, run: StudyRun) -> dict[str, Any] | None:
+        """The record that counts for `run` in the search: its own, or one that differs in ignored settings alone."""
+        if (own := self.find(run)) is not None:
+            return own
+        ignore = self.study.tune.ignore
+        wanted = (run.row, run.value, run.seed, _without(run.arguments, ignore))
+        return next(
+            (one for one in self.runs
+             if (one["row"], one["value"], one["seed"], _without(one["settings"], ignore)) == wanted), None
+        )  # fmt: skip
+
+    def of_the_search_alone(self) -> int:
+        """The number of records that count in the search and differ in ignored settings."""
+        searched = [run for row in self.study.rows for run in self._searched(row)]
+        return sum(self.find(run) is None and self.of_the_search(run) is not None for run in searched)
+
     def of_other_settings(self) -> int:
         """The number of records of settings that the study has no more; they are kept, and do not count."""
-        study = self.study
-        now = {row: {self.run(row, value, seed).arguments for value in study.tune.values
-                     for seed in (study.tune.seed, *study.seeds)} for row in study.rows}  # fmt: skip
-        return sum(tuple(one["settings"]) not in now.get(one["row"], ()) for one in self.runs)
+        tune = self.study.tune
+        counted = [self.of_the_search(run) for row in self.study.rows for run in self._searched(row)]
+        counted += [self.find(self.run(row, value, seed)) for row in self.study.rows for value in tune.values
+                    for seed in self.study.seeds if seed != tune.seed]  # fmt: skip
+        return len(self.runs) - sum(one is not None for one in counted)
 
     def tuning_runs(self, rows: Iterable[str]) -> list[StudyRun]:
         """The runs with which the search of each row goes on; none for the rows that are tuned."""
@@ -335,9 +362,8 @@ class Records:
 
     def _search(self, row: str) -> tuple[float | None, list[StudyRun]]:
         """The best value so far (the lowest of equals; None: diverged with every one), and the runs to do next."""
-        values, seed = self.study.tune.values, self.study.tune.seed
-        runs = [self.run(row, value, seed) for value in values]
-        records = [self.find(run) for run in runs]
+        values, runs = self.study.tune.values, self._searched(row)
+        records = [self.of_the_search(run) for run in runs]
         best = [-1.0 if r is None or "accuracy" not in r else float(r["accuracy"]["best"]) for r in records]
         middle = len(values) // 2
         needed = list(range(max(middle - 1, 0), middle + 1))
@@ -349,6 +375,9 @@ class Records:
             needed = sorted({j for i in near for j in (i - 1, i, i + 1) if 0 <= j < len(values)})
         top = best.index(max(best))
         return values[top] if best[top] >= 0 else None, [runs[i] for i in needed if records[i] is None]
+
+    def _searched(self, row: str) -> list[StudyRun]:
+        return [self.run(row, value, self.study.tune.seed) for value in self.study.tune.values]
 
     def finished(self, row: str) -> list[dict[str, Any]]:
         """The records of `row` at its best value, one per seed; [] while it is not tuned."""
@@ -366,6 +395,16 @@ class Records:
 def shown(value: float) -> str:
     """A value as on the command line: all its digits, and no fraction for an integer."""
     return str(int(value)) if value.is_integer() else repr(value)
+
+
+def _without(arguments: Iterable[str], ignored: Sequence[str]) -> tuple[str, ...]:
+    """The arguments that set none of the `ignored` settings."""
+    return tuple(one for one in arguments if _key(one) not in ignored)
+
+
+def _key(argument: str) -> str:
+    """The setting that an argument of the command line sets."""
+    return argument.partition("=")[0].lstrip("+~")
 
 
 def _data_of(arguments: Iterable[str]) -> list[str]:

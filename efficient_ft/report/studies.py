@@ -55,6 +55,9 @@ def notes(records: Records, rows: Sequence[str]) -> list[str]:
     said = []
     if any(AT_END in line[1] for line in study_table(records, rows)[1:]):
         said.append(f"{AT_END}: the best value is at the end of the grid.")
+    if alike := records.of_the_search_alone():
+        ignored = ", ".join(records.study.tune.ignore)
+        said.append(f"{alike} records of the search have another {ignored} than the study.")
     if other := records.of_other_settings():
         said.append(f"{other} records have other settings than the study has now, and do not count.")
     waiting = [row for row in rows if records.tuning_runs([row])]

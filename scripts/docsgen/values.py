@@ -189,9 +189,9 @@ def study_accuracy(name: str, row: str) -> str:
 
 @value
 def study_run(name: str, row: str, tuned: str) -> str:
-    """Test accuracy of one run of a row, in percent, at a value of what is tuned: ``study-run NAME head 0.001``."""
+    """Test accuracy of one run of the search for a row's value, in percent: ``study-run NAME head 0.001``."""
     records = studies.records(name)
-    found = records.find(records.run(row, float(tuned), records.study.tune.seed))
+    found = records.of_the_search(records.run(row, float(tuned), records.study.tune.seed))
     assert found is not None, f"{name} has no record of {row} at {tuned} with its present settings"
     return f"{studies.test_accuracy(found):.1f}"
 

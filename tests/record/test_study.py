@@ -147,6 +147,30 @@ def test_a_record_of_other_settings_does_not_count(folder: Path) -> None:
     assert [record["accuracy"]["best"] for record in Records(folder).runs] == [0.5, 0.6], "nothing is lost"
 
 
+def test_records_that_differ_in_ignored_settings_count_in_the_search_alone(folder: Path) -> None:
+    precision = STUDY.replace("data=digits,", "data=digits, trainer.precision=bf16,")
+    (folder / "study.yaml").write_text(precision)
+    records = Records(folder)
+    for run, best in zip(records.tuning_runs(["full", "head"]), (0.5, 0.9, 0.8, 0.7), strict=True):
+        records.add(run, results(best))
+    records.add(records.run("full", 1e-2, 1), results(0.9))
+    (folder / "study.yaml").write_text(STUDY)
+    assert Records(folder).best_value("full") is None
+    (folder / "study.yaml").write_text(STUDY.replace("seed: 0}", "seed: 0, ignore: [trainer.precision]}"))
+    records = Records(folder)
+    assert (records.best_value("full"), records.best_value("head")) == (1e-2, 1e-3)
+    assert records.tuning_runs(["full", "head"]) == []
+    assert records.finished("full") == []
+    assert notes(records, ["full"])[:2] == [
+        "4 records of the search have another trainer.precision than the study.",
+        "1 records have other settings than the study has now, and do not count.",
+    ]
+    low, high = (records.run("full", value, 0) for value in (1e-3, 1e-2))
+    records.add(high, results(0.4))
+    assert records.best_value("full") == low.value, "the study's own record comes before the other"
+    assert (records.of_the_search_alone(), records.of_other_settings(), len(records.runs)) == (3, 2, 6)
+
+
 def test_a_diverged_run_is_a_finding_and_never_the_best(folder: Path) -> None:
     records = Records(folder)
     low, high = records.tuning_runs(["full"])
@@ -167,6 +191,7 @@ def test_a_diverged_run_is_a_finding_and_never_the_best(folder: Path) -> None:
         ("", "cannot be used: it must be a mapping"),
         (STUDY + "title: again", "cannot be read: .*title is there twice"),
         (STUDY + "  full: [method=bitfit]", "cannot be read: .*full is there twice"),
+        (STUDY.replace("seed: 0}", "seed: 0, ignore: [seed]}"), r"tune\.ignore names seed, which the study sets"),
         (STUDY + "  b: [method=head, optim.lr=0.5]", r"row b sets optim\.lr=0\.5, which the study sets"),
         (STUDY + "  b: [method=head, seed=9]", "row b sets seed=9"),
         (STUDY + "  b: [method=full]", "rows full and b have the same settings"),
