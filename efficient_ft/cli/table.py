@@ -70,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise UserError(f"{options.settings[0]}: --cost counts the settings of the table, and takes no others.")
     if options.commands and options.form != "text":
         raise UserError(f"--form {options.form}: --commands prints lines of a shell.")
+    if options.run and options.form not in ("text", "markdown"):
+        raise UserError(f"--form {options.form}: --run prints what its runs print. Use --report afterwards.")
     if options.cost:
         from efficient_ft.cli.table_costs import cost_sheet
 

@@ -253,6 +253,15 @@ def test_two_processes_on_one_study_keep_each_other_s_records(folder: Path) -> N
     assert [run["row"] for run in Records(folder).runs] == ["full", "head"]
 
 
+def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_trained(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("efficient_ft.record.study.os.access", lambda *_: False)
+    monkeypatch.setattr("efficient_ft.cli.jobs.run_jobs", lambda *_: pytest.fail("it trained"))
+    with pytest.raises(UserError, match=r"cannot be written to, .*Copy study\.yaml to a folder of your own"):
+        command.main([str(folder)])
+
+
 def test_settings_that_change_the_study_are_refused_on_the_command_line(folder: Path) -> None:
     for given in ("trainer.max_steps=1", "optim.lr=1", "model=deit_tiny"):
         with pytest.raises(UserError, match=f"^{given.partition('=')[0]} changes the runs of the study, so it belongs"):
