@@ -83,10 +83,13 @@ def this_program() -> list[str]:
 def command(
     config_path: str | None, config_name: str | None, config_dir: str | None, arguments: Sequence[str]
 ) -> list[str]:
-    """Return the command line of a process that runs this program with `arguments` and the same configuration files."""
+    """Return the command line of a process that runs one job with `arguments` and the same configuration files.
+
+    ``jobs=`` is left out: it is of the sweep, and a single run says that it has no effect.
+    """
     flags = {"--config-path": config_path, "--config-name": config_name, "--config-dir": config_dir}
     given = [part for flag, value in flags.items() if value is not None for part in (flag, value)]
-    return [*this_program(), *given, *arguments]
+    return [*this_program(), *given, *(one for one in arguments if not one.startswith("jobs="))]
 
 
 def run_jobs(

@@ -128,7 +128,7 @@ def test_a_job_is_started_as_the_sweep_was(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setitem(sys.modules, "__main__", types.SimpleNamespace(__spec__=spec))
         monkeypatch.setattr(sys, "argv", [argument, "-m"])
         assert jobs.this_program() == expected
-    assert jobs.command("conf", "train", None, ["a=1"])[-5:] == [
+    assert jobs.command("conf", "train", None, ["a=1", "jobs=2"])[-5:] == [
         "--config-path",
         "conf",
         "--config-name",
