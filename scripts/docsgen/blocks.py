@@ -378,6 +378,12 @@ def study(name: str, page: Path) -> str:
 
 
 @block
+def beside_alast_7(name: str, page: Path) -> str:
+    """ALaST's Table 7 beside a study of its rows."""
+    return studies.beside_alast_7(name)
+
+
+@block
 def study_conditions(name: str, page: Path) -> str:
     """How a study was run."""
     return studies.study_conditions(name)

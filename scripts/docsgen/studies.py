@@ -12,6 +12,7 @@ from docsgen.markdown import table
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from efficient_ft.papers.published import published_table  # noqa: E402
 from efficient_ft.record.study import NEAR, Records, shown, test_accuracy  # noqa: E402
 from efficient_ft.report import studies  # noqa: E402
 
@@ -53,6 +54,43 @@ def study_conditions(name: str) -> str:
     )
 
 
+#: Rows of deit_tiny_flowers102 that ALaST's Table 7 has, and the learning rate that the paper gives them.
+_ALAST_7 = {"head": ("ft_head", 1e-4), "full": ("ft_full", 1e-4), "top3": ("ft_top_3", 1e-4), "tome4": ("tome", 1e-4),
+            "bsr": ("bsr", 1e-4), "full+lora": ("lora", 1e-3), "alast9": ("alast", 1e-4)}  # fmt: skip
+
+
+def beside_alast_7(name: str) -> str:
+    """ALaST's Table 7 for DeiT-T beside a study of its rows: percent, and points above or below full fine-tuning."""
+    found = records(name)
+    printed = {row.name: row.cells["acc_flowers"].accuracy for row in published_table("alast/7").rows}
+    own = {row: _mean(runs) for row in _ALAST_7 if (runs := found.finished(row))}
+    lines = []
+    for row, (theirs, rate) in _ALAST_7.items():
+        at_rate = found.of_the_search(found.run(row, rate, found.study.tune.seed))
+        published, full = printed[f"deit_t.{theirs}"], printed["deit_t.ft_full"]
+        lines.append(
+            [
+                f"`{row}`",
+                f"{100 * published:.0f}",
+                _points(100 * (published - full), 0),
+                "" if at_rate is None else f"{test_accuracy(at_rate):.1f}",
+                studies.spread([test_accuracy(one) for one in found.finished(row)]) if row in own else "",
+                _points(own[row] - own["full"], 1) if row in own and "full" in own else "",
+            ]
+        )
+    head = ["row", "printed", "above full", "here, at the paper's rate", "here, at its own rate", "above full"]
+    return table(head, lines)
+
+
+def _points(difference: float, digits: int) -> str:
+    return f"{round(difference, digits) + 0.0:+.{digits}f}".replace("-", "−")
+
+
+def _mean(runs: Sequence[dict[str, Any]]) -> float:
+    """The mean test accuracy of runs in percent."""
+    return sum(map(test_accuracy, runs)) / len(runs)
+
+
 def study_rows(*names: str) -> str:
     """The settings of every row of the studies; a name stands for the same settings in all of them."""
     settings: dict[str, list[str]] = {}
@@ -71,7 +109,7 @@ def study_points(name: str) -> list[dict[str, Any]]:
             points.append(
                 {
                     "row": row,
-                    "accuracy": round(sum(map(test_accuracy, runs)) / len(runs), 4),
+                    "accuracy": round(_mean(runs), 4),
                     "flops": round(runs[0]["totals"]["flops"] / 1e12, 3),
                     "saved": round(runs[0]["executed"]["saved_bytes"] / 1024, 2),
                 }

@@ -197,6 +197,18 @@ def study_run(name: str, row: str, tuned: str) -> str:
 
 
 @value
+def study_run_with(name: str, row: str, tuned: str, setting: str) -> str:
+    """As study-run, of the record with a setting that the study ignores: ``… trainer.precision=bf16``."""
+    records = studies.records(name)
+    (found,) = (
+        one for one in records.runs
+        if (one["row"], one["value"], one["seed"]) == (row, float(tuned), records.study.tune.seed)
+        and setting in one["settings"]
+    )  # fmt: skip
+    return f"{studies.test_accuracy(found):.1f}"
+
+
+@value
 def study_times(name: str, row: str, cost: str) -> str:
     """How many times less than full fine-tuning a row costs: ``flops`` of the run or bytes ``saved``."""
     return f"{_point(name, 'full')[cost] / _point(name, row)[cost]:.1f}"
