@@ -72,10 +72,10 @@ def beside_alast_7(name: str) -> str:
             [
                 f"`{row}`",
                 f"{100 * published:.0f}",
-                _points(100 * (published - full), 0),
+                "" if row == "full" else _points(100 * (published - full), 0),
                 "" if at_rate is None else f"{test_accuracy(at_rate):.1f}",
                 studies.spread([test_accuracy(one) for one in found.finished(row)]) if row in own else "",
-                _points(own[row] - own["full"], 1) if row in own and "full" in own else "",
+                _points(own[row] - own["full"], 1) if row in own and row != "full" else "",
             ]
         )
     head = ["row", "printed", "above full", "here, at the paper's rate", "here, at its own rate", "above full"]
