@@ -378,9 +378,9 @@ def study(name: str, page: Path) -> str:
 
 
 @block
-def beside_alast_7(name: str, page: Path) -> str:
-    """ALaST's Table 7 beside a study of its rows."""
-    return studies.beside_alast_7(name)
+def alast_7_compared(name: str, page: Path) -> str:
+    """ALaST's Table 7 and a study of its rows."""
+    return studies.alast_7_compared(name)
 
 
 @block

@@ -59,8 +59,8 @@ _ALAST_7 = {"head": ("ft_head", 1e-4), "full": ("ft_full", 1e-4), "top3": ("ft_t
             "bsr": ("bsr", 1e-4), "full+lora": ("lora", 1e-3), "alast9": ("alast", 1e-4)}  # fmt: skip
 
 
-def beside_alast_7(name: str) -> str:
-    """ALaST's Table 7 for DeiT-T beside a study of its rows: percent, and points above or below full fine-tuning."""
+def alast_7_compared(name: str) -> str:
+    """ALaST's Table 7 for DeiT-T next to a study of its rows: percent, and points above or below full fine-tuning."""
     found = records(name)
     printed = {row.name: row.cells["acc_flowers"].accuracy for row in published_table("alast/7").rows}
     own = {row: _mean(runs) for row in _ALAST_7 if (runs := found.finished(row))}
