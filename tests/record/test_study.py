@@ -268,7 +268,6 @@ def test_settings_that_change_the_study_are_refused_on_the_command_line(folder: 
             command.main([str(folder), given])
 
 
-@pytest.mark.slow
 def test_runs_that_train_nothing_or_are_the_same_have_no_place_in_a_study(folder: Path) -> None:
     (folder / "study.yaml").write_text(STUDY.replace("cost.baseline=none", "cost_only=true"))
     with pytest.raises(UserError, match=r"full optim\.lr=0\.001 seed=0 trains nothing \(cost_only or evaluate\)"):
@@ -279,6 +278,7 @@ def test_runs_that_train_nothing_or_are_the_same_have_no_place_in_a_study(folder
     assert not (folder / "records.json").exists()
 
 
+@pytest.mark.slow
 def test_a_study_runs_and_is_continued(folder: Path) -> None:
     """Four runs for tuning, two for the other seed, and two that diverge; repeated, none."""
     high = "[method=full, optim.weight_decay=1.0e+38, optim.warmup_steps=0, optim.grad_clip_norm=null]"
