@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from efficient_ft.core import text
-from efficient_ft.core.errors import UserError
+from efficient_ft.core.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from efficient_ft.config import Config
@@ -54,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     records = Records(options.folder)
     rows = chosen_rows(records.study, options.rows)
+    _refuse_unknown_ignored(records.study.tune.ignore)
     failed = False
     if not options.report:
         tried: set[StudyRun] = set()  # failed runs are not repeated
@@ -128,6 +129,17 @@ def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) ->
         if end.code != 1:
             raise
     return any(job.failure is not None and not job.diverged for job in jobs)
+
+
+def _refuse_unknown_ignored(ignored: Sequence[str]) -> None:
+    """Refuse `ignore` of a setting that does not exist, which would have no effect."""
+    if not ignored:
+        return
+    from efficient_ft.config import setting_names
+
+    for name in ignored:
+        if name not in setting_names() and not name.startswith("method."):
+            raise UserError(f"tune.ignore names {name}: there is no such setting.{did_you_mean(name, setting_names())}")
 
 
 def _refuse_other_images(records: Records, configs: Mapping[StudyRun, Config]) -> None:

@@ -262,6 +262,14 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_traine
         command.main([str(folder)])
 
 
+def test_an_ignored_setting_that_does_not_exist_is_refused(folder: Path) -> None:
+    (folder / "study.yaml").write_text(STUDY.replace("seed: 0}", "seed: 0, ignore: [trainer.precison]}"))
+    with pytest.raises(UserError, match=r"tune\.ignore names trainer\.precison: .* Did you mean 'trainer\.precision'"):
+        command.main([str(folder), "--report"])
+    (folder / "study.yaml").write_text(STUDY.replace("seed: 0}", "seed: 0, ignore: [trainer.precision]}"))
+    command.main([str(folder), "--report"])
+
+
 def test_settings_that_change_the_study_are_refused_on_the_command_line(folder: Path) -> None:
     for given in ("trainer.max_steps=1", "optim.lr=1", "model=deit_tiny"):
         with pytest.raises(UserError, match=f"^{given.partition('=')[0]} changes the runs of the study, so it belongs"):
