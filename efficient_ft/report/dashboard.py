@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from efficient_ft.core.errors import UserError, first_line
-from efficient_ft.record.collection import Collection, varying
+from efficient_ft.record.collection import Collection
 from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.rows import MetricsFile
-from efficient_ft.report.runs import name_of
+from efficient_ft.report.runs import names_of
 
 #: The panels: a title, what is drawn (curves over training, or one point per run), its x and its y.
 PANELS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
@@ -53,10 +53,9 @@ def upload(found: Collection, *, project: str, entity: str | None, offline: bool
     from efficient_ft.training.loggers import define_metrics, summary_of
 
     out.mkdir(parents=True, exist_ok=True)
-    names, differing = [], varying(found.runs)
-    for run in found.runs:
+    names = names_of(found.runs)
+    for run, name in zip(found.runs, names, strict=True):
         rows, identity = MetricsFile(run.path).read(), run.path / "run_id"
-        name = name_of(run, differing)
         try:
             sent: Any = wandb.init(
                 project=project,
@@ -80,7 +79,6 @@ def upload(found: Collection, *, project: str, entity: str | None, offline: bool
             sent.log({key: value for key, value in row.items() if key != "step" and value is not None}, row["step"])
         sent.summary.update(summary_of(run.results))
         sent.finish()
-        names.append(name)
     return names
 
 

@@ -15,7 +15,7 @@ from efficient_ft.record.results import flatten
 from efficient_ft.record.rows import MetricsFile
 from efficient_ft.report.charts import Chart, Panel, Series
 from efficient_ft.report.record import Record, read
-from efficient_ft.report.runs import accuracy_of, name_of
+from efficient_ft.report.runs import accuracy_of, method_names
 
 ACCURACY = "accuracy (%)"
 
@@ -29,6 +29,9 @@ class Runs:
 
     def __init__(self, found: Collection) -> None:
         self.found = found
+        self._names = {
+            run.path: name for run, name in zip(found.runs, method_names(found.runs, "method."), strict=True)
+        }
 
     def setting(self, run: Run, method: str, key: str) -> Any:
         """A setting of a run's method; None: the run has not this method."""
@@ -76,10 +79,7 @@ class Runs:
 
     def name(self, run: Run) -> str:
         """The methods of a run, and the settings that tell it from the others."""
-
-        return name_of(run, [key for key in varying(self.found.runs) if key.startswith("method.")]).rpartition(
-            " seed="
-        )[0]
+        return self._names[run.path]
 
 
 def _mean(runs: Sequence[Run], of: Callable[[Run], float]) -> float:

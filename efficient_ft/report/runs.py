@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
@@ -53,7 +54,7 @@ def write_runs_page(paths: Sequence[Path], out: Path) -> Path:
         UserError: a path is no folder, or there is no finished run.
     """
     found = collect_paths(paths)
-    title = f"{len(found.runs)} runs" if len(found.runs) > 1 else name_of(found.runs[0], [])
+    title = f"{len(found.runs)} runs" if len(found.runs) > 1 else names_of(found.runs)[0]
     roots = ", ".join(path.name or str(path) for path in paths)
     page = Template((files("efficient_ft.report") / "assets" / "runs.html").read_text(encoding="utf-8"))
     held = json.dumps(page_data(found), ensure_ascii=False, allow_nan=False)
@@ -101,14 +102,14 @@ def page_data(found: Collection) -> dict[str, Any]:
     """The data that the page draws, in plain containers."""
     header, table = run_rows(found)
     words = header.index("split")
-    settings = varying(found.runs)
+    names = names_of(found.runs)
     groups = {run.group: number for number, run in enumerate({run.group: run for run in found.runs}.values())}
     runs = []
-    for run, row in zip(found.runs, table, strict=True):
+    for run, row, name in zip(found.runs, table, names, strict=True):
         numbers = dict(zip(header, row, strict=True))
         runs.append(
             {
-                "name": name_of(run, settings),
+                "name": name,
                 "accuracy": accuracy_of(run),
                 "colour": groups[run.group],
                 "numbers": {cost: numbers[cost] for cost in COSTS},
@@ -140,11 +141,28 @@ def table_numbers(header: Sequence[str], table: Sequence[Sequence[Cell]]) -> dic
     return {name: [row[place] for row in table] for place, name in enumerate(header)}
 
 
-def name_of(run: Run, settings: Sequence[str]) -> str:
-    """A short name: the methods, and the settings in which the runs differ."""
-    flat = flatten(run.config.model_dump(mode="json"))
-    own = [f"{name.rpartition('.')[2]}={flat[name]}" for name in settings if name in flat]
-    return " ".join([run.method, *own[:3], f"seed={run.config.seed}"])
+def names_of(runs: Sequence[Run]) -> list[str]:
+    """A name for each run: methods, settings in which runs of these methods differ, seed; model and data if several."""
+    models, data = {run.config.model.name for run in runs}, {run.data for run in runs}
+    names = []
+    for run, own in zip(runs, method_names(runs), strict=True):
+        several = [name for name, of in ((run.config.model.name, models), (run.data, data)) if len(of) > 1]
+        names.append(" ".join([own, *several, f"seed={run.config.seed}"]))
+    return names
+
+
+def method_names(runs: Sequence[Run], prefix: str = "") -> list[str]:
+    """For each run its methods, and the settings that begin with `prefix` in which runs of these methods differ."""
+    alike: dict[str, list[Run]] = defaultdict(list)
+    for run in runs:
+        alike[run.method].append(run)
+    settings = {method: [name for name in varying(same) if name.startswith(prefix)] for method, same in alike.items()}
+    names = []
+    for run in runs:
+        flat = flatten(run.config.model_dump(mode="json"))
+        own = [f"{name.rpartition('.')[2]}={flat[name]}" for name in settings[run.method] if name in flat]
+        names.append(" ".join([run.method, *own]))
+    return names
 
 
 def accuracy_of(run: Run) -> float:

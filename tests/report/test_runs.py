@@ -15,7 +15,7 @@ from efficient_ft.cli.commands import run_command
 from efficient_ft.core.errors import UserError
 from efficient_ft.record.rows import MetricsFile
 from efficient_ft.record.step_stats import step_stats_file
-from efficient_ft.report.runs import MAX_POINTS, collect_paths, page_data, write_runs_page
+from efficient_ft.report.runs import MAX_POINTS, collect_paths, names_of, page_data, write_runs_page
 from tests.record.test_collection import write
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -45,6 +45,23 @@ def filled(root: Path) -> Path:
     (root / "d").mkdir()
     shutil.copy(root / "a/config.yaml", root / "d")
     return root
+
+
+def test_names_tell_runs_of_a_method_from_each_other(tmp_path: Path) -> None:
+    lora = {"rank": 4, "alpha": 8}
+    changes: dict[str, dict[str, Any]] = {
+        "a": {"method": {"full": {}}},
+        "b": {"method": {"lora": lora}},
+        "c": {"method": {"lora": {**lora, "rank": 8}}},
+        "d": {"method": {"lora": {**lora, "alpha": 16}}, "optim__lr": 0.5, "optim__weight_decay": 0.1},
+    }
+    for name, change in changes.items():
+        write(tmp_path / name, 0.5, seed=0, **change)
+    names = names_of(collect_paths([tmp_path]).runs)
+    assert len(set(names)) == 4, "also of runs that differ in four settings"
+    assert names[0] == "full seed=0", "what tells the others from each other says nothing of this one"
+    for part in ("rank=4", "alpha=16", "lr=0.5", "weight_decay=0.1", "seed=0"):
+        assert part in names[3].split()
 
 
 def test_the_page_has_every_run_with_its_curves(tmp_path: Path) -> None:
