@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from efficient_ft.cli.commands import COMMANDS
 from efficient_ft.cli.evaluate import evaluation
 from efficient_ft.cli.mistakes import check_option, check_packages, explained, known_here, refuse_data
-from efficient_ft.cli.rows import NAMING, jobs_of_rows, key_of
+from efficient_ft.cli.rows import EXAMPLE, NAMING, jobs_of_rows, key_of
 from efficient_ft.config import Config, UnknownSetting, check
 from efficient_ft.config.plain import plain
 from efficient_ft.config.renamed import refuse_renamed_setting
@@ -103,7 +103,10 @@ def _jobs(loader: ConfigLoader, overrides: Sequence[str], sweep: bool) -> list[t
         if not choices[text]:
             raise UserError(f"{text}: it stands for no value at all.")
         if key_of(text) in (*NAMING, "experiment"):
-            raise UserError(f"{text}: one {key_of(text)} at a time. Repeat the command for each.")
+            do = "Repeat the command for each."
+            if key_of(text) == "rows":
+                do = f"{EXAMPLE} Some rows of a table: efficient-ft table NAME --run --rows {values}"
+            raise UserError(f"{text}: one {key_of(text)} at a time. {do}")
     return list(itertools.product(*choices.values()))
 
 

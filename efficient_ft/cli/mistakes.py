@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from efficient_ft.config import Config, UnknownSetting, check, setting_names
 from efficient_ft.config.plain import plain, sentence
 from efficient_ft.config.renamed import RenamedSetting
-from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.errors import SettingError, UserError, did_you_mean
 
 
 def check_option(loader: ConfigLoader, override: Override) -> None:
@@ -36,9 +36,17 @@ def check_option(loader: ConfigLoader, override: Override) -> None:
     several = value if isinstance(value, list) and group == "method" else [value]
     for option in several:
         if option not in options:
-            any_of_timm = group == "model" and isinstance(option, str)
-            hint = f"Any model of timm: model=timm model.name={option}." if any_of_timm else None
+            hint = _of_timm(option) if group == "model" and isinstance(option, str) else None
             raise SettingError(group, "null" if option is None else option, options, hint)
+
+
+def _of_timm(name: str) -> str:
+    """Advice for a model that is no option: it may be one of timm's, or near one of these."""
+    import timm
+
+    if timm.is_model(name.partition(".")[0]):
+        return f"Any model of timm: model=timm model.name={name}."
+    return f"timm has no {name} either.{did_you_mean(name, timm.list_models())}"
 
 
 def group_options(loader: ConfigLoader, group: str) -> list[str]:
@@ -127,6 +135,8 @@ def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error
             return UserError(
                 f"{line}: method {missing} is not chosen (chosen: {', '.join(siblings)}). Choose it,"
                 f" method={missing}, or both, 'method=[{','.join([*siblings, missing])}]'."
+                f" In a sweep where only some runs have {missing}:"
+                f" method=zip(...) {key}=zip(...), with _ for the others."
             )
         if present == "method":
             return SettingError("method", missing, methods, f"(in {line})")

@@ -12,6 +12,9 @@ from efficient_ft.core.errors import UserError
 #: Settings that name rows; a job of the sweep has the settings of its row instead. An experiment may have others too.
 NAMING = ("table", "rows")
 
+#: Ends messages about ``rows``.
+EXAMPLE = "Example: rows=['method=full']"
+
 #: Where `zipped` has no value for a row.
 NOTHING = "_"
 
@@ -44,10 +47,13 @@ def jobs_of_rows(jobs: Iterable[Sequence[str]], table: str | None, rows: Sequenc
         UserError: there is no such table, or nothing of it can be run; or rows of two kinds.
     """
     if table is not None and rows:
-        raise UserError(f"table={table}: an experiment or rows=[...] has rows of its own. Choose one of the two.")
+        raise UserError(
+            f"table={table}: an experiment or rows=[...] has rows of its own. Choose one of the two. Some rows of a"
+            f" table: efficient-ft table {table} --run --rows ROW,..."
+        )
     settings = _of_table(table) if table is not None else [(_words(row), ()) for row in rows or ()]
     for word in (word for row, _ in settings for word in row if "=" not in word):
-        raise UserError(f"rows: every row is a text of KEY=VALUE settings, got {word}. Example: rows=['method=full']")
+        raise UserError(f"rows: every row is a text of KEY=VALUE settings, got {word}. {EXAMPLE}")
     own = [[one for one in job if key_of(one) not in NAMING] for job in jobs]
     if not settings:
         return own
@@ -62,13 +68,12 @@ def jobs_of_rows(jobs: Iterable[Sequence[str]], table: str | None, rows: Sequenc
 
 def _words(row: object) -> tuple[str, ...]:
     """The settings in the text of a row."""
-    example = "Example: rows=['method=full']"
     if not isinstance(row, str):
-        raise UserError(f"rows: every row is a text of KEY=VALUE settings, got {row}. {example}")
+        raise UserError(f"rows: every row is a text of KEY=VALUE settings, got {row}. {EXAMPLE}")
     try:
         return tuple(shlex.split(row))
     except ValueError as error:  # a quotation mark that is not closed
-        raise UserError(f"rows: {row} cannot be read: {error}. {example}") from error
+        raise UserError(f"rows: {row} cannot be read: {error}. {EXAMPLE}") from error
 
 
 def key_of(argument: str) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.cost:
         from efficient_ft.cli.table_costs import cost_sheet
 
-        print(cost_sheet(table, rows, options.form))
+        print(cost_sheet(table, rows, options.form, _progress(len(rows))))
         return
     if not (options.commands or options.run or options.report):
         print(_shown(table, rows, options.form))
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.run:
             run_jobs(jobs, lambda job: command(None, None, None, job.arguments), jobs[0].config.jobs)
     finally:  # what has been found is shown in spite of a failure
-        print(_report(table, rows, runs, jobs, options.form))
+        print(_report(table, rows, runs, jobs, settings, options.form))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -110,6 +111,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=_seeds, default=[233], metavar="N,...", help="a run for each (default: 233)")
     parser.add_argument("--form", choices=list(FORMS), default="text", help="output format (default: text)")
     return parser
+
+
+def _progress(rows: int) -> Callable[[str], None]:
+    """A function that shows in a terminal which of the `rows` is being counted."""
+    numbers = itertools.count(1)
+
+    def show(row: str) -> None:
+        if sys.stderr.isatty():
+            print(f"counting {next(numbers)}/{rows}: {row}", file=sys.stderr, flush=True)
+
+    return show
 
 
 def _words(given: str) -> list[str]:
@@ -223,15 +235,27 @@ def _jobs(runs: Sequence[CellRun]) -> list[Job]:
     return jobs
 
 
-def _report(table: Table, rows: Sequence[Row], runs: Sequence[CellRun], jobs: Sequence[Job], form: str) -> str:
-    """Published and obtained accuracies in percent: the mean over the seeds with its range, and what is missing."""
+def _report(
+    table: Table, rows: Sequence[Row], runs: Sequence[CellRun], jobs: Sequence[Job], settings: Sequence[str], form: str
+) -> str:
+    """Published and obtained accuracies in percent: the mean over the seeds with its range, and what is missing.
+
+    Args:
+        table: a published table.
+        rows: of it.
+        runs: of the rows.
+        jobs: of the runs.
+        settings: given for all runs.
+        form: one of `core.sheet.FORMS`.
+    """
     from efficient_ft.cli.jobs import finished, not_read
+    from efficient_ft.cli.study import OF_THIS_MACHINE
     from efficient_ft.record.results import final_accuracy
 
     found: dict[tuple[str, str], list[float]] = {}
     missing: list[str] = []
     unread: list[str] = []
-    limited = [job.title for job in jobs if job.config.trainer.limit_eval_batches is not None]
+    limited: list[str] = []
     seeds = len({one.seed for one in runs})
     for one, job in zip(runs, jobs, strict=True):
         results = job.results or finished(job.folder, job.config)
@@ -240,6 +264,8 @@ def _report(table: Table, rows: Sequence[Row], runs: Sequence[CellRun], jobs: Se
             if reason := not_read(job.folder):
                 unread.append(f"{job.title}: {reason}")
             continue
+        if job.config.trainer.limit_eval_batches is not None:
+            limited.append(job.title)
         tasks = results["accuracy"].get("tasks", {})
         for column, cell in one.row.cells.items():
             if one.column is None and cell.data in tasks:
@@ -251,18 +277,31 @@ def _report(table: Table, rows: Sequence[Row], runs: Sequence[CellRun], jobs: Se
                 continue
             found.setdefault((one.row.name, column), []).append(reached)
     columns = list(dict.fromkeys(key for row in rows for key in row.cells))
-    header = ["row", *(word for key in columns for word in (f"{key} published", f"{key} obtained"))]
+    data = form in ("csv", "json")
+    parts = ("published", "mean", "min", "max", "seeds") if data else ("published", "obtained")
+    header = ["row", *(f"{key} {part}" for key in columns for part in parts)]
     lines: list[list[Cell]] = []
     for row in rows:
         line: list[Cell] = [row.name]
         for key in columns:
-            line.append(f"{100 * row.cells[key].accuracy:.2f}" if key in row.cells else None)
-            line.append(spread(found.get((row.name, key), []), seeds))
+            printed = 100 * row.cells[key].accuracy if key in row.cells else None
+            values = found.get((row.name, key), [])
+            if data:
+                three = [sum(values) / len(values), min(values), max(values)] if values else [None] * 3
+                numbers = [None if one is None else 100 * one for one in three]
+                line += [None if one is None else round(one, 4) for one in (printed, *numbers)]
+                line.append(len(values))
+            else:
+                line += [None if printed is None else f"{printed:.2f}", spread(values, seeds)]
         lines.append(line)
     shown = render(header, lines, form)
     notes = []
+    if other := [one for one in settings if not one.startswith(OF_THIS_MACHINE)]:
+        notes.append(f"The runs have settings that are not the table's: {' '.join(other)}.")
     if missing:
         notes.append(f"{len(missing)} of {len(runs)} runs are missing: {', '.join(missing)}.")
+    if len(missing) == len(runs):
+        notes.append("Only runs with the table's settings and those given here count: repeat the settings of --run.")
     notes += [f"Not read: {reason}" for reason in unread]
     if limited:
         notes.append(f"Not on all images (trainer.limit_eval_batches): {', '.join(limited)}.")

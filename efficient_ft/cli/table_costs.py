@@ -91,13 +91,24 @@ def cost_cells(table: Table, row: Row) -> list[CostCell]:
     return found
 
 
-def cost_sheet(table: Table, rows: Sequence[Row], form: str) -> str:
+def cost_sheet(table: Table, rows: Sequence[Row], form: str, counting: Callable[[str], None] = lambda row: None) -> str:
     """The cost columns of `rows` as a text in one of the forms of `core.sheet`.
+
+    CSV and JSON have the reasons of deviations in full; the other forms number them, with a list below the table.
+
+    Args:
+        table: a published table.
+        rows: of it.
+        form: one of `core.sheet.FORMS`.
+        counting: called with the name of each row before it is counted, which takes seconds.
 
     Raises:
         UserError: the table prints no costs that are counted here.
     """
-    cells = {row.name: {cell.column: cell for cell in cost_cells(table, row)} for row in rows}
+    cells: dict[str, dict[str, CostCell]] = {}
+    for row in rows:
+        counting(row.name)
+        cells[row.name] = {cell.column: cell for cell in cost_cells(table, row)}
     columns = [column for column in COSTS if any(column in of for of in cells.values())]
     if not columns:
         raise UserError(f"{table.name} prints no costs that are counted. {table.reason or ''}".rstrip())
@@ -109,6 +120,7 @@ def cost_sheet(table: Table, rows: Sequence[Row], form: str) -> str:
         header += [COSTS[column], *(f"{COSTS[column]}, {part}" if data else part for part in own)]
     header.append("reason")
     lines: list[list[Cell]] = []
+    numbers: dict[str, int] = {}  # of the reasons, from 1
     for row in rows:
         line: list[Cell] = [row.name]
         for column in columns:
@@ -119,19 +131,38 @@ def cost_sheet(table: Table, rows: Sequence[Row], form: str) -> str:
             deviation: Cell = cell.deviation if data or cell.deviation is None else f"{100 * cell.deviation:+.1f} %"
             printed: Cell = cell.printed if data else row.costs[column]
             line += [printed, _short(cell.rule), _short(cell.executed), deviation]
-        lines.append([*line, _reasons(cells[row.name]) or None])
+        reasons = _reasons(cells[row.name])
+        if not data:
+            reasons = [str(numbers.setdefault(reason, len(numbers) + 1)) for reason in reasons]
+        lines.append([*line, ("; " if data else ", ").join(reasons) or None])
     # A cost without any rule or execution has no column for it.
     used = [i for i in range(len(header)) if i == 0 or any(line[i] is not None for line in lines)]
-    return render([header[i] for i in used], [[line[i] for i in used] for line in lines], form)
+    sheet = render([header[i] for i in used], [[line[i] for i in used] for line in lines], form)
+    if data:
+        return sheet
+    below = [*(f"{number}: {reason}." for reason, number in numbers.items()), *_rule_notes(table, rows)]
+    if form == "latex":
+        return "\n".join([sheet, *(f"% {line}" for line in below)])
+    return "\n\n".join([sheet, "\n".join(f"- {line}" for line in below)]) if below else sheet
 
 
-def _reasons(cells: Mapping[str, CostCell]) -> str:
+def _rule_notes(table: Table, rows: Sequence[Row]) -> list[str]:
+    """How the paper's rule counts some of the rows, where its file says so."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        settings = count_settings(table, row)
+        if settings is not None and settings.note:
+            found.setdefault(settings.note, []).append(row.name)
+    return [f"The rule of {', '.join(names)}: {note}." for note, names in found.items()]
+
+
+def _reasons(cells: Mapping[str, CostCell]) -> list[str]:
     """The reasons of a row, each with the columns that it is about."""
     columns: dict[str, list[str]] = {}
     for column, cell in cells.items():
         if cell.reason:
             columns.setdefault(cell.reason, []).append(COSTS[column])
-    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in columns.items())
+    return [f"{', '.join(names)}: {reason}" for reason, names in columns.items()]
 
 
 def _short(value: float | None) -> float | None:
@@ -228,7 +259,10 @@ _COUNTED: dict[str, Callable[[Table, Row], Counts]] = {
 
 @cache
 def _executed(arguments: tuple[str, ...]) -> Executed:
+    # A profile repeats one step: neither weights nor images change before the step that is counted.
     config = _configuration(arguments)
+    profiles = [f"method.{name}.profile_steps=1" for name, own in config.method.items() if "profile_steps" in own]
+    config = _configuration((*arguments, *profiles))
     model = factory.random_model(config.model, 100)
     spec = factory.input_of(config.model)
     # FLOPs and kept bytes of an image do not depend on the batch.

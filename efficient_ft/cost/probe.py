@@ -10,7 +10,7 @@ import contextlib
 import copy
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -70,14 +70,18 @@ class Probe:
         self.steps_before = self.methods.warmup_steps
 
     def warm_up(self) -> None:
-        """Take the methods' warm-up steps on a real copy, since what they choose there depends on values."""
+        """Take the methods' warm-up steps on a real copy, since what they choose there depends on values.
+
+        In fp32 with every precision of the step: so they choose the same on all machines, and a processor that emulates
+        bf16 does not take many times as long.
+        """
         if not self.steps_before:
             return
         self.model, self.methods = self.copy(None)
-        batch = self._batch(WARMUP_IMAGES)
+        batch, spec = self._batch(WARMUP_IMAGES), replace(self.spec, precision="fp32")
         for step in range(self.steps_before):
             self.methods.begin(step)
-            forward_and_loss(self.model, self.methods, *batch, self.spec)[1].backward()
+            forward_and_loss(self.model, self.methods, *batch, spec)[1].backward()
             self.methods.end()
             self.model.zero_grad(set_to_none=True)
 

@@ -259,6 +259,10 @@ def published_table(name: str) -> Table:
     Raises:
         UserError: there is none.
     """
+    if any(figure.name == name for figure in figures()):
+        raise UserError(
+            f"{name} is a figure: efficient-ft figure {name} draws it; `efficient-ft table` says from what."
+        )
     if name not in table_names():
         known = ", ".join(table_names())
         raise UserError(f"table must be one of {known}, got {name}.{did_you_mean(str(name), table_names())}")

@@ -17,7 +17,7 @@ from efficient_ft.record.formats import USE_ITS_VERSION
 from efficient_ft.record.results import Results, flatten, images_digest, read_results
 
 #: Settings that are columns of their own, or say where things are.
-_OWN = ("seed", "model.name", "data.name", "resume", "jobs", "table", "rows", "evaluate", "cost_only")
+_OWN = ("seed", "model.name", "data.name", "resume", "jobs", "table", "rows", "evaluate", "cost_only", "published")
 _PLACES = ("logger.", "cost.", "step_stats.", "data.num_workers", "data.download", "trainer.progress",
            "trainer.accelerator", "keep_freed_memory")  # fmt: skip
 
@@ -148,6 +148,7 @@ _NUMBERS: dict[str, Any] = {
     "seconds": lambda r: r["totals"]["seconds"],
     "joules": lambda r: r["totals"]["joules"],
     "trainable M": lambda r: r["trainable_parameters"] / 1e6,
+    "published accuracy %": lambda r: _percent(r["config"].get("published")),
 }
 
 
@@ -224,7 +225,7 @@ def notes(collection: Collection, means: bool) -> list[str]:
     unfinished = [name for name, reason in collection.ignored.items() if "has not finished" in reason]
     said = [f"Left out: {name}: {reason}" for name, reason in collection.ignored.items() if name not in unfinished]
     if unfinished:
-        said.insert(0, f"Left out, not finished yet: {', '.join(unfinished)}.")
+        said.insert(0, f"Left out, not finished (running, interrupted or failed): {', '.join(unfinished)}.")
     return [*said, *other_images(collection), *(repeated(collection) if means else []), *missing_seeds(collection)]
 
 

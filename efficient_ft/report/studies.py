@@ -57,9 +57,9 @@ def notes(records: Records, rows: Sequence[str]) -> list[str]:
         said.append(f"{AT_END}: the best value is at the end of the grid.")
     if alike := records.of_the_search_alone():
         ignored = ", ".join(records.study.tune.ignore)
-        said.append(f"{alike} records of the search have another {ignored} than the study.")
+        said.append(f"Runs of the search that had another {ignored} than those of the table: {alike}.")
     if other := records.of_other_settings():
-        said.append(f"{other} records have other settings than the study has now, and do not count.")
+        said.append(f"Runs with earlier settings of the study, which are kept and do not count: {other}.")
     waiting = [row for row in rows if records.tuning_runs([row])]
     if waiting:
         said.append(f"Not tuned yet: {', '.join(waiting)}.")

@@ -25,6 +25,7 @@ from tests.cli.program import call, composed
         (["method=lbp_whtt"], r"^method must be one of .*full.*, got lbp_whtt\. Did you mean 'lbp_wht'\?"),
         (["method=[lbp_wht,lbp_dctt]"], r"^method must be .*, got lbp_dctt\. Did you mean 'lbp_dct'\?"),
         (["model=efficientformer_l11"], r"Did you mean 'efficientformer_l1'\?"),
+        (["model=convnext_tinyy"], r"timm has no convnext_tinyy either\. Did you mean 'convnext_tiny'\?$"),
         (["data=cifar1000"], r"Did you mean 'cifar100'\?"),
         (
             ["model=tf_efficientnet_lite0"],

@@ -44,6 +44,16 @@ def test_the_list_has_every_table_and_figure_and_what_can_be_done_here(
     assert {row["table"] for row in rows} >= set(table_names())
 
 
+def test_costs_have_numbered_reasons_in_a_terminal_and_whole_ones_as_data(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed(capsys, "back_razor/4", "--cost")
+    assert re.search(r"ft_full +22631 +1\n", shown)
+    assert shown.count("memory_vit_base_unfused_h200.json has ours") == 1
+    assert "\n- 1: GPU memory MB: measured; " in shown
+    assert "\n% 1: GPU memory MB: measured; " in printed(capsys, "back_razor/4", "--cost", "--form", "latex")
+    rows = json.loads(printed(capsys, "back_razor/4", "--cost", "--form", "json"))
+    assert all(row["reason"].endswith("memory_vit_base_unfused_h200.json has ours") for row in rows)
+
+
 @pytest.mark.parametrize("weights", [True, False])
 def test_runs_need_data_and_weights(monkeypatch: pytest.MonkeyPatch, weights: bool) -> None:
     monkeypatch.setattr(needs, "present", lambda data: data == "cifar10")
@@ -88,6 +98,7 @@ def test_commands_are_those_of_the_cells(capsys: pytest.CaptureFixture[str]) -> 
     ("arguments", "said"),
     [
         (["lbp_wth/2"], "table must be one of lbp_wht/1"),
+        (["lbp_wht/figure_5"], "lbp_wht/figure_5 is a figure: efficient-ft figure lbp_wht/figure_5"),
         (["bsr/3", "--rows", "our"], "got our. Did you mean 'ours'?"),
         (["bsr/1", "--run"], "bsr/1 has no accuracies that can be run. Sizes of tensors, no runs."),
         (["lbp_wht/3", "--commands"], "Segmentation is not implemented."),
@@ -128,6 +139,18 @@ def test_a_report_has_published_and_obtained_side_by_side(
     assert re.search(r"deit_t.bsr +73.00", shown)
     assert "4 of 6 runs are missing: deit_t.bsr acc_flowers seed=0, " in shown
     assert "deit_t.alast acc_flowers seed=2." in shown
+    assert "not the table's" not in shown
+    rows = json.loads(printed(capsys, "alast/7", "--report", "--rows", "deit_t.alast,deit_t.bsr", "--seeds", "0,1,2",
+                              "--form", "json"))  # fmt: skip
+    assert [tuple(row.values()) for row in rows] == [
+        ("deit_t.bsr", 73.0, None, None, None, 0),
+        ("deit_t.alast", 79.0, 72.0, 70.0, 74.0, 2),
+    ]
+    other = printed(capsys, "alast/7", "--report", "--rows", "deit_t.alast", "--seeds", "0,2", "optim.lr=0.5",
+                    "trainer.limit_eval_batches=1", "data.root=DIR")  # fmt: skip
+    assert "settings that are not the table's: optim.lr=0.5 trainer.limit_eval_batches=1." in other
+    assert "repeat the settings of --run" in other
+    assert "Not on all images" not in other, "there is no such run"
 
 
 def test_a_report_takes_the_accuracy_on_the_test_images_and_names_what_it_cannot_read(

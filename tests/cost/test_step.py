@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import timm
@@ -55,6 +55,17 @@ class EveryOther:
         return loss + (self.model.head.weight @ self.model.head.weight.T).sum()
 
 
+class WatchesPrecision:
+    """Notes whether its warm-up step and the counted one ran under autocast."""
+
+    warmup_steps = 1
+    seen: ClassVar[list[bool]] = []
+
+    def total_loss(self, loss: Tensor) -> Tensor:
+        self.seen.append(torch.is_autocast_enabled("cpu"))
+        return loss
+
+
 class Applies:
     """Has to be applied first, and puts a layer in front."""
 
@@ -78,6 +89,15 @@ def test_a_plain_object_with_two_functions_is_counted():
     costs = compare(model, [method], Net, batch_size=3, input_size=(4, 4), steps=1)
     assert costs["method"].executed == executed(frozen, 3, (4, 4))
     assert costs["method"].measured is not None
+
+
+def test_the_warm_up_is_in_fp32_so_that_it_chooses_the_same_everywhere():
+    WatchesPrecision.seen.clear()
+    executed(Net(), 4, (4, 4), methods=[WatchesPrecision()], precision="bf16")
+    first, *counted = WatchesPrecision.seen
+    assert not first
+    assert counted
+    assert all(counted)
 
 
 def test_warm_up_mean_and_loss_of_a_plain_object():

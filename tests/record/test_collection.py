@@ -148,7 +148,7 @@ def test_what_cannot_be_read_is_left_out_and_named(runs: Path, capsys: pytest.Ca
     assert "not valid JSON" in shown.err
     assert "Left out: full/1: " in shown.err
     assert "it has format 1; this version reads format 2" in shown.err
-    assert "Left out, not finished yet: full/2." in shown.err
+    assert "Left out, not finished (running, interrupted or failed): full/2." in shown.err
     assert "full  " in shown.out
     for form in ("csv", "json", "markdown", "latex"):
         command.main([str(runs), "--form", form, "--runs"])
