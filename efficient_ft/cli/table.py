@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import itertools
+import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -74,9 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.run and options.form not in ("text", "markdown"):
         raise UserError(f"--form {options.form}: --run prints what its runs print. Use --report afterwards.")
     if options.cost:
-        from efficient_ft.cli.table_costs import cost_sheet
+        from efficient_ft.cli.table_costs import cost_sheet, count_ahead
 
-        print(cost_sheet(table, rows, options.form, _progress(len(rows))))
+        count_ahead(table, rows, min(4, os.cpu_count() or 1), _progress)
+        print(cost_sheet(table, rows, options.form))
         return
     if not (options.commands or options.run or options.report):
         print(_shown(table, rows, options.form))
@@ -113,15 +114,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _progress(rows: int) -> Callable[[str], None]:
-    """A function that shows in a terminal which of the `rows` is being counted."""
-    numbers = itertools.count(1)
-
-    def show(row: str) -> None:
-        if sys.stderr.isatty():
-            print(f"counting {next(numbers)}/{rows}: {row}", file=sys.stderr, flush=True)
-
-    return show
+def _progress(done: int, of: int) -> None:
+    """Show in a terminal how many steps have been counted."""
+    if sys.stderr.isatty():
+        print(f"\rcounted {done} of {of} steps", end="\n" if done == of else "", file=sys.stderr, flush=True)
 
 
 def _words(given: str) -> list[str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from multiprocessing import get_context
 
 from efficient_ft.cli.compose import configurations
 from efficient_ft.cli.groups import CONF, register
@@ -19,6 +21,9 @@ from efficient_ft.papers.rules import batch_and_unit, count_cost, count_settings
 
 #: Relative difference from the printed number above which a reason is given.
 TOLERANCE = 0.02
+
+#: Columns of ratios to the row of `papers.published.baseline_of`.
+_RATIOS = ("speedup", "train_memory_reduction", "fwd_gmacs_reduction")
 
 #: Figures that only a rule of the paper gives.
 _BY_RULE = ("train_memory_mb", "activation_memory_mb", "train_memory_reduction")
@@ -91,7 +96,7 @@ def cost_cells(table: Table, row: Row) -> list[CostCell]:
     return found
 
 
-def cost_sheet(table: Table, rows: Sequence[Row], form: str, counting: Callable[[str], None] = lambda row: None) -> str:
+def cost_sheet(table: Table, rows: Sequence[Row], form: str) -> str:
     """The cost columns of `rows` as a text in one of the forms of `core.sheet`.
 
     CSV and JSON have the reasons of deviations in full; the other forms number them, with a list below the table.
@@ -100,15 +105,11 @@ def cost_sheet(table: Table, rows: Sequence[Row], form: str, counting: Callable[
         table: a published table.
         rows: of it.
         form: one of `core.sheet.FORMS`.
-        counting: called with the name of each row before it is counted, which takes seconds.
 
     Raises:
         UserError: the table prints no costs that are counted here.
     """
-    cells: dict[str, dict[str, CostCell]] = {}
-    for row in rows:
-        counting(row.name)
-        cells[row.name] = {cell.column: cell for cell in cost_cells(table, row)}
+    cells = {row.name: {cell.column: cell for cell in cost_cells(table, row)} for row in rows}
     columns = [column for column in COSTS if any(column in of for of in cells.values())]
     if not columns:
         raise UserError(f"{table.name} prints no costs that are counted. {table.reason or ''}".rstrip())
@@ -257,8 +258,47 @@ _COUNTED: dict[str, Callable[[Table, Row], Counts]] = {
 }
 
 
-@cache
+#: Counted steps by the arguments of their run.
+_known: dict[tuple[str, ...], Executed] = {}
+
+
+def count_ahead(
+    table: Table, rows: Sequence[Row], processes: int, counted: Callable[[int, int], None] = lambda done, of: None
+) -> None:
+    """Count the steps that the costs of `rows` need, each of which takes seconds.
+
+    Args:
+        table: a published table.
+        rows: of it.
+        processes: that count at the same time.
+        counted: called after every step with the number of those counted, and of all.
+    """
+    needed: dict[tuple[str, ...], None] = {}
+    for row in rows:
+        if any(_COUNTED.get(column) not in (None, _measured, _parameters) for column in row.costs):
+            needed[row.arguments] = None
+            if any(column in _RATIOS for column in row.costs):
+                needed[baseline_of(table, row)[1].arguments] = None
+    todo = [arguments for arguments in needed if arguments and arguments not in _known]
+    if min(processes, len(todo)) < 2:
+        for done, arguments in enumerate(todo, start=1):
+            _executed(arguments)
+            counted(done, len(todo))
+        return
+    # A new interpreter each: torch's threads do not survive a fork.
+    with ProcessPoolExecutor(min(processes, len(todo)), get_context("spawn")) as pool:
+        for done, (arguments, found) in enumerate(zip(todo, pool.map(_counted, todo), strict=True), start=1):
+            _known[arguments] = found
+            counted(done, len(todo))
+
+
 def _executed(arguments: tuple[str, ...]) -> Executed:
+    if arguments not in _known:
+        _known[arguments] = _counted(arguments)
+    return _known[arguments]
+
+
+def _counted(arguments: tuple[str, ...]) -> Executed:
     # A profile repeats one step: neither weights nor images change before the step that is counted.
     config = _configuration(arguments)
     profiles = [f"method.{name}.profile_steps=1" for name, own in config.method.items() if "profile_steps" in own]

@@ -109,6 +109,7 @@ def _study_front(plt: Any) -> Any:
         axes.set_xlabel(label)
         _plain(axes)
     panels[0].set_ylabel("test accuracy, %")
+    panels[0].margins(y=0.12)
     figure.tight_layout()
     for axes, (cost, *_) in zip(panels, costs, strict=True):
         best = front(points, cost)
@@ -125,7 +126,7 @@ def _label(axes: Any, labels: Sequence[tuple[float, float, str]], points: Sequen
     """Write each label next to its point, where it covers no point and no other label."""
     width, height, size = 4.4, 9.0, 8.0  # of a letter, of a line, and of the font, in points
     scale = 72 / axes.figure.dpi
-    left, right = (axes.bbox.x0 * scale, axes.bbox.x1 * scale)
+    left, right, top = (side * scale for side in (axes.bbox.x0, axes.bbox.x1, axes.bbox.y1))
     taken = [(x - 3, y - 3, x + 3, y + 3) for x, y in axes.transData.transform(points) * scale]
     offsets = [
         (6, -11),
@@ -136,9 +137,12 @@ def _label(axes: Any, labels: Sequence[tuple[float, float, str]], points: Sequen
         (-6, 14),
         (6, -31),
         (-6, 24),
-        (-6, 34),
+        (-6, -21),
+        (-6, -31),
         (6, -41),
         (-6, -41),
+        (-24, 14),
+        (-48, 24),
     ]
     for x, y, text in labels:
         at_x, at_y = axes.transData.transform((x, y)) * scale
@@ -152,12 +156,13 @@ def _label(axes: Any, labels: Sequence[tuple[float, float, str]], points: Sequen
         free = [
             (offset, one)
             for offset, one in boxes
-            if one[0] >= left and one[2] <= right and not any(_overlap(one, other) for other in taken)
+            if left <= one[0] and one[2] <= right and one[3] <= top and not any(_overlap(one, other) for other in taken)
         ]
         (dx, dy), chosen = (free or boxes)[0]
         taken.append(chosen)
+        line = {"arrowstyle": "-", "color": "#999999", "linewidth": 0.6} if max(abs(dx), abs(dy + 4)) > 12 else None
         axes.annotate(text, (x, y), (dx, dy), textcoords="offset points", ha="right" if dx < 0 else "left",
-                      fontsize=size, color=_BASE)  # fmt: skip
+                      fontsize=size, color=_BASE, arrowprops=line)  # fmt: skip
 
 
 def _overlap(one: Box, other: Box) -> bool:

@@ -54,6 +54,31 @@ def test_costs_have_numbered_reasons_in_a_terminal_and_whole_ones_as_data(capsys
     assert all(row["reason"].endswith("memory_vit_base_unfused_h200.json has ours") for row in rows)
 
 
+def test_what_a_row_is_compared_with_is_counted_ahead_and_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[tuple[str, ...]] = []
+    monkeypatch.setattr(table_costs, "_known", {})
+    monkeypatch.setattr(table_costs, "_counted", lambda arguments: counted.append(arguments))
+    several = published_table("bsr/6")
+    baseline, ours = chosen_rows(several, ["vit_b_moe.moe_baseline", "vit_b_moe.moe_ours"])
+    shown: list[tuple[int, int]] = []
+    for _ in range(2):
+        table_costs.count_ahead(several, [ours], 1, lambda done, of: shown.append((done, of)))
+    assert counted == [ours.arguments, baseline.arguments]
+    assert shown == [(1, 2), (2, 2)]
+    measured = published_table("back_razor/4")
+    table_costs.count_ahead(measured, measured.rows, 1)
+    assert len(counted) == 2, "its memory is measured"
+
+
+@pytest.mark.slow
+def test_processes_count_the_same_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_costs, "_known", {})
+    flowers = published_table("alast/7")
+    rows = chosen_rows(flowers, ["deit_t.ft_head", "deit_t.tome"])
+    table_costs.count_ahead(flowers, rows, 2)
+    assert table_costs._known == {row.arguments: table_costs._counted(row.arguments) for row in rows}
+
+
 @pytest.mark.parametrize("weights", [True, False])
 def test_runs_need_data_and_weights(monkeypatch: pytest.MonkeyPatch, weights: bool) -> None:
     monkeypatch.setattr(needs, "present", lambda data: data == "cifar10")
