@@ -105,7 +105,7 @@ def _jobs(loader: ConfigLoader, overrides: Sequence[str], sweep: bool) -> list[t
         if key_of(text) in (*NAMING, "experiment"):
             do = "Repeat the command for each."
             if key_of(text) == "rows":
-                do = f"{EXAMPLE} Some rows of a table: efficient-ft table NAME --run --rows {values}"
+                do = f"Some rows of a table: efficient-ft table NAME --run --rows {values}. {EXAMPLE}"
             raise UserError(f"{text}: one {key_of(text)} at a time. {do}")
     return list(itertools.product(*choices.values()))
 

@@ -283,10 +283,9 @@ def _report(
             printed = 100 * row.cells[key].accuracy if key in row.cells else None
             values = found.get((row.name, key), [])
             if data:
-                three = [sum(values) / len(values), min(values), max(values)] if values else [None] * 3
-                numbers = [None if one is None else 100 * one for one in three]
-                line += [None if one is None else round(one, 4) for one in (printed, *numbers)]
-                line.append(len(values))
+                of_seeds = (sum(values) / len(values), min(values), max(values)) if values else ()
+                numbers = [round(100 * one, 4) for one in of_seeds] or [None] * 3
+                line += [None if printed is None else round(printed, 4), *numbers, len(values)]
             else:
                 line += [None if printed is None else f"{printed:.2f}", spread(values, seeds)]
         lines.append(line)

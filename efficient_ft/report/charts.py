@@ -116,9 +116,8 @@ def _draw(axes: Any, panel: Panel) -> None:
         for number, (series, color) in enumerate(zip(panel.series, colors, strict=True)):
             places = [words.index(x) + (number - (len(panel.series) - 1) / 2) * width for x in series.x]
             axes.bar(places, series.y, width, label=series.name, color=color)
-        axes.set_xticks(
-            range(len(words)), [str(word) for word in words], rotation=45 if sum(map(len, map(str, words))) > 30 else 0
-        )
+        labels = [str(word) for word in words]
+        axes.set_xticks(range(len(words)), labels, rotation=45 if sum(map(len, labels)) > 30 else 0)
     else:
         for series, color in zip(panel.series, colors, strict=True):
             few = len(series.x) <= 20
