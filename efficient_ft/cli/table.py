@@ -284,7 +284,7 @@ def _report(
             values = found.get((row.name, key), [])
             if data:
                 of_seeds = (sum(values) / len(values), min(values), max(values)) if values else ()
-                numbers = [round(100 * one, 4) for one in of_seeds] or [None] * 3
+                numbers: list[float | None] = [round(100 * one, 4) for one in of_seeds] or [None] * 3
                 line += [None if printed is None else round(printed, 4), *numbers, len(values)]
             else:
                 line += [None if printed is None else f"{printed:.2f}", spread(values, seeds)]
