@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -13,6 +14,7 @@ from efficient_ft.cli import processes
 from efficient_ft.config import Config, check, fingerprint, image_folders
 from efficient_ft.core import text
 from efficient_ft.core.errors import UserError
+from efficient_ft.record.collection import collect_runs, write_tables
 from efficient_ft.record.formats import USE_ITS_VERSION
 from efficient_ft.record.results import NAME, read_results
 
@@ -176,6 +178,22 @@ def _fill_in(title: str, job: Job, process: processes.Ended) -> None:
         print(f"{title}: FAILED: {job.failure}", file=sys.stderr, flush=True)
 
 
+def write_sweep_table(outputs: Path, folders: Sequence[Path]) -> None:
+    """Write the table of the finished runs of a sweep into OUTPUTS/sweeps, under a name that stands for its runs.
+
+    Args:
+        outputs: a folder; runs outside it are not in the table.
+        folders: the run folders of the sweep.
+    """
+    inside = sorted(folder for folder in folders if folder.is_relative_to(outputs))
+    found = collect_runs(outputs, inside)
+    if len(found.runs) < 2:
+        return
+    name = hashlib.sha256("\n".join(map(str, inside)).encode()).hexdigest()[:8]
+    files = write_tables(found, outputs / "sweeps" / name)
+    print(f"\nTable of the sweep: {', '.join(map(str, files))}", flush=True)
+
+
 def summary(jobs: Sequence[Job]) -> str:
     """Return one line per job with its best accuracy and executed backward FLOPs per image, then the failures."""
     rows = [("job", "accuracy best", "backward MFLOPs", "folder")]
@@ -188,7 +206,7 @@ def summary(jobs: Sequence[Job]) -> str:
             (
                 job.title,
                 "failed" if job.failure is not None else "–" if best is None else f"{100 * best:.2f} %",
-                "–" if flops is None else f"{flops / 1e6:.1f}",
+                "–" if flops is None else f"{flops / 1e6:.1f}" if flops >= 1e5 else f"{flops / 1e6:.2g}",
                 str(job.folder) if job.trains else "–",
             )
         )

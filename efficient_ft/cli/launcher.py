@@ -7,7 +7,6 @@ alone, in the folder it would have alone. Other launchers (submitit) remain sele
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,11 +15,10 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf
 
-from efficient_ft.cli.jobs import Job, command, run_jobs, titles
+from efficient_ft.cli.jobs import Job, command, run_jobs, titles, write_sweep_table
 from efficient_ft.config import check
 from efficient_ft.config.plain import plain
 from efficient_ft.core.errors import UserError
-from efficient_ft.record.collection import collect_runs, write_tables
 
 #: Overrides that steer the sweep and have no meaning in a single run.
 _STEERING = ("hydra.mode", "hydra.sweep", "hydra.launcher", "hydra/launcher", "hydra/sweeper", "hydra.run.dir")
@@ -66,19 +64,8 @@ class Sweep:
         try:
             run_jobs(jobs, self._command, max((job.config.jobs for job in jobs), default=1))
         finally:
-            self._write_table(folders)
+            write_sweep_table(Path(self.config.hydra.sweep.dir), folders)
         return [_returned(job) for job in jobs]
-
-    def _write_table(self, folders: Sequence[Path]) -> None:
-        """Write the table of the finished runs into SWEEP_DIR/sweeps, under a name that stands for the sweep's runs."""
-        outputs = Path(self.config.hydra.sweep.dir)
-        inside = [folder for folder in folders if folder.is_relative_to(outputs)]
-        found = collect_runs(outputs, sorted(inside))
-        if len(found.runs) < 2:
-            return
-        name = hashlib.sha256("\n".join(map(str, sorted(inside))).encode()).hexdigest()[:8]
-        files = write_tables(found, outputs / "sweeps" / name)
-        print(f"\nTable of the sweep: {', '.join(map(str, files))}", flush=True)
 
     def _job(self, overrides: Sequence[str], title: str) -> Job:
         composed = self.context.config_loader.load_sweep_config(self.config, list(overrides))

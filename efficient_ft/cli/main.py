@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -117,6 +118,11 @@ def check_commandline(arguments: Any) -> list[ComposedJob]:
     composed = composed_jobs(conf, name, arguments.overrides, sweep=_sweeps(arguments), search=arguments.config_dir)
     if arguments.cfg:
         return composed
+    if "hydra/launcher=submitit_slurm" in arguments.overrides and shutil.which("srun") is None:
+        raise UserError(
+            "hydra/launcher=submitit_slurm needs Slurm, and srun is not on this machine. Use"
+            " hydra/launcher=submitit_local, or leave it out and set jobs=N."
+        )
     if not _sweeps(arguments) and any(text.startswith("jobs=") for text in arguments.overrides):
         print("note: jobs has no effect on a single run; it is for sweeps (-m).", file=sys.stderr)
     for one in composed:

@@ -9,17 +9,22 @@ if TYPE_CHECKING:
     from efficient_ft.papers.published import Table
 
 
-def state_of(table: Table) -> str:
-    """Say what this machine can do of `table` now: its runs, its costs, or nothing, with the reason."""
+def state_of(table: Table, root: str = "./data") -> str:
+    """Say what this machine can do of `table` now: its runs, its costs, or nothing, with the reason.
+
+    Args:
+        table: a published table.
+        root: where the data sets are (`data.root`).
+    """
     cells = [cell for row in table.rows for cell in row.cells.values()]
     runs = [cell for cell in cells if cell.arguments]
     if not runs:
         counted = table.counted or any(row.arguments for row in table.rows)
         return "costs" if counted else f"no: {table.reason}"
     needed = sorted({str(cell.data) for cell in runs})
-    here = [data for data in needed if present(data)]
+    here = [data for data in needed if present(data, root)]
     missing = [data for data in needed if data not in here]
-    absent = [f"not in ./data: {', '.join(missing)}"] if missing else []
+    absent = [f"not in {root}: {', '.join(missing)}"] if missing else []
     ready = [cell for cell in runs if cell.data in here]
     models = sorted({cell.arguments[0] for cell in ready})
     without = [model for model in models if not _weights(model)]
@@ -43,10 +48,10 @@ def _weights(model: str) -> bool:
     return missing_weights(config.model) is None
 
 
-def present(data: str) -> bool:
-    """Whether the files of a published data set are in ./data, where runs look for them by default."""
+def present(data: str, root: str = "./data") -> bool:
+    """Whether the files of a published data set are in `root`."""
     from efficient_ft.data.published import PUBLISHED
 
     source = PUBLISHED[data]
-    root = source.root("./data")
-    return all(archive.state(root) not in ("absent", "partial", "broken") for archive in source.archives)
+    folder = source.root(root)
+    return all(archive.state(folder) not in ("absent", "partial", "broken") for archive in source.archives)

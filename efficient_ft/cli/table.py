@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from efficient_ft.core.errors import SettingError, UserError
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 The published tables and figures of the four papers.
 
-    efficient-ft table                                list all, and what this machine can do of each now
+    efficient-ft table [data.root=DIR]                list all, and what this machine can do of each now
     efficient-ft table lbp_wht/2                      the printed numbers, row by row, and our deviations
     efficient-ft table lbp_wht/2 --commands           the command of every accuracy
     efficient-ft table lbp_wht/2 --cost               every row's cost, by the paper's rule and as executed
@@ -58,9 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     settings = [word for word in (options.table, *options.settings) if word is not None and "=" in word]
     if options.table is None or "=" in options.table:
-        if options.run or options.report or options.commands or options.cost or options.rows or settings:
-            raise UserError("Name a table before its rows and settings; `efficient-ft table` lists them.")
-        print(_list(options.form))
+        roots = [word.partition("=")[2] for word in settings if word.startswith("data.root=")]
+        others = len(settings) > len(roots)
+        if options.run or options.report or options.commands or options.cost or options.rows or others:
+            raise UserError(
+                "Name a table before its rows and settings; `efficient-ft table [data.root=DIR]` lists them."
+            )
+        print(_list(options.form, roots[-1] if roots else "./data"))
         return
     for word in options.settings:
         if "=" not in word:
@@ -87,13 +92,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for one in runs:
             print(shlex.join(["efficient-ft", *one.arguments]))
         return
-    from efficient_ft.cli.jobs import command, run_jobs
+    from efficient_ft.cli.jobs import command, run_jobs, write_sweep_table
 
     jobs = _jobs(runs)
     try:
         if options.run:
             run_jobs(jobs, lambda job: command(None, None, None, job.arguments), jobs[0].config.jobs)
     finally:  # what has been found is shown in spite of a failure
+        if options.run:
+            write_sweep_table(Path("outputs"), [job.folder for job in jobs])
         print(_report(table, rows, runs, jobs, settings, options.form))
 
 
@@ -133,8 +140,13 @@ def _seeds(given: str) -> list[int]:
     return list(dict.fromkeys(int(word) for word in given.split(",")))
 
 
-def _list(form: str) -> str:
-    """All tables and figures, what each needs, and what can be done of it on this machine now."""
+def _list(form: str, root: str) -> str:
+    """All tables and figures, what each needs, and what can be done of it on this machine now.
+
+    Args:
+        form: one of `core.sheet.FORMS`.
+        root: where the data sets are.
+    """
     from efficient_ft.cli.needs import state_of
     from efficient_ft.papers.published import figures, published_table, table_names
 
@@ -143,7 +155,7 @@ def _list(form: str) -> str:
     for name in table_names():
         table = published_table(name)
         accuracies = sum(len(row.cells) for row in table.rows)
-        lines.append([name, len(table.rows), accuracies or None, table.title, state_of(table)])
+        lines.append([name, len(table.rows), accuracies or None, table.title, state_of(table, root)])
     for figure in figures():
         lines.append([figure.name, None, None, figure.title, figure.command or f"no: {figure.reason}"])
     return render(header, lines, form, left=5)

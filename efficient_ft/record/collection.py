@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,10 @@ from efficient_ft.record.results import Results, flatten, images_digest, read_re
 _OWN = ("seed", "model.name", "data.name", "resume", "jobs", "table", "rows", "evaluate", "cost_only", "published")
 _PLACES = ("logger.", "cost.", "step_stats.", "data.num_workers", "data.download", "trainer.progress",
            "trainer.accelerator", "keep_freed_memory")  # fmt: skip
+
+
+#: Begins the reason why a copy of a run is left out.
+_COPY = "it is a copy of"
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,19 @@ def collect_runs(folder: Path, runs: Iterable[Path]) -> Collection:
             read.append(_run(name, run, read_results(run, USE_ITS_VERSION)))
         except UserError as error:
             ignored[name] = str(error)
-    return Collection(joined(read), ignored)
+    kept, copies = without_copies(read)
+    return Collection(joined(kept), ignored | copies)
+
+
+def without_copies(runs: Iterable[Run]) -> tuple[list[Run], dict[str, str]]:
+    """Return the runs without copies of a run folder, and by their names what the others are copies of."""
+    first: dict[str, Run] = {}
+    copies = {}
+    for run in runs:
+        original = first.setdefault(json.dumps(run.results), run)
+        if original is not run:
+            copies[run.folder] = f"{_COPY} {original.folder}"
+    return list(first.values()), copies
 
 
 def joined(runs: Iterable[Run]) -> tuple[Run, ...]:
@@ -121,7 +138,9 @@ def write_tables(collection: Collection, path: Path) -> list[Path]:
     texts = {
         ".csv": render(header, rows, "csv"),
         ".json": render(header, rows, "json"),
-        ".md": render(means, mean_rows, "markdown", left=means.index("seeds") + 1),
+        ".md": "\n\n".join(
+            [render(means, mean_rows, "markdown", left=means.index("seeds") + 1), *notes(collection, means=True)]
+        ),
     }
     files = [path.with_name(path.name + suffix) for suffix in texts]
     for file, text in zip(files, texts.values(), strict=True):
@@ -223,10 +242,22 @@ def notes(collection: Collection, means: bool) -> list[str]:
         means: means over the seeds are shown, which hold the later one of two runs with the same seed.
     """
     unfinished = [name for name, reason in collection.ignored.items() if "has not finished" in reason]
-    said = [f"Left out: {name}: {reason}" for name, reason in collection.ignored.items() if name not in unfinished]
+    copies = [f"{name} (of {reason.removeprefix(_COPY).strip()})" for name, reason in collection.ignored.items()
+              if reason.startswith(_COPY)]  # fmt: skip
+    said = [f"Left out: {name}: {reason}" for name, reason in collection.ignored.items()
+            if name not in unfinished and not reason.startswith(_COPY)]  # fmt: skip
+    if copies:
+        said.insert(0, f"Left out, copies of other runs: {', '.join(copies)}.")
     if unfinished:
         said.insert(0, f"Left out, not finished (running, interrupted or failed): {', '.join(unfinished)}.")
-    return [*said, *other_images(collection), *(repeated(collection) if means else []), *missing_seeds(collection)]
+    said += [*limited(collection), *other_images(collection), *(repeated(collection) if means else [])]
+    return [*said, *missing_seeds(collection)]
+
+
+def limited(collection: Collection) -> list[str]:
+    """A sentence about runs whose accuracy is that of a part of the images."""
+    names = [run.folder for run in collection.runs if run.config.trainer.limit_eval_batches is not None]
+    return [f"Accuracy on a part of the images (trainer.limit_eval_batches): {', '.join(names)}."] if names else []
 
 
 def other_images(collection: Collection) -> list[str]:

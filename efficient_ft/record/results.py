@@ -16,7 +16,7 @@ from typing_extensions import TypedDict  # pydantic needs this one below Python 
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.record.files import write_text_atomically
-from efficient_ft.record.formats import START_AGAIN, check_format
+from efficient_ft.record.formats import START_AGAIN, USE_ITS_VERSION, check_format
 
 NAME = "results.json"
 
@@ -180,7 +180,8 @@ def read_results(run: Path, do: str = START_AGAIN) -> Results:
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}. {do}") from error
     except ValueError as error:
-        raise UserError(f"{file} cannot be read: it is not valid JSON. {do}") from error
+        do = "Repeat the run." if do == USE_ITS_VERSION else do
+        raise UserError(f"{file} is damaged: it is not valid JSON. {do}") from error
     if not isinstance(plain, dict):
         raise UserError(f"{file} cannot be read: it is not an object. {do}")
     check_format(file, plain.get("format"), do)

@@ -7,6 +7,7 @@ panels are written as JSON.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,21 @@ from efficient_ft.core.errors import UserError, first_line
 from efficient_ft.record.collection import Collection
 from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.rows import MetricsFile
-from efficient_ft.report.runs import names_of
+from efficient_ft.report.runs import budgets_of, names_of
 
-#: The panels: a title, what is drawn (curves over training, or one point per run), its x and its y.
+#: The panels: title, what is drawn (curves over training, or one point per run), x and y, where ``/.*`` at the
+#: end stands for several. accuracy.final is that of the test images; without any, of the split that chose the epoch.
 PANELS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
-    ("Accuracy against FLOPs of the run", "points", "totals.flops", ("accuracy.best",)),
-    ("Accuracy against kept bytes per image", "points", "cost.executed.saved_bytes", ("accuracy.best",)),
-    ("Accuracy against peak memory", "points", "cost.measured.peak_bytes", ("accuracy.best",)),
-    ("Accuracy against time", "points", "totals.seconds", ("accuracy.best",)),
-    ("Accuracy against energy", "points", "totals.joules", ("accuracy.best",)),
+    ("Accuracy against FLOPs of the run", "points", "totals.flops", ("accuracy.final",)),
+    ("Accuracy against kept bytes per image", "points", "cost.executed.saved_bytes", ("accuracy.final",)),
+    ("Accuracy against peak memory", "points", "cost.measured.peak_bytes", ("accuracy.final",)),
+    ("Accuracy against time", "points", "totals.seconds", ("accuracy.final",)),
+    ("Accuracy against energy", "points", "totals.joules", ("accuracy.final",)),
     # Of the split that chooses the epoch: published recipes choose on the test images.
     ("Accuracy over FLOPs", "curves", "flops", ("val_accuracy", "test_accuracy")),
     ("Accuracy over time", "curves", "seconds", ("val_accuracy", "test_accuracy")),
     ("Training loss", "curves", "Step", ("train_loss",)),
+    ("Budgets of the blocks", "curves", "Step", ("budget/.*",)),
 )
 
 
@@ -55,7 +58,7 @@ def upload(found: Collection, *, project: str, entity: str | None, offline: bool
     out.mkdir(parents=True, exist_ok=True)
     names = names_of(found.runs)
     for run, name in zip(found.runs, names, strict=True):
-        rows, identity = MetricsFile(run.path).read(), run.path / "run_id"
+        identity = run.path / "run_id"
         try:
             sent: Any = wandb.init(
                 project=project,
@@ -75,11 +78,23 @@ def upload(found: Collection, *, project: str, entity: str | None, offline: bool
                 f"dashboard: wandb cannot start: {first_line(error)} Use --offline, or log in first (wandb login)."
             ) from error
         define_metrics(sent)
-        for row in rows:
-            sent.log({key: value for key, value in row.items() if key != "step" and value is not None}, row["step"])
+        for step, values in _history(run.path).items():
+            sent.log(values, step)
         sent.summary.update(summary_of(run.results))
         sent.finish()
     return names
+
+
+def _history(folder: Path) -> dict[int, dict[str, Any]]:
+    """Metrics and budgets of a run, by step in ascending order."""
+    found: defaultdict[int, dict[str, Any]] = defaultdict(dict)
+    for row in MetricsFile(folder).read():
+        found[row["step"]].update((key, value) for key, value in row.items() if key != "step" and value is not None)
+    budgets = budgets_of(folder)
+    if budgets is not None:
+        for step, values in zip(budgets["steps"], budgets["values"], strict=True):
+            found[step].update(zip((f"budget/{block}" for block in budgets["blocks"]), values, strict=True))
+    return dict(sorted(found.items()))
 
 
 def write_panels(path: Path, title: str) -> None:
@@ -114,6 +129,8 @@ def _panels() -> list[Any]:
     return [
         wr.ScatterPlot(title=title, x=wr.SummaryMetric(x), y=wr.SummaryMetric(y[0]))
         if kind == "points"
+        else wr.LinePlot(title=title, x=x, metric_regex=y[0])
+        if y[0].endswith("/.*")
         else wr.LinePlot(title=title, x=x, y=list(y))
         for title, kind, x, y in PANELS
     ]

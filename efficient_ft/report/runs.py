@@ -25,6 +25,7 @@ from efficient_ft.record.collection import (
     notes,
     run_rows,
     varying,
+    without_copies,
 )
 from efficient_ft.record.config_file import NAME as CONFIG
 from efficient_ft.record.files import write_text_atomically
@@ -89,7 +90,8 @@ def collect_paths(paths: Sequence[Path]) -> Collection:
     if not runs:
         first = next(iter(ignored.values()), "")
         raise UserError(f"There is no finished run in {', '.join(map(str, paths))}. {first}".rstrip())
-    return Collection(joined(runs), ignored)
+    kept, copies = without_copies(runs)
+    return Collection(joined(kept), ignored | copies)
 
 
 def _splits(found: Collection) -> str:
@@ -110,11 +112,12 @@ def page_data(found: Collection) -> dict[str, Any]:
         runs.append(
             {
                 "name": name,
+                "data": run.data,
                 "accuracy": accuracy_of(run),
                 "colour": groups[run.group],
                 "numbers": {cost: numbers[cost] for cost in COSTS},
                 "rows": _curve_rows(run.path),
-                "budgets": _budgets(run.path),
+                "budgets": budgets_of(run.path),
             }
         )
     numeric = table_numbers(header, table)
@@ -201,7 +204,8 @@ def _thinned(places: Sequence[int]) -> list[int]:
     return [places[i] for i in np.unique(np.linspace(0, len(places) - 1, MAX_POINTS).round().astype(int))]
 
 
-def _budgets(folder: Path) -> dict[str, Any] | None:
+def budgets_of(folder: Path) -> dict[str, Any] | None:
+    """The budgets that a run has recorded: steps, blocks, and values by step; None: it has recorded none."""
     try:
         record = read(folder)
     except UserError:  # the run has recorded none

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -183,7 +184,11 @@ def stop_on_interrupt(recorder: Recorder) -> Iterator[None]:
         yield
         return
 
+    process = os.getpid()
+
     def request(number: int, frame: Any) -> None:
+        if os.getpid() != process:  # a worker that loads images: its parent ends it
+            return
         if recorder.stop_requested:
             raise KeyboardInterrupt
         recorder.stop_requested = True

@@ -81,13 +81,13 @@ def test_processes_count_the_same_as_one(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("weights", [True, False])
 def test_runs_need_data_and_weights(monkeypatch: pytest.MonkeyPatch, weights: bool) -> None:
-    monkeypatch.setattr(needs, "present", lambda data: data == "cifar10")
+    monkeypatch.setattr(needs, "present", lambda data, root: (data, root) == ("cifar10", "elsewhere"))
     monkeypatch.setattr(needs, "_weights", lambda model: weights)
-    state = needs.state_of(published_table("bsr/3"))
+    state = needs.state_of(published_table("bsr/3"), "elsewhere")
     assert state == (
-        "costs; 3 of 6 runs: not in ./data: cifar100"
+        "costs; 3 of 6 runs: not in elsewhere: cifar100"
         if weights
-        else "costs; 0 of 6 runs: not in ./data: cifar100; weights not here: deit_small"
+        else "costs; 0 of 6 runs: not in elsewhere: cifar100; weights not here: deit_small"
     )
 
 

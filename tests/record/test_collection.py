@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from efficient_ft.record.collection import (
     repeated,
     run_rows,
     varying,
+    write_tables,
 )
 from efficient_ft.record.config_file import write_config
 from tests.record.some import some_results
@@ -122,6 +125,24 @@ def test_of_a_repeated_seed_the_later_run_counts_and_the_other_is_named(runs: Pa
     full = next(group for group in groups(found.runs) if len(group) == 3)
     assert [run.folder for run in full] == ["full/0", "full/1", "full/2"]
     assert repeated(found) == ["full/again is left out: full/2 has the same settings and is later."]
+
+
+def test_a_copy_of_a_run_counts_once_and_is_named(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = len(collect(runs).runs)
+    shutil.copytree(runs / "full/1", runs / "zcopy")
+    command.main([str(runs), "--runs", "--form", "csv"])
+    shown = capsys.readouterr()
+    assert len(list(csv.reader(shown.out.splitlines()))) == 1 + before
+    assert "Left out, copies of other runs: zcopy (of full/1)." in shown.err
+
+
+def test_accuracies_on_a_part_of_the_images_are_named(runs: Path) -> None:
+    assert "limit_eval_batches" not in " ".join(notes(collect(runs), means=True))
+    write(runs / "part/0", 0.5, trainer__limit_eval_batches=2)
+    said = "Accuracy on a part of the images (trainer.limit_eval_batches): part/0."
+    assert said in notes(collect(runs), means=True)
+    *_, markdown = write_tables(collect(runs), runs / "table")
+    assert said in markdown.read_text()
 
 
 def test_settings_that_were_given_tell_runs_apart_where_only_one_has_the_method(runs: Path) -> None:

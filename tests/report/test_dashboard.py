@@ -33,13 +33,26 @@ def test_a_finished_run_is_written_as_it_was_recorded(
     assert len(found["history"]) == 300, "rows of the same step are one"
     assert found["history"][0]["train_loss"] == 3
     assert found["history"][-1]["val_accuracy"] == 0.6
-    assert found["summary"]["accuracy.test"] == 0.7
+    assert found["summary"]["accuracy.test"] == found["summary"]["accuracy.final"] == 0.7
     assert found["summary"]["totals.flops"] == 5e12
     assert found["metrics"]["val_accuracy*"].max
     assert found["metrics"]["val_loss*"].min
     panels = json.loads((out / "panels.json").read_text())
+    assert {y for panel in panels["panels"] for y in panel["y"] if panel["kind"] == "points"} == {"accuracy.final"}
     assert panels["title"] == "Title"
     assert [panel["title"] for panel in panels["panels"]] == [title for title, *_ in PANELS]
+
+
+@pytest.mark.slow
+def test_budgets_are_sent_with_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    runs, out = filled(tmp_path / "runs"), tmp_path / "out"
+    run_command("dashboard", [str(runs / "c"), "--offline", "--project", "mine", "--out", str(out)])
+    history = offline_run(out)["history"]
+    assert len(history) == 300
+    assert [row["budget/1"] for row in history[:3]] == [0.9, 0.8, 0.7]
+    assert history[2]["train_loss"] == 1
+    assert "budget/1" not in history[3]
 
 
 def test_the_panels_are_wandb_s() -> None:

@@ -251,7 +251,7 @@ def test_mistakes_end_with_one_message_and_status_2(tmp_path, capsys, make, text
 @pytest.mark.parametrize(
     ("file", "content", "text"),
     [
-        ("results.json", "{", "results.json cannot be read: it is not valid JSON. Repeat the run with this version"),
+        ("results.json", "{", "results.json is damaged: it is not valid JSON. Repeat the run."),
         ("results.json", "{}", "results.json was written by an earlier version"),
         ("step_stats.jsonl", '{"step": 1}\n', "step_stats.jsonl cannot be read: a row lacks step, blocks or trained."),
         ("step_stats.jsonl", '{"step": 1, "blocks": 3, "trained": []}\n', "step_stats.jsonl is damaged"),

@@ -147,6 +147,17 @@ def test_a_browser_draws_sorts_and_marks(tmp_path: Path) -> None:
     assert after.count('class="other"') >= 2
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_runs_on_different_data_have_fronts_of_their_own(tmp_path: Path) -> None:
+    write(tmp_path / "a", 0.9, seed=0)
+    write(tmp_path / "b", 0.4, seed=0, data__name="cifar10")
+    drawn = dom(write_runs_page([tmp_path], tmp_path))
+    scatter = drawn[drawn.index('id="scatter"') : drawn.index('id="curves"')]
+    assert scatter.count('class="front"') == 2
+    assert re.search(r"that no other run beats in both: on digits: .*; on cifar10: ", scatter)
+
+
 def dom(page: Path) -> str:
     """The document after its scripts have run."""
     assert CHROMIUM is not None
