@@ -23,10 +23,6 @@ _PLACES = ("logger.", "cost.", "step_stats.", "data.num_workers", "data.download
            "trainer.accelerator", "keep_freed_memory")  # fmt: skip
 
 
-#: Begins the reason why a copy of a run is left out.
-_COPY = "it is a copy of"
-
-
 @dataclass(frozen=True)
 class Run:
     """A finished run.
@@ -66,10 +62,12 @@ class Collection:
     Attributes:
         runs: in the order of their folders.
         ignored: by relative folder, why a run is left out: unfinished, damaged, or of another version.
+        copies: by the relative folder of a copy that is left out, the folder of the run.
     """
 
     runs: tuple[Run, ...]
     ignored: Mapping[str, str]
+    copies: Mapping[str, str]
 
 
 def collect(folder: Path) -> Collection:
@@ -99,17 +97,17 @@ def collect_runs(folder: Path, runs: Iterable[Path]) -> Collection:
         except UserError as error:
             ignored[name] = str(error)
     kept, copies = without_copies(read)
-    return Collection(joined(kept), ignored | copies)
+    return Collection(joined(kept), ignored, copies)
 
 
 def without_copies(runs: Iterable[Run]) -> tuple[list[Run], dict[str, str]]:
-    """Return the runs without copies of a run folder, and by their names what the others are copies of."""
+    """Return the runs without copies of a run folder, and by the folders of the others what they are copies of."""
     first: dict[str, Run] = {}
     copies = {}
     for run in runs:
         original = first.setdefault(json.dumps(run.results), run)
         if original is not run:
-            copies[run.folder] = f"{_COPY} {original.folder}"
+            copies[run.folder] = original.folder
     return list(first.values()), copies
 
 
@@ -242,12 +240,10 @@ def notes(collection: Collection, means: bool) -> list[str]:
         means: means over the seeds are shown, which hold the later one of two runs with the same seed.
     """
     unfinished = [name for name, reason in collection.ignored.items() if "has not finished" in reason]
-    copies = [f"{name} (of {reason.removeprefix(_COPY).strip()})" for name, reason in collection.ignored.items()
-              if reason.startswith(_COPY)]  # fmt: skip
-    said = [f"Left out: {name}: {reason}" for name, reason in collection.ignored.items()
-            if name not in unfinished and not reason.startswith(_COPY)]  # fmt: skip
-    if copies:
-        said.insert(0, f"Left out, copies of other runs: {', '.join(copies)}.")
+    said = [f"Left out: {name}: {reason}" for name, reason in collection.ignored.items() if name not in unfinished]
+    if collection.copies:
+        copies = ", ".join(f"{copy} (of {run})" for copy, run in collection.copies.items())
+        said.insert(0, f"Left out, copies of other runs: {copies}.")
     if unfinished:
         said.insert(0, f"Left out, not finished (running, interrupted or failed): {', '.join(unfinished)}.")
     said += [*limited(collection), *other_images(collection), *(repeated(collection) if means else [])]

@@ -76,6 +76,7 @@ def collect_paths(paths: Sequence[Path]) -> Collection:
     """
     runs: list[Run] = []
     ignored: dict[str, str] = {}
+    copies: dict[str, str] = {}
     seen: set[Path] = set()
     for path in paths:
         one = (path / CONFIG).is_file()
@@ -87,11 +88,13 @@ def collect_paths(paths: Sequence[Path]) -> Collection:
         seen.update(run.path.resolve() for run in new)
         runs += [replace(run, folder=run.path.as_posix()) if several else run for run in new]
         ignored.update({(base / name).as_posix() if several else name: why for name, why in found.ignored.items()})
+        copies.update({(base / a).as_posix() if several else a: (base / b).as_posix() if several else b
+                       for a, b in found.copies.items()})  # fmt: skip
     if not runs:
         first = next(iter(ignored.values()), "")
         raise UserError(f"There is no finished run in {', '.join(map(str, paths))}. {first}".rstrip())
-    kept, copies = without_copies(runs)
-    return Collection(joined(kept), ignored | copies)
+    kept, further = without_copies(runs)
+    return Collection(joined(kept), ignored, copies | further)
 
 
 def _splits(found: Collection) -> str:

@@ -161,3 +161,14 @@ def test_a_copy_of_the_repository_in_a_folder_with_spaces_works(tmp_path: Path) 
     )
     assert done.returncode == 0, done.stderr
     assert "lr: 0.5" in done.stdout
+
+
+def test_slurm_is_refused_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["efficient-ft", "-m", "hydra/launcher=submitit_slurm", "seed=0,1"])
+    with pytest.raises(SystemExit) as ended:
+        main_of_command()
+    assert ended.value.code == 2
+    assert "hydra/launcher=submitit_slurm needs Slurm" in capsys.readouterr().err

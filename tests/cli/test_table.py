@@ -91,6 +91,18 @@ def test_runs_need_data_and_weights(monkeypatch: pytest.MonkeyPatch, weights: bo
     )
 
 
+def test_the_list_says_what_the_data_in_a_folder_allow(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(needs, "present", lambda data, root: (data, root) == ("cifar10", "DIR"))
+    monkeypatch.setattr(needs, "_weights", lambda model: True)
+    listed = {row["table"]: row["here"] for row in csv.DictReader(io.StringIO(
+        printed(capsys, "data.root=DIR", "--form", "csv")))}  # fmt: skip
+    assert listed["bsr/3"] == "costs; 3 of 6 runs: not in DIR: cifar100"
+    with pytest.raises(UserError, match="Name a table before its rows and settings"):
+        table.main(["data.root=DIR", "seed=1"])
+
+
 def test_a_table_is_shown_as_printed_with_what_differs_here(capsys: pytest.CaptureFixture[str]) -> None:
     shown = printed(capsys, "back_razor/1")
     assert re.search(r"ft_full +FT-Full +366 ", shown)
@@ -281,9 +293,24 @@ def test_a_row_runs_and_is_reported(shared_data: Path, tmp_path: Path) -> None:
     shutil.unpack_archive(shared_data / "flowers102_64.tar.gz", tmp_path, filter="data")
     few = ["trainer.max_steps=2", "trainer.limit_eval_batches=1", "model.image_size=64", "trainer.progress=false"]
     here = ["data.root=flowers102_64", "data.download=false", f"model.weights={shared_data / 'deit_tiny.safetensors'}"]
-    given = ["alast/7", "--run", "--rows", "deit_t.ft_head", *few, *here, "data.batch_size=16", "cost.baseline=none"]
+    given = [
+        "alast/7",
+        "--run",
+        "--rows",
+        "deit_t.ft_head",
+        "--seeds",
+        "0,1",
+        *few,
+        *here,
+        "data.batch_size=16",
+        "cost.baseline=none",
+    ]
     command = [sys.executable, "-m", "efficient_ft", "table", *given]
-    for said in (r"deit_t.ft_head +51.00 +\d+\.\d\d", "finished before"):
+    for said in (
+        r"deit_t.ft_head +51.00 +\d+\.\d\d \[.*\], 2 seeds",
+        "finished before",
+        "Table of the sweep: outputs/sweeps/",
+    ):
         done = subprocess.run(
             command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True
         )
