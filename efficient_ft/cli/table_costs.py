@@ -22,9 +22,6 @@ from efficient_ft.papers.rules import batch_and_unit, count_cost, count_settings
 #: Relative difference from the printed number above which a reason is given.
 TOLERANCE = 0.02
 
-#: Columns of ratios to the row of `papers.published.baseline_of`.
-_RATIOS = ("speedup", "train_memory_reduction", "fwd_gmacs_reduction")
-
 #: Figures that only a rule of the paper gives.
 _BY_RULE = ("train_memory_mb", "activation_memory_mb", "train_memory_reduction")
 
@@ -178,13 +175,6 @@ def _backward(table: Table, row: Row) -> Counts:
     return None, None if not row.arguments else _executed(row.arguments).backward_flops / 1e6
 
 
-def _speedup(table: Table, row: Row) -> Counts:
-    if not row.arguments:
-        return None, None
-    _, baseline = baseline_of(table, row)
-    return None, _executed(baseline.arguments).backward_flops / _executed(row.arguments).backward_flops
-
-
 #: BSR's Table 1: MiB of activations in fp32 for 196 patches and the class token, 384 channels, 6 heads, expansion 4.
 _ACTIVATIONS = {
     "self_attention": 4 * 3 * 197 * 384 / 2**20,
@@ -239,7 +229,7 @@ def _measured(table: Table, row: Row) -> Counts:
 
 _COUNTED: dict[str, Callable[[Table, Row], Counts]] = {
     "bwd_mflops": _backward,
-    "speedup": _speedup,
+    "speedup": partial(_reduction, _backward),
     "train_memory_mb": _memory,
     "activation_memory_mb": _memory,
     "train_memory_reduction": partial(_reduction, _memory),
@@ -277,7 +267,7 @@ def count_ahead(
     for row in rows:
         if any(_COUNTED.get(column) not in (None, _measured, _parameters) for column in row.costs):
             needed[row.arguments] = None
-            if any(column in _RATIOS for column in row.costs):
+            if any(isinstance(_COUNTED.get(column), partial) for column in row.costs):  # a ratio to the baseline
                 needed[baseline_of(table, row)[1].arguments] = None
     todo = [arguments for arguments in needed if arguments and arguments not in _known]
     if min(processes, len(todo)) < 2:

@@ -271,11 +271,11 @@ def other_images(collection: Collection) -> list[str]:
 
 
 def repeated(collection: Collection) -> list[str]:
-    """A sentence for every run that `groups` leaves out because a later one has the same settings and seed."""
+    """A sentence about the runs that `groups` leaves out because a later one has the same settings and seed."""
     kept = {(run.group, run.config.seed): run for group in groups(collection.runs) for run in group}
     pairs = [(run, kept[run.group, run.config.seed]) for run in collection.runs]
-    return [f"{run.folder} is left out: {later.folder} has the same settings and is later." for run, later in pairs
-            if run is not later]  # fmt: skip
+    names = [f"{run.folder} (than {later.folder})" for run, later in pairs if run is not later]
+    return [f"Left out, earlier than a run with the same settings and seed: {', '.join(names)}."] if names else []
 
 
 def _date(run: Run) -> str:
@@ -283,16 +283,16 @@ def _date(run: Run) -> str:
 
 
 def missing_seeds(collection: Collection) -> list[str]:
-    """A sentence for every group that lacks seeds which another group on the same model and data has."""
+    """A sentence for the groups that lack the same seeds, which another group on the same model and data has."""
     found = groups(collection.runs)
-    said = []
+    lacking: dict[str, list[str]] = {}
     for group in found:
         alike = [other for other in found if _task(other[0]) == _task(group[0])]
         every = sorted({run.config.seed for other in alike for run in other})
-        absent = [seed for seed in every if seed not in {run.config.seed for run in group}]
-        if absent and len(every) > 1:
-            said.append(f"{group[0].folder} ({group[0].method}) has no run with seed {', '.join(map(str, absent))}.")
-    return said
+        absent = [str(seed) for seed in every if seed not in {run.config.seed for run in group}]
+        if absent:
+            lacking.setdefault(", ".join(absent), []).append(f"{group[0].folder} ({group[0].method})")
+    return [f"No run with seed {seeds}: {', '.join(names)}." for seeds, names in lacking.items()]
 
 
 def _task(run: Run) -> tuple[str, str]:

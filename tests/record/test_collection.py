@@ -107,10 +107,7 @@ def test_a_row_for_every_run_has_the_settings_that_differ_and_numbers(runs: Path
 
 def test_missing_seeds_are_named(runs: Path) -> None:
     said = missing_seeds(collect(runs))
-    assert said == [
-        "lora/0 (lora) has no run with seed 1, 2.",
-        "other/0 (full) has no run with seed 1, 2.",
-    ]
+    assert said == ["No run with seed 1, 2: lora/0 (lora), other/0 (full)."]
 
 
 def test_of_a_repeated_seed_the_later_run_counts_and_the_other_is_named(runs: Path) -> None:
@@ -124,7 +121,8 @@ def test_of_a_repeated_seed_the_later_run_counts_and_the_other_is_named(runs: Pa
     found = collect(runs)
     full = next(group for group in groups(found.runs) if len(group) == 3)
     assert [run.folder for run in full] == ["full/0", "full/1", "full/2"]
-    assert repeated(found) == ["full/again is left out: full/2 has the same settings and is later."]
+    (said,) = repeated(found)
+    assert said == "Left out, earlier than a run with the same settings and seed: full/again (than full/2)."
 
 
 def test_a_copy_of_a_run_counts_once_and_is_named(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
