@@ -188,10 +188,11 @@ def study_accuracy(name: str, row: str) -> str:
 
 
 @value
-def study_run(name: str, row: str, tuned: str) -> str:
-    """Test accuracy of one run of the search for a row's value, in percent: ``study-run NAME head 0.001``."""
+def study_run(name: str, row: str, tuned: str, seed: str | None = None) -> str:
+    """Test accuracy of one run, in percent: ``study-run NAME head 0.001 2``; without a seed, one of the search."""
     records = studies.records(name)
-    found = records.of_the_search(records.run(row, float(tuned), records.study.tune.seed))
+    wanted = records.study.tune.seed if seed is None else int(seed)
+    found = records.of_the_search(records.run(row, float(tuned), wanted))
     assert found is not None, f"{name} has no record of {row} at {tuned} with its present settings"
     return f"{studies.test_accuracy(found):.1f}"
 
