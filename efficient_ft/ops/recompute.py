@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from efficient_ft.core.errors import UserError
 from efficient_ft.ops.autocast import current_autocast
 from efficient_ft.ops.packed import load, save
 from efficient_ft.ops.packing import PackContext, Packer
@@ -29,30 +28,36 @@ def recompute(
     parameters: Sequence[Tensor],
     packer: Packer,
     context: PackContext,
-) -> Tensor:
+) -> Any:
     """Return `function(x, *others, **keywords)`, recomputed in the backward pass from the packed x.
 
     The forward pass uses x itself, and the recomputed one the unpacked x. Dropout is the same in both: the state of the
     random generators is kept.
 
     Args:
-        function: a module's forward; it returns one tensor.
+        function: a module's forward; it returns a tensor, or a tuple, list or dictionary with tensors in it.
         x: (B, ...) activations.
-        others, keywords: the other arguments of `function`. Tensors in them are kept as they are.
+        others, keywords: the other arguments of `function`. Tensors in them are kept as they are, and get gradients.
         parameters: the parameters of the part that need a gradient.
         packer: packs x.
         context: in which x is packed.
-
-    Raises:
-        UserError: the function does not return a tensor, or another argument needs a gradient.
     """
     leaves, form = tree_flatten((others, keywords))
-    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-        raise UserError(
-            "Only the first argument of a recomputed block may need a gradient, and another argument needs one."
-            " Leave the block out of `blocks`."
-        )
-    return _Recompute.apply(function, leaves, form, packer, context, x, *parameters)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    # Autograd sees the tensors; the other leaves stay in their positions.
+    fixed = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def call(x: Tensor, *tensors: Tensor) -> tuple[TreeSpec, list[Any]]:
+        arguments = list(fixed)
+        for i, tensor in zip(at, tensors, strict=True):
+            arguments[i] = tensor
+        others, keywords = tree_unflatten(arguments, form)
+        results, result_form = tree_flatten(function(x, *others, **keywords))
+        return result_form, results
+
+    result_form, *results = _Recompute.apply(call, len(tensors), packer, context, x, *tensors, *parameters)
+    return tree_unflatten(results, result_form)
 
 
 class _Recompute(torch.autograd.Function):
@@ -61,49 +66,42 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        function: Callable[..., Any],
-        leaves: list[Any],
-        form: TreeSpec,
+        call: Callable[..., tuple[TreeSpec, list[Any]]],
+        count: int,
         packer: Packer,
         context: PackContext,
         x: Tensor,
-        *parameters: Tensor,
-    ) -> Tensor:
+        *others: Tensor,
+    ) -> tuple[Any, ...]:
+        """Return the form of the result, and its leaves; `others` are `count` arguments, then parameters."""
         ctx.state = _RandomState(x.device)
         ctx.autocast = current_autocast(x.device.type)
-        others, keywords = tree_unflatten(leaves, form)
-        y = function(x, *others, **keywords)
-        if not isinstance(y, Tensor):
-            raise UserError(
-                f"The output of a recomputed block must be a tensor, got {type(y).__name__}."
-                " Leave the block out of `blocks`."
-            )
-        # Tensors are saved where autograd and the meter can see them; other leaves stay in their positions.
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        save(ctx, packer.pack(x, context), *tensors, *parameters)
-        ctx.leaves, ctx.form = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves], form
-        ctx.gaps = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        ctx.function, ctx.type = function, x.dtype
-        return y
+        form, results = call(x, *others[:count])
+        save(ctx, packer.pack(x, context), *others)
+        ctx.call, ctx.count, ctx.type = call, count, x.dtype
+        return form, *results
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, *tensors = load(ctx)
-        leaves, parameters = list(ctx.leaves), tensors[len(ctx.gaps) :]
-        for i, tensor in zip(ctx.gaps, tensors, strict=False):
-            leaves[i] = tensor
-        others, keywords = tree_unflatten(leaves, ctx.form)
-        x = x.detach().to(ctx.type).requires_grad_(ctx.needs_input_grad[5])
-        wanted = [*([x] if ctx.needs_input_grad[5] else []), *parameters]
+    def backward(ctx: Any, _: None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, *others = load(ctx)
+        x = x.detach().to(ctx.type)
+        # Arguments are cut off from what made them; parameters are leaves already, which the function holds itself.
+        arguments = [x, *(tensor.detach() for tensor in others[: ctx.count])]
+        inputs = [*arguments, *others[ctx.count :]]
+        needed = ctx.needs_input_grad[4:]
+        for tensor, needs in zip(arguments, needed, strict=False):
+            tensor.requires_grad_(needs)
         with ExitStack() as stack:
             stack.enter_context(ctx.state.restored())
             stack.enter_context(ctx.autocast())
             stack.enter_context(torch.enable_grad())
-            y = ctx.function(x, *others, **keywords)
-        found = list(torch.autograd.grad(y, wanted, g, allow_unused=True))
-        g_x = found.pop(0) if ctx.needs_input_grad[5] else None
-        return None, None, None, None, None, g_x, *found
+            _form, results = ctx.call(*arguments)
+        recorded = [(y, g) for y, g in zip(results, grads, strict=True) if isinstance(y, Tensor) and y.requires_grad]
+        outputs, grad_outputs = zip(*recorded, strict=True)
+        wanted = [tensor for tensor, needs in zip(inputs, needed, strict=True) if needs]
+        found = iter(torch.autograd.grad(outputs, wanted, grad_outputs, allow_unused=True))
+        return None, None, None, None, *(next(found) if needs else None for needs in needed)
 
 
 class _RandomState:

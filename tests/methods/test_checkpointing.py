@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_ft.core.errors import UserError
 from efficient_ft.cost import executed
 from efficient_ft.methods import (
     Checkpointing,
@@ -54,8 +53,39 @@ def test_recomputation_hides_no_other_argument_of_a_block() -> None:
         assert any(t.data_ptr() == mask.data_ptr() for t in seen)
     exact = torch.autograd.grad(block(x, masks[0], 3.0, rest=masks[1:]).sum(), x)
     torch.testing.assert_close(torch.autograd.grad(y.sum(), x), exact)
-    with pytest.raises(UserError, match="another argument needs one"):
-        recompute(block, x, (masks[0], 3.0), {"rest": [x, x]}, [], Dense(), place)
+
+
+def test_recomputation_gives_every_argument_its_gradient_and_every_result() -> None:
+    """MViTv2's blocks return a tuple with the size of the grid, GC ViT's read a query that other blocks read too."""
+    x, query = (torch.randn(2, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weight = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    place = PackContext("block", 2, Ranges(), Overflow())
+
+    def block(x: Tensor, size: list[int], *, query: Tensor) -> tuple[dict[str, Tensor], list[int], Tensor]:
+        y = (x @ weight).exp() * query
+        return {"y": y}, [size[0] // 2], query.detach().argmax(1)
+
+    plain = block(x, [8], query=query)
+    recomputed = recompute(block, x, ([8],), {"query": query}, [weight], Dense(), place)
+    assert recomputed[1] == plain[1] == [4]
+    assert torch.equal(recomputed[2], plain[2])
+    exact, found = (torch.autograd.grad((y[0]["y"] * query).sum(), [x, query, weight]) for y in (plain, recomputed))
+    torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("architecture", ["mvitv2_tiny", "gcvit_xxtiny"])
+def test_blocks_with_more_arguments_or_results_are_recomputed(architecture: str) -> None:
+    def trained(*methods: Method) -> dict[str, Tensor | None]:
+        torch.manual_seed(0)
+        model = timm.create_model(architecture, num_classes=2, drop_path_rate=0.3, img_size=64).double().train()
+        for method in methods:
+            method.apply(model)
+        torch.manual_seed(1)
+        images = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+        F.cross_entropy(model(images), torch.tensor([0, 1])).backward()
+        return {n: p.grad for n, p in model.named_parameters()}
+
+    assert largest_difference(trained(), trained(Checkpointing())) < 1e-10
 
 
 def test_recomputation_lowers_the_peak() -> None:
