@@ -1,11 +1,12 @@
 """Packed tensors: the small forms in which activations are kept for the backward pass.
 
-`sparse` and `eight_bits` have the forms, `kernels` their kernels for CPU and GPU, and `packers` the classes that use
-them. `efficient_ft.ops.packed` has the operations that save packed tensors.
+`sparse`, `eight_bits` and `groups` have the forms, `kernels` their kernels for CPU and GPU, and `packers` the classes
+that use them. `efficient_ft.ops.packed` has the operations that save packed tensors.
 """
 
 from efficient_ft.ops.packing.eight_bits import dequantize, extremes, quantize
-from efficient_ft.ops.packing.packers import Dense, EightBits, Half, Packed, Packer, Sparse
+from efficient_ft.ops.packing.groups import group_length, group_pack, group_unpack
+from efficient_ft.ops.packing.packers import Dense, EightBits, GroupBits, Half, Packed, Packer, Sparse
 from efficient_ft.ops.packing.sparse import (
     bitmap_bytes,
     magnitude_bits,
@@ -20,6 +21,7 @@ from efficient_ft.ops.packing.state import Overflow, PackContext, Ranges
 __all__ = [
     "Dense",
     "EightBits",
+    "GroupBits",
     "Half",
     "Overflow",
     "PackContext",
@@ -30,6 +32,9 @@ __all__ = [
     "bitmap_bytes",
     "dequantize",
     "extremes",
+    "group_length",
+    "group_pack",
+    "group_unpack",
     "magnitude_bits",
     "pack_bits",
     "quantize",

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from efficient_ft.ops.packing.eight_bits import dequantize, quantize
+from efficient_ft.ops.packing.groups import group_pack, group_unpack
 from efficient_ft.ops.packing.kernels import gpu
 from efficient_ft.ops.packing.sparse import sparse_pack, sparse_unpack, values_kept
 from efficient_ft.ops.packing.state import PackContext
@@ -106,6 +107,28 @@ class EightBits:
         return Packed(packed.tensors, partial(_reshape_back, packed.unpack, x.shape))
 
 
+@dataclass(frozen=True)
+class GroupBits:
+    """Keep the tensor in a few bits per value, with a minimum and a step for each group of values (ActNN, GACT).
+
+    Args:
+        bits: of a value: 8, 4, 3 or 2.
+        group: consecutive values in memory that share a minimum and a step; a multiple of 8.
+        stochastic: round at random, so that the mean is x, instead of to the nearest step.
+    """
+
+    bits: int
+    group: int = 64
+    stochastic: bool = False
+
+    def pack(self, x: Tensor, context: PackContext) -> Packed:
+        """Round x in groups."""
+        seed = torch.randint(2**31, (), device=x.device) if self.stochastic else None
+        codes, ranges = group_pack(x, self.bits, self.group, seed)
+        context.overflow.watch(ranges)
+        return Packed((codes, ranges), partial(_groups_back, x.shape, x.dtype, self.bits))
+
+
 # The functions of `Packed.unpack`: module-level functions and `partial`, which hold no tensor.
 def _identity(x: Tensor) -> Tensor:
     return x
@@ -129,6 +152,10 @@ def _sparse_eight_bits_back(
     unpack_values: Callable[..., Tensor], unpack: Callable[..., Tensor], *tensors: Tensor
 ) -> Tensor:
     return unpack(unpack_values(*tensors[:-1]).flatten(1), tensors[-1])
+
+
+def _groups_back(shape: torch.Size, dtype: torch.dtype, bits: int, codes: Tensor, ranges: Tensor) -> Tensor:
+    return group_unpack(codes, ranges, shape.numel(), bits, dtype).view(shape)
 
 
 def _reshape_back(unpack: Callable[..., Tensor], shape: torch.Size, *tensors: Tensor) -> Tensor:

@@ -49,16 +49,26 @@ class Overflow:
         """Return x in fp16, and set the flag if a finite value becomes infinite."""
         if isinstance(x, FakeTensor) or not x.numel():
             return x.to(torch.float16)
-        if self.flag is None:
-            self.flag = torch.zeros((), dtype=torch.bool, device=x.device)
-        if gpu.supports(x) and self.flag.device == x.device:
-            return gpu.convert(x, torch.float16, self.flag)
+        flag = self._flag(x.device)
+        if gpu.supports(x) and flag.device == x.device:
+            return gpu.convert(x, torch.float16, flag)
         low, high = x.aminmax()
         overflows = (low < -_LARGEST_HALF) | (high > _LARGEST_HALF)
         if x.device.type != "cpu" or not (low.isfinite() & high.isfinite()):  # x may hold inf or nan
             overflows = ((x.abs() > _LARGEST_HALF) & x.isfinite()).any()
-        self.flag |= overflows.to(self.flag.device)
+        flag |= overflows.to(flag.device)
         return x.to(torch.float16)
+
+    def watch(self, half: Tensor) -> None:
+        """Set the flag if a value of `half`, converted from finite values, is infinite."""
+        if not isinstance(half, FakeTensor):
+            flag = self._flag(half.device)
+            flag |= half.isinf().any().to(flag.device)
+
+    def _flag(self, device: torch.device) -> Tensor:
+        if self.flag is None:
+            self.flag = torch.zeros((), dtype=torch.bool, device=device)
+        return self.flag
 
     def check(self) -> None:
         """Clear the flag.
@@ -69,8 +79,8 @@ class Overflow:
         flag, self.flag = self.flag, None
         if flag is not None and bool(flag):
             raise UserError(
-                "value_dtype must be bf16 or same here, got fp16. A packed activation is larger than fp16 holds"
-                " (65504); bf16 takes the same memory and has a wider range."
+                "A packed activation is larger than fp16 holds (65504). With value_dtype=fp16 choose value_dtype=bf16,"
+                " which takes the same memory and has a wider range; instead of method=low_bit choose method=mesa."
             )
 
 

@@ -22,13 +22,13 @@ import torch
 from efficient_ft.ops.packing import eight_bits
 from efficient_ft.ops.packed import PackingState
 from efficient_ft.ops.packing.kernels import cpu, gpu
-from efficient_ft.ops.packing import Dense, EightBits, Half, Overflow, PackContext, Ranges, Sparse
+from efficient_ft.ops.packing import Dense, EightBits, GroupBits, Half, Overflow, PackContext, Ranges, Sparse
 
 KERNELS = {"plain": None, "cpu": cpu, "gpu": gpu}
 SHAPES = [((4, 3, 2, 20), (1, 3)), ((2, 1100), None)]  # short groups, with heads; long ones
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 STEPS = 2  # the second one moves the running range
-PACKERS = [Half(torch.float16), Sparse(0.6, torch.float16), Sparse(0.6, eight_bits=True), EightBits()]
+PACKERS = [Half(torch.float16), Sparse(0.6, torch.float16), Sparse(0.6, eight_bits=True), EightBits(), GroupBits(3)]
 if sys.argv[1] == "gpu":  # interpreted kernels are slow
     DTYPES, STEPS = [torch.float32], 1
 else:

@@ -86,6 +86,41 @@ def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
     return low.amin(0).view(groups, -1).amin(1), high.amax(0).view(groups, -1).amax(1)
 
 
+def group_pack(x: Tensor, bits: int, length: int, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Compute `packing.group_pack`.
+
+    Args:
+        x: (M, L), M pieces, the last dimension contiguous; L is a multiple of `length`, or M is 1.
+        bits: of a value.
+        length: values of a group.
+        seed: () int64; None: round to nearest.
+    """
+    x, n = x.float(), x.numel()
+    groups = -(-n // length)
+    codes = torch.empty(groups, length * bits // 8, dtype=torch.uint8)
+    ranges = torch.empty(2, groups, dtype=torch.float16)
+    addresses = [t.data_ptr() for t in (x, codes, ranges)]
+    kernel, number = _groups().pack(bits, length, seed is not None), 0 if seed is None else int(seed)
+    _run(kernel, [*_in_blocks(groups, length), groups, length, n, *x.shape, x.stride(0), number, *addresses])
+    return codes, ranges
+
+
+def group_unpack(codes: Tensor, ranges: Tensor, n: int, bits: int, dtype: torch.dtype) -> Tensor:
+    """Compute `packing.group_unpack`."""
+    codes, ranges = codes.contiguous(), ranges.float()
+    groups, length = len(codes), codes.shape[1] * 8 // bits
+    x = torch.empty(n, dtype=torch.float32)
+    addresses = [t.data_ptr() for t in (codes, ranges, x)]
+    _run(_groups().unpack(bits, length), [*_in_blocks(groups, length), groups, length, n, *addresses])
+    return x.to(dtype)
+
+
+def _in_blocks(groups: int, length: int) -> tuple[int, int]:
+    """Return the number of blocks of groups, and the groups of each."""
+    block = -(-_BLOCK // length)
+    return -(-groups // block), block
+
+
 def _rows(x: Tensor, *of_groups: Tensor) -> tuple[list[int], list[Tensor]]:
     """Divide a tensor (outer, G, inner) into blocks of rows.
 
@@ -150,3 +185,10 @@ def _kernels() -> Any:
     except ImportError:
         return None
     return numba_kernels
+
+
+@functools.cache
+def _groups() -> Any:
+    from efficient_ft.ops.packing.kernels import numba_groups
+
+    return numba_groups

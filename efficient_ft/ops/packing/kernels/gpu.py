@@ -168,6 +168,43 @@ def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
     return low.amin((0, 1)), high.amax((0, 1))
 
 
+@_on_its_device
+def group_pack(x: Tensor, bits: int, length: int, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Compute `packing.group_pack`; the arguments are those of `cpu.group_pack`."""
+    n, device = x.numel(), x.device
+    groups = -(-n // length)
+    codes = torch.empty(groups, length * bits // 8, dtype=torch.uint8, device=device)
+    ranges = torch.empty(2, groups, dtype=torch.float16, device=device)
+    grid, layout = _group_layout(groups, length, bits)
+    # A fused multiply-add would round once, and the reference rounds twice.
+    _kernels().group_pack[grid](
+        x, None if seed is None else seed.to(device), codes, ranges, groups, length, length // layout["PARTS"], n,
+        *x.shape, x.stride(0), RANDOM=seed is not None, enable_fp_fusion=False, **layout,
+    )  # fmt: skip
+    return codes, ranges
+
+
+@_on_its_device
+def group_unpack(codes: Tensor, ranges: Tensor, n: int, bits: int, dtype: torch.dtype) -> Tensor:
+    """Compute `packing.group_unpack`."""
+    codes, ranges = codes.contiguous(), ranges.contiguous()
+    groups, length = len(codes), codes.shape[1] * 8 // bits
+    x = torch.empty(n, dtype=dtype, device=codes.device)
+    grid, layout = _group_layout(groups, length, bits)
+    _kernels().group_unpack[grid](
+        codes, ranges, x, groups, length, length // layout["PARTS"], n, enable_fp_fusion=False, **layout
+    )
+    return x
+
+
+def _group_layout(groups: int, length: int, bits: int) -> tuple[tuple[int], dict[str, int]]:
+    """Return the grid of programs and the constants of the kernels of groups."""
+    parts = 8 // bits if bits != 3 else 8
+    width = _power(length // parts)
+    at_once = max(1, _TILE // (width * parts))
+    return (-(-groups // at_once),), {"BITS": bits, "PARTS": parts, "T": at_once, "W": width}
+
+
 def _power(count: int) -> int:
     """Return the next power of two."""
     return 1 << max(count - 1, 0).bit_length()

@@ -272,3 +272,107 @@ def extremes(x, low, high, rows, groups, inner, share, width, R: tl.constexpr, C
     own = (part * tl.num_programs(2) + cut) * groups + group
     tl.store(low + own, tl.min(tl.min(least, 1), 0))
     tl.store(high + own, tl.max(tl.max(most, 1), 0))
+
+
+@triton.jit
+def _part(x, group, k, part, length, n, pieces, piece, stride, T: tl.constexpr, W: tl.constexpr):
+    """Load the values k·part to (k + 1)·part of T groups as (T, W); returns them, their indices, and which exist."""
+    j = tl.arange(0, W)[None, :]
+    first = group[:, None] * length
+    at = first + k * part + j
+    inside = (j < part) & (at < n)
+    start = first // piece * stride + first % piece if pieces > 1 else first
+    return tl.load(x + start + k * part + j, mask=inside, other=0).to(tl.float32), at, inside
+
+
+@triton.jit
+def group_pack(
+    x, seed, codes, ranges, groups, length, part, n, pieces, piece, stride,
+    BITS: tl.constexpr, RANDOM: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Write the codes and ranges of T groups in `PARTS` parts of `part` <= W values each.
+
+    A part is what one plane of a byte's bits has: half a group with 4 bits, a quarter with 2, an eighth with 3.
+    """
+    group = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
+    low, high = tl.full((T,), float("inf"), tl.float32), tl.full((T,), float("-inf"), tl.float32)
+    finite = tl.full((T,), 1, tl.int32)
+    for k in tl.static_range(PARTS):
+        value, at, inside = _part(x, group, k, part, length, n, pieces, piece, stride, T, W)
+        real = tl.abs(value) < float("inf")
+        finite = tl.minimum(finite, tl.min(real.to(tl.int32), 1))
+        low = tl.minimum(low, tl.min(tl.where(inside & real, value, float("inf")), 1))
+        high = tl.maximum(high, tl.max(tl.where(inside & real, value, float("-inf")), 1))
+    low = tl.where(finite > 0, low, 0.0) + 0.0
+    high = tl.where(finite > 0, high, 0.0)
+    low_half = low.to(tl.float16)
+    levels = tl.full((T,), 2.0**BITS - 1, tl.float32)
+    wide = tl.div_rn(high - low_half.to(tl.float32), levels)
+    step_half = tl.where(wide > 0, wide, 0.0).to(tl.float16)
+    low_fits = tl.abs(low_half.to(tl.float32)) < float("inf")
+    fits = low_fits & (step_half.to(tl.float32) < float("inf"))
+    step = tl.where(fits & (finite > 0), step_half.to(tl.float32), 0.0)
+    inverse = tl.where(step > 0, tl.div_rn(tl.full((T,), 1.0, tl.float32), tl.where(step > 0, step, 1.0)), 0.0)
+    stored = tl.where(low_fits & (fits == 0), float("inf"), low_half.to(tl.float32))
+    stored = tl.where(finite > 0, stored, float("nan"))
+    exists = group < groups
+    tl.store(ranges + group, stored.to(tl.float16), mask=exists)
+    tl.store(ranges + groups + group, step.to(tl.float16), mask=exists)
+    base = tl.where(fits, low_half.to(tl.float32), 0.0)
+    first, second, third = tl.zeros((T, W), tl.int32), tl.zeros((T, W), tl.int32), tl.zeros((T, W), tl.int32)
+    for k in tl.static_range(PARTS):
+        value, at, inside = _part(x, group, k, part, length, n, pieces, piece, stride, T, W)
+        steps = (tl.where(tl.abs(value) < float("inf"), value, 0.0) - base[:, None]) * inverse[:, None]
+        if RANDOM:
+            h = (at + tl.load(seed)).to(tl.uint32)
+            h = (h ^ (h >> 16)) * 0x7FEB352D
+            h = (h ^ (h >> 15)) * 0x846CA68B
+            h = h ^ (h >> 16)
+            steps += (h >> 8).to(tl.float32) * (1.0 / 16777216.0)
+        else:
+            steps += 0.5
+        steps = tl.minimum(tl.maximum(tl.floor(steps), 0.0), 2.0**BITS - 1)
+        code = tl.where(inside & (inverse > 0)[:, None], steps, 0.0).to(tl.int32)
+        if BITS == 3:
+            if k % 2 == 0:
+                first |= (code & 3) << k
+            else:
+                second |= (code & 3) << (k - 1)
+            third |= (code >> 2) << k
+        else:
+            first |= code << (k * BITS)
+    j = tl.arange(0, W)[None, :]
+    here = (j < part) & exists[:, None]
+    out = codes + group[:, None] * (length * BITS // 8) + j
+    tl.store(out, first.to(tl.uint8), mask=here)
+    if BITS == 3:
+        tl.store(out + part, second.to(tl.uint8), mask=here)
+        tl.store(out + 2 * part, third.to(tl.uint8), mask=here)
+
+
+@triton.jit
+def group_unpack(
+    codes, ranges, x, groups, length, part, n,
+    BITS: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Write the values of T groups to x; parts as in `group_pack`."""
+    group = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
+    exists = group < groups
+    low = tl.load(ranges + group, mask=exists, other=0).to(tl.float32)[:, None]
+    step = tl.load(ranges + groups + group, mask=exists, other=0).to(tl.float32)[:, None]
+    j = tl.arange(0, W)[None, :]
+    here = (j < part) & exists[:, None]
+    source = codes + group[:, None] * (length * BITS // 8) + j
+    first = tl.load(source, mask=here, other=0).to(tl.int32)
+    if BITS == 3:
+        second = tl.load(source + part, mask=here, other=0).to(tl.int32)
+        third = tl.load(source + 2 * part, mask=here, other=0).to(tl.int32)
+    for k in tl.static_range(PARTS):
+        if BITS == 3:
+            code = (first >> k) & 3 if k % 2 == 0 else (second >> (k - 1)) & 3
+            code |= ((third >> k) & 1) << 2
+        else:
+            code = (first >> (k * BITS)) & (2**BITS - 1)
+        at = group[:, None] * length + k * part + j
+        value = code.to(tl.float32) * step + low
+        tl.store(x + at, value.to(x.dtype.element_ty), mask=here & (at < n))

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from efficient_ft.ops.packing import Overflow, eight_bits, sparse
+from efficient_ft.ops.packing import Overflow, eight_bits, groups, sparse
 from efficient_ft.ops.packing.kernels import cpu, gpu
 from tests.ops.packing.reference import KINDS, assert_same_form, data, looked_at
 
@@ -192,3 +192,40 @@ def test_double_precision_and_empty_tensors_take_the_plain_form():
         assert not gpu.supports(x)
     form = sparse.sparse_pack(torch.randn(2, 30, dtype=torch.float64, device=DEVICE), 7, True)
     assert form[0].dtype == torch.float64
+
+
+def assert_same_groups(x: Tensor, bits: int, group: int, seed: Tensor | None) -> None:
+    length = groups.group_length(x.numel(), group)
+    assert gpu.supports(x)
+    found = groups.group_pack(x, bits, group, seed)
+    assert_same_form(found, groups.group_pack_reference(x, bits, length, seed))
+    back = groups.group_unpack(*found, x.numel(), bits, x.dtype)
+    expected = groups.group_unpack_reference(*found, x.numel(), bits).to(x.dtype)
+    assert_same_form((back,), (expected,))
+
+
+@pytest.mark.parametrize("bits", groups.BITS)
+def test_groups_equal_the_reference(bits):
+    x = torch.randn(200, device=DEVICE)
+    for seed in (None, torch.tensor(3)):
+        assert_same_groups(x, bits, 64, seed)
+    assert_same_groups(x[:9].half(), bits, 64, None)
+    x[[70, 150]] = torch.tensor([torch.nan, -1e5], device=DEVICE)
+    assert_same_groups(x, bits, 64, None)
+    qkv = torch.randn(2, 3, 3, 2, 16, device=DEVICE)
+    assert_same_groups(qkv.permute(2, 0, 3, 1, 4)[1].permute(0, 2, 1, 3), bits, 32, torch.tensor(3))
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(
+    n=st.integers(1, 3000),
+    scale=st.sampled_from([1.0, 1e-7, 1e-40, 1e5]),
+    dtype=st.sampled_from(DTYPES),
+    bits=st.sampled_from(groups.BITS),
+    group=st.integers(1, 40).map(lambda k: 8 * k),
+    seed=st.one_of(st.none(), st.integers(0, 2**31 - 1).map(torch.tensor)),
+)
+def test_any_groups_equal_the_reference(n, scale, dtype, bits, group, seed):
+    x = torch.randn(n, generator=torch.Generator().manual_seed(n)).mul(scale).to(dtype).to(DEVICE)
+    assert_same_groups(x, bits, group, seed)
