@@ -14,7 +14,7 @@ from efficient_ft.ops.packed.mode import PackedOperations
 from efficient_ft.ops.packed.products import matmul, product
 from efficient_ft.ops.packed.saving import load, save
 from efficient_ft.ops.packed.straight_through import as_kept
-from efficient_ft.ops.packed.table import packs
+from efficient_ft.ops.packed.table import packed_operation, packs
 from efficient_ft.ops.packing import Packer
 
 aten = torch.ops.aten
@@ -179,6 +179,68 @@ def _attention(
     if masked_out is not None:
         p = p.masked_fill(masked_out, 0)
     return product(mode, F.dropout(p, dropout_p), value)
+
+
+@packs(F.multi_head_attention_forward)
+def _multi_head_attention(
+    mode: PackedOperations,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Tensor | None,
+    in_proj_bias: Tensor | None,
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    training: bool = True,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Tensor | None = None,
+    k_proj_weight: Tensor | None = None,
+    v_proj_weight: Tensor | None = None,
+    static_k: Tensor | None = None,
+    static_v: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> Any:
+    """Compute `nn.MultiheadAttention` of (N, B, C), without masks and without returning its weights."""
+    inputs = [t.transpose(0, 1) for t in (query, key, value)]
+    unusual = (need_weights, add_zero_attn, use_separate_proj_weight, is_causal, in_proj_weight is None)
+    given = (bias_k, bias_v, key_padding_mask, attn_mask, static_k, static_v)
+    trained = (in_proj_weight, in_proj_bias, out_proj_weight, out_proj_bias)
+    if (
+        any(unusual)
+        or any(t is not None for t in given)
+        or query.dim() != 3
+        or not mode.supports(*inputs, trained=trained)
+    ):
+        return NotImplemented
+    assert in_proj_weight is not None
+    if query is key and key is value:
+        parts = [*_packed_or_plain(mode, F.linear, inputs[0], in_proj_weight, in_proj_bias).chunk(3, -1)]
+    else:
+        weights, biases = in_proj_weight.chunk(3), (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
+        projections = zip(inputs, weights, biases, strict=True)
+        parts = [_packed_or_plain(mode, F.linear, x, w, b) for x, w, b in projections]
+    q, k, v = (x.unflatten(-1, (num_heads, -1)).transpose(1, 2) for x in parts)
+    p = dropout_p if training else 0.0
+    y = _packed_or_plain(mode, F.scaled_dot_product_attention, q, k, v, None, p).transpose(1, 2).flatten(2)
+    return _packed_or_plain(mode, F.linear, y, out_proj_weight, out_proj_bias).transpose(0, 1), None
+
+
+def _packed_or_plain(mode: PackedOperations, function: Any, *args: Any) -> Tensor:
+    """Call an operation that another one consists of."""
+    operation = packed_operation(function)
+    assert operation is not None
+    y = operation(mode, *args)
+    return function(*args) if y is NotImplemented else y
 
 
 class _Normalize(torch.autograd.Function):

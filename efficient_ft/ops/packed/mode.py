@@ -14,7 +14,7 @@ A tensor that several operations save (the input of separate q, k and v layers, 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from efficient_ft.core.context import context
-from efficient_ft.ops.packed.sharing import LastUnpacked, SharedUnpack, add_user, memory_order, permuted
+from efficient_ft.ops.packed.sharing import (
+    LastUnpacked,
+    SharedUnpack,
+    add_user,
+    apply_to,
+    in_order,
+    memory_order,
+    permuted,
+)
 from efficient_ft.ops.packed.table import packed_operation
 from efficient_ft.ops.packing import Overflow, PackContext, Packed, Packer, Ranges
 
@@ -44,6 +52,8 @@ class Policy:
         derived: what can be computed from a kept tensor is not kept again: a product after an activation function
             computes its input from that function's kept input, and one after a LayerNorm (if `normalized`) from x̂,
             with γ and β exact.
+        maps: the same for feature maps: what follows a BatchNorm that keeps its input, and a ReLU after it, is computed
+            from that input.
         fused: the packer of q, k and v for attention that stays fused; the backward pass recomputes attention from
             them, so that all its terms are consistent. None: unfused attention.
         forward: the forward pass, too, computes with the packed inputs of products and normalizations, q, k, v and
@@ -56,6 +66,7 @@ class Policy:
     activation: Packer
     normalized: bool = False
     derived: bool = False
+    maps: bool = False
     fused: Packer | None = None
     forward: bool = False
 
@@ -204,6 +215,14 @@ class PackedOperations(TorchFunctionMode):
         order, _, identity = memory_order(x)
         packed = self._find((*identity, "derived"), x.untyped_storage())
         return packed and add_user(packed, order, x.dtype)
+
+    def derive(self, y: Tensor, x: Tensor, function: Callable[[Tensor], Tensor]) -> None:
+        """Let operations that save y = function(x) compute it from what x can be computed from, if there is such."""
+        order, _, identity = memory_order(x)
+        packed = self._find((*identity, "derived"), x.untyped_storage())
+        if packed is not None:
+            source = in_order(packed, order, x.dtype)
+            self.set_source(y, Packed(source.tensors, partial(apply_to, function, source.unpack), source.shared))
 
     def set_source(self, y: Tensor, packed: Packed) -> None:
         """Let operations that save y use `packed`, which unpacks to the values of y."""

@@ -1,4 +1,4 @@
-"""Normalizations: LayerNorm and BatchNorm."""
+"""Normalizations: LayerNorm, RMSNorm, GroupNorm and BatchNorm."""
 
 from __future__ import annotations
 
@@ -65,6 +65,117 @@ class _LayerNorm(torch.autograd.Function):
         return None, g_x, None, found[1], found[2], None
 
 
+class _RMSNorm(torch.autograd.Function):
+    """x̂ · γ with x̂ = x / √(mean(x²) + ε) over the last dimensions; keeps x or x̂ as `_LayerNorm` does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mode: PackedOperations, x: Tensor, dims: list[int], weight: Tensor | None, eps: float
+    ) -> Tensor:
+        rstd = x.square().mean(dims, keepdim=True).add_(eps).rsqrt_()
+        x_hat = x * rstd
+        y = x_hat if weight is None else x_hat * weight
+        ctx.dims, ctx.normalized, ctx.affine_dims = dims, mode.policy.normalized, list(range(x.dim() - len(dims)))
+        if mode.policy.normalized:
+            kept = mode.keep(x_hat, mode.policy.norm, None, -1, result=weight is None)
+            save(ctx, kept, weight, rstd)
+            affine = () if weight is None else (weight,)
+            unpack = partial(_affine, kept.unpack, weight is not None, False)
+            if mode.policy.forward:
+                y = kept.shared.in_forward(unpack, *kept.tensors, *affine).to(y.dtype)
+            if mode.policy.derived:
+                mode.set_source(y, Packed((*kept.tensors, *affine), unpack, kept.shared))
+        else:
+            save(ctx, mode.keep(x, mode.policy.norm, None, -1), weight, rstd)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x_hat, weight, rstd = load(ctx)
+        if not ctx.normalized:
+            x_hat = x_hat * rstd
+        g_w = (g * x_hat).sum(ctx.affine_dims) if ctx.needs_input_grad[3] else None
+        g_x = None
+        if ctx.needs_input_grad[1]:
+            h = g if weight is None else g * weight
+            g_x = (h - x_hat * (h * x_hat).mean(ctx.dims, keepdim=True)) * rstd
+        return None, g_x, None, g_w, None
+
+
+@packs(F.rms_norm)
+def _rms_norm(
+    mode: PackedOperations,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Any:
+    if not mode.supports(input, trained=(weight,)) or len(normalized_shape) >= input.dim():
+        return NotImplemented
+    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    input = to_single_precision(input)
+    input = as_kept(mode, input, mode.policy.norm, not mode.policy.normalized, -1, autocast=False)
+    return _RMSNorm.apply(mode, input, [-1 - i for i in range(len(normalized_shape))], weight, eps)
+
+
+class _GroupNorm(torch.autograd.Function):
+    """GroupNorm, which keeps its input or x̂ as `_LayerNorm` does; its statistics stay exact."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mode: PackedOperations, x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        samples, channels, positions = x.shape[0], x.shape[1], x.shape[2:].numel()
+        ctx.sizes = (samples, channels, positions, groups)
+        y, mean, rstd = torch.native_group_norm(x, weight, bias, samples, channels, positions, groups, eps)
+        ctx.normalized = mode.policy.normalized
+        if mode.policy.normalized:
+            x_hat = torch.native_group_norm(x, None, None, samples, channels, positions, groups, eps)[0]
+            kept = mode.keep(x_hat, mode.policy.norm, None)
+            save(ctx, kept, weight, rstd)
+            affine = [p.view(-1, *[1] * (x.dim() - 2)) for p in (weight, bias) if p is not None]
+            unpack = partial(_affine, kept.unpack, weight is not None, bias is not None)
+            if mode.policy.forward:
+                y = kept.shared.in_forward(unpack, *kept.tensors, *affine).to(y.dtype)
+            if mode.policy.derived:
+                mode.set_source(y, Packed((*kept.tensors, *affine), unpack, kept.shared))
+        else:
+            save(ctx, mode.keep(x, mode.policy.norm, None), weight, rstd, mean)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, rstd, *mean = load(ctx)
+        wanted = [ctx.needs_input_grad[i] for i in (1, 3, 4)]
+        statistics = (torch.zeros_like(rstd), torch.ones_like(rstd)) if ctx.normalized else (mean[0], rstd)
+        # One memory format: the kernel reads both by the format of the first.
+        g, x = g.contiguous(), x.contiguous()
+        found = aten.native_group_norm_backward(g, x, *statistics, weight, *ctx.sizes, wanted)
+        g_x = found[0] if wanted[0] else None
+        if g_x is not None and ctx.normalized:
+            per_channel = rstd.repeat_interleave(ctx.sizes[1] // ctx.sizes[3], 1)
+            g_x = g_x * per_channel.view(*per_channel.shape, *[1] * (g.dim() - 2))
+        return None, g_x, None, found[1] if wanted[1] else None, found[2] if wanted[2] else None, None
+
+
+@packs(F.group_norm)
+def _group_norm(
+    mode: PackedOperations,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Any:
+    if not mode.supports(input, trained=(weight, bias)):
+        return NotImplemented
+    input = to_single_precision(input)
+    input = as_kept(mode, input, mode.policy.norm, not mode.policy.normalized, autocast=False)
+    return _GroupNorm.apply(mode, input, num_groups, weight, bias, eps)
+
+
 def _affine(unpack: Callable[..., Tensor], has_weight: bool, has_bias: bool, *tensors: Tensor) -> Tensor:
     """Compute x̂ · γ + β."""
     count = has_weight + has_bias
@@ -107,6 +218,8 @@ class _BatchNorm(torch.autograd.Function):
         y = F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
         kept = mode.keep(x, mode.policy.norm, y.dtype) if ctx.needs_input_grad[4] else None
         save(ctx, kept, weight, mean, var)
+        if kept is not None and mode.policy.maps:
+            _set_map_source(mode, y, kept, mean, (var + eps).rsqrt(), weight, bias)
         ctx.eps, ctx.type = eps, x.dtype
         return y
 
@@ -144,8 +257,11 @@ class _TrainingBatchNorm(torch.autograd.Function):
         eps: float,
     ) -> Tensor:
         y, of_batch, rstd = torch.native_batch_norm(x, weight, bias, mean, var, True, momentum, eps)
-        save(ctx, mode.keep(x, mode.policy.norm), weight, of_batch, rstd)
+        kept = mode.keep(x, mode.policy.norm)
+        save(ctx, kept, weight, of_batch, rstd)
         ctx.eps = eps
+        if mode.policy.maps:
+            _set_map_source(mode, y, kept, of_batch, rstd, weight, bias)
         return y
 
     @staticmethod
@@ -155,6 +271,22 @@ class _TrainingBatchNorm(torch.autograd.Function):
         wanted = [ctx.needs_input_grad[i] for i in (1, 4, 5)]
         found = aten.native_batch_norm_backward(g, x, weight, None, None, mean, rstd, True, ctx.eps, wanted)
         return None, found[0], None, None, found[1], found[2], None, None
+
+
+def _set_map_source(
+    mode: PackedOperations,
+    y: Tensor,
+    kept: Packed,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> None:
+    """Let operations that save y, a BatchNorm's output, compute it from the kept input."""
+    scale = rstd if weight is None else weight * rstd
+    shift = -mean * scale if bias is None else bias - mean * scale
+    affine = (t.view(-1, *[1] * (y.dim() - 2)) for t in (scale, shift))
+    mode.set_source(y, Packed((*kept.tensors, *affine), partial(_affine, kept.unpack, True, True), kept.shared))
 
 
 @packs(F.batch_norm)

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from efficient_ft.ops.packed.mode import PackedOperations
 from efficient_ft.ops.packed.saving import load, save
+from efficient_ft.ops.packed.sharing import BothShared, apply_to
 from efficient_ft.ops.packed.straight_through import as_kept
 from efficient_ft.ops.packed.table import packs
 from efficient_ft.ops.packing import Packed, pack_bits, unpack_bits
@@ -21,7 +22,7 @@ aten = torch.ops.aten
 
 
 class _Scale(torch.autograd.Function):
-    """x · s with a learned s, or one computed from parameters, of fewer values than x (LayerScale, a logit scale)."""
+    """x · s with an s of fewer values than x, which stays dense (LayerScale, a logit scale, a gate per channel)."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, s: Tensor) -> Tensor:
@@ -29,6 +30,8 @@ class _Scale(torch.autograd.Function):
         kept = mode.keep(x, mode.policy.norm) if ctx.needs_input_grad[2] else None
         save(ctx, kept, s if ctx.needs_input_grad[1] else None)
         ctx.types, ctx.shape = (x.dtype, s.dtype), s.shape
+        if kept is not None and mode.policy.maps:
+            mode.set_source(y, Packed((*kept.tensors, s), partial(_scaled, kept.unpack), kept.shared))
         return y
 
     @staticmethod
@@ -40,15 +43,57 @@ class _Scale(torch.autograd.Function):
         return None, g_x, g_s
 
 
+def _scaled(unpack: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    return unpack(*tensors[:-1]) * tensors[-1]
+
+
+class _Product(torch.autograd.Function):
+    """The product of two activations of each element (SwiGLU); `b` may be broadcast."""
+
+    @staticmethod
+    def forward(ctx: Any, mode: PackedOperations, a: Tensor, b: Tensor) -> Tensor:
+        y = a * b
+        kept_a = mode.keep(a, mode.policy.product) if ctx.needs_input_grad[2] else None
+        kept_b = mode.keep(b, mode.policy.product) if ctx.needs_input_grad[1] else None
+        save(ctx, kept_a, kept_b)
+        ctx.types, ctx.shape = (a.dtype, b.dtype), b.shape
+        if mode.policy.derived and kept_a is not None and kept_b is not None:
+            both = Packed(
+                (*kept_a.tensors, *kept_b.tensors),
+                partial(_multiplied, kept_a.unpack, kept_b.unpack, len(kept_a.tensors)),
+                BothShared(kept_a.shared, kept_b.shared),
+            )
+            mode.set_source(y, both)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = load(ctx)
+        g_a = None if b is None else (g * b).to(ctx.types[0])
+        g_b = None if a is None else (g * a).sum_to_size(ctx.shape).to(ctx.types[1])
+        return None, g_a, g_b
+
+
+def _multiplied(
+    unpack_a: Callable[..., Tensor], unpack_b: Callable[..., Tensor], count: int, *tensors: Tensor
+) -> Tensor:
+    return unpack_a(*tensors[:count]) * unpack_b(*tensors[count:])
+
+
 @packs(torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
 def _mul(mode: PackedOperations, input: Any, other: Any) -> Any:
     if not isinstance(input, Tensor) or not isinstance(other, Tensor):
         return NotImplemented
     x, s = (input, other) if input.numel() >= other.numel() else (other, input)
-    broadcast = torch.broadcast_shapes(x.shape, s.shape)
-    if not s.requires_grad or broadcast != x.shape or 4 * s.numel() > x.numel() or not mode.supports(x, trained=(s,)):
+    if torch.broadcast_shapes(x.shape, s.shape) != x.shape:
         return NotImplemented
-    return _Scale.apply(mode, as_kept(mode, x, mode.policy.norm, autocast=False), s)
+    if s.requires_grad and 4 * s.numel() <= x.numel() and mode.supports(x, trained=(s,)):
+        return _Scale.apply(mode, as_kept(mode, x, mode.policy.norm, autocast=False), s)
+    if not x.requires_grad or not s.requires_grad or x.dim() != s.dim() or not mode.supports(x, s):
+        return NotImplemented
+    x, s = (as_kept(mode, t, mode.policy.product, autocast=False) for t in (x, s))
+    return _Product.apply(mode, x, s)
 
 
 class _Smooth(torch.autograd.Function):
@@ -67,7 +112,7 @@ class _Smooth(torch.autograd.Function):
         save(ctx, kept)
         ctx.gradient = gradient
         if mode.policy.derived:
-            mode.set_source(y, Packed(kept.tensors, partial(_through, kept.unpack, function), kept.shared))
+            mode.set_source(y, Packed(kept.tensors, partial(apply_to, function, kept.unpack), kept.shared))
         return y
 
     @staticmethod
@@ -75,10 +120,6 @@ class _Smooth(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = load(ctx)
         return None, ctx.gradient(g, x), None, None
-
-
-def _through(unpack: Callable[..., Tensor], function: Callable[[Tensor], Tensor], *tensors: Tensor) -> Tensor:
-    return function(unpack(*tensors))
 
 
 @packs(F.silu)
@@ -112,35 +153,59 @@ def _gelu(mode: PackedOperations, input: Tensor, *, approximate: str = "none") -
     )
 
 
+class _Sigmoid(torch.autograd.Function):
+    """The logistic function, which keeps its output."""
+
+    @staticmethod
+    def forward(ctx: Any, mode: PackedOperations, x: Tensor) -> Tensor:
+        y = torch.sigmoid(x)
+        save(ctx, mode.keep(y, mode.policy.activation, None, result=True))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        (y,) = load(ctx)
+        return None, aten.sigmoid_backward(g, y)
+
+
+@packs(torch.sigmoid, F.sigmoid, Tensor.sigmoid)
+def _sigmoid(mode: PackedOperations, input: Tensor) -> Any:
+    return _Sigmoid.apply(mode, input) if mode.supports(input) else NotImplemented
+
+
 class _Clamp(torch.autograd.Function):
     """ReLU and its bounded forms, which keep one bit per element."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, low: float, high: float) -> Tensor:
+    def forward(ctx: Any, mode: PackedOperations, x: Tensor, low: float, high: float) -> Tensor:
         inside = (x > low) if high == torch.inf else (x > low) & (x < high)
         ctx.save_for_backward(pack_bits(inside))
         ctx.shape = x.shape
-        return x.clamp(low, None if high == torch.inf else high)
+        y = x.clamp(low, None if high == torch.inf else high)
+        if mode.policy.maps:
+            mode.derive(y, x, partial(torch.clamp, min=low, max=None if high == torch.inf else high))
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (bits,) = ctx.saved_tensors
-        return g * unpack_bits(bits, ctx.shape), None, None
+        return None, g * unpack_bits(bits, ctx.shape), None, None
 
 
 @packs(F.relu, torch.relu, Tensor.relu)
 def _relu(mode: PackedOperations, input: Tensor, inplace: bool = False) -> Any:
-    return _Clamp.apply(input, 0.0, torch.inf) if mode.supports(input) else NotImplemented
+    return _Clamp.apply(mode, input, 0.0, torch.inf) if mode.supports(input) else NotImplemented
 
 
 @packs(F.relu6)
 def _relu6(mode: PackedOperations, input: Tensor, inplace: bool = False) -> Any:
-    return _Clamp.apply(input, 0.0, 6.0) if mode.supports(input) else NotImplemented
+    return _Clamp.apply(mode, input, 0.0, 6.0) if mode.supports(input) else NotImplemented
 
 
 @packs(F.hardtanh)
 def _hardtanh(
     mode: PackedOperations, input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False
 ) -> Any:
-    return _Clamp.apply(input, min_val, max_val) if mode.supports(input) else NotImplemented
+    return _Clamp.apply(mode, input, min_val, max_val) if mode.supports(input) else NotImplemented

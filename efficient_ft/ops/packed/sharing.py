@@ -47,12 +47,28 @@ class SharedUnpack:
             self.last.held = self, dense
         return dense
 
+    def add_user(self) -> None:
+        """Count one more operation that saves the packed tensor."""
+        self.users += 1
+
     def in_forward(self, unpack: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """Call `unpack`, which calls this object, in the forward pass, without counting it as a user."""
         dense = unpack(*tensors)
         self.calls -= 1
         self.last.held = None
         return dense
+
+
+class BothShared:
+    """The bookkeeping of a tensor that is computed from two packed ones, a product: its users are users of both."""
+
+    def __init__(self, *shared: Any) -> None:
+        self.shared = shared
+
+    def add_user(self) -> None:
+        """Count one more operation that saves the product."""
+        for shared in self.shared:
+            shared.add_user()
 
 
 def memory_order(x: Tensor) -> tuple[tuple[int, ...], Tensor, tuple[Any, ...]]:
@@ -71,8 +87,18 @@ def memory_order(x: Tensor) -> tuple[tuple[int, ...], Tensor, tuple[Any, ...]]:
 
 def add_user(packed: Packed, order: tuple[int, ...], dtype: torch.dtype) -> Packed:
     """Return `packed` for one more operation, which unpacks it in its own order of dimensions and dtype."""
-    packed.shared.users += 1
+    packed.shared.add_user()
+    return in_order(packed, order, dtype)
+
+
+def in_order(packed: Packed, order: tuple[int, ...], dtype: torch.dtype) -> Packed:
+    """Return `packed`, which unpacks to the order of memory, for an order of dimensions and a dtype."""
     return Packed(packed.tensors, partial(_in_order, packed.unpack, order, dtype), packed.shared)
+
+
+def apply_to(function: Callable[[Tensor], Tensor], unpack: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Compute a function of the unpacked tensor."""
+    return function(unpack(*tensors))
 
 
 def permuted(unpack: Callable[..., Tensor], order: tuple[int, ...], *tensors: Tensor) -> Tensor:

@@ -100,6 +100,27 @@ def masked(mask: Tensor) -> Callable[..., Tensor]:
     return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask)
 
 
+def multi_head(
+    x: Tensor, w_in: Tensor, w_out: Tensor, b_in: Tensor | None = None, b_out: Tensor | None = None
+) -> Tensor:
+    return multi_head_of_three(x, x, x, w_in, w_out, b_in, b_out)
+
+
+def multi_head_of_three(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    b_in: Tensor | None = None,
+    b_out: Tensor | None = None,
+) -> Tensor:
+    """`nn.MultiheadAttention` with the batch first, as its module calls it."""
+    x = [q.transpose(0, 1)] * 3 if q is k is v else [t.transpose(0, 1) for t in (q, k, v)]
+    biases = (b_in, None, None, False, 0.0, w_out, b_out)
+    return F.multi_head_attention_forward(*x, 8, 2, w_in, *biases, need_weights=False)[0].transpose(0, 1)
+
+
 MASK = torch.tensor([[1, 1, 0, 1, 0], [0, 1, 1, 1, 1], [1, 0, 0, 0, 0]]).bool()
 QKV = [(2, 2, 3, 4), (2, 2, 5, 4), (2, 2, 5, 6)]
 SEPARATE = [(2, 3, 4), (2, 4, 5)]
@@ -129,6 +150,14 @@ OPERATIONS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "layer_norm without weight": (lambda x, b: F.layer_norm(x, (5,), None, b), [(2, 3, 5), (5,)]),
     "layer_norm bare": (lambda x: F.layer_norm(x, (5,), eps=0.1), [(2, 3, 5)]),
     "layer_norm over two": (lambda x, *wb: F.layer_norm(x, (3, 5), *wb), [(2, 2, 3, 5), (3, 5), (3, 5)]),
+    "rms_norm": (lambda x, w: F.rms_norm(x, (5,), w), [(2, 3, 5), (5,)]),
+    "rms_norm bare": (lambda x: F.rms_norm(x, (5,), eps=0.1), [(2, 3, 5)]),
+    "rms_norm over two": (lambda x, w: F.rms_norm(x, (3, 5), w, 0.1), [(2, 2, 3, 5), (3, 5)]),
+    "group_norm": (lambda x, *wb: F.group_norm(x, 2, *wb), [(2, 4, 3, 5), (4,), (4,)]),
+    "group_norm without weight": (lambda x, b: F.group_norm(x, 2, None, b), [(2, 4, 3, 5), (4,)]),
+    "group_norm bare": (lambda x: F.group_norm(x, 4, eps=0.1), [(2, 4, 3, 5)]),
+    "group_norm 2-D": (lambda x, *wb: F.group_norm(x, 2, *wb), [(6, 4), (4,), (4,)]),
+    "group_norm channels last": (channels_last(lambda x, *wb: F.group_norm(x, 2, *wb)), [(2, 4, 3, 5), (4,), (4,)]),
     "batch_norm eval": (batch_norm(False), [(2, 4, 3, 5), (4,), (4,)]),
     "batch_norm eval 2-D": (batch_norm(False), [(6, 4), (4,), (4,)]),
     "batch_norm eval bare": (batch_norm(False), [(2, 4, 3, 5)]),
@@ -138,6 +167,17 @@ OPERATIONS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "gelu tanh": (partial(F.gelu, approximate="tanh"), [(2, 3, 5)]),
     "silu": (F.silu, [(2, 3, 5)]),
     "hardswish": (lambda x: F.hardswish(3 * x), [(2, 3, 9)]),
+    "sigmoid": (torch.sigmoid, [(2, 3, 5)]),
+    "product of two activations": (torch.mul, [(2, 3, 5), (2, 3, 5)]),
+    "product with a wide gate": (torch.mul, [(2, 3, 5), (2, 3, 1)]),
+    "product as an operator": (lambda a, b: a * b, [(2, 3, 5), (2, 3, 5)]),
+    "product with itself": (lambda a: a * a, [(2, 3, 5)]),
+    "multi-head attention": (multi_head, [(2, 3, 8), (24, 8), (8, 8), (24,), (8,)]),
+    "multi-head attention without bias": (multi_head, [(2, 3, 8), (24, 8), (8, 8)]),
+    "multi-head attention of three inputs": (
+        multi_head_of_three,
+        [(2, 3, 8), (2, 5, 8), (2, 5, 8), (24, 8), (8, 8), (24,), (8,)],
+    ),
     "relu": (F.relu, [(2, 3, 5)]),
     "relu6": (lambda x: F.relu6(5 * x), [(2, 3, 9)]),
     "hardtanh": (lambda x: F.hardtanh(x, -0.5, 0.75), [(2, 3, 9)]),

@@ -27,6 +27,28 @@ def by_hand_layer_norm(p, g, x, w, b, normalized=False):
     return g_x, (g * x_hat).sum((0, 1)), g.sum((0, 1))
 
 
+def by_hand_rms_norm(p, g, x, w, normalized=False):
+    rstd = 1 / ((x**2).mean(-1, keepdim=True) + 1e-5).sqrt()
+    x_hat = p(x * rstd) if normalized else p(x) * rstd
+    h = g * w
+    return rstd * (h - x_hat * (h * x_hat).mean(-1, keepdim=True)), (g * x_hat).sum((0, 1))
+
+
+def by_hand_group_norm(p, g, x, w, b, normalized=False):
+    x_G, whole = x.unflatten(1, (2, -1)), (2, 3, 4)
+    mean = x_G.mean(whole, keepdim=True)
+    rstd = 1 / (x_G.var(whole, keepdim=True, unbiased=False) + 1e-5).sqrt()
+    pruned = p(((x_G - mean) * rstd).flatten(1, 2)) if normalized else p(x)
+    x_hat = pruned.unflatten(1, (2, -1)) if normalized else (pruned.unflatten(1, (2, -1)) - mean) * rstd
+    h = (g * w.view(-1, 1, 1)).unflatten(1, (2, -1))
+    g_x = rstd * (h - h.mean(whole, keepdim=True) - x_hat * (h * x_hat).mean(whole, keepdim=True))
+    return g_x.flatten(1, 2), (g * x_hat.flatten(1, 2)).sum((0, 2, 3)), g.sum((0, 2, 3))
+
+
+def by_hand_product(p, g, a, b):
+    return g * p(b), g * p(a)
+
+
 def by_hand_matmul(p, g, a, b):
     return g @ p(b).mT, p(a).mT @ g
 

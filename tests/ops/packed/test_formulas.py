@@ -39,11 +39,14 @@ from tests.ops.packed.formulas import (
     by_hand_conv,
     by_hand_frozen_batch_norm,
     by_hand_gelu,
+    by_hand_group_norm,
     by_hand_layer_norm,
     by_hand_linear,
     by_hand_matmul,
     by_hand_normalize,
+    by_hand_product,
     by_hand_relu,
+    by_hand_rms_norm,
     by_hand_scale,
     by_hand_softmax,
     softmax,
@@ -59,6 +62,9 @@ PRUNED: dict[str, tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, ...]]
         {0, 2},
     ),
     "layer_norm": (OPERATIONS["layer_norm"][0], by_hand_layer_norm, [(2, 3, 5), (5,), (5,)], {2}),
+    "rms_norm": (lambda x, w: F.rms_norm(x, (5,), w, 1e-5), by_hand_rms_norm, [(2, 3, 5), (5,)], set()),
+    "group_norm": (OPERATIONS["group_norm"][0], by_hand_group_norm, [(2, 4, 3, 5), (4,), (4,)], {2}),
+    "product": (torch.mul, by_hand_product, [(2, 3, 5), (2, 3, 5)], set()),
     "matmul": (torch.matmul, by_hand_matmul, [(2, 2, 3, 4), (2, 2, 4, 5)], set()),
     "softmax": (partial(F.softmax, dim=-1), by_hand_softmax, [(2, 2, 3, 5)], set()),
     "attention": (attention, by_hand_attention, [*QKV, (2, 1, 3, 5)], set()),
@@ -72,7 +78,7 @@ PRUNED: dict[str, tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, ...]]
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.8])
-@pytest.mark.parametrize("name", [*PRUNED, "layer_norm normalized"])
+@pytest.mark.parametrize("name", [*PRUNED, *(f"{norm}_norm normalized" for norm in ("layer", "rms", "group"))])
 def test_gradients_are_the_papers_formulas_on_pruned_tensors(name, sparsity):
     normalized = name.endswith(" normalized")
     function, by_hand, shapes, exact = PRUNED[name.removesuffix(" normalized")]
@@ -95,6 +101,11 @@ FORWARD: dict[str, Callable[..., Tensor]] = {
     "conv": lambda p, x, w, b: conv(p(x), w, b, stride=2, padding=1),
     "layer_norm": lambda p, x, w, b: F.layer_norm(p(x), (5,), w, b),
     "layer_norm normalized": lambda p, x, w, b: p(F.layer_norm(x, (5,))) * w + b,
+    "rms_norm": lambda p, x, w: F.rms_norm(p(x), (5,), w, 1e-5),
+    "rms_norm normalized": lambda p, x, w: p(F.rms_norm(x, (5,), None, 1e-5)) * w,
+    "group_norm": lambda p, x, w, b: F.group_norm(p(x), 2, w, b),
+    "group_norm normalized": lambda p, x, w, b: p(F.group_norm(x, 2)) * w.view(-1, 1, 1) + b.view(-1, 1, 1),
+    "product": lambda p, a, b: p(a) * p(b),
     "matmul": lambda p, a, b: p(a) @ p(b),
     "softmax": lambda p, x: p(softmax(x)),
     "attention": lambda p, q, k, v, mask: p(softmax(p(q) @ p(k).mT / 2 + mask)) @ p(v),
@@ -124,7 +135,7 @@ def test_pruned_in_the_forward_pass_too(name, sparsity):
 
     plain = Policy(Sparse(sparsity), Sparse(sparsity), Sparse(sparsity), Dense(), normalized=normalized, forward=True)
     found = gradients(packed(function, inputs, plain), inputs)
-    if name in ("softmax", "attention", "normalize", "layer_norm normalized"):
+    if name in BY_HAND_FORWARD:
         # Formulas in the operation's result, or in x̂: Back Razor puts what is pruned there, autograd what is not.
         by_hand = BY_HAND_FORWARD[name]
         with torch.no_grad():
@@ -142,6 +153,8 @@ def by_hand_attention_forward(p, g, q, k, v, mask):
 BY_HAND_FORWARD: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "softmax": by_hand_softmax,
     "attention": by_hand_attention_forward,
+    "rms_norm normalized": partial(by_hand_rms_norm, normalized=True),
+    "group_norm normalized": partial(by_hand_group_norm, normalized=True),
     "normalize": by_hand_normalize,
     "layer_norm normalized": partial(by_hand_layer_norm, normalized=True),
 }

@@ -21,11 +21,17 @@ def test_what_is_no_activation_of_the_batch_runs_plainly():
     torch.testing.assert_close(gradients(y, (w,))[0], upstream(y).T @ x, **EXACT)
 
 
-def test_a_product_of_two_activations_runs_plainly():
-    # Only a scale with far fewer values than x makes packing x worth it.
+def test_a_product_of_two_activations_packs_both():
     counting = Counting()
     a, b = tensors((2, 3, 6), (2, 3, 6))
-    y = packed(torch.mul, (a, b), everywhere(counting))
+    packed(torch.mul, (a, b), everywhere(counting))
+    assert counting.shapes == [(2, 3, 6), (2, 3, 6)]
+
+
+def test_a_product_with_a_constant_keeps_nothing_of_the_activation():
+    counting = Counting()
+    a, b = tensors((2, 3, 6), (2, 3, 6))
+    y = packed(torch.mul, (a, b.detach()), everywhere(counting))
     assert counting.shapes == []
     assert not isinstance(y.grad_fn, BackwardCFunction)
 

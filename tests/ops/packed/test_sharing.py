@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -165,3 +167,69 @@ def test_memory_used_again_is_another_tensor(monkeypatch):
         del x
         F.linear(F.gelu(h), w)
     assert len(counting.shapes) == 1
+
+
+# ------------------------------------------------------------------------------------------------ products and maps
+def swiglu(x: Tensor, first: Tensor, second: Tensor, out: Tensor) -> Tensor:
+    return F.linear(F.silu(F.linear(x, first)) * F.linear(x, second), out)
+
+
+@pytest.mark.parametrize("derived", [True, False])
+def test_the_product_of_swiglu_is_computed_from_its_factors(derived):
+    inputs = tensors((2, 3, 6), (5, 6), (5, 6), (4, 5))
+    policy = everywhere(Sparse(0.0), derived=derived)
+    y, saved = saved_while(lambda: packed(swiglu, inputs, policy))
+    plain = swiglu(*inputs)
+    for a, b in zip(gradients(y, inputs), gradients(plain, inputs), strict=True):
+        torch.testing.assert_close(a, b, **EXACT)
+    # Values and bits of x, of the gate before SiLU and of the other factor; without deriving, of the gate after SiLU
+    # and of the product too.
+    assert len(others(saved, inputs[1:])) == (6 if derived else 10)
+
+
+def test_the_product_of_swiglu_is_that_of_the_packed_factors():
+    inputs = tensors((2, 3, 6), (5, 6), (5, 6), (4, 5))
+    y = packed(swiglu, inputs, everywhere(Sparse(0.5), derived=True))
+    x, first, second, _ = inputs
+    h = F.silu(prune(F.linear(x, first), 0.5)) * prune(F.linear(x, second), 0.5)
+    expected = torch.einsum("bno,bni->oi", upstream(y), h)
+    torch.testing.assert_close(gradients(y, inputs[3:])[0], expected, **EXACT)
+
+
+def inverted_residual(
+    x: Tensor, first: Tensor, gamma: Tensor, beta: Tensor, second: Tensor, *, training: bool, act: object
+) -> Tensor:
+    mean, var = (t.double() for t in (torch.linspace(-1, 1, 5), torch.linspace(0.5, 2, 5)))
+    h = F.batch_norm(F.conv2d(x, first), mean, var, gamma, beta, training=training)
+    h = act(h)
+    h = h * h.mean((2, 3), keepdim=True).sigmoid()
+    return F.conv2d(h, second)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("act", [F.silu, F.relu, F.relu6, F.hardswish])
+def test_what_follows_a_batch_norm_is_computed_from_its_input(act, training):
+    inputs = tensors((2, 4, 6, 6), (5, 4, 1, 1), (5,), (5,), (3, 5, 1, 1))
+    function = partial(inverted_residual, training=training, act=act)
+    expected = gradients(function(*inputs), inputs)
+    sizes = {}
+    for maps in (True, False):
+        policy = everywhere(Dense(), derived=True, maps=maps)
+        y, saved = saved_while(lambda policy=policy: packed(function, inputs, policy))
+        for a, b in zip(gradients(y, inputs), expected, strict=True):
+            torch.testing.assert_close(a, b, **EXACT)
+        sizes[maps] = sum(t.numel() * 8 for t in others(saved, inputs) if t.numel() >= 360)
+    assert sizes[True] == 2 * 5 * 36 * 8, "only BatchNorm's input is kept"
+    assert sizes[False] >= 2 * sizes[True]
+
+
+def test_a_relu_that_follows_no_batch_norm_is_kept_by_the_next_layer():
+    x, first, second = tensors((2, 4, 6, 6), (5, 4, 1, 1), (3, 5, 1, 1))
+
+    def network(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        return F.conv2d(F.relu(F.conv2d(x, first)), second)
+
+    y = packed(network, (x, first, second), everywhere(Dense(), derived=True, maps=True))
+    plain = network(x, first, second)
+    for a, b in zip(gradients(y, (x, first, second)), gradients(plain, (x, first, second)), strict=True):
+        torch.testing.assert_close(a, b, **EXACT)
