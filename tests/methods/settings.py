@@ -248,5 +248,11 @@ ROWS = {
     "moe_published": _experts("moe", "vit", top_k=1, reference=_quarter),
     "bsr_moe": _experts("bsr_moe", "vit", blocks=[1, -1], drop_at=[1, 2], keep_rate=1.0, norm_topk_prob=True),
     "mesa": _near("mesa", "8 bits are not exact", *USUAL),
+    "low_bit": _near("low_bit", "a few bits are not exact", *USUAL, "mobilenet", bits=8),
+    "low_bit_2": _near("low_bit", "a few bits are not exact", "vit", bits=2, group=8, rounding="stochastic"),
+    "low_bit_unfused": _near("low_bit", "a few bits are not exact", "vit", "swinv2", bits=8, attention="unfused"),
+    "compact": Row(METHODS["compact"], off={}, models=(*USUAL, "mobilenet")),
+    "compact_kept": Row(METHODS["compact"], {"attention": "kept"}, off={}, models=("vit", "swinv2")),
+    "compact_half": _near("compact", "GELU's inputs are rounded", "vit", "mobilenet", activation_dtype="bf16"),
     "mesa_published": _near("mesa", "8 bits are not exact", "vit", "swinv2", recompute_inputs=False),
 }

@@ -6,6 +6,7 @@ In training, parts of the model (blocks, stem, downsampling) run their forward p
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from efficient_ft.methods.forwards import put_around
 from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod
 from efficient_ft.models.view import ModelView, Reason, Skipped, is_norm
 from efficient_ft.ops.packed import PackedOperations, PackingState, Policy, packed_operation, packing_suspended
+from efficient_ft.ops.packing import Dense
 
 #: Why a method that changes the forward pass of layers cannot be stacked with low-rank backward.
 DENSE_FORWARD = "low-rank layers have a dense forward pass of their own and keep their projected input"
@@ -61,7 +63,13 @@ class PartwiseMethod(MemoryMethod):
     attention everything is packed, the stem and the classifier too, as published. Layers of which nothing needs a
     gradient keep nothing anyway; what trains is decided by the selection. torch.compile leaves packed parts as they
     are.
+
+    Attributes:
+        packs_tail: in a model with attention the final normalization is packed too, and the head keeps its own input
+            alone, exactly, not the whole tensor that it is a view of (the class token of all tokens).
     """
+
+    packs_tail: bool = False
 
     def _left_plain(self, view: ModelView) -> dict[str, Skipped]:
         """Return further layers that this method leaves as they are, with the reason."""
@@ -73,7 +81,7 @@ class PartwiseMethod(MemoryMethod):
 
     @abstractmethod
     def _forward_of(
-        self, module: nn.Module, name: str, packing: PackingState, layers: dict[str, nn.Module]
+        self, module: nn.Module, name: str, packing: PackingState, layers: dict[str, nn.Module], is_head: bool
     ) -> MemoryForward:
         """Return the forward of a part.
 
@@ -82,10 +90,11 @@ class PartwiseMethod(MemoryMethod):
             name: its full name.
             packing: the state that lasts from step to step.
             layers: those of the part that run packed, by their full names.
+            is_head: the part has the classifier, in a model with attention.
         """
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
-        parts, skipped = _parts(view)
+        parts, heads, skipped = _parts(view, self.packs_tail)
         plain = {x.name: x.why_not for x in view.layers if x.why_not is not None and x.why_not.reason in _NO_BATCH}
         plain.update(self._left_plain(view))
         inside = {
@@ -107,7 +116,7 @@ class PartwiseMethod(MemoryMethod):
             module = model.get_submodule(part)
             if part not in plain:
                 layers = {name: model.get_submodule(name) for name in inside[part] if name not in plain}
-                put_around(module, self._forward_of(module, part, packing, layers))
+                put_around(module, self._forward_of(module, part, packing, layers, part in heads))
         for name in plain:
             module = model.get_submodule(name)
             if name in names and name not in parts:
@@ -130,9 +139,10 @@ class ActivationPacking(PartwiseMethod):
         """Return the packer of each kind of activation; called when the method is applied."""
 
     def _forward_of(
-        self, module: nn.Module, name: str, packing: PackingState, layers: dict[str, nn.Module]
+        self, module: nn.Module, name: str, packing: PackingState, layers: dict[str, nn.Module], is_head: bool
     ) -> MemoryForward:
-        return _PackedForward(module, name, self.policy(), packing)
+        policy = self.policy()
+        return _PackedForward(module, name, replace(policy, product=Dense(alone=True)) if is_head else policy, packing)
 
 
 def _runs_packed(view: ModelView, name: str) -> bool:
@@ -143,20 +153,28 @@ def _runs_packed(view: ModelView, name: str) -> bool:
     return any(packed_operation(function) is not None for function in functions)
 
 
-def _parts(view: ModelView) -> tuple[list[str], dict[str, Skipped]]:
-    """Return the names of the modules to be packed, none inside another, and those left dense, with the reason."""
+def _parts(view: ModelView, packs_tail: bool) -> tuple[list[str], list[str], dict[str, Skipped]]:
+    """Return the names of the modules to be packed, none inside another.
+
+    Returns:
+        All of them; those that have the head, in a model with attention; and the modules left dense, with the reason.
+    """
     inner = [*view.blocks, *(name for extras in view.stage_extras for name in extras)]
     holders = {name.split(".")[0] for name in inner}
     around = [name for name, _ in view.model.named_children() if name not in holders]
     if not any(layer.in_attention for layer in view.layers):
-        return [*around, *inner] if inner else around, {}
-    parts, dense = list(inner), {}
+        return [*around, *inner] if inner else around, [], {}
+    parts, heads, dense = list(inner), [], {}
     for name in around:
         convolutions = sum(isinstance(m, nn.Conv2d) for m in view.model.get_submodule(name).modules())
-        if name in view.tail or any(h == name or h.startswith(f"{name}.") for h in view.head):
+        is_head = any(h == name or h.startswith(f"{name}.") for h in view.head)
+        if packs_tail and (name in view.tail or is_head):
+            parts.append(name)
+            heads += [name] if is_head else []
+        elif name in view.tail or is_head:
             dense[name] = Skipped(Reason.AS_PUBLISHED, "the final normalization or the head: dense, as published")
         elif convolutions > 1:
             parts.append(name)
         elif convolutions:
             dense[name] = Skipped(Reason.AS_PUBLISHED, "the patch embedding: dense, as published")
-    return parts, dense
+    return parts, heads, dense

@@ -99,7 +99,7 @@ class SWAT(PartwiseMethod):
         return isinstance(module, nn.Linear | nn.Conv2d)
 
     def _forward_of(
-        self, module: nn.Module, name: str, packing: PackingState, layers: dict[str, nn.Module]
+        self, module: nn.Module, name: str, packing: PackingState, layers: dict[str, nn.Module], is_head: bool
     ) -> MemoryForward:
         assert isinstance(packing, Thresholds)
         return _SparseForward(module, name, packing, layers)

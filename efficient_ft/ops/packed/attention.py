@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,9 +16,10 @@ from efficient_ft.ops.autocast import to_single_precision
 from efficient_ft.ops.packed.mode import PackedOperations
 from efficient_ft.ops.packed.products import matmul, product
 from efficient_ft.ops.packed.saving import load, save
+from efficient_ft.ops.packed.sharing import SharedUnpack, apply_to
 from efficient_ft.ops.packed.straight_through import as_kept
 from efficient_ft.ops.packed.table import packed_operation, packs
-from efficient_ft.ops.packing import Packer
+from efficient_ft.ops.packing import Packed, Packer
 
 aten = torch.ops.aten
 
@@ -59,7 +63,7 @@ def _functional_softmax(
 class _FusedAttention(torch.autograd.Function):
     """softmax(q kᵀ · scale + bias) v with torch's fused kernel, recomputed in backward from the unpacked q, k and v.
 
-    The bias is a constant.
+    The bias is a constant. The layer after it can compute its input from the same recomputation.
     """
 
     @staticmethod
@@ -74,20 +78,42 @@ class _FusedAttention(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Tensor:
         y = F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
-        save(ctx, *(mode.keep(x, packer, y.dtype, 1) for x in (q, k, v)), bias)
-        ctx.scale, ctx.types = scale, (q.dtype, k.dtype, v.dtype)
+        parts = [mode.keep(x, packer, y.dtype, 1) for x in (q, k, v)]
+        unpack = partial(_attention_again, [(p.unpack, len(p.tensors)) for p in parts], scale, bias is not None)
+        tensors = (*(t for p in parts for t in p.tensors), *(() if bias is None else (bias,)))
+        shared = SharedUnpack(unpack, mode.state.last)
+        shared.add_user()
+        save(ctx, Packed(tensors, shared, shared))
+        ctx.types = (q.dtype, k.dtype, v.dtype)
+        if mode.policy.derived_all and y.dim() == 4:
+            mode.set_source(
+                y.transpose(1, 2).flatten(2), Packed(tensors, partial(apply_to, _merge_heads, shared), shared)
+            )
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        *kept, bias = load(ctx)
-        with torch.enable_grad():
-            inputs = [x.detach().requires_grad_() for x in kept]
-            q, k, v = inputs
-            y = F.scaled_dot_product_attention(q, k, v, bias, scale=ctx.scale)
-            found = torch.autograd.grad(y, inputs, g)
+        (y,) = load(ctx)
+        found = torch.autograd.grad(y, y.attention_inputs, g)
         return None, None, *(g.to(t) for g, t in zip(found, ctx.types, strict=True)), None, None
+
+
+def _attention_again(parts: Sequence[tuple[Any, int]], scale: Any, has_bias: bool, *tensors: Tensor) -> Tensor:
+    """Compute attention from the tensors of the packed q, k and v; the result has the graph of this computation."""
+    remaining = iter(tensors)
+    kept = [unpack(*islice(remaining, count)) for unpack, count in parts]
+    bias = next(remaining) if has_bias else None
+    with torch.enable_grad():
+        q, k, v = inputs = [x.detach().requires_grad_() for x in kept]
+        y = F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
+    y.attention_inputs = inputs  # type: ignore[attr-defined]
+    return y
+
+
+def _merge_heads(y: Tensor) -> Tensor:
+    """Return attention's result (B, H, N, D) as (B, N, H·D), without its graph."""
+    return y.detach().transpose(1, 2).flatten(2)
 
 
 class _Attention(torch.autograd.Function):
@@ -154,7 +180,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    if is_causal or enable_gqa or not mode.supports(query, key, value):
+    if mode.policy.plain_attention or is_causal or enable_gqa or not mode.supports(query, key, value):
         return NotImplemented
     constant = attn_mask is None or (attn_mask.is_floating_point() and not attn_mask.requires_grad)
     if mode.policy.fused is not None and constant and not dropout_p:

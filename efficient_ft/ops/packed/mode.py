@@ -52,10 +52,11 @@ class Policy:
         derived: what can be computed from a kept tensor is not kept again: a product after an activation function
             computes its input from that function's kept input, and one after a LayerNorm (if `normalized`) from x̂,
             with γ and β exact.
-        maps: the same for feature maps: what follows a BatchNorm that keeps its input, and a ReLU after it, is computed
-            from that input.
+        derived_all: further tensors are computed instead of kept: what follows a BatchNorm that keeps its input, and a
+            ReLU after it; and the result of attention that stays fused, for the layer after it.
         fused: the packer of q, k and v for attention that stays fused; the backward pass recomputes attention from
             them, so that all its terms are consistent. None: unfused attention.
+        plain_attention: torch's fused attention stays as it is, with what it keeps.
         forward: the forward pass, too, computes with the packed inputs of products and normalizations, q, k, v and
             softmax's output. A negative control; the formulas of the backward pass stay the same.
     """
@@ -66,8 +67,9 @@ class Policy:
     activation: Packer
     normalized: bool = False
     derived: bool = False
-    maps: bool = False
+    derived_all: bool = False
     fused: Packer | None = None
+    plain_attention: bool = False
     forward: bool = False
 
 

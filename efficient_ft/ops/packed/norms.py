@@ -218,7 +218,7 @@ class _BatchNorm(torch.autograd.Function):
         y = F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
         kept = mode.keep(x, mode.policy.norm, y.dtype) if ctx.needs_input_grad[4] else None
         save(ctx, kept, weight, mean, var)
-        if kept is not None and mode.policy.maps:
+        if kept is not None and mode.policy.derived_all:
             _set_map_source(mode, y, kept, mean, (var + eps).rsqrt(), weight, bias)
         ctx.eps, ctx.type = eps, x.dtype
         return y
@@ -260,7 +260,7 @@ class _TrainingBatchNorm(torch.autograd.Function):
         kept = mode.keep(x, mode.policy.norm)
         save(ctx, kept, weight, of_batch, rstd)
         ctx.eps = eps
-        if mode.policy.maps:
+        if mode.policy.derived_all:
             _set_map_source(mode, y, kept, of_batch, rstd, weight, bias)
         return y
 

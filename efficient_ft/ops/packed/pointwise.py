@@ -30,7 +30,7 @@ class _Scale(torch.autograd.Function):
         kept = mode.keep(x, mode.policy.norm) if ctx.needs_input_grad[2] else None
         save(ctx, kept, s if ctx.needs_input_grad[1] else None)
         ctx.types, ctx.shape = (x.dtype, s.dtype), s.shape
-        if kept is not None and mode.policy.maps:
+        if kept is not None and mode.policy.derived_all:
             mode.set_source(y, Packed((*kept.tensors, s), partial(_scaled, kept.unpack), kept.shared))
         return y
 
@@ -183,7 +183,7 @@ class _Clamp(torch.autograd.Function):
         ctx.save_for_backward(pack_bits(inside))
         ctx.shape = x.shape
         y = x.clamp(low, None if high == torch.inf else high)
-        if mode.policy.maps:
+        if mode.policy.derived_all:
             mode.derive(y, x, partial(torch.clamp, min=low, max=None if high == torch.inf else high))
         return y
 

@@ -5,7 +5,7 @@ that use them. `efficient_ft.ops.packed` has the operations that save packed ten
 """
 
 from efficient_ft.ops.packing.eight_bits import dequantize, extremes, quantize
-from efficient_ft.ops.packing.groups import group_length, group_pack, group_unpack
+from efficient_ft.ops.packing.groups import BITS, group_length, group_pack, group_unpack
 from efficient_ft.ops.packing.packers import Dense, EightBits, GroupBits, Half, Packed, Packer, Sparse
 from efficient_ft.ops.packing.sparse import (
     bitmap_bytes,
@@ -19,6 +19,7 @@ from efficient_ft.ops.packing.sparse import (
 from efficient_ft.ops.packing.state import Overflow, PackContext, Ranges
 
 __all__ = [
+    "BITS",
     "Dense",
     "EightBits",
     "GroupBits",

@@ -48,11 +48,18 @@ class Packer(Protocol):
 
 @dataclass(frozen=True)
 class Dense:
-    """Keep the tensor as it is."""
+    """Keep the tensor as it is.
+
+    Args:
+        alone: of a view of less than half of a tensor keep a copy, so that the rest can be freed.
+    """
+
+    alone: bool = False
 
     def pack(self, x: Tensor, context: PackContext) -> Packed:
-        """Return x itself."""
-        return Packed((x,), _identity)
+        """Return x itself, or a copy of it."""
+        part = self.alone and 2 * x.numel() * x.element_size() < x.untyped_storage().nbytes()
+        return Packed((x.clone() if part else x,), _identity)
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,7 @@ def test_what_follows_a_batch_norm_is_computed_from_its_input(act, training):
     expected = gradients(function(*inputs), inputs)
     sizes = {}
     for maps in (True, False):
-        policy = everywhere(Dense(), derived=True, maps=maps)
+        policy = everywhere(Dense(), derived=True, derived_all=maps)
         y, saved = saved_while(lambda policy=policy: packed(function, inputs, policy))
         for a, b in zip(gradients(y, inputs), expected, strict=True):
             torch.testing.assert_close(a, b, **EXACT)
@@ -229,7 +229,7 @@ def test_a_relu_that_follows_no_batch_norm_is_kept_by_the_next_layer():
     def network(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
         return F.conv2d(F.relu(F.conv2d(x, first)), second)
 
-    y = packed(network, (x, first, second), everywhere(Dense(), derived=True, maps=True))
+    y = packed(network, (x, first, second), everywhere(Dense(), derived=True, derived_all=True))
     plain = network(x, first, second)
     for a, b in zip(gradients(y, (x, first, second)), gradients(plain, (x, first, second)), strict=True):
         torch.testing.assert_close(a, b, **EXACT)
