@@ -31,7 +31,7 @@ class LowBit(ActivationPacking):
 
     Args:
         bits: of a value: 8, 4, 3 or 2.
-        group: values of a group, a multiple of 8 up to 65536; None: 64, or 32 with 2 bits. The minimum and the step add
+        group: values of a group, a multiple of 8 up to 65536; None: 64, or 40 with 2 bits. The minimum and the step add
             32 / group bits to each value.
         rounding: ``nearest``, with a smaller error, or ``stochastic``, whose mean is the exact value (as in ActNN).
         attention: ``fused`` keeps q, k and v and recomputes attention from them by torch's fused kernel; ``unfused``
@@ -56,7 +56,7 @@ class LowBit(ActivationPacking):
             raise SettingError("bits", bits, map(str, BITS))
         if group is not None and (type(group) is not int or group % 8 or not 8 <= group <= _LARGEST):
             raise SettingError(
-                "group", group, f"a multiple of 8 from 8 to {_LARGEST}, or null", "null means 64, and 32 with 2 bits."
+                "group", group, f"a multiple of 8 from 8 to {_LARGEST}, or null", "null means 64, and 40 with 2 bits."
             )
         for setting, value, allowed in (
             ("rounding", rounding, ("nearest", "stochastic")),
@@ -67,7 +67,7 @@ class LowBit(ActivationPacking):
         self.bits, self.group, self.rounding, self.attention = bits, group, rounding, attention
 
     def policy(self) -> Policy:
-        group = (32 if self.bits == 2 else 64) if self.group is None else self.group
+        group = (40 if self.bits == 2 else 64) if self.group is None else self.group
         packer = GroupBits(self.bits, group, self.rounding == "stochastic")
         return Policy(
             product=packer,

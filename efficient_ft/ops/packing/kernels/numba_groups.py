@@ -105,7 +105,7 @@ def _round_at_random(x, start, count, low, inverse, levels, base, codes):
 
 def _length(group: int) -> int:
     """Return the constant that loops are compiled for; 0: the length is read from the job."""
-    return group if group in (32, 64, 128) else 0
+    return group if group in (32, 40, 64, 128) else 0
 
 
 @functools.cache
