@@ -28,6 +28,7 @@ from tests.methods.settings import ROWS
 SETTINGS = {
     "blocks": {"blocks": [1, 3]},
     "lora": {"rank": 8, "alpha": 32},
+    "lora_fa": {"rank": 8, "alpha": 32},
     "bsr": {"blocks": [1, 3], "drop_at": [1, 2], "keep_rate": 0.7},
     "evit": {"drop_at": [1, 2], "keep_rate": 0.7},
     "tome": {"r": 8},
@@ -51,8 +52,8 @@ PRETRAINED = {"vit": (600, RATE), "mobilenet": (1000, 5e-3)}
 #: Pairs of which one changes the model so that the other finds nothing to do, or what it can't serve: refused by
 #: `apply_methods`, not by `check_stack`.
 REFUSED = {
-    ("alast", "repnet"), ("bitfit", "lora"), ("bsr", "repnet"), ("evit", "repnet"), ("head", "lora"), ("head", "moe"),
-    ("head", "repnet"), ("lora", "norm_last"), ("moe", "norm_last"), ("repnet", "tome"), ("alast", "tinytl"),
+    ("alast", "repnet"), ("bitfit", "lora"), ("bitfit", "lora_fa"), ("bsr", "repnet"), ("evit", "repnet"), ("head", "lora"), ("head", "lora_fa"), ("head", "moe"),
+    ("head", "repnet"), ("lora", "norm_last"), ("lora_fa", "norm_last"), ("moe", "norm_last"), ("repnet", "tome"), ("alast", "tinytl"),
     ("bsr", "tinytl"), ("evit", "tinytl"), ("head", "tinytl"), ("tinytl", "tome"),
 }  # fmt: skip
 
