@@ -224,6 +224,12 @@ ROWS = {
     ),
     "tome": _merging(),
     "tome_plain": _merging(proportional_attention=False, inflect=-0.5),
+    "patch_dropout": Row(
+        METHODS["patch_dropout"],
+        off={"keep_rate": 1.0},
+        models=("vit",),
+        refused=dict.fromkeys(("efficientformer", "swinv2", "resnet", "mobilenet"), "not on one grid"),
+    ),
     "alast": Row(
         METHODS["alast"],
         {"num_layers": 2, "budget_init": 0.7},

@@ -176,7 +176,9 @@ class LoRA(Method):
         """Return the error for a model in which no layer is adapted: why, and what to do."""
         narrow = next((f"{n}: {why}" for n, why in skipped.items() if why.reason == Reason.TOO_NARROW), None)
         if narrow is not None:
-            return UserError(f"method {self.name}: no layer of {view.name} is wide enough ({narrow}); use a lower rank.")
+            return UserError(
+                f"method {self.name}: no layer of {view.name} is wide enough ({narrow}); use a lower rank."
+            )
         frozen = sum(why.reason == Reason.FROZEN for why in skipped.values())
         if frozen:
             return UserError(
@@ -189,6 +191,6 @@ class LoRA(Method):
                 f" use method.{self.name}.targets=all."
             )
         return UserError(
-            f"method {self.name}: {view.name} has no linear layers or 1×1 convolutions outside its stem and head that can be"
-            " adapted; use another method (bitfit, last_stage)."
+            f"method {self.name}: {view.name} has no linear layers or 1×1 convolutions outside its stem and head that"
+            " can be adapted; use another method (bitfit, last_stage)."
         )

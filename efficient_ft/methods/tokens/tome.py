@@ -88,7 +88,7 @@ class _MergingForward(TokenForward):
     """Forward pass of a block that merges tokens between its attention and its feed-forward network.
 
     Args:
-        module, prefix, positions, last: as in `TokenForward`.
+        module, method_name, prefix, positions, last: as in `TokenForward`.
         r: number of tokens to merge; at most half of the patch tokens are merged.
         proportional_attention: as in `ToMe`.
         after_merge: an earlier block merges tokens.
@@ -97,6 +97,7 @@ class _MergingForward(TokenForward):
     def __init__(
         self,
         module: nn.Module,
+        method_name: str,
         prefix: int,
         positions: int,
         last: bool,
@@ -104,7 +105,7 @@ class _MergingForward(TokenForward):
         proportional_attention: bool,
         after_merge: bool = False,
     ) -> None:
-        super().__init__(module, prefix, positions, last)
+        super().__init__(module, method_name, prefix, positions, last)
         self.r, self.proportional_attention, self.after_merge = r, proportional_attention, after_merge
 
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
@@ -215,6 +216,7 @@ class ToMe(Method):
         give_forwards(
             model,
             view,
+            self.name,
             {
                 name: (_MergingForward, (n, self.proportional_attention, any(r[:index])))
                 for index, (name, n) in enumerate(zip(view.blocks, r, strict=True))
@@ -256,7 +258,7 @@ class ToMe(Method):
         return scheduled(self.r, self.inflect, blocks)
 
     def _remove(self, model: nn.Module) -> None:
-        take_forwards(model)
+        take_forwards(model, self.name)
 
 
 def _refuse_other_tokens(view: ModelView, patches: int) -> None:
@@ -275,8 +277,8 @@ def _refuse_other_tokens(view: ModelView, patches: int) -> None:
             with mode, torch.no_grad():
                 x = torch.empty(1, view.prefix_tokens + patches, channels, device=like.device, dtype=like.dtype)
                 probe(x)
-                _MergingForward(probe, view.prefix_tokens, patches, True, 1, True)(x)
-                _MergingForward(probe, view.prefix_tokens, patches, True, 0, True)(x[:, 1:])
+                _MergingForward(probe, "tome", view.prefix_tokens, patches, True, 1, True)(x)
+                _MergingForward(probe, "tome", view.prefix_tokens, patches, True, 0, True)(x[:, 1:])
         except UserError:
             raise
         except Exception as error:
