@@ -5,6 +5,7 @@ torch's convolution keeps its input even if the weight needs no gradient. (Its l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -15,11 +16,15 @@ from torch.nn.grad import conv2d_input
 
 from efficient_ft.ops.autocast import autocast_disabled, to_autocast_dtype
 
-_Pair = tuple[int, int]
-
 
 def frozen_conv2d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stride: _Pair, padding: _Pair, dilation: _Pair, groups: int
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
 ) -> Tensor:
     """Compute `F.conv2d`; gradients for x and `bias`, none for `weight`.
 

@@ -32,7 +32,7 @@ class LoRA(Method):
     train, nothing else. With ``targets="all"``, every linear layer and 1×1 convolution whose input comes from the
     images is adapted, and what else the selection leaves trainable trains too: biases, norms, layer scales, other
     convolutions. The stem and the head are never adapted, nor are layers whose input or output has no more channels
-    than the rank (talking heads).
+    than the rank (talking heads), nor those of other classes than torch's (convolutions of standardized weights).
 
     Args:
         rank: rank r of each adapter, at least 1; a fused qkv layer gets 3·rank with the same alpha (scale
@@ -163,6 +163,9 @@ class LoRA(Method):
 
     def _why_not_trained(self, layer: Layer) -> Skipped | None:
         """Return why a layer of a kind that is adapted gets no adapter, or None if it gets one."""
+        if type(layer.module) not in (nn.Linear, nn.Conv2d):
+            # Standardized weights: an adapter could not be merged. Padding by a rule: A would not follow it.
+            return Skipped(Reason.OTHER_FORM, f"its class {type(layer.module).__name__} has a forward of its own")
         if not layer.module.weight.requires_grad:  # type: ignore[union-attr]
             return Skipped(Reason.FROZEN)
         if layer.reach is not None and self.as_published:

@@ -25,7 +25,7 @@ class _FrozenForward(OwnForward):
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         module: Any = self.module
         # A low-rank backward pass has given the module another class; a packed convolution keeps no input either.
-        if type(module) is not nn.Conv2d or module.weight.requires_grad or current_packing() is not None:
+        if type(self.module) is not nn.Conv2d or module.weight.requires_grad or current_packing() is not None:
             return self.within(x, *others, **keywords)
         return frozen_conv2d(
             x, module.weight, module.bias, module.stride, module.padding, module.dilation, module.groups
@@ -43,8 +43,8 @@ class LoRAFA(LoRA):
     `remove` merges the adapters into the weights and restores the layers' names.
 
     Layers are adapted where the selection that was applied before leaves their weight trainable; without a selection,
-    everywhere but in the stem and the head. Layers whose input or output has no more channels than the rank are not
-    adapted.
+    everywhere but in the stem and the head. Not adapted are layers whose input or output has no more channels than the
+    rank, and layers of other classes than torch's.
 
     Args:
         rank: rank r of each adapter, at least 1; a fused qkv layer gets 3·rank with the same alpha (scale
@@ -82,12 +82,11 @@ class LoRAFA(LoRA):
         return self._trained_head(model, view)
 
     def _why_not(self, layer: Layer) -> Skipped | None:
-        if (
-            self.targets == "all"
-            and layer.why_not is not None
-            and layer.why_not.reason == Reason.SPATIAL_CONVOLUTION
-            and _is_plain(layer.module)
-        ):
+        spatial = layer.why_not is not None and layer.why_not.reason == Reason.SPATIAL_CONVOLUTION
+        if spatial and self.targets == "all":
+            module: Any = layer.module
+            if module.dilation != (1, 1) or module.padding_mode != "zeros":  # peft's A has neither
+                return Skipped(Reason.OTHER_FORM, "a convolution that is dilated or not padded by zeros")
             return self._why_not_trained(layer)
         return super()._why_not(layer)
 

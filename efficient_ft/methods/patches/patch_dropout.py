@@ -19,10 +19,23 @@ from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.forwards import OwnForward, put_around, take_away
 from efficient_ft.methods.registry import register
-from efficient_ft.methods.tokens.base import give_forwards, grid_positions, refuse_other_blocks, take_forwards
+from efficient_ft.methods.tokens.base import (
+    give_forwards,
+    grid_positions,
+    refuse_fixed_tokens,
+    refuse_other_blocks,
+    take_forwards,
+)
 from efficient_ft.models.view import ModelView
 from efficient_ft.ops.packed import packing_suspended
-from efficient_ft.ops.tokens import Tokens, attach_tokens, is_token_reduction_suspended, num_kept, take
+from efficient_ft.ops.tokens import (
+    Tokens,
+    attach_tokens,
+    is_token_reduction_suspended,
+    num_kept,
+    take,
+    token_reduction_suspended,
+)
 
 
 class _PatchDropForward(OwnForward):
@@ -110,6 +123,7 @@ class PatchDropout(Method):
                 f"low enough to leave out a patch ({view.name} has {count} of them)",
                 f"Use larger images (now {height}×{width}).",
             )
+        refuse_fixed_tokens(view, self.name, _run_on_fewer)
         give_forwards(model, view, self.name, {})
         first = view.blocks[0]
         block = model.get_submodule(first)
@@ -120,3 +134,16 @@ class PatchDropout(Method):
         for module in model.modules():
             take_away(module, _PatchDropForward)
         take_forwards(model, self.name)
+
+
+def _run_on_fewer(block: nn.Module, x: Tensor, prefix: int) -> None:
+    """Run a block on x (1, N, C) and on fewer tokens.
+
+    Raises:
+        ValueError: the block changes the number of tokens (pooling).
+    """
+    with token_reduction_suspended():
+        for given in (x, x[:, 1:]):
+            left = block(given).shape[1]
+            if left != given.shape[1]:
+                raise ValueError(f"a block makes {left} tokens of {given.shape[1]}")

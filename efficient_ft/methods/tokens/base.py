@@ -6,6 +6,7 @@ between them or after them. The record of the remaining tokens (`ops.tokens.Toke
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from efficient_ft.core.errors import UserError
@@ -213,6 +215,38 @@ def refuse_other_blocks(view: ModelView, method_name: str, names: Sequence[str])
                 " attn, norm2, mlp, without other inputs or submodules; tokens can be dropped or merged in timm's ViT"
                 " blocks only."
             )
+
+
+def refuse_fixed_tokens(view: ModelView, method_name: str, run: Callable[[nn.Module, Tensor, int], None]) -> None:
+    """Check that every block accepts tokens (B, N, C) for any N: run a copy of each on fake tensors.
+
+    Args:
+        view: of a model with blocks and `Needs.TOKEN_GRID`.
+        method_name: name of the method.
+        run: runs a block as the method does, on all tokens (1, N, C) and on fewer; the last argument is the number of
+            prefix tokens.
+
+    Raises:
+        UserError: a block fails; or one that `run` raises, as it is.
+    """
+    mode, positions = FakeTensorMode(allow_non_fake_inputs=True), grid_positions(view)
+    for name in view.blocks:
+        block = view.model.get_submodule(name)
+        like = next(block.parameters())
+        channels = next(layer.channels[0] for layer in view.layers if layer.name.startswith(f"{name}."))
+        with FakeCopyMode(mode):
+            probe = copy.deepcopy(block).eval()
+        try:
+            with mode, torch.no_grad():
+                x = torch.empty(1, view.prefix_tokens + positions, channels, device=like.device, dtype=like.dtype)
+                run(probe, x, view.prefix_tokens)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"method {method_name}: the blocks of {view.name} ({type(block).__name__}) do not accept tokens"
+                f" (B, N, C) for any N: {str(error).splitlines()[0]}"
+            ) from error
 
 
 def grid_positions(view: ModelView) -> int:
