@@ -123,7 +123,7 @@ def test_standardized_weights_are_refused(kind: Any) -> None:
     """Their layer does not compute with the weight that an adapter would be merged into."""
     with torch.device("meta"):
         model = timm.create_model("resnetv2_50x1_bit", num_classes=3)
-    with pytest.raises(UserError, match="resnetv2_50x1_bit has no .* that can be adapted"):
+    with pytest.raises(UserError, match=r"resnetv2_50x1_bit has no .* that can be adapted"):
         kind(rank=4, targets="all").apply(model)
 
 
