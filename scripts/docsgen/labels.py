@@ -129,7 +129,7 @@ def command(arguments: Sequence[str]) -> str:
 #: Rows of the adapters on a ResNet-50.
 ADAPTERS = {
     "full": "full fine-tuning",
-    "peft_dropout": "peft's LoRA, `lora_dropout=0.1`",
+    "peft_dropout": "peft's LoRA, dropout 0.1",
     "peft": "peft's LoRA, no dropout",
     "lora_fa": "`lora_fa`",
     "lora_fa+checkpointing": "`[lora_fa,checkpointing]`",
