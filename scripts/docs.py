@@ -28,7 +28,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 and a diff if stale")
     parser.add_argument(
-        "--record", choices=("counts", "published", "costs"), help="write benchmarks/*.json of counted numbers"
+        "--record",
+        choices=("counts", "adapters", "published", "costs"),
+        help="write benchmarks/*.json of counted numbers",
     )
     options = parser.parse_args()
     if options.record:

@@ -13,6 +13,7 @@ class Axis(StrEnum):
     BACKPROP = "backprop"
     MEMORY = "memory"
     TOKENS = "tokens"
+    PATCHES = "patches"
 
     @property
     def does(self) -> str:
@@ -26,11 +27,20 @@ _DOES = {
     Axis.BACKPROP: "replace the backward pass",
     Axis.MEMORY: "decide how activations are kept",
     Axis.TOKENS: "decide which tokens are passed on",
+    Axis.PATCHES: "choose the patches that enter the blocks",
 }
 
 #: A selection decides what trains before adapters freeze what they adapt; low-rank backward then applies to the
-#: adapters' base layers; packers wrap what is left to save; token methods rewrite whole blocks.
-ORDER_OF_APPLICATION: tuple[Axis, ...] = (Axis.SELECTION, Axis.ADAPTERS, Axis.BACKPROP, Axis.MEMORY, Axis.TOKENS)
+#: adapters' base layers; packers wrap what is left to save; token methods rewrite whole blocks; patches are left out
+#: before all of that.
+ORDER_OF_APPLICATION: tuple[Axis, ...] = (
+    Axis.SELECTION,
+    Axis.ADAPTERS,
+    Axis.BACKPROP,
+    Axis.MEMORY,
+    Axis.TOKENS,
+    Axis.PATCHES,
+)
 
 #: For a method on an axis, the axes that must not have been applied before it. Elsewhere the order has no effect.
 MUST_COME_BEFORE: dict[Axis, frozenset[Axis]] = {

@@ -7,7 +7,8 @@ the forward pass of the module's class.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -36,6 +37,9 @@ class OwnForward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
+_Kind = TypeVar("_Kind", bound=OwnForward)
+
+
 def forwards_of(module: nn.Module) -> list[OwnForward]:
     """Return the replacements of a module, from the outermost to the innermost."""
     found: list[OwnForward] = []
@@ -62,11 +66,11 @@ def put_inside(module: nn.Module, forward: OwnForward) -> None:
         module.forward = forward  # type: ignore[assignment]
 
 
-def take_away(module: nn.Module, kind: type[OwnForward]) -> None:
-    """Remove the replacements of a class from a module; the others stay in their order."""
+def take_away(module: nn.Module, kind: type[_Kind], of: Callable[[_Kind], bool] = lambda _: True) -> None:
+    """Remove the replacements of a class, those for which `of` is true, from a module; others stay in their order."""
     if not forwards_of(module):
         return
-    rest = [forward for forward in forwards_of(module) if not isinstance(forward, kind)]
+    rest = [forward for forward in forwards_of(module) if not (isinstance(forward, kind) and of(forward))]
     del module.forward
     for forward in reversed(rest):
         put_around(module, forward)

@@ -156,6 +156,27 @@ def counted(model: str, page: Path) -> str:
     return table([*head, f"peak MiB, batch {of['batch']}"], rows)
 
 
+@block
+def adapters(page: Path) -> str:
+    """ResNet-50: adapters, with frozen statistics of BatchNorm and with those of the batch."""
+    data = records.load("adapters")
+    rows = []
+    for name, recipe in data["recipes"].items():
+        reported = data["reported"].get(name)
+        cells = [labels.ADAPTERS[name], f"{recipe['trainable_parameters']:,}"]
+        cells.append("–" if reported is None else f"{reported:.0f}")
+        cells += [f"{records.adapters_saved(name, statistics):.0f}" for statistics in ("batch", "frozen")]
+        cells.append(f"{recipe['frozen']['peak_bytes'] / records.MIB:.0f}")
+        rows.append(cells)
+    head = [
+        "recipe",
+        "parameters trained",
+        f"reported in {data['reported']['source']}, MiB",
+        "saved MiB, batch statistics",
+    ]
+    return table([*head, "saved MiB, frozen statistics", "peak MiB, frozen statistics"], rows)
+
+
 # ---------------------------------------------------------------------------------------------- projectors and speed
 _PROJECTORS = ("WHT reflect", "WHT zero", "WHT ortho", "LHE", "DCT")
 _PROJECTOR_HEAD = ["WHT `reflect` (published)", "WHT `zero`", "WHT `ortho`", "LHE (`ortho`)", "DCT"]

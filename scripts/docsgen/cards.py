@@ -23,7 +23,7 @@ from efficient_ft.core.packages import method_of
 ROOT = Path(__file__).resolve().parents[2]
 CARDS = ROOT / "docs" / "methods"
 
-ORDER = ("selection", "backprop", "memory", "tokens", "adapters")
+ORDER = ("selection", "backprop", "memory", "tokens", "patches", "adapters")
 
 #: What a value of `select` is, of the methods whose constructor has no such argument.
 SELECT = (

@@ -124,3 +124,15 @@ def command(arguments: Sequence[str]) -> str:
     return ", ".join(
         [f"`{methods.removeprefix('method=')}`", *(f"`{re.sub('^method.[a-z_]+.', '', s)}`" for s in settings)]
     )
+
+
+#: Rows of the adapters on a ResNet-50.
+ADAPTERS = {
+    "full": "full fine-tuning",
+    "peft_dropout": "peft's LoRA, dropout 0.1",
+    "peft": "peft's LoRA, no dropout",
+    "lora_fa": "`lora_fa`",
+    "lora_fa+checkpointing": "`[lora_fa,checkpointing]`",
+    "lora_fa+back_razor_exact_gradient": "`[lora_fa,back_razor]`, `sparsity=0`, `value_dtype=same` (exact)",
+    "lora_fa+mesa": "`[lora_fa,mesa]`",
+}

@@ -48,6 +48,12 @@ COUNTED: dict[str, tuple[int, dict[str, tuple[str, ...]]]] = {
             "lora": ("method=[full,lora]",),
             "lora_last_stage": ("method=lora",),
             "lora_all": ("method=[full,lora_all]",),
+            "lora_fa": ("method=[full,lora_fa]",),
+            "lora_fa_last_stage": ("method=lora_fa",),
+            "lora_fa+mesa": ("method=[full,lora_fa,mesa]",),
+            "patch_dropout": ("method=patch_dropout",),
+            "patch_dropout+bsr": ("method=[patch_dropout,bsr]",),
+            "patch_dropout+lora_fa+mesa": ("method=[full,patch_dropout,lora_fa,mesa]",),
             "repnet": ("method=repnet",),
             "moe": ("method=moe",),
             "bsr_moe": ("method=bsr_moe",),
@@ -81,6 +87,10 @@ COUNTED: dict[str, tuple[int, dict[str, tuple[str, ...]]]] = {
         },
     ),
 }
+
+
+#: Of `record_adapters`: rank of the adapters in peft#2196 (317,772 parameters in all 53 convolutions of a ResNet-50).
+PEFT_RANK = 4
 
 
 def counted() -> dict[str, tuple[int, dict[str, tuple[str, ...]]]]:
@@ -123,6 +133,60 @@ def record_counts() -> Path:
         models[model] = {"batch": batch, "classes": 100, "size": [height, width], "recipes": found}
     record = {"command": "python scripts/docs.py --record counts", "kind": "counted", "models": models}
     return _write("counted_methods", record)
+
+
+def record_adapters() -> Path:
+    """Repeat the measurement of peft#2196 (ResNet-50, batch 16) and count LoRA-FA; returns the file written.
+
+    Its network has one output, and adapters in every convolution. That its adapters had dropout, and that BatchNorm
+    took the statistics of the batch, is not printed there but follows from its numbers.
+    """
+    import timm
+    from peft import LoraConfig, inject_adapter_in_model
+    from torch import nn
+
+    from efficient_ft.cost import executed
+    from efficient_ft.methods import BackRazor, Checkpointing, LoRAFA, Mesa, Method, apply_methods
+
+    batch, size = 16, (224, 224)
+    exact = {"sparsity": 0.0, "value_dtype": "same"}
+    rows: dict[str, tuple[float | None, list[Method]]] = {
+        "full": (None, []),
+        "peft_dropout": (0.1, []),
+        "peft": (0.0, []),
+        "lora_fa": (None, [LoRAFA(rank=PEFT_RANK)]),
+        "lora_fa+checkpointing": (None, [LoRAFA(rank=PEFT_RANK), Checkpointing()]),
+        "lora_fa+back_razor_exact_gradient": (None, [LoRAFA(rank=PEFT_RANK), BackRazor(**exact)]),  # type: ignore[arg-type]
+        "lora_fa+mesa": (None, [LoRAFA(rank=PEFT_RANK), Mesa()]),
+    }
+    found: dict[str, Any] = {}
+    for name, (dropout, methods) in rows.items():
+        network = timm.create_model("resnet50", num_classes=1)
+        apply_methods(network, methods)
+        if dropout is not None:
+            convolutions = [n for n, module in network.named_modules() if isinstance(module, nn.Conv2d)]
+            inject_adapter_in_model(LoraConfig(r=PEFT_RANK, lora_dropout=dropout, target_modules=convolutions), network)
+        found[name] = {
+            "trainable_parameters": sum(p.numel() for p in network.parameters() if p.requires_grad),
+            "settings": [repr(method) for method in methods],
+            "dropout": dropout,
+        }
+        for statistics, frozen in (("frozen", True), ("batch", False)):
+            count = executed(network, batch, size, methods=methods, frozen_bn=frozen)
+            found[name][statistics] = count.as_dict()
+            print(f"{name}, statistics {statistics}: {count}", flush=True)
+    record = {
+        "command": "python scripts/docs.py --record adapters",
+        "kind": "counted",
+        "model": "resnet50",
+        "batch": batch,
+        "classes": 1,
+        "size": list(size),
+        "rank": PEFT_RANK,
+        "reported": {"source": "peft#2196", "full": 1310.95, "peft_dropout": 2618.32},
+        "recipes": found,
+    }
+    return _write("adapters_resnet50", record)
 
 
 def record_published() -> Path:

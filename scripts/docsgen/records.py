@@ -35,6 +35,7 @@ FILES = {
     "gradient_random": "gradient_deit_small_random_cpu",
     "projectors": "gradient_error",
     "counted": "counted_methods",
+    "adapters": "adapters_resnet50",
     "published": "published_rule",
     "costs": "table_costs",
 }
@@ -62,6 +63,12 @@ def recipe(file: str, name: str) -> Any:
 def saved(file: str, name: str) -> float:
     """MiB that autograd keeps for the backward pass, per image."""
     return recipe(file, name)["executed"]["saved_bytes"] / MIB
+
+
+def adapters_saved(name: str, statistics: str) -> float:
+    """MiB that autograd keeps of the whole batch on the ResNet-50; `statistics` of BatchNorm: frozen or batch."""
+    data = load("adapters")
+    return data["recipes"][name][statistics]["saved_bytes"] * data["batch"] / MIB
 
 
 def peak(file: str, name: str) -> float:

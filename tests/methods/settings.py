@@ -57,9 +57,9 @@ def _selection(name: str, *models: str, **settings: Any) -> Row:
     )
 
 
-def _adapter(**settings: Any) -> Row:
+def _adapter(name: str = "lora", **settings: Any) -> Row:
     return Row(
-        METHODS["lora"],
+        METHODS[name],
         settings,
         why_no_off="adapters of rank 0 do not exist",
         instead=Instead.SAME_OUTPUT,
@@ -170,6 +170,8 @@ ROWS = {
     "norm_last": _selection("norm_last", "vit", "resnet"),
     "lora": _adapter(rank=2, targets="attention"),
     "lora_all": _adapter(rank=2, targets="all"),
+    "lora_fa": _adapter("lora_fa", rank=2, targets="all"),
+    "lora_fa_attention": _adapter("lora_fa", rank=2, targets="attention"),
     "tinytl": _tinytl(_with_group_norm),
     "tinytl_batch_norm": _tinytl(norm="batch", kernel_size=3, groups=4),
     "repnet": _side(),
@@ -222,6 +224,12 @@ ROWS = {
     ),
     "tome": _merging(),
     "tome_plain": _merging(proportional_attention=False, inflect=-0.5),
+    "patch_dropout": Row(
+        METHODS["patch_dropout"],
+        off={"keep_rate": 1.0},
+        models=("vit",),
+        refused=dict.fromkeys(("efficientformer", "swinv2", "resnet", "mobilenet"), "not on one grid"),
+    ),
     "alast": Row(
         METHODS["alast"],
         {"num_layers": 2, "budget_init": 0.7},

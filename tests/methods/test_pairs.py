@@ -28,9 +28,11 @@ from tests.methods.settings import ROWS
 SETTINGS = {
     "blocks": {"blocks": [1, 3]},
     "lora": {"rank": 8, "alpha": 32},
+    "lora_fa": {"rank": 8, "alpha": 32},
     "bsr": {"blocks": [1, 3], "drop_at": [1, 2], "keep_rate": 0.7},
     "evit": {"drop_at": [1, 2], "keep_rate": 0.7},
     "tome": {"r": 8},
+    "patch_dropout": {"keep_rate": 0.7},
     "lbp_wht": {"order": 4},
     "lbp_dct": {"order": 4},
     "back_razor": {"sparsity": 0.8},
@@ -51,9 +53,10 @@ PRETRAINED = {"vit": (600, RATE), "mobilenet": (1000, 5e-3)}
 #: Pairs of which one changes the model so that the other finds nothing to do, or what it can't serve: refused by
 #: `apply_methods`, not by `check_stack`.
 REFUSED = {
-    ("alast", "repnet"), ("bitfit", "lora"), ("bsr", "repnet"), ("evit", "repnet"), ("head", "lora"), ("head", "moe"),
-    ("head", "repnet"), ("lora", "norm_last"), ("moe", "norm_last"), ("repnet", "tome"), ("alast", "tinytl"),
-    ("bsr", "tinytl"), ("evit", "tinytl"), ("head", "tinytl"), ("tinytl", "tome"),
+    ("alast", "repnet"), ("alast", "tinytl"), ("bitfit", "lora"), ("bitfit", "lora_fa"), ("bsr", "repnet"),
+    ("bsr", "tinytl"), ("evit", "repnet"), ("evit", "tinytl"), ("head", "lora"), ("head", "lora_fa"), ("head", "moe"),
+    ("head", "repnet"), ("head", "tinytl"), ("lora", "norm_last"), ("lora_fa", "norm_last"), ("moe", "norm_last"),
+    ("patch_dropout", "repnet"), ("patch_dropout", "tinytl"), ("repnet", "tome"), ("tinytl", "tome"),
 }  # fmt: skip
 
 #: A pair may lose what each of the two loses alone, and this share more. Another initialization moves a pair by as

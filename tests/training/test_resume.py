@@ -76,8 +76,12 @@ def test_the_bases_that_a_profile_chose_continue(tmp_path, configuration):
     assert len(of_broken["chosen"]) > 4
 
 
-@pytest.mark.parametrize("method", [{"mesa": {}}, {"swat": {"refresh_interval": 4}}], ids=["mesa", "swat"])
-def test_running_ranges_and_stochastic_rounding_continue(method, tmp_path, configuration):
+@pytest.mark.parametrize(
+    "method",
+    [{"mesa": {}}, {"swat": {"refresh_interval": 4}}, {"patch_dropout": {}}],
+    ids=["mesa", "swat", "patch_dropout"],
+)
+def test_running_ranges_and_random_choices_continue(method, tmp_path, configuration):
     straight_and_broken(configuration, tmp_path, (5,), method=method, trainer__max_steps=8)
 
 

@@ -32,7 +32,7 @@ class LoRA(Method):
     train, nothing else. With ``targets="all"``, every linear layer and 1×1 convolution whose input comes from the
     images is adapted, and what else the selection leaves trainable trains too: biases, norms, layer scales, other
     convolutions. The stem and the head are never adapted, nor are layers whose input or output has no more channels
-    than the rank (talking heads).
+    than the rank (talking heads), nor those of other classes than torch's (convolutions of standardized weights).
 
     Args:
         rank: rank r of each adapter, at least 1; a fused qkv layer gets 3·rank with the same alpha (scale
@@ -85,7 +85,7 @@ class LoRA(Method):
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         if any(isinstance(m, BaseTunerLayer) for m in model.modules()):
-            raise UserError("method lora: the model has peft adapters already; merge or unload them first.")
+            raise UserError(f"method {self.name}: the model has peft adapters already; merge or unload them first.")
         skipped = {layer.name: self._why_not(layer) for layer in view.layers}
         chosen = [layer for layer in view.layers if skipped[layer.name] is None]
         left_out = {name: why for name, why in skipped.items() if why is not None}
@@ -95,13 +95,7 @@ class LoRA(Method):
         self._before = trainable(model)
         self._adapted = tuple(layer.name for layer in chosen)
         self._reached = tuple(dict.fromkeys(layer.reach for layer in chosen if layer.reach is not None))
-        if self.targets == "attention":
-            trains = {n for n in parameters_under(model, view.head) if self._before[n]}
-        else:
-            # As published, a layer that LoRA does not reach is frozen like the adapted ones.
-            unreached = [name for name, why in left_out.items() if why.reason == Reason.AS_PUBLISHED]
-            weights = {f"{name}.weight" for name in (*self._adapted, *unreached)}
-            trains = {n for n, before in self._before.items() if before and n not in weights}
+        trains = self._trains(model, view, left_out)
         parameters = dict(model.named_parameters())
 
         config = LoraConfig(
@@ -137,6 +131,19 @@ class LoRA(Method):
         super().remove(model)
         self._adapted, self._reached, self._before = (), (), {}
 
+    def _trains(self, model: nn.Module, view: ModelView, left_out: dict[str, Skipped]) -> set[str]:
+        """Return the names of the model's own parameters that train."""
+        if self.targets == "attention":
+            return self._trained_head(model, view)
+        # As published, a layer that LoRA does not reach is frozen like the adapted ones.
+        unreached = [name for name, why in left_out.items() if why.reason == Reason.AS_PUBLISHED]
+        weights = {f"{name}.weight" for name in (*self._adapted, *unreached)}
+        return {n for n, before in self._before.items() if before and n not in weights}
+
+    def _trained_head(self, model: nn.Module, view: ModelView) -> set[str]:
+        """Return the names of the head's parameters, without those that the selection has frozen."""
+        return {n for n in parameters_under(model, view.head) if self._before[n]}
+
     def _rank(self, name: str) -> int:
         """Return the rank of the adapter of the layer `name`.
 
@@ -152,6 +159,13 @@ class LoRA(Method):
             return layer.why_not
         if self.targets == "attention" and not layer.in_attention:
             return Skipped(Reason.NOT_ATTENTION)
+        return self._why_not_trained(layer)
+
+    def _why_not_trained(self, layer: Layer) -> Skipped | None:
+        """Return why a layer of a kind that is adapted gets no adapter, or None if it gets one."""
+        if type(layer.module) not in (nn.Linear, nn.Conv2d):
+            # Standardized weights: an adapter could not be merged. Padding by a rule: A would not follow it.
+            return Skipped(Reason.OTHER_FORM, f"its class {type(layer.module).__name__} has a forward of its own")
         if not layer.module.weight.requires_grad:  # type: ignore[union-attr]
             return Skipped(Reason.FROZEN)
         if layer.reach is not None and self.as_published:
@@ -165,19 +179,21 @@ class LoRA(Method):
         """Return the error for a model in which no layer is adapted: why, and what to do."""
         narrow = next((f"{n}: {why}" for n, why in skipped.items() if why.reason == Reason.TOO_NARROW), None)
         if narrow is not None:
-            return UserError(f"method lora: no layer of {view.name} is wide enough ({narrow}); use a lower rank.")
+            return UserError(
+                f"method {self.name}: no layer of {view.name} is wide enough ({narrow}); use a lower rank."
+            )
         frozen = sum(why.reason == Reason.FROZEN for why in skipped.values())
         if frozen:
             return UserError(
-                f"method lora: the {frozen} layers of {view.name} that could be adapted are all"
+                f"method {self.name}: the {frozen} layers of {view.name} that could be adapted are all"
                 f" {Reason.FROZEN.value}. Only trainable layers are adapted: select full, last_stage or blocks."
             )
         if self.targets == "attention":
             return UserError(
-                f"method lora: {view.name} has no attention layers that can be adapted;"
-                " use method.lora.targets=all (method=lora_all)."
+                f"method {self.name}: {view.name} has no attention layers that can be adapted;"
+                f" use method.{self.name}.targets=all."
             )
         return UserError(
-            f"method lora: {view.name} has no linear layers or 1×1 convolutions outside its stem and head that can be"
-            " adapted; use another method (bitfit, last_stage)."
+            f"method {self.name}: {view.name} has no linear layers or 1×1 convolutions outside its stem and head that"
+            " can be adapted; use another method (bitfit, last_stage)."
         )

@@ -57,6 +57,7 @@ class _BudgetedForward(DroppingForward):
     def __init__(
         self,
         module: nn.Module,
+        method_name: str,
         prefix: int,
         positions: int,
         last: bool,
@@ -64,7 +65,7 @@ class _BudgetedForward(DroppingForward):
         name: str,
         least: int,
     ) -> None:
-        super().__init__(module, prefix, positions, last, self._kept, False)
+        super().__init__(module, method_name, prefix, positions, last, self._kept, False)
         self.budget, self.least = budgets[name], least
 
     def _kept(self, count: int) -> int:
@@ -190,7 +191,8 @@ class ALaST(LayersPerStep):
             self.load_state_dict(self._restored)
         # an average of patch tokens needs one
         least = 0 if getattr(model, "global_pool", "token") == "token" else 1
-        give_forwards(model, view, {name: (_BudgetedForward, (self._budgets, name, least)) for name in view.blocks})
+        chosen = {name: (_BudgetedForward, (self._budgets, name, least)) for name in view.blocks}
+        give_forwards(model, view, self.name, chosen)
         return super()._apply(model, view)
 
     def _check_start(self, view: ModelView) -> None:
@@ -212,7 +214,7 @@ class ALaST(LayersPerStep):
         return (f"budgets start at {self.budget_init:g}; in evaluation all tokens are passed on",)
 
     def _remove(self, model: nn.Module) -> None:
-        take_forwards(model)
+        take_forwards(model, self.name)
         super()._remove(model)
 
     def remove(self, model: nn.Module) -> None:

@@ -69,11 +69,11 @@ class BSR(Blocks):
         if not self.drop_at:
             return super()._apply(model, view)
         dropping = dropping_blocks(view, self.name, self.drop_at, self.keep_rate, self.fuse)
-        drop_tokens(model, view, dropping, self.keep_rate, self.fuse)
+        drop_tokens(model, view, self.name, dropping, self.keep_rate, self.fuse)
         selected = super()._apply(model, view)
         note = f"{self.keep_rate:g} of the patch tokens stay in {', '.join(dropping)}"
         return Applied(self.name, selected.touched, selected.skipped, notes=(note,))
 
     def _remove(self, model: nn.Module) -> None:
-        take_forwards(model)
+        take_forwards(model, self.name)
         super()._remove(model)

@@ -6,6 +6,7 @@ between them or after them. The record of the remaining tokens (`ops.tokens.Toke
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from efficient_ft.core.errors import UserError
@@ -73,23 +75,35 @@ class Attention(TorchFunctionMode):
 class TokenForward(OwnForward):
     """Forward pass of a block that keeps all its tokens, in a model in which others drop or merge tokens.
 
-    It takes the record of the tokens from its input and attaches it to its output.
+    It takes the record of the tokens from its input and attaches it to its output. Of several on one block, one runs:
+    the outermost of those that drop or merge tokens, or else the innermost.
 
     Args:
         module: the block.
+        method_name: name of the method that it belongs to.
         prefix: number of the model's prefix tokens.
         positions: H · W of the model's grid of patch tokens.
         last: True for the model's last block, whose output has no record.
     """
 
-    def __init__(self, module: nn.Module, prefix: int, positions: int, last: bool) -> None:
+    def __init__(self, module: nn.Module, method_name: str, prefix: int, positions: int, last: bool) -> None:
         super().__init__(module)
-        self.prefix, self.positions, self.last = prefix, positions, last
+        self.method_name, self.prefix, self.positions, self.last = method_name, prefix, positions, last
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self._has_another_inside():
+            result: Tensor = self.within(x, *args, **kwargs)
+            return result
         x, tokens = pop_tokens(x)
         with token_context(tokens):
             return self.passed_on(self.within(x, *args, **kwargs), tokens)
+
+    def _has_another_inside(self) -> bool:
+        """Return True if this forward runs another one of its kind, of another method."""
+        inner = self.inner
+        while inner is not None and not isinstance(inner, TokenForward):
+            inner = inner.inner
+        return inner is not None
 
     def passed_on(self, x: Tensor, tokens: Tokens | None) -> Tensor:
         """Attach the record of the tokens to x for the next block, and return x."""
@@ -127,15 +141,22 @@ class DroppingForward(TokenForward):
     """Forward pass of a block that drops tokens between its attention and its feed-forward network.
 
     Args:
-        module, prefix, positions, last: as in `TokenForward`.
+        module, method_name, prefix, positions, last: as in `TokenForward`.
         keep: number of patch tokens to keep, given their number.
         fuse: append one token fused from the dropped ones.
     """
 
     def __init__(
-        self, module: nn.Module, prefix: int, positions: int, last: bool, keep: Callable[[int], int], fuse: bool
+        self,
+        module: nn.Module,
+        method_name: str,
+        prefix: int,
+        positions: int,
+        last: bool,
+        keep: Callable[[int], int],
+        fuse: bool,
     ) -> None:
-        super().__init__(module, prefix, positions, last)
+        super().__init__(module, method_name, prefix, positions, last)
         self.keep, self.fuse = keep, fuse
 
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
@@ -196,6 +217,38 @@ def refuse_other_blocks(view: ModelView, method_name: str, names: Sequence[str])
             )
 
 
+def refuse_fixed_tokens(view: ModelView, method_name: str, run: Callable[[nn.Module, Tensor, int], None]) -> None:
+    """Check that every block accepts tokens (B, N, C) for any N: run a copy of each on fake tensors.
+
+    Args:
+        view: of a model with blocks and `Needs.TOKEN_GRID`.
+        method_name: name of the method.
+        run: runs a block as the method does, on all tokens (1, N, C) and on fewer; the last argument is the number of
+            prefix tokens.
+
+    Raises:
+        UserError: a block fails; or one that `run` raises, as it is.
+    """
+    mode, positions = FakeTensorMode(allow_non_fake_inputs=True), grid_positions(view)
+    for name in view.blocks:
+        block = view.model.get_submodule(name)
+        like = next(block.parameters())
+        channels = next(layer.channels[0] for layer in view.layers if layer.name.startswith(f"{name}."))
+        with FakeCopyMode(mode):
+            probe = copy.deepcopy(block).eval()
+        try:
+            with mode, torch.no_grad():
+                x = torch.empty(1, view.prefix_tokens + positions, channels, device=like.device, dtype=like.dtype)
+                run(probe, x, view.prefix_tokens)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"method {method_name}: the blocks of {view.name} ({type(block).__name__}) do not accept tokens"
+                f" (B, N, C) for any N: {str(error).splitlines()[0]}"
+            ) from error
+
+
 def grid_positions(view: ModelView) -> int:
     """Return H · W of the blocks' grid of patch tokens; the method must declare `Needs.TOKEN_GRID`."""
     assert view.block_grid is not None
@@ -204,23 +257,27 @@ def grid_positions(view: ModelView) -> int:
 
 
 def give_forwards(
-    model: nn.Module, view: ModelView, chosen: Mapping[str, tuple[type[TokenForward], tuple[Any, ...]]]
+    model: nn.Module,
+    view: ModelView,
+    method_name: str,
+    chosen: Mapping[str, tuple[type[TokenForward], tuple[Any, ...]]],
 ) -> None:
     """Replace the forward pass of every block.
 
     Args:
         model: the model, changed in place.
         view: the view of `model`.
+        method_name: name of the method.
         chosen: by name of the block, the class of its forward pass and the arguments after `last`. All other blocks get
             a plain `TokenForward`.
     """
     positions = grid_positions(view)
     for name in view.blocks:
         block, (kind, settings) = model.get_submodule(name), chosen.get(name, (TokenForward, ()))
-        put_inside(block, kind(block, view.prefix_tokens, positions, name == view.blocks[-1], *settings))
+        put_inside(block, kind(block, method_name, view.prefix_tokens, positions, name == view.blocks[-1], *settings))
 
 
-def take_forwards(model: nn.Module) -> None:
-    """Restore the blocks' forward passes: no tokens are dropped or merged any more."""
+def take_forwards(model: nn.Module, method_name: str) -> None:
+    """Remove the forward passes that `give_forwards` gave to the blocks for a method."""
     for module in model.modules():
-        take_away(module, TokenForward)
+        take_away(module, TokenForward, lambda forward: forward.method_name == method_name)

@@ -65,12 +65,12 @@ class EViT(Method):
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
         dropping = dropping_blocks(view, self.name, self.drop_at, self.keep_rate, self.fuse)
-        drop_tokens(model, view, dropping, self.keep_rate, self.fuse)
+        drop_tokens(model, view, self.name, dropping, self.keep_rate, self.fuse)
         why = Skipped(Reason.NOT_CHOSEN, "keeps all tokens: not listed in drop_at")
         return Applied(self.name, dropping, {name: why for name in view.blocks if name not in dropping})
 
     def _remove(self, model: nn.Module) -> None:
-        take_forwards(model)
+        take_forwards(model, self.name)
 
 
 def dropping_blocks(
@@ -94,10 +94,12 @@ def dropping_blocks(
     return chosen
 
 
-def drop_tokens(model: nn.Module, view: ModelView, names: Sequence[str], keep_rate: float, fuse: bool) -> None:
+def drop_tokens(
+    model: nn.Module, view: ModelView, method_name: str, names: Sequence[str], keep_rate: float, fuse: bool
+) -> None:
     """Replace the forward passes of the blocks, so that those named drop tokens as `EViT` does."""
     settings = partial(num_kept, keep_rate=keep_rate), fuse
-    give_forwards(model, view, dict.fromkeys(names, (DroppingForward, settings)))
+    give_forwards(model, view, method_name, dict.fromkeys(names, (DroppingForward, settings)))
 
 
 def _refuse_few(view: ModelView, method_name: str, chosen: Sequence[str], keep_rate: float, fuse: bool) -> None:

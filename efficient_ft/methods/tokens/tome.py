@@ -5,7 +5,6 @@ Source: Bolya, Fu, Dai, Zhang, Feichtenhofer, Hoffman, "Token Merging: Your ViT 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from efficient_ft.core.context import is_recomputing
@@ -26,6 +24,7 @@ from efficient_ft.methods.tokens.base import (
     TokenForward,
     give_forwards,
     grid_positions,
+    refuse_fixed_tokens,
     refuse_other_blocks,
     take_forwards,
 )
@@ -88,7 +87,7 @@ class _MergingForward(TokenForward):
     """Forward pass of a block that merges tokens between its attention and its feed-forward network.
 
     Args:
-        module, prefix, positions, last: as in `TokenForward`.
+        module, method_name, prefix, positions, last: as in `TokenForward`.
         r: number of tokens to merge; at most half of the patch tokens are merged.
         proportional_attention: as in `ToMe`.
         after_merge: an earlier block merges tokens.
@@ -97,6 +96,7 @@ class _MergingForward(TokenForward):
     def __init__(
         self,
         module: nn.Module,
+        method_name: str,
         prefix: int,
         positions: int,
         last: bool,
@@ -104,7 +104,7 @@ class _MergingForward(TokenForward):
         proportional_attention: bool,
         after_merge: bool = False,
     ) -> None:
-        super().__init__(module, prefix, positions, last)
+        super().__init__(module, method_name, prefix, positions, last)
         self.r, self.proportional_attention, self.after_merge = r, proportional_attention, after_merge
 
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
@@ -210,11 +210,12 @@ class ToMe(Method):
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
         refuse_other_blocks(view, self.name, view.blocks)
         patches = grid_positions(view)
-        _refuse_other_tokens(view, patches)
+        refuse_fixed_tokens(view, self.name, _run_merging)
         r = self._r_per_block(view, patches)
         give_forwards(
             model,
             view,
+            self.name,
             {
                 name: (_MergingForward, (n, self.proportional_attention, any(r[:index])))
                 for index, (name, n) in enumerate(zip(view.blocks, r, strict=True))
@@ -256,34 +257,15 @@ class ToMe(Method):
         return scheduled(self.r, self.inflect, blocks)
 
     def _remove(self, model: nn.Module) -> None:
-        take_forwards(model)
+        take_forwards(model, self.name)
 
 
-def _refuse_other_tokens(view: ModelView, patches: int) -> None:
-    """Raise UserError if a block does not accept tokens (B, N, C) for any N, or its keys are not found.
-
-    Every block is run on fake tensors, as a copy.
-    """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    for name in view.blocks:
-        block = view.model.get_submodule(name)
-        like = next(block.parameters())
-        channels = next(layer.channels[0] for layer in view.layers if layer.name.startswith(f"{name}."))
-        with FakeCopyMode(mode):
-            probe = copy.deepcopy(block).eval()
-        try:
-            with mode, torch.no_grad():
-                x = torch.empty(1, view.prefix_tokens + patches, channels, device=like.device, dtype=like.dtype)
-                probe(x)
-                _MergingForward(probe, view.prefix_tokens, patches, True, 1, True)(x)
-                _MergingForward(probe, view.prefix_tokens, patches, True, 0, True)(x[:, 1:])
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(
-                f"method tome: the blocks of {view.name} ({type(block).__name__}) do not accept tokens (B, N, C) for"
-                f" any N: {str(error).splitlines()[0]}"
-            ) from error
+def _run_merging(block: nn.Module, x: Tensor, prefix: int) -> None:
+    """Run a block on x (1, N, C), as it is and with tokens merged: before it, and inside it."""
+    patches = x.shape[1] - prefix
+    block(x)
+    _MergingForward(block, ToMe.name, prefix, patches, True, 1, True)(x)
+    _MergingForward(block, ToMe.name, prefix, patches, True, 0, True)(x[:, 1:])
 
 
 def scheduled(r: int, inflect: float, blocks: int) -> list[int]:

@@ -1,0 +1,1 @@
+"""Methods that choose which patches of an image enter the blocks: PatchDropout."""
