@@ -148,7 +148,7 @@ def memory_report(
         "dtype": precision,
         "attention": "unfused" if unfused else "timm's default",
         "recipes": recipes,
-        "notes": [*(f"Peak of the process: {source}." for source in sorted(sources)), *failed],
+        "notes": [*(f"Peaks of the processes: {source}." for source in sorted(sources)), *failed],
     }
 
 

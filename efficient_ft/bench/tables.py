@@ -12,7 +12,7 @@ from efficient_ft.core.text import table
 from efficient_ft.record.environment import busy_note
 
 FELT = (
-    "growth over its size before the first step, in a process of its own; counted: peak of live tensors\n"
+    "growth over the size before the first step, in a process of its own; counted: peak of live tensors\n"
     "without model and batch, with the optimizer's state"
 )
 RATIOS = "milliseconds: median [quartiles]; ×: recipe / baseline, so 0.50× the time is half of it"
@@ -100,7 +100,7 @@ def _memory(report: Mapping[str, Any]) -> str:
             ]
         )
     attention = ", unfused attention" if report["attention"] == "unfused" else ""
-    where = "reserved by PyTorch on the device, without model and batch" if device else FELT
+    where = "what PyTorch reserves of the device, without model and batch" if device else "of the process " + FELT.removeprefix("growth ")
     return (
         f"{report['model']}, batch {report['batch']}, {report['dtype']}{attention}; MiB\n"
         "interpreter, with model: resident memory of the process; before steps: with the code that a step loads\n"

@@ -1,0 +1,75 @@
+"""Memory that steps take of the process: what is counted on both sides of the ratio, and which steps count."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from efficient_ft.cost import StepMemory, StepSpec, TrainingStep, executed, felt, optimizer_state_bytes
+from tests.models.small_vit import small_vit
+
+MIB = 2**20
+
+
+def test_the_counted_peak_of_a_step_has_neither_model_nor_batch():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 7))
+    counted = executed(model, 5, (8, 8))
+    assert counted.batch_bytes == 5 * 3 * 8 * 8 * 4 + 5 * 8
+    assert counted.model_bytes == (3 * 8 * 8 * 7 + 7) * 4
+    assert counted.step_peak_bytes == counted.peak_bytes - counted.model_bytes - counted.batch_bytes
+    # The gradient of the weight is the largest tensor that a step makes of this model.
+    assert 3 * 8 * 8 * 7 * 4 < counted.step_peak_bytes < 2 * 3 * 8 * 8 * 7 * 4
+
+
+@pytest.mark.parametrize(("build", "moments"), [(torch.optim.AdamW, 2), (torch.optim.SGD, 0)])
+def test_the_state_of_an_optimizer_has_its_moments(build: type[torch.optim.Optimizer], moments: int):
+    model = small_vit()
+    trained = sum(p.numel() for p in model.parameters())
+    step = TrainingStep(
+        model, [], StepSpec(2, (32, 32)), build_optimizer=lambda m: build(m.parameters(), lr=1e-3)  # type: ignore[call-arg]
+    )
+    assert step.optimizer_bytes == 0
+    step()
+    counters = 4 * len(list(model.parameters())) if moments else 0  # Adam's step of each parameter
+    assert step.optimizer_bytes == moments * 4 * trained + counters
+
+
+def test_the_state_of_a_tensor_subclass_is_that_of_its_parts():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([parameter])
+    optimizer.state[parameter]["moment"] = TwoTensor(torch.zeros(100), torch.zeros(100))
+    assert optimizer_state_bytes(optimizer) == 2 * 400
+
+
+class _Mark:
+    """Peaks as given, instead of this process's."""
+
+    source = "given"
+
+    def __init__(self) -> None:
+        self.peaks, self.peak_bytes = iter([900, 700, 800, 750]), 0
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None:
+        self.peak_bytes = next(self.peaks)
+
+
+def test_steps_after_the_warm_up_count_above_the_size_before_the_first(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(felt, "HighWaterMark", _Mark)
+    monkeypatch.setattr(felt, "resident_bytes", lambda: 500)
+    memory = StepMemory(present_bytes=100)
+    assert memory.felt(0) is None
+    for _ in range(4):
+        with memory:
+            pass
+    steady = memory.felt(1)
+    assert steady is not None
+    assert (steady.before_bytes, steady.peak_bytes, steady.growth_bytes) == (400, 800, 400)
+    assert (steady.first_step, steady.steps, steady.source, steady.device) == (1, 3, "given", None)
+    last = memory.felt(10)
+    assert last is not None
+    assert (last.peak_bytes, last.first_step, last.steps) == (750, 3, 1)
