@@ -40,8 +40,8 @@ def in_a_process(code: str) -> Any:
 #: Makes the next mark a sampled one, as where /proc cannot be written; "lifetime" leaves the system's own mark readable.
 WAYS = {
     "reset": "",
-    "sampled": "process_memory._CLEAR_REFS = process_memory._STATUS = Path('/nowhere')\n",
-    "sampled, lifetime": "process_memory._CLEAR_REFS = Path('/nowhere')\n",
+    "sampled": "process_memory._CLEAR_REFS = process_memory._STATUS = Path('/nowhere/at/all')\n",
+    "sampled, lifetime": "process_memory._CLEAR_REFS = Path('/nowhere/at/all')\n",
 }
 
 
