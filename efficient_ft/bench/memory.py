@@ -37,6 +37,7 @@ def measure_memory(
     precision: str = "fp32",
     device: torch.device | str = "cpu",
     unfused: bool = False,
+    optim: str = "adamw",
     channels_last: bool = True,
     steps: int = 3,
     warmup: int = 2,
@@ -47,7 +48,7 @@ def measure_memory(
     is loaded in a first step (kernels, compilers) is loaded before, by a step of two images on a copy of the model.
 
     Args:
-        recipe: its optimizer is that of a run (``RECIPE:optim.name=sgd`` for another).
+        recipe: the recipe.
         configure: makes configurations.
         model: a model of conf/model or of timm.
         batch_size: images in the batch.
@@ -56,6 +57,7 @@ def measure_memory(
         precision: ``fp32``, ``bf16`` or ``fp16``, where the recipe sets no other.
         device: where the steps run.
         unfused: attention in parts, without timm's fused kernel.
+        optim: an optimizer of conf/optim.
         channels_last: on a CPU, hold convolutional maps in channels-last memory, as runs do.
         steps: measured.
         warmup: steps before these, and after those that the methods profile.
@@ -68,7 +70,7 @@ def measure_memory(
     """
     size = [] if image_size is None else [f"model.image_size={image_size}"]
     device = torch.device(device)
-    config = configure(model, [*size, f"trainer.precision={precision}", *recipe.overrides])
+    config = configure(model, [*size, f"optim={optim}", f"trainer.precision={precision}", *recipe.overrides])
     spec = StepSpec(
         batch_size,
         factory.input_of(config.model).size,

@@ -100,7 +100,11 @@ def _memory(report: Mapping[str, Any]) -> str:
             ]
         )
     attention = ", unfused attention" if report["attention"] == "unfused" else ""
-    where = "what PyTorch reserves of the device, without model and batch" if device else "of the process " + FELT.removeprefix("growth ")
+    where = (
+        "what PyTorch reserves of the device, without model and batch"
+        if device
+        else "of the process " + FELT.removeprefix("growth ")
+    )
     return (
         f"{report['model']}, batch {report['batch']}, {report['dtype']}{attention}; MiB\n"
         "interpreter, with model: resident memory of the process; before steps: with the code that a step loads\n"

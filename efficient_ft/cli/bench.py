@@ -35,9 +35,8 @@ Memory of the process is measured in a process of its own for each recipe.
 
 step: training steps of a model with each recipe, by their parts; on a CPU all recipes except the baseline hold
 convolutional maps in channels-last memory, as runs there do. memory: counted and felt memory of training steps with the
-optimizer of a run: growth of the process over its size before the first step, next to the counted peak without model and
-batch, optimizer state included in both. layer: the backward pass of one linear layer, exact and
-low-rank. loop: what the framework adds to a bare PyTorch loop, per step. gradient: how close the gradients of each
+optimizer of a run: growth of the process over its size before the first step, and the counted peak without model and
+batch, with the optimizer's state in both. layer: the backward pass of one linear layer, exact and low-rank. loop: what the framework adds to a bare PyTorch loop, per step. gradient: how close the gradients of each
 recipe come to the exact ones of the same network and batch, and the bytes it keeps.
 
 A recipe is METHOD[:KEY=VALUE,...][+METHOD...] with the names and settings of the command line; NAME=RECIPE gives it
@@ -103,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument("--size", type=_count, help="pixels (default: the model's)")
     memory.add_argument("--classes", type=_count, default=100, help="default 100")
     memory.add_argument("--unfused", action="store_true", help="attention in its parts (timm's default: fused)")
+    memory.add_argument("--optim", default="adamw", help="an optimizer of conf/optim (default adamw)")
     memory.add_argument("--steps", type=_count, default=3, help="steps measured (default 3)")
     memory.add_argument("--warmup", type=_count_or_none, default=2, help="steps before these (default 2)")
     # Of the process that measures one recipe.
@@ -233,7 +233,7 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
     # First, while this process is small: all recipes are held at once to be timed in turn.
     felt = {}
     if options.memory_steps:
-        settings = {**vars(options), "steps": options.memory_steps, "warmup": 2}
+        settings = {**vars(options), "optim": "adamw", "steps": options.memory_steps, "warmup": 2}
         for number, (text, recipe) in enumerate(zip(texts, recipes, strict=True)):
             felt[recipe.name] = _in_own_process(text, recipe.name, {**settings, "default_layout": number == 0})
     report = measure_steps(
@@ -283,7 +283,7 @@ def _in_own_process(text: str, name: str, options: Mapping[str, Any]) -> dict[st
 
     print(f"# measuring the memory of {name}", flush=True)
     arguments = [text, "--alone"]
-    for key in ("model", "batch", "size", "classes", "threads", "device", "dtype", "steps", "warmup"):
+    for key in ("model", "batch", "size", "classes", "threads", "device", "dtype", "optim", "steps", "warmup"):
         if options[key] is not None:
             arguments += [f"--{key}", str(options[key])]
     flags = ("unfused", "system_allocator", "default_layout")
@@ -317,6 +317,7 @@ def _measure_alone(options: argparse.Namespace) -> None:
             precision=options.dtype,
             device=options.device,
             unfused=options.unfused,
+            optim=options.optim,
             channels_last=not options.default_layout,
             steps=options.steps,
             warmup=options.warmup,

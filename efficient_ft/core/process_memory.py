@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -131,7 +132,7 @@ def release_freed_memory() -> None:
     """
     if sys.platform == "win32":
         return
-    calls: dict[str, Callable[[ctypes._CFuncPtr], object]] = {
+    calls: dict[str, Callable[[Any], object]] = {
         "malloc_trim": lambda call: call(ctypes.c_size_t(0)),
         "MallocExtension_ReleaseFreeMemory": lambda call: call(),
         "mi_collect": lambda call: call(ctypes.c_bool(True)),

@@ -61,7 +61,7 @@ class CostReport(StepCost):
 
 
 class DeviceMemory(TypedDict):
-    """Of a CUDA device, in PyTorch's allocator: allocated before the first step, and the peaks of the steps."""
+    """Memory of a CUDA device in PyTorch's allocator: allocated before the first step, and the steps' peaks."""
 
     before_bytes: int
     allocated_bytes: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as L
 from torch import nn
@@ -50,11 +50,9 @@ class MemoryMeter(L.Callback):
         """
         if not self._measured:
             return None
-        measured: Any = self._measured
-        return {
-            **measured,
-            "counted_bytes": int(step_peak_bytes) + measured["optimizer_bytes"] + accumulated_bytes,
-        }
+        measured = self._measured
+        counted = int(step_peak_bytes) + measured["optimizer_bytes"] + accumulated_bytes
+        return cast(MemoryReport, {**measured, "counted_bytes": counted})
 
     # ------------------------------------------------------------------ steps
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -177,7 +177,6 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
         "format": FORMAT,
         "accuracy": {**accuracy, "test": data["accuracy"].get("test")},
         "cost": cost,
-        **({} if felt is None else {"memory": felt}),
         "totals": taken,
         "trainable_parameters": trainable,
         "total_parameters": total,
@@ -193,6 +192,8 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
             keep_freed_memory=config.keep_freed_memory and platform.system() == "Linux",
         ),
     }
+    if felt is not None:
+        results["memory"] = felt
     write_summary(loggers, results)
     write_results(folder, results)
     say(results_text(dict(results), folder))

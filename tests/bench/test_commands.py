@@ -49,10 +49,9 @@ def test_steps_of_two_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_memory_of_recipes_each_in_its_own_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "memory.json"
     arguments = "memory --model vit_digits --batch 256 --classes 10 --steps 2 --warmup 1 --threads 1"
-    plain = "plain=full:optim.name=sgd,optim.momentum=0"
-    run(*arguments.split(), plain, "full", "head", "--json", str(file))
+    run(*arguments.split(), "full", "head", "--json", str(file))
     report = json.loads(file.read_text(encoding="utf-8"))
-    assert (report["kind"], report["batch"], list(report["recipes"])) == ("memory", 256, ["plain", "full", "head"])
+    assert (report["kind"], report["batch"], list(report["recipes"])) == ("memory", 256, ["full", "head"])
     for record in report["recipes"].values():
         executed, felt = record["executed"], record["felt"]
         assert 2**27 < record["interpreter_bytes"] < record["with_model_bytes"]
@@ -60,8 +59,7 @@ def test_memory_of_recipes_each_in_its_own_process(tmp_path: Path, capsys: pytes
         assert (felt["first_step"], felt["steps"], len(record["seconds"])) == (1, 2, 3)
         above = executed["peak_bytes"] - executed["model_bytes"] - executed["batch_bytes"]
         assert record["counted_bytes"] == above + record["optimizer_bytes"]
-    plain, full, head = (report["recipes"][name] for name in ("plain", "full", "head"))
-    assert plain["optimizer_bytes"] == 0
+    full, head = report["recipes"].values()
     # Two moments of each parameter, and a counter of steps for each tensor.
     assert full["optimizer_bytes"] == pytest.approx(8 * full["trainable_parameters"], rel=1e-3)
     # Hundreds of MiB are counted: the process must have grown by at least nearly as much, and by less than three times.
@@ -69,7 +67,16 @@ def test_memory_of_recipes_each_in_its_own_process(tmp_path: Path, capsys: pytes
     assert head["felt"]["growth_bytes"] < 0.7 * full["felt"]["growth_bytes"]
     printed = capsys.readouterr().out
     assert "growth / counted" in printed
-    assert "# measuring the memory of plain" in printed
+    assert "# measuring the memory of full" in printed
+
+
+def test_memory_with_an_optimizer_without_state(tmp_path: Path):
+    file = tmp_path / "memory.json"
+    arguments = "memory --model vit_digits --batch 2 --optim sgd --steps 1 --warmup 0 full:optim.momentum=0 --json"
+    run(*arguments.split(), str(file))
+    (record,) = json.loads(file.read_text(encoding="utf-8"))["recipes"].values()
+    assert (record["optimizer"], record["optimizer_bytes"], len(record["seconds"])) == ("sgd", 0, 1)
+    assert record["felt"]["growth_bytes"] > 0.5 * record["counted_bytes"]
 
 
 def test_steps_come_with_the_memory_of_each_recipes_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -91,7 +98,7 @@ def test_a_recipe_whose_process_is_killed_is_a_row_without_numbers(
     killed = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
     monkeypatch.setattr(processes, "run", lambda command, environment: start(killed, environment))
     monkeypatch.chdir(tmp_path)
-    run(*"memory --model vit_digits full --json out.json".split())
+    run("memory", "--model", "vit_digits", "full", "--json", "out.json")
     report = json.loads(Path("out.json").read_text(encoding="utf-8"))
     assert report["recipes"] == {"full": {"failure": "killed by SIGKILL, likely for lack of memory"}}
     assert "note: full: killed by SIGKILL" in capsys.readouterr().out
@@ -171,6 +178,7 @@ def test_the_framework_against_a_bare_loop(tmp_path: Path):
         ("step --model vit_digits full full", "same name"),
         ("step --model no_such_model", "no_such_model"),
         ("memory --model no_such_model full", "no_such_model"),
+        ("memory --model vit_digits --optim adam_w full", "optim"),
         ("memory --model vit_digits lbp_wth", "Did you mean"),
         ("memory --model vit_digits full full", "same name"),
         ("memory --model vit_digits full:trainer.precision=fp8", "trainer.precision"),
@@ -192,7 +200,9 @@ def test_a_mistake_is_one_message_and_status_2(capsys: pytest.CaptureFixture[str
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize("arguments", ["", "walk", "step --rounds 0", "step --dtype fp8", "layer --batch many", "memory"])
+@pytest.mark.parametrize(
+    "arguments", ["", "walk", "step --rounds 0", "step --dtype fp8", "layer --batch many", "memory"]
+)
 def test_argparse_mistakes_exit_with_2(arguments: str):
     with pytest.raises(SystemExit) as stopped:
         run_command("bench", arguments.split())

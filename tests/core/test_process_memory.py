@@ -20,13 +20,14 @@ CAN_RESET = process_memory._reset_mark()
 
 def in_a_process(code: str) -> Any:
     """Run `code` in a fresh process; what it prints, from JSON. Memory mapped anonymously is freed to the system."""
-    begin = (
+    begin = (  # private, so that closing frees it
         "import json, mmap, time\n"
         "from pathlib import Path\n"
         "from efficient_ft.core import process_memory\n"
         "from efficient_ft.core.process_memory import HighWaterMark, resident_bytes\n"
         "def touch(mib):\n"
-        "    block = mmap.mmap(-1, mib << 20, **({'flags': mmap.MAP_PRIVATE} if hasattr(mmap, 'MAP_PRIVATE') else {}))\n"
+        "    private = {'flags': mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, 'MAP_PRIVATE') else {}\n"
+        "    block = mmap.mmap(-1, mib << 20, **private)\n"
         "    for page in range(0, mib << 20, 4096): block[page] = 1\n"
         "    return block\n"
     )
@@ -37,7 +38,7 @@ def in_a_process(code: str) -> Any:
     return json.loads(done.stdout)
 
 
-#: Makes the next mark a sampled one, as where /proc cannot be written; "lifetime" leaves the system's own mark readable.
+#: Makes the next mark a sampled one, as where /proc cannot be written; "lifetime" leaves the system's mark readable.
 WAYS = {
     "reset": "",
     "sampled": "process_memory._CLEAR_REFS = process_memory._STATUS = Path('/nowhere/at/all')\n",

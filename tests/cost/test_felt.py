@@ -24,7 +24,10 @@ def test_the_state_of_an_optimizer_has_its_moments(build: type[torch.optim.Optim
     model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 7))
     trained = sum(p.numel() for p in model.parameters())
     step = TrainingStep(
-        model, [], StepSpec(2, (8, 8)), build_optimizer=lambda m: build(m.parameters(), lr=1e-3)  # type: ignore[call-arg]
+        model,
+        [],
+        StepSpec(2, (8, 8)),
+        build_optimizer=lambda m: build(m.parameters(), lr=1e-3),  # type: ignore[call-arg]
     )
     assert step.optimizer_bytes == 0
     step()
