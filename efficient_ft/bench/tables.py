@@ -99,14 +99,15 @@ def _memory(report: Mapping[str, Any]) -> str:
                 *(*_felt(record), f"{record['step_seconds'] * 1e3:.0f}"),
             ]
         )
-    attention = ", unfused attention" if report["attention"] == "unfused" else ""
+    about = [report["dtype"], *sorted({record["optimizer"] for record in measured.values()})]
+    about += ["unfused attention"] if report["attention"] == "unfused" else []
     where = (
         "what PyTorch reserves of the device, without model and batch"
         if device
         else "of the process " + FELT.removeprefix("growth ")
     )
     return (
-        f"{report['model']}, batch {report['batch']}, {report['dtype']}{attention}; MiB\n"
+        f"{report['model']}, batch {report['batch']}, {', '.join(about)}; MiB\n"
         "interpreter, with model: resident memory of the process; before steps: with the code that a step loads\n"
         f"growth: {where}\n\n{table(rows)}"
     )

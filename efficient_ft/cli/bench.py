@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from efficient_ft.core.errors import SettingError, UserError
 
 if TYPE_CHECKING:
+    from efficient_ft.bench.recipes import Recipe
     from efficient_ft.config import Config
 
 # Nothing heavy is imported before the arguments are parsed: help answers at once.
@@ -36,8 +37,9 @@ Memory of the process is measured in a process of its own for each recipe.
 step: training steps of a model with each recipe, by their parts; on a CPU all recipes except the baseline hold
 convolutional maps in channels-last memory, as runs there do. memory: counted and felt memory of training steps with the
 optimizer of a run: growth of the process over its size before the first step, and the counted peak without model and
-batch, with the optimizer's state in both. layer: the backward pass of one linear layer, exact and low-rank. loop: what the framework adds to a bare PyTorch loop, per step. gradient: how close the gradients of each
-recipe come to the exact ones of the same network and batch, and the bytes it keeps.
+batch, with the optimizer's state in both. layer: the backward pass of one linear layer, exact and low-rank. loop: what
+the framework adds to a bare PyTorch loop, per step. gradient: how close the gradients of each recipe come to the exact
+ones of the same network and batch, and the bytes it keeps.
 
 A recipe is METHOD[:KEY=VALUE,...][+METHOD...] with the names and settings of the command line; NAME=RECIPE gives it
 another name. A key with a dot is the full name of any setting (full:trainer.precision=bf16). The first recipe is the
@@ -89,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     step.add_argument("--unfused", action="store_true", help="attention in its parts (timm's default: fused)")
     step.add_argument(
         "--memory-steps",
-        type=_count_or_none,
+        type=_count_or_zero,
         default=3,
         metavar="N",
         help="steps over which each recipe's process is measured, in a process of its own (default 3; 0: not measured)",
@@ -104,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument("--unfused", action="store_true", help="attention in its parts (timm's default: fused)")
     memory.add_argument("--optim", default="adamw", help="an optimizer of conf/optim (default adamw)")
     memory.add_argument("--steps", type=_count, default=3, help="steps measured (default 3)")
-    memory.add_argument("--warmup", type=_count_or_none, default=2, help="steps before these (default 2)")
+    memory.add_argument("--warmup", type=_count_or_zero, default=2, help="steps before these (default 2)")
     # Of the process that measures one recipe.
     memory.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     memory.add_argument("--default-layout", action="store_true", help=argparse.SUPPRESS)
@@ -156,7 +158,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _count_or_none(text: str) -> int:
+def _count_or_zero(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be an integer >= 0, got {text}.")
     return int(text)
@@ -234,6 +236,7 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
     felt = {}
     if options.memory_steps:
         settings = {**vars(options), "optim": "adamw", "steps": options.memory_steps, "warmup": 2}
+        _check(recipes, settings)
         for number, (text, recipe) in enumerate(zip(texts, recipes, strict=True)):
             felt[recipe.name] = _in_own_process(text, recipe.name, {**settings, "default_layout": number == 0})
     report = measure_steps(
@@ -263,11 +266,21 @@ def _memory(options: argparse.Namespace) -> dict[str, Any]:
     from efficient_ft.cli.groups import CONF
 
     recipes = parse_recipes(options.recipes, CONF)
+    _check(recipes, vars(options))
     records = {
         recipe.name: _in_own_process(text, recipe.name, vars(options))
         for text, recipe in zip(options.recipes, recipes, strict=True)
     }
     return memory_report(options.model, options.batch, options.dtype, options.unfused, records)
+
+
+def _check(recipes: Sequence[Recipe], options: Mapping[str, Any]) -> None:
+    """Refuse recipes with wrong settings, before the first one is measured for minutes."""
+    from efficient_ft.methods.build import build_methods
+
+    size = [] if options["size"] is None else [f"model.image_size={options['size']}"]
+    for recipe in recipes:
+        build_methods(_configure(options["model"], [*size, f"optim={options['optim']}", *recipe.overrides]))
 
 
 def _in_own_process(text: str, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -290,6 +303,7 @@ def _in_own_process(text: str, name: str, options: Mapping[str, Any]) -> dict[st
     arguments += [f"--{key.replace('_', '-')}" for key in flags if options[key]]
     ended = processes.run([sys.executable, "-m", "efficient_ft", "bench", "memory", *arguments], environment={})
     if ended.results is None:
+        print(ended.printed, end="", file=sys.stderr)
         return {"failure": ended.failure or "it reported nothing"}
     if "mistake" in ended.results:
         raise UserError(ended.results["mistake"])

@@ -86,6 +86,7 @@ def test_memory_on_a_device_is_what_is_reserved_there():
         "counted_bytes": 5 * 2**20,
         "felt": {"growth_bytes": 8 * 2**20, "before_bytes": 900 * 2**20, "device": device},
         "step_seconds": 0.25,
+        "optimizer": "adamw",
     }
     about = {"kind": "memory", "model": "m", "batch": 3, "dtype": "fp32", "attention": "unfused", "notes": []}
     report = {**about, "recipes": {"one": record, "lost": {"failure": "killed"}}}

@@ -73,3 +73,40 @@ def test_steps_after_the_warm_up_count_above_the_size_before_the_first(monkeypat
     last = memory.felt(10)
     assert last is not None
     assert (last.peak_bytes, last.first_step, last.steps) == (750, 3, 1)
+
+
+def test_on_cuda_growth_is_what_is_reserved_above_what_was_allocated_before(monkeypatch: pytest.MonkeyPatch):
+    """On a machine without CUDA, with its statistics in place of those of a device."""
+    resets: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
+    allocated, reserved = iter([900, 500, 600]), iter([1000, 800, 700])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: next(allocated))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: next(reserved))
+    memory = StepMemory("cuda:1", present_bytes=30)
+    for _ in range(3):
+        with memory:
+            pass
+    steady = memory.felt(1)
+    assert steady is not None
+    assert steady.device == felt.DeviceMemory(before_bytes=70, allocated_bytes=600, reserved_bytes=800)
+    assert steady.growth_bytes == 730
+    assert resets == [torch.device("cuda:1")] * 3
+
+
+@pytest.mark.gpu
+def test_a_step_on_a_gpu_takes_what_is_counted_for_it():
+    spec, width = StepSpec(64, (64, 64)), 4096
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 64 * 64, width), nn.GELU(), nn.Linear(width, 10))
+    counted = executed(model, spec.batch_size, spec.input_size)
+    step = TrainingStep(model, [], spec, device="cuda")
+    memory = StepMemory("cuda")
+    for _ in range(4):
+        with memory:
+            step()
+    steady = memory.felt(2)
+    assert steady is not None
+    assert steady.device is not None
+    expected = counted.step_peak_bytes + step.optimizer_bytes
+    assert steady.device.allocated_bytes - steady.device.before_bytes == pytest.approx(expected, rel=0.3)
+    assert steady.device.allocated_bytes <= steady.device.reserved_bytes
