@@ -148,7 +148,7 @@ def measure_steps(
     steps: dict[str, TrainingStep] = {}
     counts: dict[str, dict[str, Any]] = {}
     on_cpu = torch.device(device).type == "cpu"
-    with _unfused_attention() if unfused else nullcontext():
+    with unfused_attention() if unfused else nullcontext():
         for recipe in recipes:
             config = configure(model, [*size, f"trainer.precision={precision}", *recipe.overrides])
             network = factory.random_model(config.model, num_classes)
@@ -187,7 +187,7 @@ def measure_steps(
 
 
 @contextmanager
-def _unfused_attention() -> Iterator[None]:
+def unfused_attention() -> Iterator[None]:
     """Models created within compute attention in parts."""
     before, experimental = use_fused_attn(), use_fused_attn(experimental=True)
     set_fused_attn(False)

@@ -11,6 +11,10 @@ from typing import Any
 from efficient_ft.core.text import table
 from efficient_ft.record.environment import busy_note
 
+FELT = (
+    "growth over the size before the first step, in a process of its own; counted: peak of live tensors\n"
+    "without model and batch, with the optimizer's state"
+)
 RATIOS = "milliseconds: median [quartiles]; ×: recipe / baseline, so 0.50× the time is half of it"
 
 
@@ -18,6 +22,7 @@ def report_text(report: Mapping[str, Any]) -> str:
     """The tables of a report, as a benchmark returned it or as a file in ``benchmarks`` holds it, and its notes."""
     kinds: dict[str, Callable[[Mapping[str, Any]], str]] = {
         "step": _step,
+        "memory": _memory,
         "layer": _layer,
         "loop": _loop,
         "gradient": _gradient,
@@ -31,10 +36,12 @@ def report_text(report: Mapping[str, Any]) -> str:
 def _step(report: Mapping[str, Any]) -> str:
     recipes, batch = report["recipes"], report["batch"]
     base = recipes[report["baseline"]]["executed"]
+    felt = any("process" in record for record in recipes.values())
     rows = [
         [
             *("recipe", "backward ms", "× the time", "whole step ms", "× the time", "forward ms"),
             *("frozen prefix ms", "its bare inference ms", "backward MFLOPs", "× the FLOPs", "saved MiB", "peak MiB"),
+            *(("process MiB", "felt / counted") if felt else ()),
         ]
     ]
     rounds = 0
@@ -50,12 +57,60 @@ def _step(report: Mapping[str, Any]) -> str:
                 _ratio(count["backward_flops"], base["backward_flops"]),
                 f"{count['saved_bytes'] * batch / 2**20:.1f}",
                 f"{record['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in record else "–",  # absent in old records
+                *(_felt(record.get("process")) if felt else ()),
             ]
         )
     attention = ", unfused attention" if report.get("attention") == "unfused" else ""
     title = f"{report['model']}, batch {batch}, {report['dtype']}{attention}, {rounds} rounds;"
     explained = f"{RATIOS};\nMFLOPs (per image) and MiB (of the batch) are executed ones"
+    if felt:
+        explained += f";\nprocess MiB: {FELT}"
     return f"{title} baseline: {report['baseline']}\n{explained}\n\n{table(rows)}"
+
+
+def _felt(record: Mapping[str, Any] | None) -> list[str]:
+    """The growth of a recipe's process and its ratio to the count of the same things."""
+    if record is None:
+        return ["–", "–"]
+    growth, counted = record["felt"]["growth_bytes"], record["counted_bytes"]
+    return [_mib(growth), f"{growth / counted:.2f}×" if counted else "–"]
+
+
+def _memory(report: Mapping[str, Any]) -> str:
+    measured = {name: record for name, record in report["recipes"].items() if "felt" in record}
+    device = any(record["felt"]["device"] for record in measured.values())
+    rows = [
+        [
+            *("recipe", "interpreter", "with model", "before steps", "counted peak"),
+            *(("allocated", "reserved") if device else ()),
+            *("growth", "growth / counted", "step ms"),
+        ]
+    ]
+    for name, record in report["recipes"].items():
+        if name not in measured:
+            rows.append([name, *["–"] * (len(rows[0]) - 1)])
+            continue
+        felt = record["felt"]
+        sizes = (record["interpreter_bytes"], record["with_model_bytes"], felt["before_bytes"])
+        rows.append(
+            [
+                *(name, *map(_mib, sizes), _mib(record["counted_bytes"])),
+                *((_mib(felt["device"][key]) for key in ("allocated_bytes", "reserved_bytes")) if device else ()),
+                *(*_felt(record), f"{record['step_seconds'] * 1e3:.0f}"),
+            ]
+        )
+    about = [report["dtype"], *sorted({record["optimizer"] for record in measured.values()})]
+    about += ["unfused attention"] if report["attention"] == "unfused" else []
+    where = (
+        "what PyTorch reserves of the device, without model and batch"
+        if device
+        else "of the process " + FELT.removeprefix("growth ")
+    )
+    return (
+        f"{report['model']}, batch {report['batch']}, {', '.join(about)}; MiB\n"
+        "interpreter, with model: resident memory of the process; before steps: with the code that a step loads\n"
+        f"growth: {where}\n\n{table(rows)}"
+    )
 
 
 def _layer(report: Mapping[str, Any]) -> str:
@@ -105,6 +160,10 @@ def _gradient(report: Mapping[str, Any]) -> str:
         f"{report['model']}, {height}×{width}, {report['batches']} batches of {report['batch']}: gradients of the"
         f" blocks' trained parameters, compared with the exact ones\n\n{table(rows)}"
     )
+
+
+def _mib(value: float) -> str:
+    return f"{value / 2**20:.0f}"
 
 
 def _ms(value: Mapping[str, float]) -> str:

@@ -7,31 +7,39 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from efficient_ft.core.errors import SettingError
+from efficient_ft.core.errors import SettingError, UserError
 
 if TYPE_CHECKING:
+    from efficient_ft.bench.recipes import Recipe
     from efficient_ft.config import Config
 
 # Nothing heavy is imported before the arguments are parsed: help answers at once.
 
 PROG = "efficient-ft bench"
 
+#: Entries of a record of `bench memory` that a report of `bench step` holds.
+PROCESS_KEYS = ("interpreter_bytes", "with_model_bytes", "optimizer", "optimizer_bytes", "counted_bytes", "felt")
+
 DESCRIPTION = """\
 Measure recipes against each other: alternately, in one process, after a warm-up; no round is left out.
+Memory of the process is measured in a process of its own for each recipe.
 
     efficient-ft bench step --model efficientformer_l1 --batch 32 last_stage lbp_wht lbp_wht:order=2
+    efficient-ft bench memory --model deit_small --batch 16 full back_razor checkpointing
     efficient-ft bench layer
     efficient-ft bench loop
     efficient-ft bench gradient --model vit_micro --weights FILE --images DIR back_razor mesa
 
 step: training steps of a model with each recipe, by their parts; on a CPU all recipes except the baseline hold
-convolutional maps in channels-last memory, as runs there do. layer: the backward pass of one linear layer, exact and
-low-rank. loop: what the framework adds to a bare PyTorch loop, per step. gradient: how close the gradients of each
-recipe come to the exact ones of the same network and batch, and the bytes it keeps.
+convolutional maps in channels-last memory, as runs there do. memory: counted and felt memory of training steps with the
+optimizer of a run: growth of the process over its size before the first step, and the counted peak without model and
+batch, with the optimizer's state in both. layer: the backward pass of one linear layer, exact and low-rank. loop: what
+the framework adds to a bare PyTorch loop, per step. gradient: how close the gradients of each recipe come to the exact
+ones of the same network and batch, and the bytes it keeps.
 
 A recipe is METHOD[:KEY=VALUE,...][+METHOD...] with the names and settings of the command line; NAME=RECIPE gives it
 another name. A key with a dot is the full name of any setting (full:trainer.precision=bf16). The first recipe is the
@@ -49,14 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser().parse_args(arguments)
-    _measure(options, arguments)
+    if getattr(options, "alone", False):
+        _measure_alone(options)
+    else:
+        _measure(options, arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROG, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    kinds = parser.add_subparsers(required=True, metavar="step|layer|loop|gradient")
+    kinds = parser.add_subparsers(required=True, metavar="step|memory|layer|loop|gradient")
 
     def kind(name: str, run: Callable[..., dict[str, Any]], rounds: int | None, text: str) -> argparse.ArgumentParser:
         sub = kinds.add_parser(name, help=text, description=text)
@@ -78,6 +89,27 @@ def _parser() -> argparse.ArgumentParser:
     step.add_argument("--size", type=_count, help="pixels (default: the model's)")
     step.add_argument("--classes", type=_count, default=100, help="default 100")
     step.add_argument("--unfused", action="store_true", help="attention in its parts (timm's default: fused)")
+    step.add_argument(
+        "--memory-steps",
+        type=_count_or_zero,
+        default=3,
+        metavar="N",
+        help="steps over which each recipe's process is measured, in a process of its own (default 3; 0: not measured)",
+    )
+
+    memory = kind("memory", _memory, None, "counted and felt memory of training steps, each recipe in its own process")
+    memory.add_argument("recipes", nargs="+", metavar="RECIPE")
+    memory.add_argument("--model", default="deit_small", help="a model of conf/model or of timm (default deit_small)")
+    memory.add_argument("--batch", type=_count, default=16, help="batch size (default 16)")
+    memory.add_argument("--size", type=_count, help="pixels (default: the model's)")
+    memory.add_argument("--classes", type=_count, default=100, help="default 100")
+    memory.add_argument("--unfused", action="store_true", help="attention in its parts (timm's default: fused)")
+    memory.add_argument("--optim", default="adamw", help="an optimizer of conf/optim (default adamw)")
+    memory.add_argument("--steps", type=_count, default=3, help="steps measured (default 3)")
+    memory.add_argument("--warmup", type=_count_or_zero, default=2, help="steps before these (default 2)")
+    # Of the process that measures one recipe.
+    memory.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
+    memory.add_argument("--default-layout", action="store_true", help=argparse.SUPPRESS)
 
     layer = kind("layer", _layer, 30, "the backward pass of one linear layer, exact and low-rank")
     layer.add_argument(
@@ -126,8 +158,14 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
-    """Run the benchmark; print and write its report."""
+def _count_or_zero(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be an integer >= 0, got {text}.")
+    return int(text)
+
+
+def _set_up(options: argparse.Namespace) -> str:
+    """Set up the allocator, the threads and the device of this process; returns the allocator's name."""
     from efficient_ft.core.allocator import keep_freed_memory
 
     allocator = "system"
@@ -135,12 +173,18 @@ def _measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
         allocator = "keeping freed memory (glibc)"
     import torch
 
-    from efficient_ft.bench.tables import report_text
-    from efficient_ft.record.environment import busy_note, environment
-
     if options.threads:
         torch.set_num_threads(options.threads)
     _require_device(options.device)
+    return allocator
+
+
+def _measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
+    """Run the benchmark; print and write its report."""
+    allocator = _set_up(options)
+    from efficient_ft.bench.tables import report_text
+    from efficient_ft.record.environment import busy_note, environment
+
     here = {**environment(options.device), "allocator": allocator}
     print(
         f"# {here['device']}, {here['threads']} threads, torch {here['torch']}, allocator: {allocator}, {here['date']}"
@@ -186,8 +230,17 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
     from efficient_ft.bench.step import measure_steps
     from efficient_ft.cli.groups import CONF
 
-    return measure_steps(
-        parse_recipes(options.recipes or ("last_stage", "lbp_wht"), CONF),
+    texts = options.recipes or ["last_stage", "lbp_wht"]
+    recipes = parse_recipes(texts, CONF)
+    # First, while this process is small: all recipes are held at once to be timed in turn.
+    felt = {}
+    if options.memory_steps:
+        settings = {**vars(options), "optim": "adamw", "steps": options.memory_steps, "warmup": 2}
+        _check(recipes, settings)
+        for number, (text, recipe) in enumerate(zip(texts, recipes, strict=True)):
+            felt[recipe.name] = _in_own_process(text, recipe.name, {**settings, "default_layout": number == 0})
+    report = measure_steps(
+        recipes,
         _configure,
         model=options.model,
         batch_size=options.batch,
@@ -199,6 +252,93 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
         rounds=options.rounds,
         warmup=options.warmup,
     )
+    for name, record in felt.items():
+        if "failure" in record:
+            report["notes"].append(f"{name}: memory of the process not measured: {record['failure']}")
+        else:
+            report["recipes"][name]["process"] = {key: record[key] for key in PROCESS_KEYS}
+    return report
+
+
+def _memory(options: argparse.Namespace) -> dict[str, Any]:
+    from efficient_ft.bench.memory import memory_report
+    from efficient_ft.bench.recipes import parse_recipes
+    from efficient_ft.cli.groups import CONF
+
+    recipes = parse_recipes(options.recipes, CONF)
+    _check(recipes, vars(options))
+    records = {
+        recipe.name: _in_own_process(text, recipe.name, vars(options))
+        for text, recipe in zip(options.recipes, recipes, strict=True)
+    }
+    return memory_report(options.model, options.batch, options.dtype, options.unfused, records)
+
+
+def _check(recipes: Sequence[Recipe], options: Mapping[str, Any]) -> None:
+    """Refuse recipes with wrong settings, before the first one is measured for minutes."""
+    from efficient_ft.methods.build import build_methods
+
+    size = [] if options["size"] is None else [f"model.image_size={options['size']}"]
+    for recipe in recipes:
+        build_methods(_configure(options["model"], [*size, f"optim={options['optim']}", *recipe.overrides]))
+
+
+def _in_own_process(text: str, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Measure the memory of one recipe in a process of its own, started with the same options.
+
+    Returns:
+        The record of `efficient_ft.bench.memory.measure_memory`; ``{"failure": REASON}`` if the process failed.
+
+    Raises:
+        UserError: a recipe or model that cannot be used.
+    """
+    from efficient_ft.cli import processes
+
+    print(f"# measuring the memory of {name}", flush=True)
+    arguments = [text, "--alone"]
+    for key in ("model", "batch", "size", "classes", "threads", "device", "dtype", "optim", "steps", "warmup"):
+        if options[key] is not None:
+            arguments += [f"--{key}", str(options[key])]
+    flags = ("unfused", "system_allocator", "default_layout")
+    arguments += [f"--{key.replace('_', '-')}" for key in flags if options[key]]
+    ended = processes.run([sys.executable, "-m", "efficient_ft", "bench", "memory", *arguments], environment={})
+    if ended.results is None:
+        print(ended.printed, end="", file=sys.stderr)
+        return {"failure": ended.failure or "it reported nothing"}
+    if "mistake" in ended.results:
+        raise UserError(ended.results["mistake"])
+    return ended.results
+
+
+def _measure_alone(options: argparse.Namespace) -> None:
+    """Measure the memory of one recipe in this process, and hand its record to the process that started this one."""
+    from efficient_ft.cli.exits import report_outcome
+
+    try:
+        _set_up(options)
+        from efficient_ft.bench.memory import measure_memory
+        from efficient_ft.bench.recipes import parse_recipe
+        from efficient_ft.cli.groups import CONF
+
+        (text,) = options.recipes
+        record = measure_memory(
+            parse_recipe(text, CONF),
+            _configure,
+            model=options.model,
+            batch_size=options.batch,
+            image_size=options.size,
+            num_classes=options.classes,
+            precision=options.dtype,
+            device=options.device,
+            unfused=options.unfused,
+            optim=options.optim,
+            channels_last=not options.default_layout,
+            steps=options.steps,
+            warmup=options.warmup,
+        )
+    except UserError as error:
+        record = {"mistake": str(error)}
+    report_outcome(results=record)
 
 
 def _layer(options: argparse.Namespace) -> dict[str, Any]:

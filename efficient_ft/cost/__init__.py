@@ -1,16 +1,26 @@
 """The cost of a training step: executed (counted, the same on any machine), measured (timed, always next to another
-step), and published (by the papers' own rule)."""
+step), felt (memory of the process), and published (by the papers' own rule)."""
 
 from efficient_ft.cost.executed import Executed, Kept, executed, kept_after_forward, layer_flops
+from efficient_ft.cost.felt import DeviceMemory, Felt, StepMemory
 from efficient_ft.cost.measured import Cost, Measured, compare, time_steps
 from efficient_ft.cost.meter import LayerFlops, LiveTensor, Meter
 from efficient_ft.cost.published import Keeping, Published, published
-from efficient_ft.cost.step import AUTOCAST, StepMethods, StepOptions, StepSpec, TrainingStep
+from efficient_ft.cost.step import (
+    AUTOCAST,
+    StepMethods,
+    StepOptions,
+    StepSpec,
+    TrainingStep,
+    optimizer_state_bytes,
+)
 
 __all__ = [
     "AUTOCAST",
     "Cost",
+    "DeviceMemory",
     "Executed",
+    "Felt",
     "Keeping",
     "Kept",
     "LayerFlops",
@@ -18,6 +28,7 @@ __all__ = [
     "Measured",
     "Meter",
     "Published",
+    "StepMemory",
     "StepMethods",
     "StepOptions",
     "StepSpec",
@@ -26,6 +37,7 @@ __all__ = [
     "executed",
     "kept_after_forward",
     "layer_flops",
+    "optimizer_state_bytes",
     "published",
     "time_steps",
 ]

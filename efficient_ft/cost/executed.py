@@ -48,6 +48,7 @@ class Executed:
         saved_bytes: bytes kept for the backward pass, per image.
         peak_bytes: peak of live tensor bytes in forward and backward, of the whole batch, model included.
         model_bytes: the parameters' and buffers' share of the peak.
+        batch_bytes: the share of the batch: images and labels.
         batch_size: images in the batch.
         counted_on: ``"fake tensors"``; or, for a model that cannot run on them, the real runs from which the counts
             were extrapolated to `batch_size`, and the reason.
@@ -58,6 +59,7 @@ class Executed:
     saved_bytes: float
     peak_bytes: int
     model_bytes: int
+    batch_bytes: int
     batch_size: int
     counted_on: str = ON_FAKE_TENSORS
 
@@ -65,6 +67,11 @@ class Executed:
     def flops(self) -> float:
         """Forward and backward FLOPs per image."""
         return self.forward_flops + self.backward_flops
+
+    @property
+    def step_peak_bytes(self) -> int:
+        """The peak above what is there before the step: without the model and the batch."""
+        return self.peak_bytes - self.model_bytes - self.batch_bytes
 
     def as_dict(self) -> dict[str, float | int | str]:
         """The attributes, for JSON."""
@@ -200,6 +207,7 @@ def count_batch(probe: Probe, images: int, fake: bool) -> Executed:
         saved_bytes=sum(sum(s.saved.values()) for s in as_it_is) / steps / images,
         peak_bytes=max(s.peak for s in as_it_is),
         model_bytes=as_it_is[0].model_bytes,
+        batch_bytes=as_it_is[0].batch_bytes,
         batch_size=images,
     )
 
@@ -219,6 +227,7 @@ def _extrapolate(half: Executed, few: Executed, images: int, reason: str) -> Exe
         saved_bytes=per_image(half.saved_bytes, few.saved_bytes),
         peak_bytes=round(total(half.peak_bytes, few.peak_bytes)),
         model_bytes=few.model_bytes,
+        batch_bytes=few.batch_bytes // FEW * images,
         batch_size=images,
         counted_on=f"real runs of {FEW // 2} and {FEW} images, extrapolated to {images} ({reason})",
     )

@@ -25,7 +25,7 @@ class Measured:
         step_seconds: median seconds of a whole step: forward, loss, backward, optimizer.
         peak_bytes: on CUDA, the most that was allocated in forward and backward, model and batch included, optimizer
             state not (torch.cuda.max_memory_allocated, minus what others hold). Elsewhere the executed peak, counted
-            in the same way: a process's size means little there, since allocators keep freed memory.
+            in the same way: the memory of a process that has taken other steps means little (see `cost.felt`).
         seconds: of every timed step, in order.
     """
 

@@ -38,6 +38,7 @@ class WatchedStep:
             parameters and buffers.
         created: by storage: what the forward pass made that is alive after it, without logits and loss.
         model_bytes: of parameters and buffers.
+        batch_bytes: of the images and labels.
         peak: bytes of live tensors at their peak.
         layers: FLOPs by module, if asked for.
     """
@@ -46,6 +47,7 @@ class WatchedStep:
     saved: dict[int, int]
     created: dict[int, LiveTensor]
     model_bytes: int
+    batch_bytes: int
     peak: int
     layers: dict[str, LayerFlops]
 
@@ -135,6 +137,7 @@ class Probe:
             saved={key: nbytes for key, nbytes in saved.items() if key not in model_state},
             created={k: made for k, made in created.items() if k in saved or k not in outputs},
             model_bytes=sum(model_state.values()),
+            batch_bytes=sum(storages(batch).values()),
             peak=meter.peak,
             layers=meter.layer_flops(len(batch[1])) if layers else {},
         )

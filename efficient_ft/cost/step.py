@@ -14,6 +14,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.cost.meter import storages
@@ -176,6 +177,21 @@ def forward_and_loss(
         return logits, methods.loss(loss)
 
 
+def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the state that `optimizer` holds now; 0 before its first step."""
+    state = (value for of in optimizer.state.values() for value in of.values() if isinstance(value, Tensor))
+    return sum(storages(plain for value in state for plain in _plain_tensors(value)).values())
+
+
+def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that a tensor subclass (quantized optimizer state) is made of; itself if it is plain."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _plain_tensors(getattr(tensor, name))
+
+
 class TrainingStep:
     """Plain training steps of a model on one random batch, as a bare PyTorch loop takes them.
 
@@ -243,6 +259,11 @@ class TrainingStep:
         self.forward()
         self.backward()
         self.update()
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of the optimizer's state; 0 before the first step."""
+        return 0 if self._optimizer is None else optimizer_state_bytes(self._optimizer)
 
     def cuda_peak(self) -> int:
         """Peak bytes of one forward and backward pass on CUDA, as `Measured.peak_bytes` defines them."""

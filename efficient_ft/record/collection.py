@@ -161,6 +161,7 @@ _NUMBERS: dict[str, Any] = {
     "backward MFLOPs/image": lambda r: r["cost"]["executed"]["backward_flops"] / 1e6,
     "saved MiB/image": lambda r: r["cost"]["executed"]["saved_bytes"] / 2**20,
     "peak MiB": lambda r: r["cost"]["measured"]["peak_bytes"] / 2**20,
+    "process growth MiB": lambda r: r["memory"]["growth_bytes"] / 2**20 if "memory" in r else None,
     "TFLOPs of the run": lambda r: r["totals"]["flops"] / 1e12,
     "seconds": lambda r: r["totals"]["seconds"],
     "joules": lambda r: r["totals"]["joules"],

@@ -22,11 +22,16 @@ NAME = "results.json"
 
 
 class ExecutedCost(TypedDict):
-    """Counted, the same on any machine; per image."""
+    """Counted, the same on any machine; per image.
+
+    `step_peak_bytes` is of the whole batch: the peak of live tensor bytes without model and batch. Runs from before it
+    was recorded have none.
+    """
 
     forward_flops: float
     backward_flops: float
     saved_bytes: float
+    step_peak_bytes: NotRequired[int]
 
 
 class MeasuredCost(TypedDict):
@@ -53,6 +58,36 @@ class CostReport(StepCost):
     """The cost of a training step with the run's methods, and that of the baseline (None: not probed)."""
 
     baseline: BaselineCost | None
+
+
+class DeviceMemory(TypedDict):
+    """Memory of a CUDA device in PyTorch's allocator: allocated before the first step, and the steps' peaks."""
+
+    before_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+class MemoryReport(TypedDict):
+    """Memory of the training process (the first one), felt and counted, over optimizer steps of the training.
+
+    Resident memory: before the model was built, before the first step, and at its peak during the `steps` from
+    `first_step` on; `source` says how the peak was measured (`core.process_memory`). `growth_bytes` is the peak above
+    the size before the first step; on CUDA that of the device: what was reserved above what was allocated before.
+    `counted_bytes` is the count of the same things: `ExecutedCost.step_peak_bytes`, the optimizer's state
+    (`optimizer_bytes`), and with gradient accumulation the gradients, which live through all micro-batches.
+    """
+
+    before_model_bytes: int
+    before_steps_bytes: int
+    peak_bytes: int
+    growth_bytes: int
+    counted_bytes: int
+    optimizer_bytes: int
+    source: str
+    first_step: int
+    steps: int
+    device: DeviceMemory | None
 
 
 class RunTotals(TypedDict):
@@ -133,12 +168,14 @@ class Results(TypedDict):
 
     `config` is the whole configuration, `arguments` the settings given to this run (of the command line; empty for
     runs from Python), `changed` the settings that differ from the schema's defaults, with dotted names, `environment`
-    what `record.environment` gives, `methods` a report by the name of the method.
+    what `record.environment` gives, `methods` a report by the name of the method. Runs from before `memory`
+    was recorded have none.
     """
 
     format: int
     accuracy: Accuracy
     cost: CostReport
+    memory: NotRequired[MemoryReport]
     totals: RunTotals
     trainable_parameters: int
     total_parameters: int

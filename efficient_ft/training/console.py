@@ -98,6 +98,29 @@ def cost_table(cost: dict[str, Any], method: str, batch: int) -> str:
     return table(rows)
 
 
+def memory_table(memory: dict[str, Any], batch: int) -> str:
+    """Memory of the training process, felt, next to the count of the same things.
+
+    Args:
+        memory: a `record.results.MemoryReport`.
+        batch: images per batch.
+    """
+    growth, counted, device = memory["growth_bytes"], memory["counted_bytes"], memory["device"]
+    rows = [
+        ["memory of the process", ""],
+        ["before the model", format_bytes(memory["before_model_bytes"])],
+        ["before the first step", format_bytes(memory["before_steps_bytes"])],
+    ]
+    if device:
+        rows.append(["allocated on the GPU", format_bytes(device["allocated_bytes"])])
+        rows.append(["reserved on the GPU", format_bytes(device["reserved_bytes"])])
+    rows.append([f"growth, batch of {batch}", format_bytes(growth)])
+    rows.append(["counted for the same", format_bytes(counted)])
+    if counted:
+        rows.append(["growth / counted", f"{growth / counted:.2f}×"])
+    return table(rows)
+
+
 def results_text(results: dict[str, Any], folder: Path) -> str:
     """The text at the end of a run: what was trained, accuracy and cost.
 
@@ -135,6 +158,7 @@ def results_text(results: dict[str, Any], folder: Path) -> str:
         "",
         cost_table(results["cost"], method, config["data"]["batch_size"]),
         "",
+        *([memory_table(results["memory"], config["data"]["batch_size"]), ""] if "memory" in results else []),
         f"Results: {folder} (model.safetensors holds the {'epoch of the best mean' if tasks else 'best epoch'})",
     ]
     return "\n".join(lines)

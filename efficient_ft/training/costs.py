@@ -111,6 +111,7 @@ def _step_cost(found: cost.Cost) -> StepCost:
             "forward_flops": counted.forward_flops,
             "backward_flops": counted.backward_flops,
             "saved_bytes": counted.saved_bytes,
+            "step_peak_bytes": counted.step_peak_bytes,
         },
         "measured": {
             "step_seconds": None if measured is None else measured.step_seconds,

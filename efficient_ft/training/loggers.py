@@ -92,8 +92,8 @@ def define_metrics(experiment: Any) -> None:
 
 def summary_of(results: Mapping[str, Any]) -> dict[str, Any]:
     """Values by which runs are compared: accuracy (also of the test images, and published), cost, totals."""
-    keys = ("accuracy", "cost", "totals", "trainable_parameters", "total_parameters")
-    summary = flatten({key: results[key] for key in keys})
+    keys = ("accuracy", "cost", "memory", "totals", "trainable_parameters", "total_parameters")
+    summary = flatten({key: results[key] for key in keys if key in results})
     summary["accuracy.final"] = final_accuracy(results["accuracy"])
     published = results["config"].get("published")
     if published is not None:

@@ -22,6 +22,7 @@ import torch
 from efficient_ft import __version__
 from efficient_ft.config import Config, data_configs, image_folders
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.process_memory import resident_bytes
 from efficient_ft.data import read_data
 from efficient_ft.integrations.lightning import MethodCallback
 from efficient_ft.methods.base import Applied, plain_state_dict
@@ -54,6 +55,7 @@ from efficient_ft.training.folder import (
     run_id,
 )
 from efficient_ft.training.loggers import close_loggers, start_loggers, write_summary
+from efficient_ft.training.memory import MemoryMeter, accumulated_gradients
 from efficient_ft.training.module import FineTuner
 from efficient_ft.training.progress import ProgressBar
 from efficient_ft.training.recorder import Recorder, stop_on_interrupt
@@ -113,6 +115,7 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
     refuse_other_images(config, folder, images_digest(report))
     for note in report["notes"]:
         say(note)
+    before_model = resident_bytes()
     network = factory.create_model(config.model, images.num_classes)
     methods = build_methods(config)
     names = images.class_names
@@ -130,7 +133,8 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
     totals = Totals(methods, total_steps * config.trainer.grad_accum_steps)
     recorder = Recorder(folder, images.best_split, keep_best, {"run_id": name, "version": __version__}, totals)
     loggers = start_loggers(config, folder, name, arguments)
-    callbacks: list[L.Callback] = [MethodCallback(methods, frozen_bn=config.model.frozen_bn)]
+    memory = MemoryMeter(methods, before_model)
+    callbacks: list[L.Callback] = [memory, MethodCallback(methods, frozen_bn=config.model.frozen_bn)]
     if config.step_stats.interval:  # after the methods have decided the step, before a checkpoint is written
         callbacks.append(StepStats(folder, methods, config.step_stats.interval))
     callbacks += [totals, recorder]
@@ -166,10 +170,13 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
     )
     data = data_report(config, folder, images, device)
     allowed = max(COST_SECONDS, COST_SHARE * taken["seconds"])
+    cost = cost_report(config, network, methods, spec, images.num_classes, device, config.cost.steps, allowed)
+    gradients = accumulated_gradients(network, config.trainer.grad_accum_steps)
+    felt = memory.report(cost["executed"]["step_peak_bytes"], gradients)
     results: Results = {
         "format": FORMAT,
         "accuracy": {**accuracy, "test": data["accuracy"].get("test")},
-        "cost": cost_report(config, network, methods, spec, images.num_classes, device, config.cost.steps, allowed),
+        "cost": cost,
         "totals": taken,
         "trainable_parameters": trainable,
         "total_parameters": total,
@@ -185,6 +192,8 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
             keep_freed_memory=config.keep_freed_memory and platform.system() == "Linux",
         ),
     }
+    if felt is not None:
+        results["memory"] = felt
     write_summary(loggers, results)
     write_results(folder, results)
     say(results_text(dict(results), folder))

@@ -14,8 +14,9 @@ from tests.conftest import REPOSITORY
 
 
 def run(*arguments: str) -> None:
-    # The allocator of the test process is not changed.
-    run_command("bench", [*arguments, "--system-allocator"])
+    # The allocator of the test process is not changed; processes of recipes take seconds to start, and have a test.
+    apart = ["--memory-steps", "0"] if arguments[0] == "step" and "--memory-steps" not in arguments else []
+    run_command("bench", [*arguments, "--system-allocator", *apart])
 
 
 def test_steps_of_two_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -43,6 +44,64 @@ def test_steps_of_two_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     printed = capsys.readouterr().out
     assert "baseline: exact" in printed
     assert "allocator: system" in printed
+
+
+def test_memory_of_recipes_each_in_its_own_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "memory.json"
+    arguments = "memory --model vit_digits --batch 256 --classes 10 --steps 2 --warmup 1 --threads 1"
+    run(*arguments.split(), "full", "head", "--json", str(file))
+    report = json.loads(file.read_text(encoding="utf-8"))
+    assert (report["kind"], report["batch"], list(report["recipes"])) == ("memory", 256, ["full", "head"])
+    for record in report["recipes"].values():
+        executed, felt = record["executed"], record["felt"]
+        assert 2**27 < record["interpreter_bytes"] < record["with_model_bytes"]
+        assert felt["growth_bytes"] == felt["peak_bytes"] - felt["before_bytes"]
+        assert (felt["first_step"], felt["steps"], len(record["seconds"])) == (1, 2, 3)
+        above = executed["peak_bytes"] - executed["model_bytes"] - executed["batch_bytes"]
+        assert record["counted_bytes"] == above + record["optimizer_bytes"]
+    full, head = report["recipes"].values()
+    # Two moments of each parameter, and a counter of steps for each tensor.
+    assert full["optimizer_bytes"] == pytest.approx(8 * full["trainable_parameters"], rel=1e-3)
+    # Hundreds of MiB are counted: the process must have grown by at least nearly as much, and by less than three times.
+    assert 0.9 * full["counted_bytes"] < full["felt"]["growth_bytes"] < 3 * full["counted_bytes"]
+    assert head["felt"]["growth_bytes"] < 0.7 * full["felt"]["growth_bytes"]
+    printed = capsys.readouterr().out
+    assert "growth / counted" in printed
+    assert "# measuring the memory of full" in printed
+
+
+def test_memory_with_an_optimizer_without_state(tmp_path: Path):
+    file = tmp_path / "memory.json"
+    arguments = "memory --model vit_digits --batch 2 --optim sgd --steps 1 --warmup 0 full:optim.momentum=0 --json"
+    run(*arguments.split(), str(file))
+    (record,) = json.loads(file.read_text(encoding="utf-8"))["recipes"].values()
+    assert (record["optimizer"], record["optimizer_bytes"], len(record["seconds"])) == ("sgd", 0, 1)
+    assert record["felt"]["growth_bytes"] > 0.5 * record["counted_bytes"]
+
+
+def test_steps_come_with_the_memory_of_each_recipes_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "step.json"
+    arguments = "step --model vit_digits --batch 128 --rounds 1 --warmup 1 --memory-steps 1 full --json"
+    run(*arguments.split(), str(file))
+    process = json.loads(file.read_text(encoding="utf-8"))["recipes"]["full"]["process"]
+    assert (process["felt"]["steps"], process["felt"]["first_step"]) == (1, 2)
+    assert process["felt"]["growth_bytes"] > 0.9 * process["counted_bytes"] > 2**26
+    assert f"{process['felt']['growth_bytes'] / 2**20:.0f}" in capsys.readouterr().out.split()
+
+
+def test_a_recipe_whose_process_is_killed_is_a_row_without_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    from efficient_ft.cli import processes
+
+    start = processes.run
+    killed = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
+    monkeypatch.setattr(processes, "run", lambda command, environment: start(killed, environment))
+    monkeypatch.chdir(tmp_path)
+    run("memory", "--model", "vit_digits", "full", "--json", "out.json")
+    report = json.loads(Path("out.json").read_text(encoding="utf-8"))
+    assert report["recipes"] == {"full": {"failure": "killed by SIGKILL, likely for lack of memory"}}
+    assert "note: full: killed by SIGKILL" in capsys.readouterr().out
 
 
 def test_without_a_frozen_prefix_there_is_none_to_report(tmp_path: Path):
@@ -118,6 +177,11 @@ def test_the_framework_against_a_bare_loop(tmp_path: Path):
         ("step --model vit_digits lbp_wht:order", "KEY=VALUE"),
         ("step --model vit_digits full full", "same name"),
         ("step --model no_such_model", "no_such_model"),
+        ("memory --model no_such_model full", "no_such_model"),
+        ("memory --model vit_digits --optim adam_w full", "optim"),
+        ("memory --model vit_digits lbp_wth", "Did you mean"),
+        ("memory --model vit_digits full full", "same name"),
+        ("memory --model vit_digits full:trainer.precision=fp8", "trainer.precision"),
         ("gradient --model vit_digits --images no_such_folder full", "no_such_folder"),
         ("gradient --model vit_digits --weights no_such_file.pth full", "no_such_file"),
         ("gradient --model vit_digits --classes 10 head", "no parameter of the blocks"),
@@ -136,7 +200,9 @@ def test_a_mistake_is_one_message_and_status_2(capsys: pytest.CaptureFixture[str
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize("arguments", ["", "walk", "step --rounds 0", "step --dtype fp8", "layer --batch many"])
+@pytest.mark.parametrize(
+    "arguments", ["", "walk", "step --rounds 0", "step --dtype fp8", "layer --batch many", "memory"]
+)
 def test_argparse_mistakes_exit_with_2(arguments: str):
     with pytest.raises(SystemExit) as stopped:
         run_command("bench", arguments.split())

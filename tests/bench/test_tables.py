@@ -66,3 +66,31 @@ def test_a_ratio_is_the_recipe_divided_by_the_baseline():
 def test_a_busy_machine_is_noted_under_the_table():
     last = report_text(step_report(0.51)).splitlines()[-1]
     assert last.startswith("note: The machine was busy (load 0.5 at the start, above 0.5)")
+
+
+def test_felt_memory_stands_next_to_what_is_counted():
+    report = step_report(0.1)
+    felt = {"growth_bytes": 3 * 2**20, "before_bytes": 2**30, "device": None}
+    report["recipes"]["quick"]["process"] = {"felt": felt, "counted_bytes": 2 * 2**20}
+    *_, head, _, plain, quick, _ = report_text(report).splitlines()
+    assert head.endswith("process MiB  felt / counted")
+    assert plain.split()[-2:] == ["–", "–"]
+    assert quick.split()[-2:] == ["3", "1.50×"]
+
+
+def test_memory_on_a_device_is_what_is_reserved_there():
+    device = {"before_bytes": 2**20, "allocated_bytes": 6 * 2**20, "reserved_bytes": 9 * 2**20}
+    record = {
+        "interpreter_bytes": 700 * 2**20,
+        "with_model_bytes": 800 * 2**20,
+        "counted_bytes": 5 * 2**20,
+        "felt": {"growth_bytes": 8 * 2**20, "before_bytes": 900 * 2**20, "device": device},
+        "step_seconds": 0.25,
+        "optimizer": "adamw",
+    }
+    about = {"kind": "memory", "model": "m", "batch": 3, "dtype": "fp32", "attention": "unfused", "notes": []}
+    report = {**about, "recipes": {"one": record, "lost": {"failure": "killed"}}}
+    *_, head, _, one, lost = report_text(report).splitlines()
+    assert "allocated  reserved" in head
+    assert one.split() == ["one", "700", "800", "900", "5", "6", "9", "8", "1.60×", "250"]
+    assert lost.split() == ["lost", *["–"] * 9]

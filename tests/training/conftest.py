@@ -46,7 +46,7 @@ def finished(
 def without_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs that count no cost: for tests that compare what is trained."""
     step = {
-        "executed": {"forward_flops": 1.0, "backward_flops": 2.0, "saved_bytes": 3.0},
+        "executed": {"forward_flops": 1.0, "backward_flops": 2.0, "saved_bytes": 3.0, "step_peak_bytes": 6},
         "measured": {"step_seconds": 4.0, "peak_bytes": 5.0},
     }
     monkeypatch.setattr("efficient_ft.training.run.cost_report", lambda *args: {**step, "baseline": None})

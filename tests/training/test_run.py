@@ -28,12 +28,12 @@ def test_results_have_the_agreed_keys_and_true_values(finished):
     assert read_results(folder) == results
     assert set(results) == {
         "format", "accuracy", "cost", "trainable_parameters", "total_parameters", "methods", "config", "environment",
-        "data", "totals", "seed", "arguments", "changed",
+        "data", "totals", "seed", "arguments", "changed", "memory",
     }  # fmt: skip
     assert results["format"] == FORMAT
     assert set(results["accuracy"]) == {"best", "last", "split", "test"}
     groups = {
-        "executed": {"forward_flops", "backward_flops", "saved_bytes"},
+        "executed": {"forward_flops", "backward_flops", "saved_bytes", "step_peak_bytes"},
         "measured": {"step_seconds", "peak_bytes"},
     }
     for cost in (results["cost"], results["cost"]["baseline"]):

@@ -1,0 +1,180 @@
+"""Memory of training steps with one recipe: counted, and felt by this process, which must be the recipe's own."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import statistics
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from efficient_ft.bench.recipes import Configure, Recipe
+from efficient_ft.bench.step import unfused_attention
+from efficient_ft.bench.timing import waiter
+from efficient_ft.config import Config
+from efficient_ft.core.process_memory import release_freed_memory, resident_bytes
+from efficient_ft.cost import StepMemory, StepSpec, TrainingStep, executed
+from efficient_ft.cost.probe import WARMUP_IMAGES, undisturbed
+from efficient_ft.methods.base import Method, apply_methods
+from efficient_ft.methods.build import build_methods
+from efficient_ft.models import factory
+from efficient_ft.training.optimizer import build_optimizer
+
+
+def measure_memory(
+    recipe: Recipe,
+    configure: Configure,
+    *,
+    model: str,
+    batch_size: int,
+    image_size: int | None = None,
+    num_classes: int = 100,
+    precision: str = "fp32",
+    device: torch.device | str = "cpu",
+    unfused: bool = False,
+    optim: str = "adamw",
+    channels_last: bool = True,
+    steps: int = 3,
+    warmup: int = 2,
+) -> dict[str, Any]:
+    """Take training steps on random weights and images, and measure the memory of this process.
+
+    Nothing else may have been measured in the process: memory that an allocator kept would hide the growth. Code that
+    is loaded in a first step (kernels, compilers) is loaded before, by a step of two images on a copy of the model.
+
+    Args:
+        recipe: the recipe.
+        configure: makes configurations.
+        model: a model of conf/model or of timm.
+        batch_size: images in the batch.
+        image_size: pixels of a side; None: the model's own.
+        num_classes: of the model.
+        precision: ``fp32``, ``bf16`` or ``fp16``, where the recipe sets no other.
+        device: where the steps run.
+        unfused: attention in parts, without timm's fused kernel.
+        optim: an optimizer of conf/optim.
+        channels_last: on a CPU, hold convolutional maps in channels-last memory, as runs do.
+        steps: measured.
+        warmup: steps before these, and after those that the methods profile.
+
+    Returns:
+        The record of the recipe, for `memory_report`.
+
+    Raises:
+        UserError: a recipe or model that cannot be used.
+    """
+    size = [] if image_size is None else [f"model.image_size={image_size}"]
+    device = torch.device(device)
+    config = configure(model, [*size, f"optim={optim}", f"trainer.precision={precision}", *recipe.overrides])
+    spec = StepSpec(
+        batch_size,
+        factory.input_of(config.model).size,
+        config.trainer.precision,
+        label_smoothing=config.optim.label_smoothing,
+        frozen_bn=config.model.frozen_bn,
+        grad_clip_norm=config.optim.grad_clip_norm,
+    )
+
+    def prepare() -> tuple[nn.Module, list[Method]]:
+        network, methods = factory.random_model(config.model, num_classes), build_methods(config)
+        apply_methods(network, methods)
+        if channels_last and device.type == "cpu":
+            network.to(memory_format=torch.channels_last)
+        return network, methods
+
+    interpreter = _resident_now()
+    with unfused_attention() if unfused else nullcontext():
+        step = _training_step(*prepare(), config, spec, device)
+        with_model = _resident_now()
+        _load_code(step, config)
+        _resident_now()
+        memory, wait = StepMemory(device), waiter(device)
+        warmup += step.methods.warmup_steps
+        seconds = []
+        for _ in range(warmup + steps):
+            with memory:
+                start = time.perf_counter()
+                step()
+                wait()
+                seconds.append(time.perf_counter() - start)
+        felt, optimizer_bytes = memory.felt(warmup), step.optimizer_bytes
+        assert felt is not None
+        network, methods = prepare()
+        counted = executed(
+            network,
+            batch_size,
+            spec.input_size,
+            methods=methods,
+            precision=spec.precision,
+            label_smoothing=spec.label_smoothing,
+            frozen_bn=spec.frozen_bn,
+        )
+    return {
+        "methods": [repr(method) for method in methods],
+        "optimizer": config.optim.name,
+        "trainable_parameters": sum(p.numel() for p in network.parameters() if p.requires_grad),
+        "executed": counted.as_dict(),
+        "optimizer_bytes": optimizer_bytes,
+        "counted_bytes": counted.step_peak_bytes + optimizer_bytes,
+        "interpreter_bytes": interpreter,
+        "with_model_bytes": with_model,
+        "felt": {**asdict(felt), "growth_bytes": felt.growth_bytes},
+        "step_seconds": statistics.median(seconds[warmup:]),
+        "seconds": seconds,
+    }
+
+
+def memory_report(
+    model: str, batch_size: int, precision: str, unfused: bool, recipes: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """The report of recipes measured by `measure_memory`, each in its process, for JSON and `tables.report_text`.
+
+    Args:
+        model: as the recipes were measured; so are the following.
+        batch_size: images in the batch.
+        precision: where a recipe sets no other.
+        unfused: attention in parts.
+        recipes: their records by name; a recipe whose process failed has ``{"failure": REASON}``.
+    """
+    sources = {record["felt"]["source"] for record in recipes.values() if "felt" in record}
+    failed = [f"{name}: {record['failure']}" for name, record in recipes.items() if "failure" in record]
+    return {
+        "kind": "memory",
+        "model": model,
+        "batch": batch_size,
+        "dtype": precision,
+        "attention": "unfused" if unfused else "timm's default",
+        "recipes": recipes,
+        "notes": [*(f"Peaks of the processes: {source}." for source in sorted(sources)), *failed],
+    }
+
+
+def _training_step(
+    network: nn.Module, methods: list[Method], config: Config, spec: StepSpec, device: torch.device
+) -> TrainingStep:
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return build_optimizer(model, config.optim, config.trainer.precision)
+
+    return TrainingStep(network, methods, spec, device=device, build_optimizer=optimizer)
+
+
+def _load_code(step: TrainingStep, config: Config) -> None:
+    """Take a step of few images on a copy of the model, so that the code of a step is loaded; keep nothing of it."""
+    spec = replace(step.spec, batch_size=min(WARMUP_IMAGES, step.spec.batch_size))
+    with undisturbed([step.device] if step.device.type == "cuda" else []):
+        model, methods = copy.deepcopy((step.model, list(step.methods)))
+        _training_step(model, methods, config, spec, step.device)()
+
+
+def _resident_now() -> int:
+    """The resident memory without garbage and without what the allocators keep of freed memory."""
+    gc.collect()
+    release_freed_memory()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return resident_bytes()

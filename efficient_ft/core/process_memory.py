@@ -1,0 +1,143 @@
+"""Resident memory of this process: its size now, and the highest size that a piece of code brings it to.
+
+Linux keeps a high-water mark of each process (``VmHWM``) that the process can reset (a 5 written to
+``/proc/self/clear_refs``): exact, and free of cost. Where it cannot be reset (macOS, Windows, some containers), a
+thread samples the size through psutil; the result names the way it was measured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+#: Values of `HighWaterMark.source`.
+RESET, SAMPLED = "high-water mark of the system", "sampled every 5 ms"
+
+_CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+_INTERVAL = 0.005
+
+
+def resident_bytes() -> int:
+    """The resident memory of this process now: its pages in physical memory, shared libraries included."""
+    return psutil.Process().memory_info().rss
+
+
+class HighWaterMark:
+    """Measure the highest resident memory of this process between `start` and `stop`, or within a ``with`` block.
+
+    The system has one mark per process, so only one object measures at a time.
+
+    Attributes:
+        before_bytes: resident memory at the start.
+        peak_bytes: the highest resident memory since the start, set at the end; memory freed before it does not count.
+        source: ``RESET`` if the system's own mark was read, ``SAMPLED`` if a thread sampled the size. Sampling can miss
+            a peak shorter than its interval, unless this was the highest of the process's life, which is read where the
+            system keeps it.
+    """
+
+    def __init__(self) -> None:
+        self.before_bytes = self.peak_bytes = 0
+        self.source = RESET
+        self._sampler: _Sampler | None = None
+
+    @property
+    def growth_bytes(self) -> int:
+        """The peak above the size at the start."""
+        return self.peak_bytes - self.before_bytes
+
+    def start(self) -> None:
+        """Begin to measure."""
+        reset = _reset_mark()
+        self.before_bytes = resident_bytes()
+        self._sampler = None if reset else _Sampler()
+        self.source = RESET if reset else SAMPLED
+
+    def stop(self) -> None:
+        """End and set `peak_bytes`."""
+        # The kernel's counters are exact to a few pages only: the size now is one more lower bound.
+        peak = _system_mark() if self._sampler is None else self._sampler.stop()
+        self.peak_bytes = max(peak or 0, resident_bytes(), self.before_bytes)
+
+    def __enter__(self) -> HighWaterMark:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+
+class _Sampler(threading.Thread):
+    """Sample the resident memory until it is stopped."""
+
+    def __init__(self) -> None:
+        super().__init__(name="memory sampler", daemon=True)
+        self._ended = threading.Event()
+        self._lifetime = _system_mark()
+        self._peak = 0
+        self.start()
+
+    def run(self) -> None:
+        """Sample until the end."""
+        process = psutil.Process()
+        while not self._ended.wait(_INTERVAL):
+            self._peak = max(self._peak, process.memory_info().rss)
+
+    def stop(self) -> int:
+        """End, and return the highest size seen; the process's lifetime peak if that rose meanwhile."""
+        self._ended.set()
+        self.join()
+        now = _system_mark()
+        if now is not None and self._lifetime is not None and now > self._lifetime:
+            return max(self._peak, now)
+        return self._peak
+
+
+def _reset_mark() -> bool:
+    """Reset the system's high-water mark to the present size; False where this cannot be done."""
+    try:
+        _CLEAR_REFS.write_text("5")
+    except OSError:
+        return False
+    # A kernel that ignores the request (gVisor) would leave an older, higher peak, or has no mark at all.
+    mark = _system_mark()
+    return mark is not None and mark - resident_bytes() < 2**22
+
+
+def _system_mark() -> int | None:
+    """The highest size of this process since it started or since a reset; None if the system keeps none."""
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    if sys.platform == "darwin":
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes there
+    with suppress(OSError):
+        for line in _STATUS.read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def release_freed_memory() -> None:
+    """Return what the memory allocator holds of freed memory to the system, as far as the allocator can.
+
+    Known are glibc, and tcmalloc and mimalloc if they are preloaded. Otherwise nothing happens.
+    """
+    if sys.platform == "win32":
+        return
+    calls: dict[str, Callable[[Any], object]] = {
+        "malloc_trim": lambda call: call(ctypes.c_size_t(0)),
+        "MallocExtension_ReleaseFreeMemory": lambda call: call(),
+        "mi_collect": lambda call: call(ctypes.c_bool(True)),
+    }
+    program = ctypes.CDLL(None)
+    for name, use in calls.items():
+        if hasattr(program, name):
+            use(getattr(program, name))

@@ -1,0 +1,123 @@
+"""The callback that measures the memory of the training process over the run's own optimizer steps.
+
+Its own steps, and not the copies that the cost of a step is probed on after training: memory that the allocator kept
+from the training would hide what a copy's step takes. Early steps, before the first evaluation: kept memory of an
+evaluation would count as the step's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, cast
+
+import lightning.pytorch as L
+from torch import nn
+
+from efficient_ft.cost import StepMemory, optimizer_state_bytes
+from efficient_ft.methods.base import Method
+from efficient_ft.record.results import MemoryReport
+
+#: Optimizer steps before those measured: kernels are loaded, the optimizer's state is made. Methods may ask for more.
+WARMUP = 2
+#: Optimizer steps measured.
+STEPS = 3
+
+
+class MemoryMeter(L.Callback):
+    """Measure a few early optimizer steps, each from its first micro-batch to its last.
+
+    If there are fewer before the first evaluation, the last of them. Place it before callbacks that write checkpoints.
+    A resumed run keeps what was measured.
+
+    Args:
+        methods: the run's methods.
+        before_model_bytes: resident memory before the model was built.
+    """
+
+    def __init__(self, methods: Sequence[Method], before_model_bytes: int) -> None:
+        self._methods, self._before_model = methods, before_model_bytes
+        self._memory: StepMemory | None = None
+        self._warmup, self._running = WARMUP, False
+        self._measured: dict[str, Any] = {}
+
+    def report(self, step_peak_bytes: int, accumulated_bytes: int) -> MemoryReport | None:
+        """The record for results.json; None if no step was taken.
+
+        Args:
+            step_peak_bytes: the counted peak without model and batch (`cost.Executed.step_peak_bytes`).
+            accumulated_bytes: gradients that live from micro-batch to micro-batch, see `accumulated_gradients`.
+        """
+        if not self._measured:
+            return None
+        measured = self._measured
+        counted = int(step_peak_bytes) + measured["optimizer_bytes"] + accumulated_bytes
+        return cast(MemoryReport, {**measured, "counted_bytes": counted})
+
+    # ------------------------------------------------------------------ steps
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._measured:
+            return
+        loaded = sum(map(optimizer_state_bytes, trainer.optimizers))  # of a resumed run
+        self._memory = StepMemory(trainer.strategy.root_device, loaded)
+        self._warmup = WARMUP + max((method.warmup_steps for method in self._methods), default=0)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._memory is not None and not self._running:
+            self._memory.start()
+            self._running = True
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        last = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or batch_idx + 1 == trainer.num_training_batches
+        if self._memory is not None and last:
+            self._memory.stop()
+            self._running = False
+            if self._memory.steps >= self._warmup + STEPS:
+                self._finish(trainer)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._memory is not None:
+            self._finish(trainer)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if self._memory is not None and self._running:
+            self._memory.stop()
+        self._memory, self._running = None, False
+
+    def _finish(self, trainer: L.Trainer) -> None:
+        assert self._memory is not None
+        felt = self._memory.felt(self._warmup)
+        self._memory = None
+        if felt is None:
+            return
+        self._measured = {
+            "before_model_bytes": self._before_model,
+            "before_steps_bytes": felt.before_bytes,
+            "peak_bytes": felt.peak_bytes,
+            "growth_bytes": felt.growth_bytes,
+            "optimizer_bytes": sum(map(optimizer_state_bytes, trainer.optimizers)),
+            "source": felt.source,
+            "first_step": felt.first_step,
+            "steps": felt.steps,
+            "device": None if felt.device is None else asdict(felt.device),
+        }
+
+    # ------------------------------------------------------------------ state
+    def state_dict(self) -> dict[str, Any]:
+        """The measured sizes; empty before they are."""
+        return dict(self._measured)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Keep what was measured before the run was interrupted."""
+        self._measured = dict(state_dict)
+
+
+def accumulated_gradients(network: nn.Module, grad_accum_steps: int) -> int:
+    """Bytes of the gradients that live through all micro-batches of an optimizer step; 0 without accumulation."""
+    if grad_accum_steps == 1:
+        return 0
+    return sum(p.numel() * p.element_size() for p in network.parameters() if p.requires_grad)

@@ -1,0 +1,111 @@
+"""Resident memory and its high-water mark, in processes of their own: touched pages are seen, freed ones are not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from efficient_ft.core import process_memory
+from efficient_ft.core.process_memory import RESET, SAMPLED, HighWaterMark, resident_bytes
+from tests.conftest import REPOSITORY
+
+MIB = 2**20
+CAN_RESET = process_memory._reset_mark()
+
+
+def in_a_process(code: str) -> Any:
+    """Run `code` in a fresh process; what it prints, from JSON. Memory mapped anonymously is freed to the system."""
+    begin = (  # private, so that closing frees it
+        "import json, mmap, time\n"
+        "from pathlib import Path\n"
+        "from efficient_ft.core import process_memory\n"
+        "from efficient_ft.core.process_memory import HighWaterMark, resident_bytes\n"
+        "def touch(mib):\n"
+        "    private = {'flags': mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, 'MAP_PRIVATE') else {}\n"
+        "    block = mmap.mmap(-1, mib << 20, **private)\n"
+        "    for page in range(0, mib << 20, 4096): block[page] = 1\n"
+        "    return block\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", begin + code], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+#: Makes the next mark a sampled one, as where /proc cannot be written; "lifetime" leaves the system's mark readable.
+WAYS = {
+    "reset": "",
+    "sampled": "process_memory._CLEAR_REFS = process_memory._STATUS = Path('/nowhere/at/all')\n",
+    "sampled, lifetime": "process_memory._CLEAR_REFS = Path('/nowhere/at/all')\n",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_touched_memory_is_seen_and_freed_memory_is_not(way: str) -> None:
+    if way == "reset" and not CAN_RESET:
+        pytest.skip("the system's mark cannot be reset here")
+    wait = "" if way == "reset" else "time.sleep(0.05)\n    "
+    found = in_a_process(
+        f"{WAYS[way]}"
+        "found = []\n"
+        "for mib in (200, 0, 50):\n"
+        "    mark = HighWaterMark()\n"
+        "    mark.start()\n"
+        f"    block = touch(mib) if mib else None; {wait}\n"
+        "    if block: block.close()\n"
+        "    mark.stop()\n"
+        "    found.append([mark.growth_bytes, mark.source, resident_bytes() - mark.before_bytes])\n"
+        "print(json.dumps(found))\n"
+    )
+    for (growth, source, left), expected in zip(found, (200, 0, 50), strict=True):
+        assert growth == pytest.approx(expected * MIB, abs=6 * MIB)
+        assert left < 6 * MIB
+        assert source == (RESET if way == "reset" else SAMPLED)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system's mark rises for good elsewhere too")
+def test_a_peak_too_short_for_samples_is_read_from_the_mark_of_the_process() -> None:
+    growth = in_a_process(
+        f"{WAYS['sampled, lifetime']}"
+        "process_memory._INTERVAL = 60\n"
+        "mark = HighWaterMark()\n"
+        "with mark:\n"
+        "    touch(100).close()\n"
+        "print(json.dumps(mark.growth_bytes))\n"
+    )
+    assert growth == pytest.approx(100 * MIB, abs=6 * MIB)
+
+
+def test_a_mark_that_the_system_does_not_reset_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    status = tmp_path / "status"
+    for written in (f"VmHWM:\t{(resident_bytes() + 500 * MIB) // 1024} kB\n", "Name: x\n"):
+        status.write_text(written)
+        monkeypatch.setattr(process_memory, "_CLEAR_REFS", tmp_path / "ignored")
+        monkeypatch.setattr(process_memory, "_STATUS", status)
+        mark = HighWaterMark()
+        with mark:
+            pass
+        assert mark.source == SAMPLED
+        assert mark.growth_bytes < 100 * MIB
+
+
+def test_freed_memory_that_the_allocator_keeps_is_released() -> None:
+    grown, left = in_a_process(
+        "from efficient_ft.core.allocator import keep_freed_memory\n"
+        "kept = keep_freed_memory()\n"
+        "before = resident_bytes()\n"
+        "block = bytearray(b'x') * (64 << 20); del block\n"
+        "grown = resident_bytes() - before\n"
+        "process_memory.release_freed_memory()\n"
+        "print(json.dumps([grown if kept else None, resident_bytes() - before]))\n"
+    )
+    if grown is None:
+        pytest.skip("no glibc")
+    assert grown > 60 * MIB
+    assert left < 6 * MIB

@@ -1,0 +1,112 @@
+"""Memory that steps take of the process: what is counted on both sides of the ratio, and which steps count."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from efficient_ft.cost import StepMemory, StepSpec, TrainingStep, executed, felt, optimizer_state_bytes
+
+
+def test_the_counted_peak_of_a_step_has_neither_model_nor_batch():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 7))
+    counted = executed(model, 5, (8, 8))
+    assert counted.batch_bytes == 5 * 3 * 8 * 8 * 4 + 5 * 8
+    assert counted.model_bytes == (3 * 8 * 8 * 7 + 7) * 4
+    assert counted.step_peak_bytes == counted.peak_bytes - counted.model_bytes - counted.batch_bytes
+    # The gradient of the weight is the largest tensor that a step makes of this model.
+    assert 3 * 8 * 8 * 7 * 4 < counted.step_peak_bytes < 2 * 3 * 8 * 8 * 7 * 4
+
+
+@pytest.mark.parametrize(("build", "moments"), [(torch.optim.AdamW, 2), (torch.optim.SGD, 0)])
+def test_the_state_of_an_optimizer_has_its_moments(build: type[torch.optim.Optimizer], moments: int):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 7))
+    trained = sum(p.numel() for p in model.parameters())
+    step = TrainingStep(
+        model,
+        [],
+        StepSpec(2, (8, 8)),
+        build_optimizer=lambda m: build(m.parameters(), lr=1e-3),  # type: ignore[call-arg]
+    )
+    assert step.optimizer_bytes == 0
+    step()
+    counters = 4 * len(list(model.parameters())) if moments else 0  # Adam's step of each parameter
+    assert step.optimizer_bytes == moments * 4 * trained + counters
+
+
+def test_the_state_of_a_tensor_subclass_is_that_of_its_parts():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([parameter])
+    optimizer.state[parameter]["moment"] = TwoTensor(torch.zeros(100), torch.zeros(100))
+    assert optimizer_state_bytes(optimizer) == 2 * 400
+
+
+class _Mark:
+    """Peaks as given, instead of this process's."""
+
+    source = "given"
+
+    def __init__(self) -> None:
+        self.peaks, self.peak_bytes = iter([900, 700, 800, 750]), 0
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None:
+        self.peak_bytes = next(self.peaks)
+
+
+def test_steps_after_the_warm_up_count_above_the_size_before_the_first(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(felt, "HighWaterMark", _Mark)
+    monkeypatch.setattr(felt, "resident_bytes", lambda: 500)
+    memory = StepMemory(present_bytes=100)
+    assert memory.felt(0) is None
+    for _ in range(4):
+        with memory:
+            pass
+    steady = memory.felt(1)
+    assert steady is not None
+    assert (steady.before_bytes, steady.peak_bytes, steady.growth_bytes) == (400, 800, 400)
+    assert (steady.first_step, steady.steps, steady.source, steady.device) == (1, 3, "given", None)
+    last = memory.felt(10)
+    assert last is not None
+    assert (last.peak_bytes, last.first_step, last.steps) == (750, 3, 1)
+
+
+def test_on_cuda_growth_is_what_is_reserved_above_what_was_allocated_before(monkeypatch: pytest.MonkeyPatch):
+    """On a machine without CUDA, with its statistics in place of those of a device."""
+    resets: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
+    allocated, reserved = iter([900, 500, 600]), iter([1000, 800, 700])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: next(allocated))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: next(reserved))
+    memory = StepMemory("cuda:1", present_bytes=30)
+    for _ in range(3):
+        with memory:
+            pass
+    steady = memory.felt(1)
+    assert steady is not None
+    assert steady.device == felt.DeviceMemory(before_bytes=70, allocated_bytes=600, reserved_bytes=800)
+    assert steady.growth_bytes == 730
+    assert resets == [torch.device("cuda:1")] * 3
+
+
+@pytest.mark.gpu
+def test_a_step_on_a_gpu_takes_what_is_counted_for_it():
+    spec, width = StepSpec(64, (64, 64)), 4096
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 64 * 64, width), nn.GELU(), nn.Linear(width, 10))
+    counted = executed(model, spec.batch_size, spec.input_size)
+    step = TrainingStep(model, [], spec, device="cuda")
+    memory = StepMemory("cuda")
+    for _ in range(4):
+        with memory:
+            step()
+    steady = memory.felt(2)
+    assert steady is not None
+    assert steady.device is not None
+    expected = counted.step_peak_bytes + step.optimizer_bytes
+    assert steady.device.allocated_bytes - steady.device.before_bytes == pytest.approx(expected, rel=0.3)
+    assert steady.device.allocated_bytes <= steady.device.reserved_bytes

@@ -1,0 +1,95 @@
+"""Memory of the process that a run measures in its own steps: which steps, what survives a resume, what is recorded."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from efficient_ft.record.results import read_results, write_results
+from efficient_ft.training.console import memory_table, results_text
+from efficient_ft.training.loggers import summary_of
+from efficient_ft.training.memory import STEPS, WARMUP, MemoryMeter, accumulated_gradients
+from efficient_ft.training.run import run
+from tests.training.runs import interrupted_at
+
+
+def test_a_run_records_what_its_steps_take(finished: tuple[Path, Any, dict[str, Any]]):
+    _, _, results = finished
+    memory = results["memory"]
+    assert 2**27 < memory["before_model_bytes"] <= memory["before_steps_bytes"] <= memory["peak_bytes"]
+    assert memory["growth_bytes"] == memory["peak_bytes"] - memory["before_steps_bytes"]
+    assert (memory["first_step"], memory["steps"], memory["device"]) == (WARMUP, STEPS, None)
+    # AdamW: two moments of each parameter, and a counter for each tensor.
+    assert memory["optimizer_bytes"] == pytest.approx(8 * results["trainable_parameters"], rel=0.1)
+    above = results["cost"]["executed"]["step_peak_bytes"]
+    assert memory["counted_bytes"] == above + memory["optimizer_bytes"]
+    assert summary_of(results)["memory.growth_bytes"] == memory["growth_bytes"]
+
+
+def test_old_results_have_no_memory_and_are_read(finished: tuple[Path, Any, dict[str, Any]], tmp_path: Path):
+    results: Any = copy.deepcopy(finished[2])
+    assert "memory of the process" in results_text(results, tmp_path)
+    del results["memory"]
+    for cost in (results["cost"], results["cost"]["baseline"]):
+        del cost["executed"]["step_peak_bytes"]
+    write_results(tmp_path, results)
+    assert read_results(tmp_path) == results
+    assert "memory of the process" not in results_text(results, tmp_path)
+    assert not any(key.startswith("memory") for key in summary_of(results))
+
+
+def test_the_table_names_what_is_felt_and_what_is_counted():
+    memory: dict[str, Any] = {
+        "before_model_bytes": 2**29,
+        "before_steps_bytes": 2**30,
+        "growth_bytes": 3 * 2**20,
+        "counted_bytes": 2 * 2**20,
+        "device": None,
+    }
+    rows = [line.split("  ") for line in memory_table(memory, 4).splitlines()]
+    shown = {row[0]: row[-1].strip() for row in rows}
+    assert shown["before the model"] == "512 MiB"
+    assert shown["growth, batch of 4"] == "3.00 MiB"
+    assert shown["counted for the same"] == "2.00 MiB"
+    assert shown["growth / counted"] == "1.50×"
+    memory["device"] = {"before_bytes": 1, "allocated_bytes": 2**20, "reserved_bytes": 5 * 2**20}
+    shown = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in memory_table(memory, 4).splitlines()}
+    assert (shown["allocated on the GPU"], shown["reserved on the GPU"]) == ("1.00 MiB", "5.00 MiB")
+
+
+def test_a_resumed_run_keeps_what_was_measured(tmp_path: Path, configuration: Any, without_cost: None):
+    """Interrupted after the measurement: kept. Before it: measured in the continuation, its loaded state subtracted."""
+    for at, first in ((WARMUP + STEPS + 1, WARMUP), (1, WARMUP)):
+        config, folder = configuration(), tmp_path / str(at)
+        interrupted_at(at, config, folder)
+        saved = torch.load(folder / "checkpoint.ckpt", weights_only=False)["callbacks"].get("MemoryMeter")
+        assert (saved is not None) == (at > 1)
+        memory = run(config, folder)["memory"]
+        if saved is not None:
+            assert {key: memory[key] for key in saved} == saved
+        assert (memory["first_step"], memory["steps"]) == (first, STEPS)
+
+
+def test_a_step_of_several_micro_batches_is_one_step(tmp_path: Path, configuration: Any, without_cost: None):
+    config = configuration(trainer__grad_accum_steps=3, trainer__epochs=1)
+    results = run(config, tmp_path / "run")
+    memory = results["memory"]
+    # 11 batches: steps of 3, 3, 3 and 2 before the evaluation.
+    assert (memory["first_step"], memory["steps"]) == (WARMUP, 2)
+    assert memory["counted_bytes"] == 6 + memory["optimizer_bytes"] + 4 * results["trainable_parameters"]
+
+
+def test_gradients_are_counted_where_they_outlive_a_micro_batch():
+    network = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    network[0].requires_grad_(False)
+    assert accumulated_gradients(network, 1) == 0
+    assert accumulated_gradients(network, 2) == 4 * (5 * 2 + 2)
+
+
+def test_nothing_is_reported_without_a_step():
+    assert MemoryMeter([], 5).report(1, 0) is None
