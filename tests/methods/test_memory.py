@@ -211,7 +211,7 @@ def test_a_value_too_large_for_fp16_is_reported() -> None:
         if values == "bf16":
             method.step_end()
             continue
-        with pytest.raises(UserError, match=r"must be bf16 or same.*, got fp16\."):
+        with pytest.raises(UserError, match=r"larger than fp16 holds.*choose value_dtype=bf16"):
             method.step_end()
         method.step_end()  # reported once
 
