@@ -22,11 +22,15 @@ NAME = "results.json"
 
 
 class ExecutedCost(TypedDict):
-    """Counted, the same on any machine; per image."""
+    """Counted, the same on any machine; per image.
+
+    `optimizer_bytes` are those of the optimizer's whole state; runs from before they were recorded have none.
+    """
 
     forward_flops: float
     backward_flops: float
     saved_bytes: float
+    optimizer_bytes: NotRequired[float]
 
 
 class MeasuredCost(TypedDict):

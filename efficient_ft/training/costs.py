@@ -78,6 +78,7 @@ def cost_report(
     if switch is not None:
         switch.active = switch.names[0]
     selection = baseline_methods(config)
+    plain = config.optim.model_copy(update={"state_bits": 32, "in_backward": False})  # the baseline saves nothing
     found = cost.compare(
         network,
         methods,
@@ -94,6 +95,7 @@ def cost_report(
         device=device,
         grad_clip_norm=config.optim.grad_clip_norm,
         build_optimizer=lambda model: build_optimizer(model, config.optim, config.trainer.precision),
+        baseline_optimizer=lambda model: build_optimizer(model, plain, config.trainer.precision),
     )
     for name, one in found.items():
         if one.note:
@@ -111,6 +113,7 @@ def _step_cost(found: cost.Cost) -> StepCost:
             "forward_flops": counted.forward_flops,
             "backward_flops": counted.backward_flops,
             "saved_bytes": counted.saved_bytes,
+            **({} if counted.optimizer_bytes is None else {"optimizer_bytes": counted.optimizer_bytes}),
         },
         "measured": {
             "step_seconds": None if measured is None else measured.step_seconds,
