@@ -22,6 +22,8 @@ _MATTERS = {
     "optim__lr": 0.5,
     "optim__grad_clip_norm": 1.0,
     "optim__betas": [0.5, 0.6],
+    "optim__state_bits": 8,
+    "optim__in_backward": True,
     "trainer__epochs": 3,
     "trainer__precision": "bf16",
     "seed": 1,
