@@ -21,8 +21,8 @@ PACKAGE = "efficient_ft"
 #: The rooms from the bottom up: a room imports only from rooms before it, and from itself. `record` is the format of
 #: what a run leaves: training writes it and every tool that reads runs imports it, so it is below training.
 ROOMS = (
-    "core", "config", "ops", "optim", "models", "methods", "cost", "testing", "integrations", "data", "record", "training",
-    "papers", "bench", "report", "cli",
+    "core", "config", "ops", "optim", "models", "methods", "cost", "testing", "integrations", "data", "record",
+    "training", "papers", "bench", "report", "cli",
 )  # fmt: skip
 #: Rooms that may import less than all that is before them.
 ONLY: dict[str, tuple[str, ...]] = {

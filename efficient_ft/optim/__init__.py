@@ -4,7 +4,8 @@
 """
 
 from efficient_ft.optim.in_backward import SteppedInBackward, step_in_backward, steps_in_backward
-from efficient_ft.optim.low_bit import LowBitAdam, LowBitAdamW, low_bit_adam, state_tensors
+from efficient_ft.optim.low_bit import LowBitAdam, LowBitAdamW, low_bit_adam
+from efficient_ft.optim.states import state_tensors
 
 __all__ = [
     "LowBitAdam",

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.ops.blockwise import BLOCK, AdamStep, Moment, adam_step, is_blockwise
 from efficient_ft.ops.blockwise.update import dense_step
+from efficient_ft.optim.states import plain_states
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -168,14 +169,6 @@ class LowBitAdam(LowBitAdamW):
         super().__init__(params, lr, betas, eps, weight_decay, bits=bits)
 
 
-def plain_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[Tensor, dict[str, Tensor]]:
-    """Return the states of a state dict by the parameter of `optimizer` that each belongs to."""
-    indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    states = state_dict["state"]
-    return {p: states[index] for index, p in zip(indices, parameters, strict=False) if index in states}
-
-
 def low_bit_adam(params: Iterable[Any], bits: int, decoupled: bool = True, **options: Any) -> Optimizer:
     """Return the low-bit Adam or AdamW for the device of the parameters: torchao's on CUDA, else this package's.
 
@@ -198,15 +191,3 @@ def low_bit_adam(params: Iterable[Any], bits: int, decoupled: bool = True, **opt
 
         return torchao_class(bits, decoupled)(params, **options)
     return (LowBitAdamW if decoupled else LowBitAdam)(params, bits=bits, **options)
-
-
-def state_tensors(optimizer: Optimizer) -> list[Tensor]:
-    """Return the tensors of an optimizer's state; of torchao's tensor subclasses the ordinary ones inside."""
-    values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return [part for value in values for part in _parts(value)]
-
-
-def _parts(value: Any) -> list[Tensor]:
-    if hasattr(value, "__tensor_flatten__"):
-        return [getattr(value, name) for name in value.__tensor_flatten__()[0]]
-    return [value]

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.ops.blockwise import BLOCK
-from efficient_ft.optim.low_bit import plain_states
+from efficient_ft.optim.states import plain_states
 
 
 class _Adapter(Optimizer):
-    """What the optimizers of torchao need to take part in any training loop; before them in the bases of a class."""
+    """Adapter of torchao's optimizers to any training loop: a base class that stands before theirs."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -224,9 +225,9 @@ def test_a_state_goes_from_torchao_to_ours_and_back(bits: int) -> None:
 def test_without_torchao_a_cuda_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from efficient_ft.optim.torchao import torchao_class
 
-    monkeypatch.setitem(__import__("sys").modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao", None)
     torchao_class.cache_clear()
-    with pytest.raises(UserError, match="need torchao on a CUDA device. Install it: pip install torchao"):
+    with pytest.raises(UserError, match=r"need torchao on a CUDA device\. Install it: pip install torchao"):
         torchao_class(8, True)
     torchao_class.cache_clear()
 

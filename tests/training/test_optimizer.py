@@ -139,4 +139,3 @@ def test_the_backward_pass_steps(settings):
             optimizer.zero_grad()
         trained.append(model.state_dict())
     assert all(torch.equal(value, trained[1][key]) for key, value in trained[0].items())
-

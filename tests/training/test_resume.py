@@ -107,7 +107,13 @@ def test_the_optimizer_s_state_continues(optim, tmp_path, configuration):
     kwargs = {"depth": 2, "embed_dim": 64, "num_heads": 2}
     changes = {f"optim__{name}": value for name, value in optim.items()}
     folders = straight_and_broken(
-        configuration, tmp_path, (5,), model__kwargs=kwargs, trainer__max_steps=8, method={"lisa": PER_STEP["lisa"]}, **changes
+        configuration,
+        tmp_path,
+        (5,),
+        model__kwargs=kwargs,
+        trainer__max_steps=8,
+        method={"lisa": PER_STEP["lisa"]},
+        **changes,
     )
     state = checkpoint.read(folders[1] / checkpoint.NAME)["optimizer_states"][0]["state"]
     assert {value.dtype for one in state.values() for value in one.values()} == {torch.uint8, torch.float32}

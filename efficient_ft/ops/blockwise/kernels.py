@@ -56,7 +56,7 @@ def search_table(bits: int, signed: bool) -> tuple[Any, Any]:
     numbers = np.isfinite(low) & (np.abs(low) <= 2) & np.isfinite(high)
     assert (stop - start)[numbers].max() <= 1
     start[~np.isfinite(ends).all(0)] = len(values) - 1  # as torch.bucketize places NaN
-    return start.astype(np.uint8), np.concatenate((values, midpoints, np.float32([np.inf])))
+    return start.astype(np.uint8), np.concatenate((values, midpoints, np.array([np.inf], np.float32)))
 
 
 @functools.cache
