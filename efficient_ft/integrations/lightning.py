@@ -54,8 +54,8 @@ class MethodCallback(Callback):
         SettingError: in ``setup``: no such network; a strategy that the methods cannot run under, with the one to pass.
         UserError: in ``setup``: a compiled or wrapped network, a network that a method refuses, manual optimization
             under a method with a loss of its own. When training starts: an optimizer built before the methods were
-            applied, or one that steps inside the backward pass where the Trainer or a method needs all gradients. When a
-            training is resumed: a checkpoint of other methods.
+            applied, or one that steps inside the backward pass where the Trainer or a method needs all gradients. When
+            a training is resumed: a checkpoint of other methods.
     """
 
     def __init__(self, methods: Method | Iterable[Method], network: str = "model", frozen_bn: bool = True) -> None:
