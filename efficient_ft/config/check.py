@@ -14,6 +14,7 @@ from efficient_ft.config.explain import mistake, show
 from efficient_ft.config.renamed import refuse_renamed
 from efficient_ft.config.schema import Config, DataConfig, OptimConfig
 from efficient_ft.core.errors import SettingError
+from efficient_ft.core.in_backward import Wrong, refuse_in_backward
 
 
 def check(plain: Mapping[str, Any]) -> Config:
@@ -69,7 +70,11 @@ def _check_together(config: Config) -> None:
         _check_data(key, one)
     if config.tasks:
         _check_tasks(config.tasks)
-    for setting, owners in (("momentum", ("sgd",)), ("betas", ("adamw", "adam"))):
+    for setting, owners in (
+        ("momentum", ("sgd",)),
+        ("betas", ("adamw", "adam")),
+        ("state_bits", ("adamw", "adam")),
+    ):
         # The default is in every configuration that a run has written.
         if getattr(optim, setting) != OptimConfig.model_fields[setting].default and optim.name not in owners:
             raise SettingError(
@@ -78,6 +83,15 @@ def _check_together(config: Config) -> None:
                 f"left out with optim={optim.name}",
                 f"It belongs to optim={' or optim='.join(owners)}.",
             )
+    if optim.in_backward:
+        clip, accumulate, devices = optim.grad_clip_norm, trainer.grad_accum_steps, trainer.devices
+        refuse_in_backward(
+            "optim.in_backward=true",
+            clipping=None if clip is None else Wrong("optim.grad_clip_norm", clip, "null"),
+            accumulation=None if accumulate == 1 else Wrong("trainer.grad_accum_steps", accumulate, "1"),
+            scaling=None if trainer.precision != "fp16" else Wrong("trainer.precision", "fp16", "fp32 or bf16"),
+            processes=None if devices in (1, "auto") else Wrong("trainer.devices", devices, "1"),
+        )
     if trainer.max_steps == 0:
         raise SettingError("trainer.max_steps", 0, "-1 (no limit) or an integer >= 1")
     if trainer.precision == "fp16" and trainer.accelerator == "cpu":

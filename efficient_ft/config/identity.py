@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from efficient_ft.config.schema import Config, DataConfig
+from efficient_ft.config.schema import Config, DataConfig, OptimConfig
 
 #: Settings of display, logging, measurement and loading, which do not change the result of a run.
 _NO_EFFECT: dict[str, Any] = {
@@ -31,6 +31,9 @@ _NO_EFFECT: dict[str, Any] = {
 def fingerprint(config: Config) -> str:
     """Return 8 hex digits of the settings that affect the result of a run: equal for runs that train the same."""
     what = config.model_dump(mode="json", exclude=_NO_EFFECT)
+    for setting in ("state_bits", "in_backward"):  # later settings: the runs from before them keep their folders
+        if getattr(config.optim, setting) == OptimConfig.model_fields[setting].default:
+            del what["optim"][setting]
     what["data"] = _content(config.data)
     if config.tasks:
         # As a list: the tasks take turns in their order.

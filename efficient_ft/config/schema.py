@@ -94,7 +94,7 @@ class DataConfig(Section):
 
 
 class OptimConfig(Section):
-    """Optimizer, learning-rate schedule, label smoothing and gradient clipping. Warm-up counts optimizer steps."""
+    """Optimizer and its memory, learning-rate schedule, label smoothing, clipping. Warm-up counts optimizer steps."""
 
     name: Literal["adamw", "sgd", "adam"]
     lr: Positive
@@ -116,6 +116,10 @@ class OptimConfig(Section):
     head_lr_mult: Positive = 1.0
     #: Factor of the learning rate per layer from the head down; null: one rate for all layers.
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
+    #: Adam and AdamW only: bits per value of the two moments.
+    state_bits: Literal[32, 8, 4] = 32
+    #: Step each parameter inside the backward pass and free its gradient; needs grad_clip_norm null.
+    in_backward: bool = False
 
 
 class TrainerConfig(Section):

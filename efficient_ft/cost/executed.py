@@ -14,7 +14,9 @@ with the batch size asked for, on a copy of the model and of its methods. Counte
 * **Peak** of live tensor bytes for the whole batch: everything that lives during forward and backward, with
   parameters, buffers, the batch, gradients and what recomputation holds. This is what
   torch.cuda.max_memory_allocated reports, except for the allocator's rounding and the kernels' workspaces. The
-  optimizer's state is *not* included.
+  optimizer's state is *not* included. An optimizer that steps inside the backward pass does so here: gradients are then
+  freed one by one, and what its updates hold in passing counts.
+* **Optimizer bytes**: its state once every parameter has been updated, if an optimizer is given.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from torch import nn
 from efficient_ft.core.errors import UserError
 from efficient_ft.cost.meter import LayerFlops, LiveTensor
 from efficient_ft.cost.probe import Probe, undisturbed
-from efficient_ft.cost.step import AUTOCAST, StepOptions, StepSpec
+from efficient_ft.cost.step import AUTOCAST, BuildOptimizer, StepOptions, StepSpec
 
 __all__ = ["AUTOCAST", "Executed", "Kept", "count", "executed", "kept_after_forward", "layer_flops"]
 
@@ -52,6 +54,7 @@ class Executed:
         batch_size: images in the batch.
         counted_on: ``"fake tensors"``; or, for a model that cannot run on them, the real runs from which the counts
             were extrapolated to `batch_size`, and the reason.
+        optimizer_bytes: bytes of the optimizer's state; None: no optimizer was given.
     """
 
     forward_flops: float
@@ -62,6 +65,7 @@ class Executed:
     batch_bytes: int
     batch_size: int
     counted_on: str = ON_FAKE_TENSORS
+    optimizer_bytes: int | None = None
 
     @property
     def flops(self) -> float:
@@ -73,7 +77,7 @@ class Executed:
         """The peak above what is there before the step: without the model and the batch."""
         return self.peak_bytes - self.model_bytes - self.batch_bytes
 
-    def as_dict(self) -> dict[str, float | int | str]:
+    def as_dict(self) -> dict[str, float | int | str | None]:
         """The attributes, for JSON."""
         return asdict(self)
 
@@ -99,6 +103,7 @@ def executed(
     input_size: Sequence[int],
     *,
     methods: Iterable[Any] = (),
+    build_optimizer: BuildOptimizer | None = None,
     **options: Unpack[StepOptions],
 ) -> Executed:
     """Count one training step of `model` with `methods`; neither, nor any random state, is changed.
@@ -110,6 +115,7 @@ def executed(
         methods: the methods of the run, applied to `model` or not yet; any object that takes part in steps, see
             `StepMethods`. Methods with ``warmup_steps`` take these on a real copy with two random images, so that the
             settled step is counted.
+        build_optimizer: builds the run's optimizer over a model's trainable parameters; None: none is counted.
         options: ``precision``, ``label_smoothing``, ``in_chans``, ``frozen_bn``, with meaning and defaults of
             `StepSpec`.
 
@@ -117,7 +123,7 @@ def executed(
         SettingError: a setting that is out of range.
         UserError: a model that does not return logits.
     """
-    probe = Probe(model, methods, StepSpec(batch_size, input_size, **options))
+    probe = Probe(model, methods, StepSpec(batch_size, input_size, **options), build_optimizer)
     with undisturbed():
         probe.warm_up()
         return count(probe)
@@ -209,6 +215,7 @@ def count_batch(probe: Probe, images: int, fake: bool) -> Executed:
         model_bytes=as_it_is[0].model_bytes,
         batch_bytes=as_it_is[0].batch_bytes,
         batch_size=images,
+        optimizer_bytes=as_it_is[0].optimizer_bytes,
     )
 
 
@@ -230,4 +237,5 @@ def _extrapolate(half: Executed, few: Executed, images: int, reason: str) -> Exe
         batch_bytes=few.batch_bytes // FEW * images,
         batch_size=images,
         counted_on=f"real runs of {FEW // 2} and {FEW} images, extrapolated to {images} ({reason})",
+        optimizer_bytes=few.optimizer_bytes,
     )

@@ -109,6 +109,7 @@ def compare(
     max_seconds: float | None = None,
     device: torch.device | str = "cpu",
     build_optimizer: BuildOptimizer | None = None,
+    baseline_optimizer: BuildOptimizer | None = None,
     **options: Unpack[StepOptions],
 ) -> dict[str, Cost]:
     """Count and time a run's step, and that of a baseline in turn with it: by default plain full fine-tuning.
@@ -128,6 +129,7 @@ def compare(
         max_seconds: no further round of steps is timed after this time; None: all are.
         device: where steps are timed.
         build_optimizer: the run's optimizer over a model's trainable parameters; None: AdamW.
+        baseline_optimizer: the baseline's; None: the run's.
         options: ``precision``, ``label_smoothing``, ``in_chans``, ``frozen_bn``, ``grad_clip_norm``, with meaning
             and defaults of `StepSpec`.
 
@@ -141,9 +143,10 @@ def compare(
     device = torch.device(device)
     cuda = [device] if device.type == "cuda" else []
     with undisturbed(cuda):
-        probes: dict[str, Probe] = {"method": Probe(model, methods, spec)}
+        probes: dict[str, Probe] = {"method": Probe(model, methods, spec, build_optimizer)}
         if baseline is not None:
-            probes["baseline"] = Probe(baseline(), baseline_methods, spec)
+            of_baseline = baseline_optimizer or build_optimizer
+            probes["baseline"] = Probe(baseline(), baseline_methods, spec, of_baseline)
         counts, notes = {}, {}
         training: dict[str, TrainingStep] = {}
         free, held, started = _free_bytes(device), 0, time.perf_counter()
@@ -162,7 +165,7 @@ def compare(
                 continue
             first_step = probe.steps_before
             step = TrainingStep(
-                *probe.copy(None), spec, device=device, first_step=first_step, build_optimizer=build_optimizer
+                *probe.copy(None), spec, device=device, first_step=first_step, build_optimizer=probe.build_optimizer
             )
             try:
                 step()  # a trial, which also makes the optimizer's state

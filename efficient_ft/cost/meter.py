@@ -105,6 +105,7 @@ class Meter(TorchDispatchMode):
             `live` and `peak` from the start. A constant that existed before but is not listed is added when first
             used.
         layers: a model to whose modules FLOPs are attributed (`layer_flops`); None: none.
+        outside: tensors whose bytes count nowhere.
 
     Attributes:
         live: bytes of the storages alive now.
@@ -112,8 +113,11 @@ class Meter(TorchDispatchMode):
         flops: FLOPs of the whole batch by phase. A multiply-add is 2 FLOPs; formulas of torch.utils.flop_counter.
     """
 
-    def __init__(self, resident: Iterable[Tensor] = (), layers: nn.Module | None = None) -> None:
+    def __init__(
+        self, resident: Iterable[Tensor] = (), layers: nn.Module | None = None, outside: Iterable[Tensor] = ()
+    ) -> None:
         super().__init__()
+        self._outside = {storage_id(tensor): tensor for tensor in outside}
         self.flops: dict[Phase, int] = {"forward": 0, "backward": 0}
         self._phase: Phase = "forward"
         self.live = 0
@@ -146,7 +150,7 @@ class Meter(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._tracked:
+        if key in self._tracked or key in self._outside:
             return
         nbytes = storage.nbytes()
 

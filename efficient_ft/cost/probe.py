@@ -21,8 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from efficient_ft.core.distributed import local_only
 from efficient_ft.cost.meter import LayerFlops, LiveTensor, Meter, Phase, SavedTensors, storages
-from efficient_ft.cost.step import StepMethods, StepSpec, forward_and_loss
+from efficient_ft.cost.step import BuildOptimizer, StepMethods, StepSpec, forward_and_loss
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
+from efficient_ft.optim import state_tensors
 
 #: Images in the batch of the warm-up steps, which run on real tensors.
 WARMUP_IMAGES = 2
@@ -39,7 +40,8 @@ class WatchedStep:
         created: by storage: what the forward pass made that is alive after it, without logits and loss.
         model_bytes: of parameters and buffers.
         batch_bytes: of the images and labels.
-        peak: bytes of live tensors at their peak.
+        peak: bytes of live tensors at their peak, without the optimizer's state.
+        optimizer_bytes: of the optimizer's state; None: no optimizer was given.
         layers: FLOPs by module, if asked for.
     """
 
@@ -49,6 +51,7 @@ class WatchedStep:
     model_bytes: int
     batch_bytes: int
     peak: int
+    optimizer_bytes: int | None
     layers: dict[str, LayerFlops]
 
 
@@ -61,10 +64,19 @@ class Probe:
         model: a classifier of images, on any device.
         methods: the methods of the run, see `StepMethods`.
         spec: the settings of the step.
+        build_optimizer: builds the optimizer over a copy's trainable parameters. Its state is counted; its step is
+            watched only if it happens inside the backward pass. None: no optimizer.
     """
 
-    def __init__(self, model: nn.Module, methods: Iterable[Any], spec: StepSpec) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        methods: Iterable[Any],
+        spec: StepSpec,
+        build_optimizer: BuildOptimizer | None = None,
+    ) -> None:
         self.model, self.methods, self.spec = model, StepMethods(methods), spec
+        self.build_optimizer = build_optimizer
         if not self.methods.all_applied:
             self.model, self.methods = copy.deepcopy((self.model, self.methods))
             self.methods.apply(self.model)
@@ -107,22 +119,44 @@ class Probe:
         with FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext() as mode:
             model, methods = self.copy(mode)
             batch = self._batch(images)
+            optimizer = self._optimizer(model) if backward else None
             watched = []
             for step, unfused in which:
                 methods.begin(self.steps_before + step)
                 with sdpa_kernel(SDPBackend.MATH) if unfused else contextlib.nullcontext():
-                    watched.append(self._watch_one(model, methods, batch, layers, backward))
+                    watched.append(self._watch_one(model, methods, batch, optimizer, layers, backward))
                 methods.end()
                 model.zero_grad(set_to_none=True)
+                if optimizer is not None:
+                    optimizer.zero_grad(set_to_none=True)
             return watched
 
+    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        """Build the optimizer of a copy, with the state of every parameter, as after some steps."""
+        if self.build_optimizer is None:
+            return None
+        optimizer = self.build_optimizer(model)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return optimizer
+
     def _watch_one(
-        self, model: nn.Module, methods: StepMethods, batch: tuple[Tensor, Tensor], layers: bool, backward: bool
+        self,
+        model: nn.Module,
+        methods: StepMethods,
+        batch: tuple[Tensor, Tensor],
+        optimizer: torch.optim.Optimizer | None,
+        layers: bool,
+        backward: bool,
     ) -> WatchedStep:
         """Forward, loss and backward under the meter."""
         state = [*model.parameters(), *model.buffers()]
         model_state = storages(state)
-        meter = Meter([*state, *batch], layers=model if layers else None)
+        moments = [] if optimizer is None else state_tensors(optimizer)
+        meter = Meter([*state, *batch], layers=model if layers else None, outside=moments)
         hook = SavedTensors()
         with meter:
             with hook:
@@ -139,6 +173,7 @@ class Probe:
             model_bytes=sum(model_state.values()),
             batch_bytes=sum(storages(batch).values()),
             peak=meter.peak,
+            optimizer_bytes=None if optimizer is None else sum(storages(moments).values()),
             layers=meter.layer_flops(len(batch[1])) if layers else {},
         )
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.in_backward import Wrong
 from efficient_ft.integrations.runner import MethodRunner, find_network
 from efficient_ft.methods.base import Applied, Method
 
@@ -53,7 +54,8 @@ class MethodCallback(Callback):
         SettingError: in ``setup``: no such network; a strategy that the methods cannot run under, with the one to pass.
         UserError: in ``setup``: a compiled or wrapped network, a network that a method refuses, manual optimization
             under a method with a loss of its own. When training starts: an optimizer built before the methods were
-            applied. When a training is resumed: a checkpoint of other methods.
+            applied, or one that steps inside the backward pass where the Trainer or a method needs all gradients. When
+            a training is resumed: a checkpoint of other methods.
     """
 
     def __init__(self, methods: Method | Iterable[Method], network: str = "model", frozen_bn: bool = True) -> None:
@@ -126,8 +128,17 @@ class MethodCallback(Callback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse an optimizer that was built before the methods were applied."""
+        """Refuse an optimizer built before the methods were applied, or one that this training cannot use."""
         self._runner.check_optimizers(trainer.optimizers)
+        clip, accumulate = trainer.gradient_clip_val, trainer.accumulate_grad_batches
+        precision, processes = trainer.precision, trainer.world_size
+        self._runner.check_in_backward(
+            trainer.optimizers,
+            clipping=Wrong("gradient_clip_val", clip, "None") if clip else None,
+            accumulation=Wrong("accumulate_grad_batches", accumulate, "1") if accumulate != 1 else None,
+            scaling=Wrong("precision", precision, "32-true or bf16-mixed") if precision == "16-mixed" else None,
+            processes=Wrong("devices", processes, "1") if processes > 1 else None,
+        )
 
     # ------------------------------------------------------------------ per step
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

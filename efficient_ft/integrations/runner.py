@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.in_backward import Wrong, refuse_in_backward
 from efficient_ft.methods.base import Applied, Method, apply_methods, in_order, make_trainable, trainable
-from efficient_ft.methods.declarations import Adds
+from efficient_ft.methods.declarations import Adds, Needs
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
+from efficient_ft.optim import steps_in_backward
 
 #: The key of a tensor's values in an encoded state.
 _TENSOR = "__tensor__"
@@ -70,6 +72,27 @@ class MethodRunner:
     def adds_loss(self) -> list[str]:
         """Names of the methods with a loss of their own."""
         return [method.name for method in self.methods if _adds_loss(method)]
+
+    def check_in_backward(self, optimizers: Iterable[Any], **loop: Wrong | None) -> None:
+        """Check that an optimizer which steps inside the backward pass gets on with the methods and the training loop.
+
+        Args:
+            optimizers: of the training.
+            loop: what the training loop does that it excludes; see `refuse_in_backward`.
+
+        Raises:
+            SettingError: the training loop clips, accumulates, scales or averages gradients.
+            UserError: a method compares gradients at the end of a step.
+        """
+        if not steps_in_backward(optimizers):
+            return
+        refuse_in_backward("an optimizer that steps inside the backward pass", **loop)
+        readers = [method.name for method in self.methods if Needs.GRADIENTS_AT_STEP_END in method.needs]
+        if readers:
+            raise UserError(
+                f"method {readers[0]} compares the gradients of all blocks at the end of a step, and an optimizer that"
+                " steps inside the backward pass has freed them. Use optim.in_backward=false, or another method."
+            )
 
     def check_optimizers(self, optimizers: Iterable[Any]) -> None:
         """Check that the parameters the methods added are in an optimizer.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.in_backward import Wrong
 from efficient_ft.integrations.runner import MethodRunner, decode, encode, find_network
 from efficient_ft.methods.base import Applied, Method
 
@@ -63,7 +64,8 @@ class MethodCallback(TrainerCallback, ExportableState):
         SettingError: when the Trainer is built: no such network; an argument that the methods cannot work under.
         UserError: when the Trainer is built: a compiled or wrapped network, a network that a method refuses, an
             optimizer without the parameters that methods added. When training starts: the callback was added after
-            the Trainer was built, or the model is another one (``model_init``); a checkpoint of other methods. In
+            the Trainer was built, or the model is another one (``model_init``); a checkpoint of other methods; an
+            optimizer that steps inside the backward pass where the Trainer or a method needs all gradients. In
             training: an output without the loss to which a method adds its own.
     """
 
@@ -133,6 +135,14 @@ class MethodCallback(TrainerCallback, ExportableState):
                 " one for each training. Pass Trainer(model=...) instead."
             )
         self._runner.check_optimizers([optimizer])
+        clip, accumulate = args.max_grad_norm, args.gradient_accumulation_steps
+        self._runner.check_in_backward(
+            [optimizer],
+            clipping=Wrong("max_grad_norm", clip, "0") if clip else None,
+            accumulation=Wrong("gradient_accumulation_steps", accumulate, "1") if accumulate != 1 else None,
+            scaling=Wrong("fp16", True, "False") if args.fp16 else None,
+            processes=Wrong("world_size", args.world_size, "1") if args.world_size > 1 else None,
+        )
         name = type(self).__name__
         if state.global_step > 0:
             held = state.stateful_callbacks.get(name, {"attributes": {"methods": {}}})

@@ -24,14 +24,15 @@ NAME = "results.json"
 class ExecutedCost(TypedDict):
     """Counted, the same on any machine; per image.
 
-    `step_peak_bytes` is of the whole batch: the peak of live tensor bytes without model and batch. Runs from before it
-    was recorded have none.
+    `step_peak_bytes` is of the whole batch: the peak of live tensor bytes without model and batch. `optimizer_bytes`
+    is the whole state of the optimizer. Runs from before they were recorded have none.
     """
 
     forward_flops: float
     backward_flops: float
     saved_bytes: float
     step_peak_bytes: NotRequired[int]
+    optimizer_bytes: NotRequired[float]
 
 
 class MeasuredCost(TypedDict):

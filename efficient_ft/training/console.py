@@ -73,6 +73,7 @@ _COSTS = (
     ("executed", "backward_flops", "backward FLOPs / image", format_number),
     ("executed", "saved_bytes", "saved bytes / image", format_bytes),
     ("measured", "peak_bytes", "peak, batch of {batch}", format_bytes),
+    ("executed", "optimizer_bytes", "optimizer state", format_bytes),
     ("measured", "step_seconds", "step time (median)", format_seconds),
 )
 
@@ -88,11 +89,11 @@ def cost_table(cost: dict[str, Any], method: str, batch: int) -> str:
     baseline = cost.get("baseline")
     rows = [["cost", method, *([baseline["name"], "ratio"] if baseline else [])]]
     for group, key, title, show in _COSTS:
-        value = cost[group][key]
+        value = cost[group].get(key)
         if value is None:
             continue
         row = [title.format(batch=batch), show(value)]
-        if baseline and baseline[group][key]:
+        if baseline and baseline[group].get(key):
             row += [show(baseline[group][key]), f"{value / baseline[group][key]:.2f}×"]
         rows.append(row)
     return table(rows)

@@ -16,7 +16,7 @@ from efficient_ft.methods.base import Method
 from efficient_ft.methods.build import baseline_methods, build_methods
 from efficient_ft.models import factory
 from efficient_ft.models.tasks import tasks_of
-from efficient_ft.record.results import CostReport, StepCost
+from efficient_ft.record.results import CostReport, ExecutedCost, StepCost
 from efficient_ft.training.console import cost_table, say
 from efficient_ft.training.optimizer import build_optimizer
 
@@ -78,6 +78,7 @@ def cost_report(
     if switch is not None:
         switch.active = switch.names[0]
     selection = baseline_methods(config)
+    plain = config.optim.model_copy(update={"state_bits": 32, "in_backward": False})  # the baseline saves nothing
     found = cost.compare(
         network,
         methods,
@@ -94,6 +95,7 @@ def cost_report(
         device=device,
         grad_clip_norm=config.optim.grad_clip_norm,
         build_optimizer=lambda model: build_optimizer(model, config.optim, config.trainer.precision),
+        baseline_optimizer=lambda model: build_optimizer(model, plain, config.trainer.precision),
     )
     for name, one in found.items():
         if one.note:
@@ -106,13 +108,16 @@ def cost_report(
 
 def _step_cost(found: cost.Cost) -> StepCost:
     counted, measured = found.executed, found.measured
+    executed: ExecutedCost = {
+        "forward_flops": counted.forward_flops,
+        "backward_flops": counted.backward_flops,
+        "saved_bytes": counted.saved_bytes,
+        "step_peak_bytes": counted.step_peak_bytes,
+    }
+    if counted.optimizer_bytes is not None:
+        executed["optimizer_bytes"] = counted.optimizer_bytes
     return {
-        "executed": {
-            "forward_flops": counted.forward_flops,
-            "backward_flops": counted.backward_flops,
-            "saved_bytes": counted.saved_bytes,
-            "step_peak_bytes": counted.step_peak_bytes,
-        },
+        "executed": executed,
         "measured": {
             "step_seconds": None if measured is None else measured.step_seconds,
             "peak_bytes": counted.peak_bytes if measured is None else measured.peak_bytes,

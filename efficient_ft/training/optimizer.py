@@ -12,6 +12,7 @@ from torch import nn
 from efficient_ft.config import OptimConfig
 from efficient_ft.core.errors import UserError
 from efficient_ft.models.view import view
+from efficient_ft.optim import low_bit_adam, step_in_backward
 
 
 def lr_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
@@ -54,13 +55,16 @@ def build_optimizer(network: nn.Module, optim: OptimConfig, precision: str = "fp
     As in timm, norms and biases have no weight decay; layer decay gives deeper layers a higher learning rate, by
     timm's grouping of the model. `optim.head_lr_mult` multiplies the classifier's learning rate.
 
+    With `optim.state_bits` below 32 the moments are kept in blocks (`optim.low_bit_adam`); with `optim.in_backward` the
+    backward pass steps (`optim.step_in_backward`).
+
     Args:
         network: the model; methods have been applied to it.
         optim: the optimizer's configuration.
         precision: of the run; fused kernels are used in fp32 only.
 
     Raises:
-        UserError: no parameter requires a gradient.
+        UserError: no parameter requires a gradient; low-bit states on CUDA without torchao.
     """
     if not any(p.requires_grad for p in network.parameters()):
         raise UserError(
@@ -87,8 +91,15 @@ def build_optimizer(network: nn.Module, optim: OptimConfig, precision: str = "fp
     groups = [g for g in groups if g["params"]]
     for group in groups:
         group["lr"] = group["initial_lr"] = optim.lr * group.get("lr_scale", 1.0)
+    optimizer = _build(groups, optim, next(network.parameters()).device.type, precision)
+    return step_in_backward(optimizer) if optim.in_backward else optimizer
+
+
+def _build(groups: list[dict[str, Any]], optim: OptimConfig, device: str, precision: str) -> torch.optim.Optimizer:
+    if optim.state_bits < 32:
+        decoupled = optim.name == "adamw"
+        return low_bit_adam(groups, optim.state_bits, decoupled, lr=optim.lr, betas=optim.betas)
     # Lightning refuses to clip for fused kernels under autocast, since they unscale fp16 gradients themselves.
-    device = next(network.parameters()).device.type
     fused = device in ("cpu", "cuda") and precision == "fp32"
     if optim.name == "sgd":
         return SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=fused)

@@ -28,6 +28,7 @@ from efficient_ft.integrations.lightning import MethodCallback
 from efficient_ft.methods.base import Applied, plain_state_dict
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
+from efficient_ft.optim import SteppedInBackward
 from efficient_ft.record import config_file
 from efficient_ft.record import results as results_file
 from efficient_ft.record.environment import environment
@@ -163,6 +164,9 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
 
     # Optimizer state and gradients are no longer needed; free their memory for measuring the cost.
     device = trainer.strategy.root_device
+    for optimizer in trainer.optimizers:
+        if isinstance(optimizer, SteppedInBackward):
+            optimizer.remove()
     trainer.optimizers = []
     network.zero_grad(set_to_none=True)
     total, trainable = (

@@ -51,6 +51,8 @@ from tests.config.settings import PLAIN, two_tasks, with_settings
             "model.mean must be a list of numbers, one per channel, because the other one is set, got null.",
         ),
         ("optim__momentum", 0.5, "It belongs to optim=sgd."),
+        ("optim__state_bits", 5, "optim.state_bits must be one of 32, 8, 4, got 5."),
+        ("optim__in_backward", 1, "optim.in_backward must be true or false, got 1."),
         ("method", {}, "method must be a non-empty mapping from names to mappings, got {}."),
         ("method", "full", "method must be a mapping from a method's name to its settings, got full."),
         ("optim", None, "optim must be a mapping, got null."),
@@ -87,6 +89,34 @@ def test_settings_that_exclude_each_other_are_refused() -> None:
         with pytest.raises(SettingError) as caught:
             check(with_settings(**changes))
         assert caught.value.setting == said
+
+
+def test_what_the_optimizer_s_memory_excludes_is_refused() -> None:
+    inside = {"optim__in_backward": True}
+    cases: list[tuple[dict[str, Any], str]] = [
+        (
+            {**inside, "optim__grad_clip_norm": 5.0},
+            "optim.grad_clip_norm must be null with optim.in_backward=true, got 5.0. The norm of the whole gradient",
+        ),
+        (
+            {**inside, "trainer__grad_accum_steps": 2},
+            "trainer.grad_accum_steps must be 1 with optim.in_backward=true, got 2. Each backward pass updates",
+        ),
+        (
+            {**inside, "trainer__precision": "fp16"},
+            "trainer.precision must be fp32 or bf16 with optim.in_backward=true, got fp16.",
+        ),
+        ({**inside, "trainer__devices": 2}, "trainer.devices must be 1 with optim.in_backward=true, got 2."),
+        (
+            {"optim": {"name": "sgd", "lr": 0.1, "state_bits": 8}},
+            "optim.state_bits must be left out with optim=sgd, got 8.",
+        ),
+    ]
+    for changes, said in cases:
+        with pytest.raises(SettingError) as caught:
+            check(with_settings(**changes))
+        assert str(caught.value).startswith(said)
+    check(with_settings(**inside, trainer__precision="bf16", optim__state_bits=4))
 
 
 @settings(max_examples=20, deadline=None)

@@ -22,6 +22,7 @@ _MATTERS = {
     "optim__lr": 0.5,
     "optim__grad_clip_norm": 1.0,
     "optim__betas": [0.5, 0.6],
+    "optim__state_bits": 8,
     "trainer__epochs": 3,
     "trainer__precision": "bf16",
     "seed": 1,
@@ -51,6 +52,14 @@ def test_the_folder_follows_from_what_matters_and_survives_writing_out(matters: 
     assert (fingerprint(base) == fingerprint(check(PLAIN))) == (not matters)
     # What a run writes down is the run again.
     assert check(same.model_dump(mode="json")) == same
+
+
+def test_the_optimizer_s_memory_is_part_of_the_run_where_it_is_chosen() -> None:
+    plain = {"state_bits": 32, "in_backward": False}
+    runs = [check(with_settings(optim={"name": "adamw", "lr": 1e-3, **plain, **changes})) for changes in
+            ({}, {"state_bits": 8}, {"state_bits": 4}, {"in_backward": True})]  # fmt: skip
+    assert fingerprint(runs[0]) == fingerprint(check(PLAIN))
+    assert len({fingerprint(run) for run in runs}) == 4
 
 
 def test_a_folder_of_images_is_told_apart_by_its_place() -> None:

@@ -19,7 +19,8 @@ from efficient_ft.cost import Executed, executed, kept_after_forward, layer_flop
 from efficient_ft.cost.executed import ON_FAKE_TENSORS, count_batch
 from efficient_ft.cost.probe import Probe, undisturbed
 from efficient_ft.cost.step import StepSpec
-from efficient_ft.methods import LBPWHT, LastStage
+from efficient_ft.methods import LBPWHT, LISA, LastStage
+from efficient_ft.optim import LowBitAdamW, step_in_backward
 from tests.cost.flat import Flat
 
 SMALL_VIT = {"img_size": 64, "depth": 3}
@@ -48,6 +49,49 @@ def test_a_small_network_by_hand():
     gradients = parameters
     floor = parameters + 4 * batch * inputs + 8 * batch  # model, images and labels live throughout
     assert floor + gradients <= count.peak_bytes <= floor + gradients + count.saved_bytes * batch
+
+
+def test_the_optimizer_by_hand():
+    """Four layers of equal size, whose activations are small: the peak is the model and its gradients."""
+    side, batch, layers = 256, 2, 4
+    model = Flat(*(nn.Linear(side, side, bias=False) for _ in range(layers)))
+    one = 4 * side * side
+
+    def counted(make) -> Executed:
+        return executed(model, batch, (16, 16), in_chans=1, build_optimizer=lambda net: make(net.parameters()))
+
+    plain = counted(lambda p: torch.optim.AdamW(p, fused=True))
+    assert plain.optimizer_bytes == layers * (2 * one + 4)
+    low = [counted(lambda p, bits=bits: LowBitAdamW(p, bits=bits)) for bits in (8, 4)]
+    assert [count.optimizer_bytes for count in low] == [
+        layers * (2 * (one // 4 + 4 * side * side // 256) + 4),
+        layers * (2 * (one // 8 + 4 * side * side // 128) + 4),
+    ]
+    ordinary = executed(model, batch, (16, 16), in_chans=1)
+    assert ordinary.optimizer_bytes is None
+    assert {count.peak_bytes for count in (plain, *low)} == {ordinary.peak_bytes}
+    assert ordinary.peak_bytes >= 2 * layers * one
+    inside = counted(lambda p: step_in_backward(torch.optim.AdamW(p, fused=True)))
+    # one gradient at a time; two while the next layer's is computed
+    assert layers * one + one <= inside.peak_bytes < layers * one + 2 * one
+    assert (inside.optimizer_bytes, inside.flops) == (plain.optimizer_bytes, plain.flops)
+    # an update with copies of its parameter holds them at the peak
+    several = counted(lambda p: step_in_backward(torch.optim.AdamW(p, foreach=False, fused=False)))
+    assert several.peak_bytes >= inside.peak_bytes + one
+
+
+def test_the_optimizer_of_layers_that_train_in_some_steps():
+    model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT, num_classes=10)
+    counts = [
+        executed(model, 2, (64, 64), methods=[LISA(num_layers=1)], build_optimizer=make)
+        for make in (
+            lambda net: LowBitAdamW(p for p in net.parameters() if p.requires_grad),
+            lambda net: step_in_backward(LowBitAdamW(p for p in net.parameters() if p.requires_grad)),
+        )
+    ]
+    every = executed(model, 2, (64, 64), build_optimizer=lambda net: LowBitAdamW(net.parameters()))
+    assert {count.optimizer_bytes for count in counts} == {every.optimizer_bytes}, "each layer's, once it has trained"
+    assert counts[1].peak_bytes <= counts[0].peak_bytes
 
 
 def test_frozen_layers_below_the_first_trained_one_keep_and_compute_nothing():

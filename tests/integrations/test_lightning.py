@@ -22,8 +22,9 @@ from torch.utils.data import DataLoader
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.integrations.lightning import MethodCallback
-from efficient_ft.methods import BSR, LBPWHT, LISA, ALaST, Full, LastStage, LoRA, MoE, apply_methods
+from efficient_ft.methods import BSR, LBPWHT, LISA, ALaST, Full, LastStage, LoRA, MoE, TopLayers, apply_methods
 from efficient_ft.methods.base import Method
+from efficient_ft.optim import step_in_backward
 from efficient_ft.testing import model_of
 from tests.integrations.loops import (
     METHODS,
@@ -360,6 +361,37 @@ def test_an_optimizer_built_before_is_refused() -> None:
     with pytest.raises(UserError, match=r"built before the methods were applied: 16 parameters .*lora_A"):
         fitted([LoRA(rank=2, targets="attention")], Early())
     fitted([BSR(blocks=[1], drop_at=[])], Early())  # adds nothing
+
+
+class Inside(Module):
+    """Steps inside the backward pass."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return step_in_backward(sgd(self.net))
+
+
+@pytest.mark.parametrize("name", ["full", "alast", "moe"])
+def test_stepping_inside_the_backward_pass_equals_an_ordinary_training(name: str) -> None:
+    plain, inside = fitted(METHODS[name]()), fitted(METHODS[name](), Inside())
+    assert_same_weights(plain.net, inside.net)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradient_clip_val": 1.0}, "gradient_clip_val must be None with an optimizer that steps inside"),
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches must be 1 with an optimizer that steps inside"),
+    ],
+)
+def test_stepping_inside_the_backward_pass_excludes(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        fitted([Full()], Inside(), **options)
+    fitted([Full()], **options)
+
+
+def test_a_method_that_reads_gradients_refuses_stepping_inside_the_backward_pass() -> None:
+    with pytest.raises(UserError, match=r"method top_layers compares the gradients.*optim\.in_backward=false"):
+        fitted([TopLayers(num_layers=1)], Inside())
 
 
 def test_a_checkpoint_of_other_methods_is_refused(tmp_path: Path) -> None:

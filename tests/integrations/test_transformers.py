@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from efficient_ft.integrations.runner import decode, encode
 from efficient_ft.integrations.transformers import MethodCallback
 from efficient_ft.methods import LBPWHT, LISA, SWAT, ALaST, Full, LastStage, LoRA
 from efficient_ft.methods.base import Method
+from efficient_ft.optim import step_in_backward
 from efficient_ft.testing import CLASSES, MODELS, model_of
 from tests.integrations.loops import LR, METHODS, Probe, assert_same_weights, batches_of, states_of, train_by_hand
 
@@ -300,6 +301,25 @@ def test_an_optimizer_built_before_is_refused(tmp_path: Path) -> None:
                 Trainer(model, arguments(tmp_path), **build)  # type: ignore[arg-type]
         else:
             Trainer(model, arguments(tmp_path), **build).train()  # type: ignore[arg-type]
+
+
+def test_stepping_inside_the_backward_pass(tmp_path: Path) -> None:
+    """Equals an ordinary training; what needs all gradients is refused."""
+
+    def trained(wrap: Callable[[torch.optim.Optimizer], torch.optim.Optimizer], **changes: Any) -> nn.Module:
+        torch.manual_seed(0)
+        model = wrapped()
+        optimizers: Any = (wrap(plain_sgd(model)), None)
+        callbacks: Any = [MethodCallback([LISA(num_layers=1)])]
+        args = arguments(tmp_path, seed=0, **changes)
+        Trainer(model, args, train_dataset=images_of(4), callbacks=callbacks, optimizers=optimizers).train()
+        return model.timm_model
+
+    assert_same_weights(trained(lambda optimizer: optimizer), trained(step_in_backward))
+    with pytest.raises(SettingError, match=r"^max_grad_norm must be 0 with an optimizer that steps inside.*got 1\.0"):
+        trained(step_in_backward, max_grad_norm=1.0)
+    with pytest.raises(SettingError, match=r"^gradient_accumulation_steps must be 1 with .*got 2"):
+        trained(step_in_backward, gradient_accumulation_steps=2)
 
 
 def test_a_wrapped_network_is_refused(tmp_path: Path) -> None:

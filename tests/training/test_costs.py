@@ -49,3 +49,21 @@ def test_a_baseline_that_is_no_selection_is_refused(tmp_path, configuration):
     config = configuration(cost_only=True, cost__baseline="lora")
     with pytest.raises(SettingError, match=r"cost.baseline must be one of all, none, .*last_stage.*, got lora"):
         run(config, tmp_path / "run")
+
+
+def test_the_optimizer_s_state_is_reported_and_the_baseline_s_is_plain(tmp_path, configuration, capsys):
+    changes = {
+        "model__kwargs": {"depth": 2, "embed_dim": 64, "num_heads": 2},
+        "cost__baseline": "full",
+        "cost_only": True,
+        "optim__grad_clip_norm": None,
+    }
+    plain = run(configuration(**changes), tmp_path / "no")
+    low = run(configuration(**changes, optim__state_bits=8, optim__in_backward=True), tmp_path / "no")
+    shown = capsys.readouterr().out
+    assert "optimizer state" in shown
+    held = plain["executed"]["optimizer_bytes"]
+    assert held == plain["baseline"]["executed"]["optimizer_bytes"] == low["baseline"]["executed"]["optimizer_bytes"]
+    assert low["executed"]["optimizer_bytes"] < 0.35 * held
+    assert low["baseline"]["measured"] == plain["baseline"]["measured"]
+    assert low["measured"]["peak_bytes"] <= plain["measured"]["peak_bytes"]

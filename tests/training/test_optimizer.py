@@ -105,3 +105,37 @@ def test_a_parameter_may_get_its_first_gradient_late(name):
         found.append([p.detach() for p in model.parameters()])
     for fused, plain in zip(*found, strict=True):
         torch.testing.assert_close(fused, plain)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_low_bit_states_have_the_groups_of_32_bits(name, bits):
+    model = timm.create_model("vit_digits")
+    settings = {"name": name, "layer_decay": 0.5, "head_lr_mult": 10.0, "weight_decay": 0.1, "betas": (0.8, 0.9)}
+    plain, low = (build_optimizer(model, optim(**settings, state_bits=b)) for b in (32, bits))
+    assert type(low).__name__.lower() == f"lowbit{name}"
+    assert low.bits == bits
+    for group, expected in zip(low.param_groups, plain.param_groups, strict=True):
+        assert [id(p) for p in group["params"]] == [id(p) for p in expected["params"]]
+        assert all(group[key] == expected[key] for key in ("lr", "initial_lr", "weight_decay", "betas", "eps"))
+
+
+@pytest.mark.parametrize("settings", [{}, {"state_bits": 8}, {"name": "sgd"}])
+def test_the_backward_pass_steps(settings):
+    """With layer decay, a rate of the head and groups without weight decay: as outside of it."""
+    settings = {"layer_decay": 0.5, "head_lr_mult": 10.0, "weight_decay": 0.1, **settings}
+    trained = []
+    for in_backward in (False, True):
+        torch.manual_seed(0)
+        model = timm.create_model("vit_digits")
+        optimizer = build_optimizer(model, optim(**settings, in_backward=in_backward))
+        for step in range(2):
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] / (1 + step)
+            images = torch.randn(2, *model.pretrained_cfg["input_size"], generator=torch.Generator().manual_seed(step))
+            model(images).square().sum().backward()
+            assert all((p.grad is None) == in_backward for p in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append(model.state_dict())
+    assert all(torch.equal(value, trained[1][key]) for key, value in trained[0].items())

@@ -101,6 +101,36 @@ def test_per_step_choices_continue(name, tmp_path, configuration):
         assert len(state["top"]) == 1
 
 
+@pytest.mark.parametrize(
+    "optim",
+    [{"state_bits": 8}, {"state_bits": 4, "in_backward": True, "grad_clip_norm": None}],
+    ids=["8 bits", "4 bits in backward"],
+)
+def test_the_optimizer_s_state_continues(optim, tmp_path, configuration):
+    """Wide enough for block-wise states."""
+    kwargs = {"depth": 2, "embed_dim": 64, "num_heads": 2}
+    changes = {f"optim__{name}": value for name, value in optim.items()}
+    folders = straight_and_broken(
+        configuration,
+        tmp_path,
+        (5,),
+        model__kwargs=kwargs,
+        trainer__max_steps=8,
+        method={"lisa": PER_STEP["lisa"]},
+        **changes,
+    )
+    state = checkpoint.read(folders[1] / checkpoint.NAME)["optimizer_states"][0]["state"]
+    assert {value.dtype for one in state.values() for value in one.values()} == {torch.uint8, torch.float32}
+
+
+def test_stepping_in_backward_trains_as_an_ordinary_run(tmp_path, configuration):
+    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    changes = {"trainer__max_steps": 8, "optim__grad_clip_norm": None}
+    run(configuration(**changes), outside)
+    run(configuration(**changes, optim__in_backward=True), inside)
+    assert_same_run(inside, outside)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["alast", "top_layers"])
 def test_killed_twice_it_continues_with_its_choices(name, tmp_path, configuration):

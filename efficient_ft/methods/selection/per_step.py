@@ -207,6 +207,7 @@ class TopLayers(LayersPerStep):
     """
 
     name = "top_layers"
+    needs = LayersPerStep.needs | {Needs.GRADIENTS_AT_STEP_END}
     cost_steps = 1
 
     def __init__(self, num_layers: int = 3, profile_steps: int = 10, train_embeddings: bool = False) -> None:

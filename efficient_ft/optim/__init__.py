@@ -1,0 +1,18 @@
+"""The optimizer's memory: Adam with states in 8 or 4 bits, and stepping inside the backward pass.
+
+>>> optimizer = step_in_backward(LowBitAdamW(model.parameters(), lr=1e-4, bits=8))
+"""
+
+from efficient_ft.optim.in_backward import SteppedInBackward, step_in_backward, steps_in_backward
+from efficient_ft.optim.low_bit import LowBitAdam, LowBitAdamW, low_bit_adam
+from efficient_ft.optim.states import state_tensors
+
+__all__ = [
+    "LowBitAdam",
+    "LowBitAdamW",
+    "SteppedInBackward",
+    "low_bit_adam",
+    "state_tensors",
+    "step_in_backward",
+    "steps_in_backward",
+]

@@ -1,0 +1,193 @@
+"""Adam and AdamW whose moments take 8 or 4 bits per value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import Optimizer
+
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.ops.blockwise import BLOCK, AdamStep, Moment, adam_step, is_blockwise
+from efficient_ft.ops.blockwise.update import dense_step
+from efficient_ft.optim.states import plain_states
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class LowBitAdamW(Optimizer):
+    """`torch.optim.AdamW` whose moments are stored block-wise, in 8 or 4 bits per value.
+
+    A step computes in float32 and rounds the moments to codes afterwards. Parameters with fewer than 4096 values, and
+    those that are not a whole number of blocks (256 values in 8 bits, 128 in 4), keep float32 moments. The state holds
+    ordinary tensors: of a parameter in blocks ``exp_avg``, ``exp_avg_sq`` (codes, uint8) and ``exp_avg_scale``,
+    ``exp_avg_sq_scale`` (float32, one per block).
+
+    Sources: Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", ICLR 2022; Li,
+    Chen, Zhu, "Memory Efficient Optimizers with 4-bit States", NeurIPS 2023. Blocks and codebooks are those of
+    `torchao.optim`, whose optimizers need a C++ compiler on a CPU, and without compiling take ten times as long.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate.
+        betas: decay of the first and second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled (AdamW).
+        bits: 8 or 4.
+
+    Raises:
+        SettingError: a value outside these ranges.
+    """
+
+    decoupled = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        bits: int = 8,
+    ) -> None:
+        if bits not in BLOCK:
+            raise SettingError("bits", bits, "8 or 4")
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if not value >= 0:
+                raise SettingError(name, value, "a number >= 0")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise SettingError("betas", tuple(betas), "two numbers >= 0 and < 1")
+        self.bits = bits
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update the parameters that have a gradient.
+
+        Args:
+            closure: computes the loss and its gradients again; what it returns is returned.
+
+        Raises:
+            UserError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, group)
+        return loss
+
+    def _update(self, p: Tensor, group: dict[str, Any]) -> None:
+        assert p.grad is not None
+        if p.grad.is_sparse:
+            raise UserError(f"{type(self).__name__} takes dense gradients, got a sparse one. Use sparse=False.")
+        state = self.state[p]
+        if not state:
+            state.update(self._empty_state(p))
+        state["step"] += 1
+        if isinstance(p, FakeTensor):  # costs are counted on fake tensors, which have no values
+            return
+        beta1, beta2 = group["betas"]
+        step = AdamStep(
+            float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], self.decoupled, int(state["step"])
+        )
+        # The same memory if it is float32 and contiguous, else a copy.
+        values, grad = (t.detach().float().contiguous() for t in (p, p.grad))
+        if "exp_avg_scale" in state:
+            first, second = (Moment(state[name], state[f"{name}_scale"]) for name in _MOMENTS)
+            adam_step(values.view(-1), grad.view(-1), first, second, self.bits, step)
+        else:
+            dense_step(values, grad, state["exp_avg"], state["exp_avg_sq"], step)
+        if values.data_ptr() != p.data_ptr():
+            p.copy_(values)
+
+    def _empty_state(self, p: Tensor) -> dict[str, Tensor]:
+        """Moments of zero."""
+        state = {"step": torch.zeros((), dtype=torch.float32)}
+        for name in _MOMENTS:
+            if is_blockwise(p.numel(), self.bits):
+                state[name] = torch.zeros(p.numel() * self.bits // 8, dtype=torch.uint8, device=p.device)
+                state[f"{name}_scale"] = torch.zeros(
+                    p.numel() // BLOCK[self.bits], dtype=torch.float32, device=p.device
+                )
+            else:
+                state[name] = torch.zeros(p.shape, dtype=torch.float32, device=p.device)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a state exactly, on the devices of the parameters.
+
+        Raises:
+            UserError: the state is of other bits or of another optimizer.
+        """
+        states = plain_states(self, state_dict)
+        for p, state in states.items():
+            expected = {name: t.shape for name, t in self._empty_state(p).items()}
+            if {name: t.shape for name, t in state.items()} != expected:
+                raise UserError(
+                    f"The optimizer's state must be that of {type(self).__name__} with bits={self.bits}, got another"
+                    f" one (a parameter of shape {tuple(p.shape)}). Build the optimizer that the state was saved from."
+                )
+        super().load_state_dict({**state_dict, "state": {}})
+        for p, state in states.items():
+            # torch's own would turn codes into the parameters' type
+            self.state[p] = {
+                name: t.detach().clone() if name == "step" else t.detach().to(p.device, copy=True)
+                for name, t in state.items()
+            }
+
+
+class LowBitAdam(LowBitAdamW):
+    """`torch.optim.Adam` as `LowBitAdamW` is AdamW: weight decay is added to the gradient.
+
+    Args:
+        params, lr, betas, eps, weight_decay, bits: see `LowBitAdamW`; `weight_decay` is 0 by default.
+
+    Raises:
+        SettingError: a value outside the ranges of `LowBitAdamW`.
+    """
+
+    decoupled = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        bits: int = 8,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, bits=bits)
+
+
+def low_bit_adam(params: Iterable[Any], bits: int, decoupled: bool = True, **options: Any) -> Optimizer:
+    """Return the low-bit Adam or AdamW for the device of the parameters: torchao's on CUDA, else this package's.
+
+    Both have the same state dict, so that a training continues on another device.
+
+    Args:
+        params: parameters or parameter groups.
+        bits: 8 or 4.
+        decoupled: AdamW; False: Adam.
+        options: ``lr``, ``betas``, ``eps``, ``weight_decay``.
+
+    Raises:
+        SettingError: a value outside the ranges of `LowBitAdamW`.
+        UserError: the parameters are on a CUDA device, and torchao is not installed.
+    """
+    params = list(params)
+    listed = [p for one in params for p in (one["params"] if isinstance(one, dict) else [one])]
+    if any(isinstance(p, nn.Parameter) and p.device.type == "cuda" for p in listed):
+        from efficient_ft.optim.torchao import torchao_class
+
+        return torchao_class(bits, decoupled)(params, **options)
+    return (LowBitAdamW if decoupled else LowBitAdam)(params, bits=bits, **options)
