@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from efficient_ft.core.allocator import CHOICES, restart_with, use_allocator
 from efficient_ft.core.errors import SettingError
 
 if TYPE_CHECKING:
@@ -67,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--threads", type=_count, help="CPU threads (default: torch's)")
         sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1")
         sub.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="fp32, or autocast to it")
-        sub.add_argument("--system-allocator", action="store_true", help="leave glibc's allocator as it is")
+        sub.add_argument(
+            "--allocator", choices=CHOICES, default="auto", help="as the setting of runs: see conf/train.yaml (auto)"
+        )
         sub.add_argument("--json", type=Path, metavar="FILE", help="also write the report to FILE")
         return sub
 
@@ -128,11 +131,8 @@ def _count(text: str) -> int:
 
 def _measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     """Run the benchmark; print and write its report."""
-    from efficient_ft.core.allocator import keep_freed_memory
-
-    allocator = "system"
-    if not options.system_allocator and keep_freed_memory():  # before the first tensor
-        allocator = "keeping freed memory (glibc)"
+    restart_with(options.allocator, "--allocator")
+    allocator = use_allocator(options.allocator, "--allocator")  # before the first tensor
     import torch
 
     from efficient_ft.bench.tables import report_text

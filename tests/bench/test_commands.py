@@ -15,7 +15,7 @@ from tests.conftest import REPOSITORY
 
 def run(*arguments: str) -> None:
     # The allocator of the test process is not changed.
-    run_command("bench", [*arguments, "--system-allocator"])
+    run_command("bench", [*arguments, "--allocator", "system"])
 
 
 def test_steps_of_two_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
