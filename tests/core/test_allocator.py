@@ -51,7 +51,7 @@ def start(
 
 
 def last(process: subprocess.CompletedProcess[str]) -> dict[str, object]:
-    """What the program printed at its end."""
+    """Return what the program printed at its end."""
     assert process.returncode == 0, process.stderr
     found: dict[str, object] = json.loads(process.stdout.splitlines()[-1])
     return found
