@@ -1,7 +1,7 @@
 """The memory allocator of the process: one that is fast and does not split its heap, where it can be had.
 
-glibc unmaps each large activation when it is freed and faults it in again one step later. With settings that keep freed memory it
-is faster, but its heap is split by the small tensors that live until the backward pass: a process then takes up to four
+glibc unmaps each large activation when it is freed and faults it in again one step later. With settings that keep freed
+memory it is faster, but small tensors that live until the backward pass split its heap: a process then takes up to four
 times the bytes that are live. mimalloc and tcmalloc keep freed memory and reuse it. Both have to be loaded before the
 first allocation, so the program starts again, once, with the library in ``LD_PRELOAD``.
 
