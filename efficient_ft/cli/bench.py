@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from efficient_ft.core.allocator import CHOICES, restart_with, use_allocator
 from efficient_ft.core.errors import SettingError, UserError
 
 if TYPE_CHECKING:
@@ -78,7 +79,9 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--threads", type=_count, help="CPU threads (default: torch's)")
         sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1")
         sub.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="fp32, or autocast to it")
-        sub.add_argument("--system-allocator", action="store_true", help="leave glibc's allocator as it is")
+        sub.add_argument(
+            "--allocator", choices=CHOICES, default="auto", help="as the setting of runs: see conf/train.yaml (auto)"
+        )
         sub.add_argument("--json", type=Path, metavar="FILE", help="also write the report to FILE")
         return sub
 
@@ -166,11 +169,8 @@ def _count_or_zero(text: str) -> int:
 
 def _set_up(options: argparse.Namespace) -> str:
     """Set up the allocator, the threads and the device of this process; returns the allocator's name."""
-    from efficient_ft.core.allocator import keep_freed_memory
-
-    allocator = "system"
-    if not options.system_allocator and keep_freed_memory():  # before the first tensor
-        allocator = "keeping freed memory (glibc)"
+    restart_with(options.allocator, "--allocator")
+    allocator = use_allocator(options.allocator, "--allocator")  # before the first tensor
     import torch
 
     if options.threads:
@@ -296,10 +296,23 @@ def _in_own_process(text: str, name: str, options: Mapping[str, Any]) -> dict[st
 
     print(f"# measuring the memory of {name}", flush=True)
     arguments = [text, "--alone"]
-    for key in ("model", "batch", "size", "classes", "threads", "device", "dtype", "optim", "steps", "warmup"):
+    shared = (
+        "model",
+        "batch",
+        "size",
+        "classes",
+        "threads",
+        "device",
+        "dtype",
+        "optim",
+        "steps",
+        "warmup",
+        "allocator",
+    )
+    for key in shared:
         if options[key] is not None:
             arguments += [f"--{key}", str(options[key])]
-    flags = ("unfused", "system_allocator", "default_layout")
+    flags = ("unfused", "default_layout")
     arguments += [f"--{key.replace('_', '-')}" for key in flags if options[key]]
     ended = processes.run([sys.executable, "-m", "efficient_ft", "bench", "memory", *arguments], environment={})
     if ended.results is None:

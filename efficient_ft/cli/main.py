@@ -28,6 +28,7 @@ from efficient_ft.cli.rows import zipped
 from efficient_ft.cli.variants import not_as_published
 from efficient_ft.config import Config, check
 from efficient_ft.config.plain import plain
+from efficient_ft.core.allocator import restart_with, use_allocator
 from efficient_ft.core.errors import UserError, replace_unprintable
 
 # Nothing here may import torch, Lightning or timm before `job`: help and completion answer at once.
@@ -64,10 +65,7 @@ def prepare(config: Config) -> None:
     Raises:
         UserError: unknown methods or settings, or methods that exclude each other.
     """
-    if config.keep_freed_memory:
-        from efficient_ft.core.allocator import keep_freed_memory
-
-        keep_freed_memory()
+    use_allocator(config.allocator)
     from efficient_ft.methods.build import baseline_methods, build_methods
 
     build_methods(config)
@@ -125,6 +123,8 @@ def check_commandline(arguments: Any) -> list[ComposedJob]:
         )
     if not _sweeps(arguments) and any(text.startswith("jobs=") for text in arguments.overrides):
         print("note: jobs has no effect on a single run; it is for sweeps (-m).", file=sys.stderr)
+    if composed and not _sweeps(arguments):  # a sweep trains nothing here: each of its jobs is a program of its own
+        restart_with(composed[0].config.allocator)
     for one in composed:
         prepare(one.config)
     first = composed[0].config if composed else None

@@ -23,7 +23,7 @@ _NO_EFFECT: dict[str, Any] = {
     "cost": True,
     "step_stats": True,
     "logger": True,
-    "keep_freed_memory": True,
+    "allocator": True,
     "trainer": {"progress", "accelerator"},
 }
 

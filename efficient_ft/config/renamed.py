@@ -50,7 +50,8 @@ RENAMED: dict[str, str] = {
     "cost.compare_full": "cost.baseline",
     "insight": "step_stats",
     "insight.every": "step_stats.interval",
-    "keep_allocator": "keep_freed_memory",
+    "keep_allocator": "allocator",
+    "keep_freed_memory": "allocator",
     **{
         f"method.{method}.{old}": f"method.{method}.{new}"
         for method, names in _OF_METHODS.items()

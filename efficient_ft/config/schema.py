@@ -202,8 +202,8 @@ class Config(Section):
     evaluate: str | None = None
     #: Print the cost; train nothing.
     cost_only: bool = False
-    #: glibc keeps freed memory (Linux).
-    keep_freed_memory: bool = True
+    #: The memory allocator of the process (Linux with glibc): see `core.allocator`.
+    allocator: Literal["auto", "mimalloc", "tcmalloc", "keep", "system"] = "auto"
 
     @model_serializer(mode="wrap")
     def _written_out(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:

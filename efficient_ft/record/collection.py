@@ -20,7 +20,7 @@ from efficient_ft.record.results import Results, flatten, images_digest, read_re
 #: Settings that are columns of their own, or say where things are.
 _OWN = ("seed", "model.name", "data.name", "resume", "jobs", "table", "rows", "evaluate", "cost_only", "published")
 _PLACES = ("logger.", "cost.", "step_stats.", "data.num_workers", "data.download", "trainer.progress",
-           "trainer.accelerator", "keep_freed_memory")  # fmt: skip
+           "trainer.accelerator", "allocator")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def environment(
     Args:
         device: the one in use.
         packages: names of packages whose versions are recorded.
-        more: further entries, e.g. ``keep_freed_memory=True``.
+        more: further entries, e.g. ``allocator="mimalloc"``.
 
     Returns:
         ``date`` (UTC), ``efficient_ft``, the packages, ``python``, ``platform``, ``device`` (the model of the GPU or

@@ -160,6 +160,7 @@ def results_text(results: dict[str, Any], folder: Path) -> str:
         cost_table(results["cost"], method, config["data"]["batch_size"]),
         "",
         *([memory_table(results["memory"], config["data"]["batch_size"]), ""] if "memory" in results else []),
+        f"Allocator: {results['environment'].get('allocator', 'not recorded')}",
         f"Results: {folder} (model.safetensors holds the {'epoch of the best mean' if tasks else 'best epoch'})",
     ]
     return "\n".join(lines)

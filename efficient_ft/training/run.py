@@ -11,7 +11,6 @@ checkpoint holds the last weights. With several tasks the best epoch has the hig
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 
 from efficient_ft import __version__
 from efficient_ft.config import Config, data_configs, image_folders
+from efficient_ft.core.allocator import allocator_in_use
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.process_memory import resident_bytes
 from efficient_ft.data import read_data
@@ -193,7 +193,7 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
         "environment": environment(
             device,
             packages=("torch", "timm", "lightning"),
-            keep_freed_memory=config.keep_freed_memory and platform.system() == "Linux",
+            allocator=allocator_in_use(),
         ),
     }
     if felt is not None:

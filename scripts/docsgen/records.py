@@ -119,8 +119,9 @@ def conditions(file: str) -> str:
         facts.append(f"batch {data['batch']}")
     facts.append(f"medians of {rounds(file)} rounds, in turn")
     text = f"Measured on {', '.join(facts)}, {environment['date'][:10]}"
-    if "NVIDIA" not in device and environment["allocator"].startswith("keeping"):
-        text += ", glibc keeping freed memory"
+    allocator = environment["allocator"]
+    if "NVIDIA" not in device and allocator != "system":
+        text += ", glibc keeping freed memory" if allocator.startswith("keeping") else f", {allocator}"
     text += "."
     load_average = environment.get("load")
     if load_average is not None and load_average > BUSY:

@@ -16,7 +16,7 @@ from tests.conftest import REPOSITORY
 def run(*arguments: str) -> None:
     # The allocator of the test process is not changed; processes of recipes take seconds to start, and have a test.
     apart = ["--memory-steps", "0"] if arguments[0] == "step" and "--memory-steps" not in arguments else []
-    run_command("bench", [*arguments, "--system-allocator", *apart])
+    run_command("bench", [*arguments, "--allocator", "system", *apart])
 
 
 def test_steps_of_two_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -37,7 +37,7 @@ _SHOWN_ONLY = {
     "data__download": False,
     "data__eval_batch_size": 7,
     "data__root": "elsewhere",
-    "keep_freed_memory": False,
+    "allocator": "system",
     "cost__steps": 9,
     "step_stats__interval": 4,
 }

@@ -1,17 +1,63 @@
-"""Freed memory stays in the process, on systems with glibc."""
+"""The allocator of a program: preloaded by one new start, kept memory, errors, and processes that are left alone."""
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from efficient_ft.core.allocator import keep_freed_memory
+from efficient_ft.core import allocator
+from efficient_ft.core.allocator import CHOICES, allocator_in_use, keep_freed_memory, restart_with, use_allocator
+from efficient_ft.core.errors import SettingError
 from tests.conftest import REPOSITORY
 
+glibc = pytest.mark.skipif(not allocator._glibc(), reason="glibc only")
+mimalloc = pytest.mark.skipif(
+    not allocator._glibc() or next(allocator._libraries("mimalloc"), None) is None, reason="needs mimalloc"
+)
 
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
+#: A program that says how often it was started, and with what. Its name makes it one of ours.
+PROGRAM = """
+import json, os, subprocess, sys
+from efficient_ft.core import allocator
+print("start", flush=True)
+choice = sys.argv[1]
+{before}
+try:
+    allocator.restart_with(choice)
+    used = allocator.use_allocator(choice)
+except ValueError as error:
+    sys.exit(str(error))
+print(json.dumps({{"used": used, "arguments": sys.argv[1:], "flags": sys.flags.dev_mode, "pid": os.getpid()}}))
+"""
+
+
+def start(
+    folder: Path, *arguments: str, name: str = "train.py", before: str = "", **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the program in a process of its own, without a preload of this one's."""
+    (folder / name).write_text(PROGRAM.format(before=before))
+    clean = {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", allocator._RESTARTED)}
+    return subprocess.run(
+        [sys.executable, "-X", "dev", str(folder / name), *arguments],
+        env={**clean, "PYTHONPATH": str(REPOSITORY), **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def last(process: subprocess.CompletedProcess[str]) -> dict[str, object]:
+    """Return what the program printed at its end."""
+    assert process.returncode == 0, process.stderr
+    found: dict[str, object] = json.loads(process.stdout.splitlines()[-1])
+    return found
+
+
+@glibc
 def test_freed_memory_is_kept() -> None:
     # Resident pages after a large block is freed, in a process of its own.
     code = (
@@ -22,17 +68,108 @@ def test_freed_memory_is_kept() -> None:
         "before = resident(); block = bytearray(b'x') * (64 << 20); held = resident(); del block\n"
         "print(kept, round((resident() - before) / (held - before)))\n"
     )
+    environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
     said = [
         subprocess.run(
-            [sys.executable, "-c", code, mode], cwd=REPOSITORY, capture_output=True, text=True, check=True
+            [sys.executable, "-c", code, mode],
+            cwd=REPOSITORY,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout.strip()
         for mode in ("keep", "leave")
     ]
-    if said[0].startswith("False"):
-        pytest.skip("no glibc")
     assert said == ["True 1", "None 0"]
+
+
+@mimalloc
+@pytest.mark.parametrize("choice", ["mimalloc", "auto"])
+def test_a_program_starts_again_once_with_the_same_arguments(tmp_path: Path, choice: str) -> None:
+    process = start(tmp_path, choice, "a b", "c=[1,2]")
+    found = last(process)
+    assert found["used"] == "mimalloc"
+    assert found["arguments"] == [choice, "a b", "c=[1,2]"]
+    assert found["flags"] is True  # python -X dev
+    assert process.stdout.count("start\n") == 2
+    assert process.stderr.count("note: started again with mimalloc in LD_PRELOAD") == 1
+
+
+@mimalloc
+def test_what_a_program_starts_inherits_the_allocator(tmp_path: Path) -> None:
+    inside = f"LD_PRELOAD={next(allocator._libraries('mimalloc'))}".partition("=")[2]
+    process = start(tmp_path, "auto", LD_PRELOAD=inside)
+    assert last(process)["used"] == "mimalloc"
+    assert process.stdout.count("start\n") == 1
+    assert "note" not in process.stderr
+
+
+@glibc
+@pytest.mark.parametrize(
+    ("name", "before"),
+    [
+        ("my_own.py", ""),
+        ("train.py", "sys.modules['torch'] = None"),
+        ("train.py", "sys.settrace(lambda *_: None)"),
+        ("train.py", "os.environ[allocator._RESTARTED] = '1'"),
+        ("train.py", "allocator._libraries = lambda name: iter(())"),
+        ("train.py", "from pathlib import Path; allocator._libraries = lambda name: iter([Path(__file__)])"),
+    ],
+    ids=["somebody's script", "torch is loaded", "debugger", "second time", "nothing installed", "does not load"],
+)
+def test_auto_never_fails_and_falls_back_to_keeping(tmp_path: Path, name: str, before: str) -> None:
+    process = start(tmp_path, "auto", name=name, before=before)
+    assert last(process)["used"] == allocator.KEEPING
+    assert process.stdout.count("start\n") == 1
+
+
+@glibc
+@pytest.mark.parametrize("choice", ["keep", "system"])
+def test_no_new_start_without_a_preload(tmp_path: Path, choice: str) -> None:
+    process = start(tmp_path, choice)
+    assert last(process)["used"] == {"keep": allocator.KEEPING, "system": "system"}[choice]
+    assert process.stdout.count("start\n") == 1
+
+
+@glibc
+@pytest.mark.parametrize(
+    ("before", "do"),
+    [
+        ("allocator._libraries = lambda name: iter(())", "tcmalloc is not installed: apt install libtcmalloc-minimal4"),
+        (
+            "from pathlib import Path; allocator._libraries = lambda name: iter([Path(__file__)])",
+            "train.py does not load. Install another: apt install",
+        ),
+        (
+            "from pathlib import Path; sys.modules['torch'] = None\n"
+            "allocator._libraries = lambda name: iter([Path('/lib/x.so')])",
+            "This process cannot start again. Set LD_PRELOAD=/lib/x.so in its environment.",
+        ),
+    ],
+)
+def test_an_allocator_that_cannot_be_had_is_an_error(tmp_path: Path, before: str, do: str) -> None:
+    process = start(tmp_path, "tcmalloc", before=before)
+    assert process.returncode == 1
+    assert "allocator must be an allocator that this process can have, got tcmalloc." in process.stderr
+    assert do in process.stderr
 
 
 def test_elsewhere_the_allocator_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(allocator, "_preloaded", lambda: None)
+    monkeypatch.setattr(allocator, "_kept", False)
     assert keep_freed_memory() is False
+    for choice in ("auto", "system"):
+        restart_with(choice)
+        assert use_allocator(choice) == allocator_in_use() == "system"
+    for choice in ("keep", "mimalloc", "tcmalloc"):
+        with pytest.raises(SettingError, match=f"got {choice}"):
+            use_allocator(choice)
+
+
+def test_the_choices_are_the_setting_s() -> None:
+    from efficient_ft.config.schema import Config
+
+    assert Config.model_fields["allocator"].annotation.__args__ == CHOICES  # type: ignore[union-attr]
+    with pytest.raises(SettingError, match=r"allocator must be one of .*, got mimaloc\. Did you mean 'mimalloc'\?"):
+        use_allocator("mimaloc")

@@ -109,10 +109,10 @@ def test_flatten() -> None:
 
 
 def test_the_environment_names_versions_and_the_device() -> None:
-    found = environment("cpu", keep_freed_memory=True)
+    found = environment("cpu", allocator="system")
     assert torch.__version__.startswith(found["torch"])  # with or without its local part
     assert found["threads"] == torch.get_num_threads()
-    assert found["keep_freed_memory"] is True
+    assert found["allocator"] == "system"
     assert found["device"]
     assert json.loads(json.dumps(found)) == found
 

@@ -47,7 +47,7 @@ def test_results_have_the_agreed_keys_and_true_values(finished):
     assert results["changed"]["model.name"] == config.model.name
     assert results["changed"]["method.full"] == {}
     assert "data.augment.vertical_flip" not in results["changed"], "it is off by default"
-    assert {"efficient_ft", "torch", "timm", "lightning", "threads", "keep_freed_memory"} < set(results["environment"])
+    assert {"efficient_ft", "torch", "timm", "lightning", "threads", "allocator"} < set(results["environment"])
     evaluated = [row["val_accuracy"] for row in rows_of(folder) if "val_accuracy" in row]
     assert results["data"]["digest"] == read_digits().digest()
     test = results["data"]["accuracy"]["test"]
