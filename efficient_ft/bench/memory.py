@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import statistics
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -19,10 +18,11 @@ from efficient_ft.bench.timing import waiter
 from efficient_ft.config import Config
 from efficient_ft.core.process_memory import release_freed_memory, resident_bytes
 from efficient_ft.cost import StepMemory, StepSpec, TrainingStep, executed
-from efficient_ft.cost.probe import WARMUP_IMAGES, undisturbed
 from efficient_ft.methods.base import Method, apply_methods
 from efficient_ft.methods.build import build_methods
+from efficient_ft.methods.declarations import Axis
 from efficient_ft.models import factory
+from efficient_ft.ops.packing.kernels import cpu
 from efficient_ft.training.optimizer import build_optimizer
 
 
@@ -44,8 +44,8 @@ def measure_memory(
 ) -> dict[str, Any]:
     """Take training steps on random weights and images, and measure the memory of this process.
 
-    Nothing else may have been measured in the process: memory that an allocator kept would hide the growth. Code that
-    is loaded in a first step (kernels, compilers) is loaded before, by a step of two images on a copy of the model.
+    Nothing else may have been measured in the process: memory that an allocator kept would hide the growth. The
+    compiler of the packing kernels (numba) is loaded before: it is there once, however large the batch.
 
     Args:
         recipe: the recipe.
@@ -91,8 +91,8 @@ def measure_memory(
     with unfused_attention() if unfused else nullcontext():
         step = _training_step(*prepare(), config, spec, device)
         with_model = _resident_now()
-        _load_code(step, config)
-        _resident_now()
+        if config.optim.state_bits < 32 or any(getattr(m, "axis", None) is Axis.MEMORY for m in step.methods):
+            cpu.load()
         memory, wait = StepMemory(device), waiter(device)
         warmup += step.methods.warmup_steps
         seconds = []
@@ -161,14 +161,6 @@ def _training_step(
         return build_optimizer(model, config.optim, config.trainer.precision)
 
     return TrainingStep(network, methods, spec, device=device, build_optimizer=optimizer)
-
-
-def _load_code(step: TrainingStep, config: Config) -> None:
-    """Take a step of few images on a copy of the model, so that the code of a step is loaded; keep nothing of it."""
-    spec = replace(step.spec, batch_size=min(WARMUP_IMAGES, step.spec.batch_size))
-    with undisturbed([step.device] if step.device.type == "cuda" else []):
-        model, methods = copy.deepcopy((step.model, list(step.methods)))
-        _training_step(model, methods, config, spec, step.device)()
 
 
 def _resident_now() -> int:

@@ -108,7 +108,7 @@ def _memory(report: Mapping[str, Any]) -> str:
     )
     return (
         f"{report['model']}, batch {report['batch']}, {', '.join(about)}; MiB\n"
-        "interpreter, with model: resident memory of the process; before steps: with the code that a step loads\n"
+        "interpreter, with model: resident memory of the process; before steps: with the compiler of packing kernels\n"
         f"growth: {where}\n\n{table(rows)}"
     )
 

@@ -196,6 +196,7 @@ ROWS = {
     "back_razor_mesa": _near("back_razor", "8 bits are not exact", "vit", "resnet", sparsity=0.0, value_dtype="int8"),
     "checkpointing": Row(METHODS["checkpointing"], {"input_dtype": "int8"}, off={"input_dtype": "same"}),
     "checkpointing_bf16": _near("checkpointing", "the inputs are rounded", "vit", "swinv2", input_dtype="bf16"),
+    "checkpointing_int4": _near("checkpointing", "the inputs are rounded", "vit", "resnet", input_dtype="int4"),
     "checkpointing_some": Row(
         METHODS["checkpointing"],
         {"input_dtype": "int8", "blocks": [0, -1]},

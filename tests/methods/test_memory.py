@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from timm.layers import set_fused_attn
+from timm.layers import RmsNorm, SwiGLUPacked, set_fused_attn
 from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError
@@ -23,8 +24,10 @@ from efficient_ft.methods import (
     BackRazor,
     BitFit,
     Checkpointing,
+    Compact,
     LastStage,
     LoRA,
+    LowBit,
     Mesa,
     Method,
     NormLast,
@@ -324,23 +327,69 @@ def test_after_the_backward_pass_no_dense_tensor_is_held(method: Any, name: str,
     assert packing._packing.last.held is None
 
 
-def test_normalizations_whose_operation_is_not_packed_are_reported_as_dense() -> None:
-    """GroupNorm's operation has no packed form: it keeps its input in fp32, and the report says so."""
-    group = partial(nn.GroupNorm, 4)
+class _OwnNorm(nn.LayerNorm):
+    """A normalization by operations that have no packed form."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        deviation, mean = torch.std_mean(x, -1, keepdim=True, correction=0)
+        return torch.addcmul(self.bias, (x - mean) / deviation, self.weight)
+
+
+def test_operations_that_stay_dense_are_named_with_their_bytes() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=5)
+    assert LowBit().apply(copy.deepcopy(model)).notes == ()
+    for block in model.blocks:
+        block.norm2 = _OwnNorm(192)
+        block.mlp.act = nn.Softplus()
+    changed = copy.deepcopy(model)
+    method = LowBit()
+    report = method.apply(changed)
+    assert {n for n, why in report.skipped.items() if why.reason == Reason.UNPACKED_OPERATION} == {
+        "blocks.0.norm2",
+        "blocks.1.norm2",
+    }
+    (note,) = report.notes
+    assert note in str(report)
+    named = {name: float(size) for name, size in re.findall(r"(\w+) ([0-9.]+)", note.partition(": ")[2])}
+    units = 2 * 197 * 192 * 4 / 2**20  # MiB of a value for each token and channel, in both blocks
+    assert named["softplus"] == pytest.approx(4 * units, abs=0.01)
+    assert named["addcmul"] == pytest.approx(units, abs=0.01)
+    # Everything that the step keeps beyond the same network without these operations.
+    dense = executed(changed, 2, (224, 224), methods=[method]).saved_bytes / 2**20
+    for block in changed.blocks:
+        block.norm2, block.mlp.act = nn.LayerNorm(192), nn.GELU()
+    packed = executed(changed, 2, (224, 224), methods=[method]).saved_bytes / 2**20
+    assert dense - packed == pytest.approx(sum(named.values()), abs=0.6 * units)
+
+
+def test_every_usual_normalization_is_packed() -> None:
     settings: dict[str, Any] = {"layers": (1, 1, 1, 1), "channels": (16, 16, 32, 32), "num_classes": 5}
+    group = partial(nn.GroupNorm, 4)
     model = timm.create_model("resnet26", norm_layer=lambda channels, **_: group(channels), **settings)
-    groups = {name for name, module in model.named_modules() if isinstance(module, nn.GroupNorm)}
-    assert len(groups) > 8
-    for method in (BackRazor(), Mesa()):
-        changed = copy.deepcopy(model)
-        report = method.apply(changed)
-        assert {n for n, why in report.skipped.items() if why.reason == Reason.UNPACKED_OPERATION} == groups
-        assert not groups & set(report.touched)
-        kept = executed(changed, 2, (64, 64), methods=[method]).saved_bytes
-        assert kept > 0
+    for method in (BackRazor(), Mesa(), LowBit(), Compact()):
+        report = method.apply(copy.deepcopy(model))
+        assert {n for n, m in model.named_modules() if isinstance(m, nn.GroupNorm)} <= set(report.touched)
+        assert report.notes == ()
     for name in ("vit", "resnet", "swinv2", "efficientformer", "mobilenet"):
         report = BackRazor().apply(model_of(name))
         assert all(why.reason != Reason.UNPACKED_OPERATION for why in report.skipped.values())
+        assert report.notes == ()
+
+
+@pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "vit_small_patch16_rope_224", "vit_tiny_patch16_224"])
+def test_rotary_embeddings_swiglu_and_rms_norm_are_packed(name: str) -> None:
+    small: dict[str, Any] = {"depth": 2, "num_classes": 5}
+    if name.startswith("vit_tiny"):
+        small |= {"norm_layer": partial(RmsNorm, eps=1e-6), "mlp_layer": SwiGLUPacked}
+    with torch.device("meta"):
+        model = timm.create_model(name, **small)
+    plain = executed(model, 2, model.default_cfg["input_size"][1:]).saved_bytes
+    method = LowBit()
+    report = method.apply(model)
+    kept = executed(model, 2, model.default_cfg["input_size"][1:], methods=[method]).saved_bytes
+    dense = sum(float(size) for size in re.findall(r" ([0-9.]+)", "".join(report.notes).partition(": ")[2]))
+    assert dense * 2**20 < 0.02 * plain, report.notes
+    assert kept < 0.2 * plain
 
 
 def test_a_network_of_sparse_weights_is_seen_and_counted_like_another() -> None:

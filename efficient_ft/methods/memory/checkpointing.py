@@ -20,9 +20,17 @@ from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod
 from efficient_ft.methods.registry import register
 from efficient_ft.models.view import ModelView, Reason, Skipped
 from efficient_ft.ops.packed import PackingState
-from efficient_ft.ops.packing import Dense, EightBits, Half, PackContext, Packer
+from efficient_ft.ops.packing import Dense, EightBits, GroupBits, Half, PackContext, Packer
 from efficient_ft.ops.recompute import recompute
 from efficient_ft.ops.tokens import Tokens, attach_tokens, pop_tokens
+
+#: How a block's input is kept, by `Checkpointing.input_dtype`.
+INPUT_DTYPES: dict[str, Packer] = {
+    "same": Dense(),
+    "bf16": Half(torch.bfloat16),
+    "int8": EightBits(),
+    "int4": GroupBits(4),
+}
 
 
 class _RecomputedForward(MemoryForward):
@@ -71,7 +79,8 @@ class Checkpointing(MemoryMethod):
 
     Args:
         blocks: indices of the blocks, negative ones from the end; None: all of them.
-        input_dtype: type in which a block's input is kept: ``same`` (unchanged), ``bf16``, or ``int8``.
+        input_dtype: type in which a block's input is kept: ``same`` (unchanged), ``bf16``, ``int8`` (one running
+            range), or ``int4`` (a minimum and a step for each 64 values, as `LowBit` keeps them).
 
     Raises:
         SettingError: a value outside these, or (when applied) a block outside the model.
@@ -81,20 +90,19 @@ class Checkpointing(MemoryMethod):
     name = "checkpointing"
     needs = frozenset({Needs.BLOCKS})
 
-    def __init__(self, blocks: list[int] | None = None, input_dtype: Literal["same", "bf16", "int8"] = "same"):
+    def __init__(self, blocks: list[int] | None = None, input_dtype: Literal["same", "bf16", "int8", "int4"] = "same"):
         super().__init__()
         if blocks is not None:
             check_indices("blocks", blocks, "[0,1,2]", do="null means all blocks.")
-        if input_dtype not in ("same", "bf16", "int8"):
-            raise SettingError("input_dtype", input_dtype, ("same", "bf16", "int8"))
+        if input_dtype not in INPUT_DTYPES:
+            raise SettingError("input_dtype", input_dtype, INPUT_DTYPES)
         self.blocks, self.input_dtype = None if blocks is None else list(blocks), input_dtype
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
         names = view.blocks
         if self.blocks is not None:
             names = blocks_at(view, f"method.{self.name}.blocks", self.blocks, once=False)
-        packers: dict[str, Packer] = {"same": Dense(), "bf16": Half(torch.bfloat16), "int8": EightBits()}
-        packer, packing = packers[self.input_dtype], self._begin()
+        packer, packing = INPUT_DTYPES[self.input_dtype], self._begin()
         for name in names:
             module = model.get_submodule(name)
             put_around(module, _RecomputedForward(module, name, packer, packing))

@@ -17,7 +17,15 @@ from efficient_ft.methods.base import Applied
 from efficient_ft.methods.forwards import put_around
 from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod
 from efficient_ft.models.view import ModelView, Reason, Skipped, is_norm
-from efficient_ft.ops.packed import PackedOperations, PackingState, Policy, packed_operation, packing_suspended
+from efficient_ft.models.view.probe import BATCH, batch_for, fake_copy
+from efficient_ft.ops.packed import (
+    DenseKept,
+    PackedOperations,
+    PackingState,
+    Policy,
+    packed_operation,
+    packing_suspended,
+)
 from efficient_ft.ops.packing import Dense
 
 #: Why a method that changes the forward pass of layers cannot be stacked with low-rank backward.
@@ -121,7 +129,11 @@ class PartwiseMethod(MemoryMethod):
             module = model.get_submodule(name)
             if name in names and name not in parts:
                 put_around(module, _PlainForward(module))
-        return Applied(self.name, touched, skipped)
+        return Applied(self.name, touched, skipped, self._notes(model, view, packing))
+
+    def _notes(self, model: nn.Module, view: ModelView, packing: PackingState) -> tuple[str, ...]:
+        """Return further sentences for the report, once all parts are packed."""
+        return ()
 
 
 class ActivationPacking(PartwiseMethod):
@@ -143,6 +155,33 @@ class ActivationPacking(PartwiseMethod):
     ) -> MemoryForward:
         policy = self.policy()
         return _PackedForward(module, name, replace(policy, product=Dense(alone=True)) if is_head else policy, packing)
+
+    def _notes(self, model: nn.Module, view: ModelView, packing: PackingState) -> tuple[str, ...]:
+        """Name the operations inside packed parts that stay dense, with the bytes they keep."""
+        kept = _dense_bytes(model, view, packing)
+        named = [f"{name} {size / 2**20:.2f}" for name, size in sorted(kept.items(), key=lambda x: -x[1])]
+        return (f"dense inside packed parts, MiB per image: {', '.join(named)}",) if named else ()
+
+
+def _dense_bytes(model: nn.Module, view: ModelView, packing: PackingState) -> dict[str, float]:
+    """Return the bytes per image that operations without a packed form keep in a training step, by their names.
+
+    Counted on a fake copy: no memory, no arithmetic. Operations below a hundredth of a MiB are left out, and all if the
+    model cannot be trained on fake tensors (its forward depends on values).
+    """
+    packing.dense = DenseKept()
+    try:
+        mode, (copied, state) = fake_copy((model, packing))
+    finally:
+        packing.dense = None
+    state.dense.exclude([*copied.parameters(), *copied.buffers()])
+    try:
+        with mode:
+            copied.train()(batch_for(model, view.image_size))
+    except Exception:  # the model's own code may raise anything on fake tensors; the report is then shorter
+        return {}
+    found = {name: size / BATCH for name, size in state.dense.bytes_of.items()}
+    return {name: size for name, size in found.items() if size >= 2**20 / 100}
 
 
 def _runs_packed(view: ModelView, name: str) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
@@ -78,18 +78,28 @@ class _Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def fake_copy(original: Any) -> tuple[FakeTensorMode, Any]:
+    """Return a copy of a model, or of several objects, on fake tensors, and the mode to run it in."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with FakeCopyMode(mode):
+        return mode, copy.deepcopy(original)
+
+
+def batch_for(model: nn.Module, size: tuple[int, int]) -> Tensor:
+    """Return an empty batch of `BATCH` images of (H, W) pixels for `model`; to be called in the mode of its copy."""
+    first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
+    channels = first.in_channels * first.groups if isinstance(first, nn.Conv2d) and first.groups == 1 else 3
+    parameter = next(model.parameters())
+    return torch.empty(BATCH, channels, *size, device=parameter.device, dtype=parameter.dtype)
+
+
 def probe(model: nn.Module, size: tuple[int, int]) -> Probed:
     """Run a fake copy of `model` on images of (H, W) pixels; `model` is not changed.
 
     Raises:
         UserError: the model cannot be run on an image of that size.
     """
-    first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
-    channels = first.in_channels * first.groups if isinstance(first, nn.Conv2d) and first.groups == 1 else 3
-    parameter = next(model.parameters())
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with FakeCopyMode(mode):
-        fake = copy.deepcopy(model)
+    mode, fake = fake_copy(model)
     fake.eval()
     reach = {}
     for name, module in fake.named_modules():
@@ -118,7 +128,7 @@ def probe(model: nn.Module, size: tuple[int, int]) -> Probed:
         functions.watch(name, module)
     try:
         with mode, torch.no_grad(), token_reduction_suspended(), functions:
-            fake(torch.empty(BATCH, channels, *size, device=parameter.device, dtype=parameter.dtype))
+            fake(batch_for(model, size))
     except Exception as error:
         raise UserError(
             f"{type(model).__name__} cannot be run on images of {size[0]}×{size[1]}: {str(error).splitlines()[0]}"

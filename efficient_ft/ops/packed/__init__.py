@@ -5,11 +5,13 @@
 
 # Importing a family registers its operations.
 from efficient_ft.ops.packed import attention, norms, pointwise, pooling, products
+from efficient_ft.ops.packed.dense import DenseKept
 from efficient_ft.ops.packed.mode import PackedOperations, PackingState, Policy, current_packing, packing_suspended
 from efficient_ft.ops.packed.saving import load, save
 from efficient_ft.ops.packed.table import packed_operation, packs
 
 __all__ = [
+    "DenseKept",
     "PackedOperations",
     "PackingState",
     "Policy",

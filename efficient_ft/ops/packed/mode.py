@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from efficient_ft.core.context import context
+from efficient_ft.ops.packed.dense import DenseKept
 from efficient_ft.ops.packed.sharing import (
     LastUnpacked,
     SharedUnpack,
@@ -81,11 +82,13 @@ class PackingState:
         ranges: running ranges of 8-bit tensors.
         overflow: whether a value was too large for fp16.
         last: the tensor unpacked last.
+        dense: records what stays dense, for the report of a method; None: nothing is recorded.
     """
 
     ranges: Ranges = field(default_factory=Ranges)
     overflow: Overflow = field(default_factory=Overflow)
     last: LastUnpacked = field(default_factory=LastUnpacked)
+    dense: DenseKept | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the running ranges as plain containers: {name: [low, high]}."""
@@ -154,10 +157,15 @@ class PackedOperations(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         operation = packed_operation(func)
-        if operation is None or self._suspended or not torch.is_grad_enabled():
+        if self._suspended or not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        result = operation(self, *args, **kwargs)
-        return func(*args, **kwargs) if result is NotImplemented else result
+        result = NotImplemented if operation is None else operation(self, *args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        if self.state.dense is None:
+            return func(*args, **kwargs)
+        with self.state.dense.watch(func):
+            return func(*args, **kwargs)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -199,6 +207,8 @@ class PackedOperations(TorchFunctionMode):
             with torch.no_grad():
                 memory = memory.data if result else memory
                 packed = packer.pack(memory if dtype is None else memory.to(dtype), where)
+            if self.state.dense is not None:
+                self.state.dense.exclude(packed.tensors)
             shared = SharedUnpack(packed.unpack, self.state.last)
             packed = Packed(packed.tensors, shared, shared)
             self._kept[key] = (weakref.ref(storage), packed)

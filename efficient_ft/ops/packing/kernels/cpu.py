@@ -28,6 +28,12 @@ def supports(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.element_size() in _INTEGERS and x.numel() > 0 and _kernels() is not None
 
 
+def load() -> None:
+    """Load numba and its compiler, as the first use of a kernel does: about 140 MiB of code."""
+    if _kernels() is not None:
+        group_pack(torch.zeros(1, 64), 4, 64, None)
+
+
 def sparse_pack(x: Tensor, kept: int, rank: int | None, subsample: int, hop: int) -> tuple[Tensor, Tensor]:
     """Compute `packing.sparse_pack`.
 
