@@ -33,7 +33,7 @@ def test_results_have_the_agreed_keys_and_true_values(finished):
     assert results["format"] == FORMAT
     assert set(results["accuracy"]) == {"best", "last", "split", "test"}
     groups = {
-        "executed": {"forward_flops", "backward_flops", "saved_bytes", "step_peak_bytes"},
+        "executed": {"forward_flops", "backward_flops", "saved_bytes", "step_peak_bytes", "optimizer_bytes"},
         "measured": {"step_seconds", "peak_bytes"},
     }
     for cost in (results["cost"], results["cost"]["baseline"]):

@@ -169,7 +169,7 @@ def _dense_bytes(model: nn.Module, view: ModelView, packing: PackingState) -> di
     Counted on a fake copy: no memory, no arithmetic. Operations below a hundredth of a MiB are left out, and all if the
     model cannot be trained on fake tensors (its forward depends on values).
     """
-    packing.dense = DenseKept()
+    packing.dense = DenseKept(BATCH)
     try:
         mode, (copied, state) = fake_copy((model, packing))
     finally:

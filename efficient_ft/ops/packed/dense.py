@@ -11,13 +11,17 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class DenseKept:
-    """Bytes that operations without a packed form keep, by the operation's name.
+    """Bytes of activations that operations without a packed form keep, by the operation's name.
+
+    Args:
+        samples: B, number of images; an activation's first dimension is a multiple of it.
 
     Attributes:
         bytes_of: by name; each storage counts once, for the first operation that keeps it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
         self.bytes_of: defaultdict[str, int] = defaultdict(int)
         self._known: set[int] = set()
 
@@ -31,7 +35,7 @@ class DenseKept:
 
         def see(t: Tensor) -> Tensor:
             storage = t.untyped_storage()
-            if storage._cdata not in self._known:
+            if storage._cdata not in self._known and t.dim() and t.shape[0] % self.samples == 0:
                 self._known.add(storage._cdata)
                 self.bytes_of[name] += storage.nbytes()
             return t
