@@ -196,7 +196,7 @@ ROWS = {
     "back_razor_mesa": _near("back_razor", "8 bits are not exact", "vit", "resnet", sparsity=0.0, value_dtype="int8"),
     "checkpointing": Row(METHODS["checkpointing"], {"input_dtype": "int8"}, off={"input_dtype": "same"}),
     "checkpointing_bf16": _near("checkpointing", "the inputs are rounded", "vit", "swinv2", input_dtype="bf16"),
-    "checkpointing_int4": _near("checkpointing", "the inputs are rounded", "vit", "resnet", input_dtype="int4"),
+    "checkpointing_int4": _near("checkpointing", "the inputs are rounded", "vit", "swinv2", input_dtype="int4"),
     "checkpointing_some": Row(
         METHODS["checkpointing"],
         {"input_dtype": "int8", "blocks": [0, -1]},
@@ -262,6 +262,6 @@ ROWS = {
     "low_bit_unfused": _near("low_bit", "a few bits are not exact", "vit", "swinv2", bits=8, attention="unfused"),
     "compact": Row(METHODS["compact"], off={}, models=(*USUAL, "mobilenet")),
     "compact_kept": Row(METHODS["compact"], {"attention": "kept"}, off={}, models=("vit", "swinv2")),
-    "compact_half": _near("compact", "GELU's inputs are rounded", "vit", "mobilenet", activation_dtype="bf16"),
+    "compact_half": _near("compact", "GELU's inputs are rounded", "vit", "swinv2", activation_dtype="bf16"),
     "mesa_published": _near("mesa", "8 bits are not exact", "vit", "swinv2", recompute_inputs=False),
 }
