@@ -29,8 +29,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 and a diff if stale")
     parser.add_argument(
         "--record",
-        choices=("counts", "adapters", "published", "costs"),
-        help="write benchmarks/*.json of counted numbers",
+        choices=("counts", "adapters", "published", "costs", "lost"),
+        help="write benchmarks/*.json of counted numbers, or what studies lost",
     )
     options = parser.parse_args()
     if options.record:

@@ -24,12 +24,14 @@ class Context(threading.local):
         tokens: the record (`efficient_ft.ops.tokens.Tokens`) of the tokens that the current layer takes; None: all.
         token_reduction_suspended: blocks neither drop nor merge tokens.
         local_only: this process takes steps that the other processes do not take.
+        short_reports: reports of `apply` leave out what has to be counted for them.
     """
 
     packing: Any = None
     tokens: Any = None
     token_reduction_suspended: bool = False
     local_only: bool = False
+    short_reports: bool = False
 
 
 #: The fields of the current thread.

@@ -2,7 +2,7 @@
 step), felt (memory of the process), and published (by the papers' own rule)."""
 
 from efficient_ft.cost.executed import Executed, Kept, executed, kept_after_forward, layer_flops
-from efficient_ft.cost.felt import DeviceMemory, Felt, StepMemory
+from efficient_ft.cost.felt import DeviceMemory, Felt, StepMemory, predicted_growth
 from efficient_ft.cost.measured import Cost, Measured, compare, time_steps
 from efficient_ft.cost.meter import LayerFlops, LiveTensor, Meter
 from efficient_ft.cost.published import Keeping, Published, published
@@ -38,6 +38,7 @@ __all__ = [
     "kept_after_forward",
     "layer_flops",
     "optimizer_state_bytes",
+    "predicted_growth",
     "published",
     "time_steps",
 ]

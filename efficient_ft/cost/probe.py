@@ -131,6 +131,13 @@ class Probe:
                     optimizer.zero_grad(set_to_none=True)
             return watched
 
+    def optimizer_bytes(self) -> int:
+        """Bytes of the optimizer's state once every parameter that trains has been updated; counted without a step."""
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            model, _ = self.copy(mode)
+            optimizer = self._optimizer(model)
+            return 0 if optimizer is None else sum(storages(state_tensors(optimizer)).values())
+
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
         """Build the optimizer of a copy, with the state of every parameter, as after some steps."""
         if self.build_optimizer is None:

@@ -253,3 +253,12 @@ def _write(name: str, record: Any) -> Path:
     file = ROOT / "benchmarks" / f"{name}.json"
     file.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return file
+
+
+def record_lost() -> str:
+    """Write what rows of the finished studies lost against full fine-tuning, for plans; returns the file's name."""
+    from docsgen.studies import points_lost
+
+    file = ROOT / "efficient_ft" / "planning" / "studies.json"
+    file.write_text(json.dumps(points_lost(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return str(file.relative_to(ROOT))

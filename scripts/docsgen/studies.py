@@ -54,6 +54,21 @@ def study_conditions(name: str) -> str:
     )
 
 
+def points_lost() -> dict[str, dict[str, float]]:
+    """By row, and by study: points of mean test accuracy below the row ``full`` over the same seeds."""
+    lost: dict[str, dict[str, float]] = {}
+    for folder in sorted((ROOT / "results").iterdir()):
+        found = records(folder.name)
+        base = {run["seed"]: test_accuracy(run) for run in found.finished("full")}
+        for row in found.study.rows:
+            runs = {run["seed"]: test_accuracy(run) for run in found.finished(row)}
+            seeds = base.keys() & runs.keys()
+            if seeds:
+                difference = sum(base[seed] - runs[seed] for seed in seeds) / len(seeds)
+                lost.setdefault(row, {})[found.study.title] = round(difference, 1)
+    return dict(sorted(lost.items()))
+
+
 #: Rows of deit_tiny_flowers102 that ALaST's Table 7 has, and the learning rate that the paper gives them.
 _ALAST_7 = {"head": ("ft_head", 1e-4), "full": ("ft_full", 1e-4), "top3": ("ft_top_3", 1e-4), "tome4": ("tome", 1e-4),
             "bsr": ("bsr", 1e-4), "full+lora": ("lora", 1e-3), "alast9": ("alast", 1e-4)}  # fmt: skip

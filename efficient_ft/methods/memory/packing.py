@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from efficient_ft.core.context import context
 from efficient_ft.methods.base import Applied
 from efficient_ft.methods.forwards import put_around
 from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod
@@ -158,6 +159,8 @@ class ActivationPacking(PartwiseMethod):
 
     def _notes(self, model: nn.Module, view: ModelView, packing: PackingState) -> tuple[str, ...]:
         """Name the operations inside packed parts that stay dense, with the bytes they keep."""
+        if context.short_reports:
+            return ()
         kept = _dense_bytes(model, view, packing)
         named = [f"{name} {size / 2**20:.2f}" for name, size in sorted(kept.items(), key=lambda x: -x[1])]
         return (f"dense inside packed parts, MiB per image: {', '.join(named)}",) if named else ()

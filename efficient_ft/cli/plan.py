@@ -1,0 +1,171 @@
+"""``efficient-ft plan KEY=VALUE... memory=SIZE``: which recipes of a run fit, what they cost, and what they lose."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from efficient_ft.core.allocator import restart_with, use_allocator
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.units import parse_bytes, parse_seconds
+
+if TYPE_CHECKING:
+    from efficient_ft.config import Config
+    from efficient_ft.planning import Plan
+
+DESCRIPTION = """\
+Find the recipes of a run that fit a memory budget, and the one to recommend.
+
+    efficient-ft plan model=vit_base data=folder data.root=DIR memory=4GB
+    efficient-ft plan model=deit_small data=cifar100 memory=3GiB time=2h loss=1 split=true
+    efficient-ft plan method=lora model=vit_base memory=2GB     every recipe keeps this method
+    efficient-ft plan --calibration outputs                     what was predicted, next to what was measured
+
+memory: of the process that trains, interpreter and libraries included; on a GPU, what is reserved on it. Workers that
+load images have memory of their own. time: of the whole training. loss: points of test accuracy that may be lost
+against full fine-tuning (default 1). split=true: the batch may be split into micro-batches. All other settings are
+those of the run.
+
+Recipes are counted without weights; those that matter are timed on this machine, on random images. Where the weights
+and images of the run are there, the gradients of recipes that are not exact are compared with the exact ones.
+Recommended is, of the recipes within all limits, the fastest of the best class: exact, near exact, approximate, or
+training a part. A run with the setting memory= stops before it takes more.
+"""
+
+#: Settings of a plan itself.
+_OWN = ("memory", "time", "loss", "split")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Plan the run that `arguments` (default: the command line's) describe, and print the plan.
+
+    Raises:
+        UserError: a setting that cannot be used.
+        SystemExit: with status 1 if nothing fits, or nothing is within the limits.
+    """
+    options = _parser().parse_intermixed_args(arguments)
+    if options.calibration is not None:
+        from efficient_ft.planning.calibration import calibration_text
+
+        print(calibration_text(options.calibration))
+        return
+    for word in options.settings:
+        if not word.partition("=")[1] or word.startswith("="):
+            raise UserError(f"{word}: settings have the form KEY=VALUE; see efficient-ft plan --help.")
+    own = dict(word.split("=", 1) for word in options.settings if word.partition("=")[0] in _OWN)
+    settings = [word for word in options.settings if word.partition("=")[0] not in _OWN]
+    if "memory" not in own:
+        raise UserError("Pass the budget: memory=SIZE, for example memory=4GB.")
+    parse_bytes("memory", own["memory"])  # a mistake is found before anything is loaded
+    if "time" in own:
+        parse_seconds("time", own["time"])
+    loss, split = _number("loss", own.get("loss", "1")), _flag("split", own.get("split", "false"))
+
+    def quiet(text: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+    allocator = next((word.partition("=")[2] for word in settings if word.startswith("allocator=")), "auto")
+    restart_with(allocator)
+    use_allocator(allocator)
+    found = plan(*settings, memory=own["memory"], time=own.get("time"), loss=loss, split=split, say=quiet)
+    quiet("")
+    from efficient_ft.planning.text import plan_text
+
+    print(plan_text(found, every=options.all))
+    if options.json is not None:
+        options.json.write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")
+    if options.figure is not None:
+        from efficient_ft.report.plan_figure import plan_figure
+
+        plan_figure(found, options.figure)
+    if found.recommended is None:
+        raise SystemExit(1)
+
+
+def plan(
+    *settings: str,
+    memory: str,
+    time: str | None = None,
+    loss: float = 1.0,
+    split: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """Find the recipes of a run that fit a memory budget; ``efficient_ft.plan`` and the command are this function.
+
+    Args:
+        settings: of the run, as on the command line (``"model=deit_small", "data=cifar100"``). With ``method=...``
+            among them every recipe keeps these methods.
+        memory: the budget with its unit, e.g. ``"4GB"``: of the process, interpreter and libraries included; on a GPU
+            what is reserved on it.
+        time: the budget of training time with its unit, e.g. ``"2h"``; None: none.
+        loss: points of test accuracy that may be lost against full fine-tuning.
+        split: the batch may be split into micro-batches whose gradients are added up.
+        say: reports progress.
+
+    Returns:
+        The options, what is excluded and why, and the recommended option, see `efficient_ft.planning.Plan`.
+
+    Raises:
+        UserError: a setting that cannot be used.
+    """
+    from efficient_ft.cli.compose import configurations
+    from efficient_ft.cli.groups import CONF, register
+
+    memory_bytes = parse_bytes("memory", memory)
+    seconds = None if time is None else parse_seconds("time", time)
+    register()
+
+    def configure(words: Sequence[str]) -> Config:
+        (config,) = configurations(CONF, "train", words, sweep=False)
+        return config
+
+    from efficient_ft.planning import make_plan
+
+    return make_plan(
+        settings,
+        configure,
+        memory_bytes=memory_bytes,
+        max_seconds=seconds,
+        loss=loss,
+        split_batch=split,
+        chosen=_methods(settings),
+        say=say,
+    )
+
+
+def _methods(settings: Sequence[str]) -> list[str]:
+    """The options of the group ``method`` that the settings choose."""
+    values = [word.partition("=")[2] for word in settings if word.startswith("method=")]
+    return [name.strip() for name in values[-1].strip("[]").split(",") if name.strip()] if values else []
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="efficient-ft plan", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="memory=SIZE, and settings of the run")
+    parser.add_argument("--all", action="store_true", help="print every recipe that fits, not only the front")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to FILE")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="also draw peak against step time (.svg, .png)")
+    parser.add_argument(
+        "--calibration", type=Path, nargs="+", metavar="DIR", help="summarize what runs with memory= measured"
+    )
+    return parser
+
+
+def _number(setting: str, text: str) -> float:
+    if not re.fullmatch(r"\d+(\.\d+)?|\.\d+", text):
+        raise SettingError(setting, text, "a number of points >= 0", "For example loss=1.")
+    return float(text)
+
+
+def _flag(setting: str, text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise SettingError(setting, text, ("true", "false"))
+    return text.lower() == "true"

@@ -1,0 +1,58 @@
+"""Sizes and times as a user writes them: ``4GB``, ``3.5GiB``, ``2h``, ``1h30min``."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from efficient_ft.core.errors import SettingError
+
+#: Bytes of each unit; decimal units are powers of 1000, binary ones of 1024.
+BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+         "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}  # fmt: skip
+#: Seconds of each unit.
+SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
+
+_NUMBER = r"(\d+(?:\.\d+)?|\.\d+)"
+
+
+def parse_bytes(setting: str, value: object) -> int:
+    """Return the bytes that `value` stands for, e.g. ``4GB`` (4·10⁹) or ``4GiB`` (4·2³⁰), in any case of letters.
+
+    Args:
+        setting: its name, for the error.
+        value: as given.
+
+    Raises:
+        SettingError: it is not a positive number with a unit.
+    """
+    units = {name.lower(): size for name, size in BYTES.items()}
+    found = re.fullmatch(rf"{_NUMBER}\s*({'|'.join(units)})", str(value).strip().lower())
+    size = 0 if found is None else int(float(found[1]) * units[found[2]])
+    if not size:
+        number = re.fullmatch(_NUMBER, str(value).strip())
+        shown = number[1] if number and float(number[1]) else "4"
+        do = f"For example {setting}={shown}GB (10⁹ bytes each) or {setting}={shown}GiB (2³⁰ bytes each)."
+        raise SettingError(setting, value, f"a number with a unit: {', '.join(BYTES)}", do)
+    return size
+
+
+def parse_seconds(setting: str, value: object) -> float:
+    """Return the seconds that `value` stands for, e.g. ``2h``, ``90min``, ``1h30min``.
+
+    Args:
+        setting: its name, for the error.
+        value: as given.
+
+    Raises:
+        SettingError: it is not one or several positive numbers with a unit each.
+    """
+    part = rf"{_NUMBER}\s*({'|'.join(SECONDS)})"
+    text = str(value).strip()
+    total = 0.0
+    if re.fullmatch(rf"(?:{part}\s*)+", text):
+        total = sum(float(number) * SECONDS[unit] for number, unit in re.findall(part, text))
+    if not total or math.isinf(total):
+        do = f"For example {setting}=2h or {setting}=90min."
+        raise SettingError(setting, value, f"a number with a unit: {', '.join(SECONDS)}", do)
+    return total

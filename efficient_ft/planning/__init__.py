@@ -1,0 +1,6 @@
+"""Plans: which recipes of a run fit a memory budget, what they cost, and what they lose."""
+
+from efficient_ft.planning.candidates import Candidate, Exactness
+from efficient_ft.planning.planner import Excluded, Option, Plan, make_plan
+
+__all__ = ["Candidate", "Exactness", "Excluded", "Option", "Plan", "make_plan"]

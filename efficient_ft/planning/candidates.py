@@ -1,0 +1,187 @@
+"""The recipes that a plan examines: combinations over all axes, as they are written on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+from efficient_ft.config import Config
+
+
+class Exactness(IntEnum):
+    """How close the updates of a recipe are to those of plain full fine-tuning; the lowest value is preferred."""
+
+    EXACT = 0  # the same up to rounding
+    NEAR = 1  # everything trains; the gradient's cosine with the exact one is at least .99, or moments have 8 bits
+    APPROXIMATE = 2  # everything trains, with a coarser gradient or optimizer
+    PART = 3  # a part of the network or an addition to it trains
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One recipe.
+
+    Attributes:
+        methods: options of the group ``method``.
+        settings: of the methods and the optimizer, as on the command line.
+        exactness: the class of its updates.
+        row: the row of the finished studies that shows what it loses, without its memory method; None: there is none.
+        in_backward: the optimizer steps inside the backward pass.
+        state_bits: bits of the optimizer's moments.
+        micro_batches: parts that the batch is split into, whose gradients are added up.
+        time_factor: time of a step with this memory method, relative to the same FLOPs without (bench step).
+    """
+
+    methods: tuple[str, ...]
+    settings: tuple[str, ...] = ()
+    exactness: Exactness = Exactness.EXACT
+    row: str | None = None
+    in_backward: bool = False
+    state_bits: int = 32
+    micro_batches: int = 1
+    time_factor: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """The recipe in short, e.g. ``full+low_bit:bits=4, 8-bit AdamW``."""
+        parts = []
+        for method in self.methods:
+            own = [s.removeprefix(f"method.{method}.") for s in self.settings if s.startswith(f"method.{method}.")]
+            parts.append(method + (":" + ",".join(own) if own else ""))
+        notes = [] if self.state_bits == 32 else [f"{self.state_bits}-bit moments"]
+        notes += ["steps in backward"] if self.in_backward else []
+        notes += [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []
+        return ", ".join(["+".join(parts), *notes])
+
+    def arguments(self, config: Config, method: bool = True) -> list[str]:
+        """The settings of the command line that make a run this recipe.
+
+        Args:
+            config: of the run without it.
+            method: False: the methods are already chosen in `config`.
+        """
+        arguments = []
+        if method:
+            arguments.append(f"method={self.methods[0]}" if len(self.methods) == 1 else
+                             f"method=[{','.join(self.methods)}]")  # fmt: skip
+        arguments += self.settings
+        if self.state_bits != config.optim.state_bits:
+            arguments.append(f"optim.state_bits={self.state_bits}")
+        if self.in_backward and not config.optim.in_backward:
+            arguments.append("optim.in_backward=true")
+            if config.optim.grad_clip_norm is not None:
+                arguments.append("optim.grad_clip_norm=null")
+        if self.micro_batches > 1:
+            arguments.append(f"data.batch_size={-(-config.data.batch_size // self.micro_batches)}")
+            arguments.append(f"trainer.grad_accum_steps={config.trainer.grad_accum_steps * self.micro_batches}")
+        return arguments
+
+
+#: The memory axis: option, settings, exactness, and time relative to the same FLOPs (two cores of an EPYC with
+#: AVX-512, DeiT-S, batch 16; a plan replaces it by a measurement for the recipes that matter).
+_MEMORY = (
+    ((), (), Exactness.EXACT, 1.0),
+    (("compact",), (), Exactness.EXACT, 1.05),
+    (("low_bit",), ("method.low_bit.bits=8",), Exactness.NEAR, 1.05),
+    (("low_bit",), (), Exactness.NEAR, 1.05),
+    (("checkpointing",), (), Exactness.EXACT, 1.0),
+    (("low_bit",), ("method.low_bit.bits=3",), Exactness.APPROXIMATE, 1.08),
+    (("low_bit",), ("method.low_bit.bits=2",), Exactness.APPROXIMATE, 1.12),
+    (("checkpointing",), ("method.checkpointing.input_dtype=int4",), Exactness.APPROXIMATE, 1.02),
+)
+#: Of these, the one that is combined with stacks that train a part, or compute less: by far the smallest near exact.
+_OF_STACKS = (3,)
+#: The ones that are examined with an optimizer that steps in the backward pass.
+_IN_BACKWARD = (1, 3, 4, 6)
+#: The optimizer axis: bits, in backward, exactness.
+_OPTIMIZER = (
+    (32, False, Exactness.EXACT),
+    (32, True, Exactness.EXACT),
+    (8, False, Exactness.NEAR),
+    (8, True, Exactness.NEAR),
+    (4, True, Exactness.APPROXIMATE),
+)
+
+
+def candidates(config: Config, blocks: int, chosen: Sequence[str] = (), memory: bool = True) -> Iterator[Candidate]:
+    """Yield the recipes to examine for a run, the preferred ones first.
+
+    Args:
+        config: of the run.
+        blocks: of the network.
+        chosen: the options of the group ``method`` that the user has chosen, all of which are kept; empty: none.
+        memory: combine them with methods of the memory axis; False: the user has chosen one.
+    """
+    stacks = [Candidate(tuple(chosen))] if chosen else list(_stacks(blocks))
+    for k, stack in enumerate(stacks):
+        whole = k == 0
+        kinds = range(len(_MEMORY)) if whole else (0,) if stack.methods == ("head",) else _OF_STACKS
+        for at in kinds if memory else (0,):
+            methods, settings, exactness, factor = _MEMORY[at]
+            packed = replace(
+                stack,
+                methods=(*stack.methods, *methods),
+                settings=(*stack.settings, *settings),
+                exactness=max(stack.exactness, exactness),
+                time_factor=factor,
+            )
+            yield from _with_optimizers(packed, config, at in _IN_BACKWARD) if whole else (packed,)
+
+
+def split(candidate: Candidate, config: Config) -> Iterator[Candidate]:
+    """Yield `candidate` with the batch in 2, 4, 8, ... parts; nothing if it steps in the backward pass."""
+    if candidate.in_backward:
+        return
+    parts = 2
+    while parts <= config.data.batch_size:
+        if config.data.batch_size % parts == 0:
+            yield replace(candidate, micro_batches=parts)
+        parts *= 2
+
+
+def _stacks(blocks: int) -> Iterator[Candidate]:
+    """What trains and what is computed; the first trains everything exactly."""
+    part, near = Exactness.PART, Exactness.APPROXIMATE
+    upper = f"[{','.join(map(str, range(blocks // 2, blocks)))}]"
+    yield Candidate(("full",), row="full")
+    yield Candidate(("full", "lora"), (), part, "full+lora")
+    yield Candidate(("full", "lbp_dct"), ("method.lbp_dct.order=4",), near, "full+dct4")
+    if blocks > 1:
+        yield Candidate(("blocks",), (f"method.blocks.blocks={upper}",), part)
+    yield Candidate(("bsr",), (), part, "bsr")
+    yield Candidate(("last_stage",), (), part, "last_stage")
+    yield Candidate(("bitfit",), (), part, "bitfit")
+    yield Candidate(("head",), (), part, "head")
+    yield Candidate(("full", "tome"), ("method.tome.r=4",), near, "full+tome4")
+    if blocks > 1:
+        yield Candidate(("blocks", "tome"), (f"method.blocks.blocks={upper}", "method.tome.r=16"), part,
+                        "blocks6+tome16+mesa")  # fmt: skip
+
+
+def _with_optimizers(candidate: Candidate, config: Config, backward: bool) -> Iterator[Candidate]:
+    """Yield the recipe with each optimizer that the run can have; the user's own choice is kept.
+
+    Args:
+        candidate: the recipe.
+        config: of the run.
+        backward: also with steps in the backward pass.
+    """
+    optim, trainer = config.optim, config.trainer
+    own = Candidate(()).state_bits != optim.state_bits or optim.in_backward
+    if own or optim.name == "sgd":
+        kinds = [(optim.state_bits, optim.in_backward, Exactness.EXACT)]
+        if optim.name == "sgd" and not optim.in_backward:
+            kinds.append((32, True, Exactness.EXACT))
+    else:
+        kinds = list(_OPTIMIZER)
+    alone = trainer.grad_accum_steps == 1 and trainer.precision != "fp16" and trainer.devices in (1, "auto")
+    for bits, in_backward, exactness in kinds:
+        if in_backward and not (optim.in_backward or (alone and backward)):
+            continue
+        yield replace(
+            candidate,
+            state_bits=bits,
+            in_backward=in_backward,
+            exactness=max(candidate.exactness, exactness),
+        )

@@ -1,0 +1,56 @@
+"""How close a recipe's gradient comes to the exact one, on a few of the run's own training images."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from efficient_ft.bench.gradients import error_and_cosine, step_gradients
+from efficient_ft.config import Config
+from efficient_ft.core.errors import UserError
+from efficient_ft.methods.base import apply_methods
+from efficient_ft.methods.build import build_methods
+from efficient_ft.models import factory
+from efficient_ft.training.datamodule import open_images
+
+#: Images of the batch.
+IMAGES = 4
+
+
+class Closeness:
+    """The exact gradient of a run's network with its weights.
+
+    Args:
+        config: of the run.
+        device: where gradients are computed.
+    """
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        data = config.data.model_copy(update={"batch_size": IMAGES, "num_workers": 0})
+        images = open_images(config.model_copy(update={"data": data, "tasks": {}}), factory.input_of(config.model))
+        self._batch = tuple(part.to(device) for part in next(iter(images.train_loader())))
+        torch.manual_seed(config.seed)
+        self._plain = factory.create_model(config.model, images.num_classes).to(device)
+        head = self._plain.get_classifier() if hasattr(self._plain, "get_classifier") else None
+        weight = getattr(head, "weight", None)
+        if weight is not None and not weight.any():  # a head that starts from zero passes no gradient on
+            torch.nn.init.trunc_normal_(weight, std=0.02)
+        self._exact = step_gradients(self._plain, self._batch, seed=config.seed).gradients
+        self._seed = config.seed
+
+    def cosine(self, config: Config) -> float | None:
+        """The cosine of the recipe's gradient with the exact one, over what the recipe trains of the network itself.
+
+        None if it trains nothing of it, or cannot take a step here.
+        """
+        model, methods = copy.deepcopy(self._plain), build_methods(config)
+        try:
+            apply_methods(model, methods)
+            steps = max((method.warmup_steps for method in methods), default=0)
+            for step in range(steps + 1):
+                found = step_gradients(model, self._batch, methods=methods, step=step, seed=self._seed).gradients
+            keys = [key for key in found if key in self._exact]
+            return error_and_cosine(self._exact, found, keys)[1] if keys else None
+        except UserError:
+            return None

@@ -1,0 +1,162 @@
+"""Count the recipes of a plan on fake tensors: no weights, no data, about a second each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from efficient_ft.config import Config
+from efficient_ft.core.context import set_context
+from efficient_ft.core.errors import UserError
+from efficient_ft.cost import StepSpec
+from efficient_ft.cost.executed import count
+from efficient_ft.cost.probe import Probe, undisturbed
+from efficient_ft.methods.base import Method
+from efficient_ft.methods.build import build_methods
+from efficient_ft.models import factory
+from efficient_ft.models.view import view
+from efficient_ft.training.optimizer import build_optimizer
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What one optimizer step of a recipe takes, all micro-batches in it.
+
+    Attributes:
+        resident_bytes: of the model and the batch, there before the step.
+        step_bytes: the peak above them, with the optimizer's state and accumulated gradients.
+        optimizer_bytes: of the optimizer's state, part of `step_bytes`.
+        flops: of the step.
+        trainable: parameters that train.
+    """
+
+    resident_bytes: int
+    step_bytes: int
+    optimizer_bytes: int
+    flops: float
+    trainable: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """The counted peak: model, batch, activations, gradients and optimizer."""
+        return self.resident_bytes + self.step_bytes
+
+
+class Counter:
+    """Counts recipes of one network.
+
+    Args:
+        config: of the run; its model.
+        num_classes: of the network.
+    """
+
+    def __init__(self, config: Config, num_classes: int) -> None:
+        self._config, self._classes = config, num_classes
+        self._light = self._on_meta_device()
+        self.blocks = len(view(self._light).blocks)
+        self._found: dict[str, Counted] = {}
+        self._shares: dict[int, float] = {}
+
+    def network(self) -> nn.Module:
+        """A new network on the CPU, with random weights."""
+        return factory.random_model(self._config.model, self._classes)
+
+    def _on_meta_device(self) -> nn.Module:
+        """The network without memory for its weights."""
+        network = self.network()
+        return network.to("meta")
+
+    def __call__(self, config: Config, methods: list[Method] | None = None) -> Counted:
+        """Count a step of the run `config`, whose network is the counter's.
+
+        Raises:
+            UserError: the methods cannot be built, or applied to the network.
+        """
+        plain = config.model_copy(update={"optim": config.optim.model_copy(update={"state_bits": 32})})
+        key = plain.model_dump_json(include={"method", "optim", "trainer", "data"})
+        if key not in self._found:
+            self._found[key] = self._count(plain, build_methods(config) if methods is None else methods)
+        counted, bits = self._found[key], config.optim.state_bits
+        if bits == 32 or not counted.optimizer_bytes:
+            return counted
+        small = round(counted.optimizer_bytes * self._share(config, bits))
+        return replace(
+            counted, step_bytes=counted.step_bytes - counted.optimizer_bytes + small, optimizer_bytes=small
+        )
+
+    def _share(self, config: Config, bits: int) -> float:
+        """The bytes of an optimizer's state with few bits, as a share of those with 32, over the whole network."""
+        if bits not in self._shares:
+            sizes = []
+            for of in (32, bits):
+                optim = config.optim.model_copy(update={"state_bits": of, "in_backward": False})
+                probe = Probe(self._light, (), step_spec(config),
+                              lambda model, o=optim: build_optimizer(model, o, config.trainer.precision))  # fmt: skip
+                sizes.append(probe.optimizer_bytes())
+            self._shares[bits] = sizes[1] / sizes[0]
+        return self._shares[bits]
+
+    def _count(self, config: Config, methods: list[Method]) -> Counted:
+        spec = step_spec(config)
+        warm = max((method.warmup_steps for method in methods), default=0)
+        with set_context("short_reports", True):
+            probe = Probe(
+                self.network() if warm else self._light,
+                methods,
+                spec,
+                lambda model: build_optimizer(model, config.optim, config.trainer.precision),
+            )
+        with undisturbed():
+            probe.warm_up()
+            try:
+                steps = probe.watch(
+                    spec.batch_size, True, [(step, False) for step in range(probe.methods.cost_steps)]
+                )
+            except UserError:
+                raise
+            except Exception:  # fake tensors cannot follow this network: real runs of few images, as `executed` does
+                probe = Probe(self.network(), methods, spec, probe.build_optimizer)
+                probe.warm_up()
+                counted = count(probe)
+                resident, peak = counted.model_bytes + counted.batch_bytes, counted.peak_bytes
+                optimizer, flops = counted.optimizer_bytes or 0, counted.flops * spec.batch_size
+            else:
+                resident, peak = steps[0].model_bytes + steps[0].batch_bytes, max(step.peak for step in steps)
+                optimizer = steps[0].optimizer_bytes or 0
+                flops = sum(sum(step.flops.values()) for step in steps) / len(steps)
+        trains = [p for p in probe.model.parameters() if p.requires_grad]
+        parts = config.trainer.grad_accum_steps
+        gradients = sum(p.numel() * p.element_size() for p in trains) if parts > 1 else 0
+        return Counted(
+            resident_bytes=resident,
+            step_bytes=peak - resident + optimizer + gradients,
+            optimizer_bytes=optimizer,
+            flops=flops * parts,
+            trainable=sum(p.numel() for p in trains),
+        )
+
+
+def step_spec(config: Config) -> StepSpec:
+    """The settings of a step of a run."""
+    spec = factory.input_of(config.model)
+    return StepSpec(
+        config.data.batch_size,
+        spec.size,
+        config.trainer.precision,
+        label_smoothing=config.optim.label_smoothing,
+        in_chans=len(spec.mean),
+        frozen_bn=config.model.frozen_bn,
+        grad_clip_norm=config.optim.grad_clip_norm,
+    )
+
+
+def on_device(config: Config) -> torch.device:
+    """The device on which a run would train."""
+    chosen = config.trainer.accelerator
+    if chosen in ("auto", "gpu") and torch.cuda.is_available():
+        return torch.device("cuda")
+    if chosen in ("auto", "mps") and torch.backends.mps.is_available():
+        return torch.device("mps")
+    return torch.device("cpu")

@@ -1,0 +1,386 @@
+"""Find the recipes of a run that fit a memory budget, and the one to recommend.
+
+Every candidate is counted on fake tensors, and the memory of its process predicted from the count. Those that fit and
+are preferred are timed on this machine; the times of the others are estimated from FLOPs. What they lose is measured
+on images of the user's own where weights and images are there (the cosine of the gradient with the exact one), and
+known from finished studies otherwise.
+"""
+
+from __future__ import annotations
+
+import time as clock
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from efficient_ft.config import Config, data_configs
+from efficient_ft.core.allocator import allocator_in_use
+from efficient_ft.core.errors import SettingError, UserError, first_line
+from efficient_ft.core.process_memory import resident_bytes
+from efficient_ft.cost import predicted_growth
+from efficient_ft.data import class_count
+from efficient_ft.methods.build import build_methods
+from efficient_ft.methods.declarations import Axis
+from efficient_ft.models import factory
+from efficient_ft.ops.packing.kernels import cpu
+from efficient_ft.planning.candidates import Candidate, Exactness, candidates, split
+from efficient_ft.planning.closeness import Closeness
+from efficient_ft.planning.counting import Counted, Counter, on_device
+from efficient_ft.planning.studies import points_lost
+from efficient_ft.planning.timing import step_seconds
+from efficient_ft.training.datamodule import missing_images, open_images, run_length
+
+#: Returns the checked configuration of a run with further settings, as on the command line.
+Configure = Callable[[Sequence[str]], Config]
+
+#: Classes if there are no images to count them: ImageNet's.
+_UNKNOWN_CLASSES = 1000
+#: A recipe fits if its growth may be this much above the predicted one.
+MARGIN = 1.1
+#: Recipes whose step times differ by less are equally fast.
+_TIE = 1.03
+#: Seconds for counting, and for timing. A plan is done within a minute on two cores.
+_COUNTING, _TIMING = 35.0, 15.0
+
+
+@dataclass(frozen=True)
+class Option:
+    """A recipe of a plan with what it costs and loses.
+
+    Attributes:
+        name: in tables.
+        arguments: of the command line, all that make the run.
+        exactness: its class.
+        counted: what a step takes.
+        process_bytes: predicted peak of the process (on a GPU: of the memory reserved on it).
+        step_seconds: of an optimizer step; None: neither timed nor estimated.
+        timed: the step was timed here; False: the time is estimated from FLOPs.
+        cosine: of the gradient with the exact one, over the parameters that the recipe trains, on the user's own
+            images; 1 where it is exact; None: not measured.
+        points_lost: by study: points of test accuracy below full fine-tuning, without the memory method.
+        on_front: no other option that fits is better in peak, step time and exactness at once.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    exactness: Exactness
+    counted: Counted
+    process_bytes: int
+    step_seconds: float | None = None
+    timed: bool = False
+    cosine: float | None = None
+    points_lost: dict[str, float] = field(default_factory=dict)
+    on_front: bool = False
+
+    @property
+    def command(self) -> str:
+        """The words of the command line that trains it."""
+        return "efficient-ft " + " ".join(f"'{a}'" if any(c in a for c in "[]{}, ") else a for a in self.arguments)
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """A recipe that is not an option: its name, the reason, and its predicted peak if it was counted."""
+
+    name: str
+    reason: str
+    process_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a plan found.
+
+    Attributes:
+        memory_bytes: the budget.
+        base_bytes: memory of the process before the model: interpreter and libraries.
+        allocator: of the process.
+        device: where the run would train.
+        options: those that fit, by exactness and step time.
+        excluded: the others.
+        recommended: the option to take; None: nothing fits, or nothing within the limits of time and loss.
+        smallest_bytes: the smallest budget for which one of the recipes examined would fit.
+        smallest: the name of that recipe.
+        steps: optimizer steps of the run; None: unknown without the images.
+        seconds: that planning took.
+    """
+
+    memory_bytes: int
+    base_bytes: int
+    allocator: str
+    device: str
+    options: tuple[Option, ...]
+    excluded: tuple[Excluded, ...]
+    recommended: Option | None
+    smallest_bytes: int
+    smallest: str
+    steps: int | None
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """The attributes in plain containers, for JSON."""
+        return asdict(self)
+
+
+def make_plan(
+    settings: Sequence[str],
+    configure: Configure,
+    *,
+    memory_bytes: int,
+    max_seconds: float | None = None,
+    loss: float = 1.0,
+    split_batch: bool = False,
+    chosen: Sequence[str] = (),
+    say: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """Plan a run; see the module.
+
+    Args:
+        settings: of the run, as on the command line, without those of methods unless `chosen`.
+        configure: makes configurations from settings.
+        memory_bytes: the budget: the process's resident memory; on a GPU, memory reserved on it.
+        max_seconds: the budget of training time; None: none.
+        loss: points of test accuracy that may be lost against full fine-tuning.
+        split_batch: the batch may be split into micro-batches whose gradients are added up.
+        chosen: options of the group ``method`` in `settings`, which every recipe keeps.
+        say: reports progress.
+
+    Raises:
+        UserError: a setting that cannot be used, or a model that cannot be built.
+        SettingError: the budget is below what the weights alone take; a budget of time without images.
+    """
+    began = clock.perf_counter()
+    base = configure([*settings, *([] if chosen else ["method=full"])])
+    device = on_device(base)
+    steps = _run_steps(base)
+    if max_seconds is not None and steps is None:
+        raise SettingError(
+            "time", f"{max_seconds:.0f}s", "left out without the images", "They tell how many steps the run has."
+        )
+    counts = [class_count(data) for data in data_configs(base)]
+    base_bytes = 0 if device.type == "cuda" else resident_bytes()
+    counter = Counter(base, counts[0] or _UNKNOWN_CLASSES)
+    allocator = allocator_in_use()
+    planner = _Planner(list(settings), configure, counter, base, base_bytes, allocator, device, bool(chosen))
+
+    memory_free = not any(getattr(method, "axis", None) is Axis.MEMORY for method in build_methods(base))
+    found: list[tuple[Candidate, Option]] = []
+    excluded: list[Excluded] = []
+    pool = list(candidates(base, counter.blocks, chosen, memory_free or not chosen))
+    for candidate in pool:
+        if clock.perf_counter() - began > _COUNTING:
+            excluded.append(Excluded(candidate.name, "not examined: the time for planning was over"))
+            continue
+        say(f"counting {candidate.name}")
+        try:
+            found.append((candidate, planner.option(candidate)))
+        except UserError as error:
+            excluded.append(Excluded(candidate.name, first_line(error)))
+    if not found:
+        raise UserError(f"No recipe can be used with this model: {excluded[0].reason}")
+    weights = base_bytes + found[0][1].counted.resident_bytes
+    if weights > memory_bytes:
+        raise SettingError(
+            "memory",
+            f"{memory_bytes / 1e9:.2f}GB",
+            f"at least {weights / 1e9:.2f}GB",
+            f"So much is taken before the first step: {base_bytes / 1e9:.2f} GB by the interpreter and its libraries,"
+            f" {(weights - base_bytes) / 1e9:.2f} GB by the model and a batch. Choose a smaller model, data.batch_size or"
+            " model.image_size.",
+        )
+    fitting = [pair for pair in found if planner.fits(pair[1], memory_bytes)]
+    if split_batch and not any(option.exactness is Exactness.EXACT for _, option in fitting):
+        for candidate, _ in [pair for pair in found if pair not in fitting]:
+            for parts in split(candidate, base):
+                option = planner.option(parts)
+                if planner.fits(option, memory_bytes):
+                    fitting.append((parts, option))
+                    break
+    kept = {id(option) for _, option in fitting}
+    least = min((option for _, option in found), key=lambda o: planner.bound(o))
+    excluded += [
+        Excluded(option.name, f"its process may take {planner.bound(option) / 1e9:.2f} GB", option.process_bytes)
+        for _, option in found
+        if id(option) not in kept
+    ]
+    fitting = planner.with_times(fitting, clock.perf_counter() + _TIMING, say)
+    fitting = planner.with_losses(fitting, say)
+    options = _with_front(sorted((option for _, option in fitting), key=_preference))
+    recommended = _recommend(options, loss, None if max_seconds is None or steps is None else max_seconds / steps)
+    return Plan(
+        memory_bytes,
+        base_bytes,
+        allocator,
+        str(device),
+        tuple(options),
+        tuple(excluded),
+        recommended,
+        planner.bound(least),
+        least.name,
+        steps,
+        clock.perf_counter() - began,
+    )
+
+
+@dataclass
+class _Planner:
+    """What the candidates of one plan have in common."""
+
+    settings: list[str]
+    configure: Configure
+    counter: Counter
+    base: Config
+    base_bytes: int
+    allocator: str
+    device: torch.device
+    chosen: bool
+    kernel_bytes: int | None = None
+    configs: dict[str, Config] = field(default_factory=dict)
+
+    def option(self, candidate: Candidate) -> Option:
+        """Count a candidate and predict its memory."""
+        own = candidate.arguments(self.base, method=True)
+        settings = [s for s in self.settings if not (self.chosen and s.startswith("method="))]
+        taken = {argument.partition("=")[0] for argument in own}
+        settings = [s for s in settings if s.partition("=")[0] not in taken]
+        config = self.configure([*settings, *own])
+        methods = build_methods(config)
+        counted = self.counter(config, methods)
+        arguments = (*settings, *own)
+        name = candidate.name
+        self.configs[name] = config
+        packs = config.optim.state_bits < 32 or any(getattr(m, "axis", None) is Axis.MEMORY for m in methods)
+        return Option(
+            name,
+            arguments,
+            candidate.exactness,
+            counted,
+            self._process_bytes(counted, packs),
+            points_lost=points_lost(candidate.row),
+            cosine=1.0 if candidate.exactness is Exactness.EXACT else None,
+        )
+
+    def _process_bytes(self, counted: Counted, packs: bool) -> int:
+        if self.device.type == "cuda":  # the allocator rounds, and keeps blocks
+            return round(1.1 * counted.peak_bytes)
+        kernels = self._kernels() if packs else 0
+        return self.base_bytes + kernels + counted.resident_bytes + predicted_growth(counted.step_bytes, self.allocator)
+
+    def _kernels(self) -> int:
+        """Memory of the packing kernels' compiler, loaded once."""
+        if self.kernel_bytes is None:
+            before = resident_bytes()
+            cpu.load()
+            self.kernel_bytes = max(resident_bytes() - before, 0)
+        return self.kernel_bytes
+
+    def bound(self, option: Option) -> int:
+        """The budget that an option needs: its prediction, with `MARGIN` on the growth."""
+        growth = option.process_bytes - self.base_bytes - option.counted.resident_bytes
+        return round(option.process_bytes + (MARGIN - 1) * growth)
+
+    def fits(self, option: Option, memory_bytes: int) -> bool:
+        """True if the option stays within the budget."""
+        return self.bound(option) <= memory_bytes
+
+    def with_times(
+        self, fitting: list[tuple[Candidate, Option]], deadline: float, say: Callable[[str], None]
+    ) -> list[tuple[Candidate, Option]]:
+        """Time the preferred options until the deadline, and estimate the others' times from theirs."""
+        order = sorted(fitting, key=lambda pair: (_rough(*pair)))
+        best_of: dict[Exactness, list[tuple[Candidate, Option]]] = {}
+        for pair in order:
+            best_of.setdefault(pair[1].exactness, []).append(pair)
+        queue = [of[at] for at in range(2) for of in (best_of[key] for key in sorted(best_of)) if at < len(of)]
+        timed: dict[str, float] = {}
+        images, rate = 1, 0.0
+        for candidate, option in queue:
+            left = deadline - clock.perf_counter()
+            if left < 0 and timed:
+                break
+            say(f"timing {option.name}")
+            config = self.configs[option.name]
+            if not rate:  # a first step of one image tells how many images a step can have
+                seconds = step_seconds(config, self.counter, self.device, 1, 1.0)
+                rate = seconds / option.counted.flops
+            whole = rate * option.counted.flops / config.trainer.grad_accum_steps
+            images = max(1, min(config.data.batch_size, int(config.data.batch_size * 1.5 / max(whole, 1e-9))))
+            seconds = step_seconds(config, self.counter, self.device, images, max(left / 2, 1.0))
+            timed[option.name] = seconds
+            rate = seconds / option.counted.flops / candidate.time_factor
+        rates = sorted(
+            timed[o.name] / o.counted.flops / c.time_factor for c, o in fitting if o.name in timed
+        )
+        usual = rates[len(rates) // 2] if rates else None
+        return [
+            (c, replace(o, step_seconds=timed[o.name], timed=True))
+            if o.name in timed
+            else (c, replace(o, step_seconds=None if usual is None else usual * o.counted.flops * c.time_factor))
+            for c, o in fitting
+        ]
+
+    def with_losses(
+        self, fitting: list[tuple[Candidate, Option]], say: Callable[[str], None]
+    ) -> list[tuple[Candidate, Option]]:
+        """Measure the gradients of the options that are not exact, where weights and images are there."""
+        open_ = [pair for pair in fitting if pair[1].cosine is None and pair[0].micro_batches == 1]
+        if not open_ or factory.missing_weights(self.base.model) is not None or missing_images(self.base):
+            return fitting
+        if not self.base.model.pretrained and self.base.model.weights is None:
+            return fitting  # random weights: no gradient of interest
+        say("comparing gradients")
+        closeness = Closeness(self.base, self.device)
+        measured = {option.name: closeness.cosine(self.configs[option.name]) for _, option in open_}
+        return [(c, replace(o, cosine=measured.get(o.name, o.cosine))) for c, o in fitting]
+
+
+def _run_steps(config: Config) -> int | None:
+    """Optimizer steps of the run; None without its images."""
+    if missing_images(config):
+        return None
+    return run_length(config, open_images(config, factory.input_of(config.model)), 1)[1]
+
+
+def _rough(candidate: Candidate, option: Option) -> tuple[int, float]:
+    """Sorts options before their times are known: by class, then by FLOPs."""
+    return option.exactness, option.counted.flops * candidate.time_factor * (1.02 if candidate.in_backward else 1)
+
+
+def _preference(option: Option) -> tuple[int, float, int]:
+    """Sorts options: by class, then by time, then by memory."""
+    return option.exactness, option.step_seconds or 0.0, option.process_bytes
+
+
+def _with_front(options: list[Option]) -> list[Option]:
+    """Mark the options that no other one is better than in peak, step time and exactness at once."""
+
+    def values(o: Option) -> tuple[float, float, float]:
+        loss = float(o.exactness) if o.cosine is None else float(o.exactness) + (1 - o.cosine) / 2
+        return o.process_bytes, o.step_seconds or 0.0, loss
+
+    def better(a: Option, b: Option) -> bool:
+        va, vb = values(a), values(b)
+        return va != vb and all(x <= y for x, y in zip(va, vb, strict=True))
+
+    return [replace(o, on_front=not any(better(other, o) for other in options)) for o in options]
+
+
+def _recommend(options: Sequence[Option], loss: float, step_limit: float | None) -> Option | None:
+    """The option of the best class within the limits, the fastest in it, exact or small where equally fast."""
+
+    def allowed(o: Option) -> bool:
+        if step_limit is not None and (o.step_seconds or 0.0) > step_limit:
+            return False
+        if o.exactness <= Exactness.NEAR:
+            return o.cosine is None or o.cosine >= 0.98
+        return bool(o.points_lost) and max(o.points_lost.values()) <= loss
+
+    left = [o for o in options if allowed(o)]
+    if not left:
+        return None
+    best = min(o.exactness for o in left)
+    left = [o for o in left if o.exactness == best]
+    fastest = min(o.step_seconds or 0.0 for o in left)
+    return min((o for o in left if (o.step_seconds or 0.0) <= fastest * _TIE), key=lambda o: o.process_bytes)

@@ -1,0 +1,21 @@
+"""What recipes lost in the finished studies of this project: shipped with the package, made from their records."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+#: By row of a study, and by study: points of test accuracy below full fine-tuning (`scripts/docs.py --record lost`).
+FILE = Path(__file__).with_name("studies.json")
+
+
+@functools.cache
+def _lost() -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = json.loads(FILE.read_text(encoding="utf-8"))
+    return found
+
+
+def points_lost(row: str | None) -> dict[str, float]:
+    """Return by study the points of test accuracy below full fine-tuning; negative: above. Empty: never studied."""
+    return {} if row is None else dict(_lost().get(row, {}))
