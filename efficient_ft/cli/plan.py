@@ -75,15 +75,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     use_allocator(allocator)
     found = plan(*settings, memory=own["memory"], time=own.get("time"), loss=loss, split=split, say=quiet)
     quiet("")
+    from efficient_ft.planning.calibration import record
     from efficient_ft.planning.text import plan_text
 
+    record(found, Path("outputs"))
     print(plan_text(found, every=options.all))
     if options.json is not None:
         options.json.write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")
     if options.figure is not None:
-        from efficient_ft.report.plan_figure import plan_figure
+        from efficient_ft.report.charts import write_chart
+        from efficient_ft.report.plan_figure import plan_chart
 
-        plan_figure(found, options.figure)
+        for file in write_chart(plan_chart(found), options.figure.with_suffix("")):
+            print(file)
     if found.recommended is None:
         raise SystemExit(1)
 
@@ -100,7 +104,7 @@ def plan(
 
     Args:
         settings: of the run, as on the command line (``"model=deit_small", "data=cifar100"``). With ``method=...``
-            among them every recipe keeps these methods.
+            every recipe keeps these methods.
         memory: the budget with its unit, e.g. ``"4GB"``: of the process, interpreter and libraries included; on a GPU
             what is reserved on it.
         time: the budget of training time with its unit, e.g. ``"2h"``; None: none.
@@ -152,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="memory=SIZE, and settings of the run")
     parser.add_argument("--all", action="store_true", help="print every recipe that fits, not only the front")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to FILE")
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="also draw peak against step time (.svg, .png)")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="also draw peak and step time: FILE.png, FILE.csv")
     parser.add_argument(
         "--calibration", type=Path, nargs="+", metavar="DIR", help="summarize what runs with memory= measured"
     )

@@ -15,6 +15,7 @@ from efficient_ft.config.renamed import refuse_renamed
 from efficient_ft.config.schema import Config, DataConfig, OptimConfig
 from efficient_ft.core.errors import SettingError
 from efficient_ft.core.in_backward import Wrong, refuse_in_backward
+from efficient_ft.core.units import parse_bytes
 
 
 def check(plain: Mapping[str, Any]) -> Config:
@@ -92,6 +93,8 @@ def _check_together(config: Config) -> None:
             scaling=None if trainer.precision != "fp16" else Wrong("trainer.precision", "fp16", "fp32 or bf16"),
             processes=None if devices in (1, "auto") else Wrong("trainer.devices", devices, "1"),
         )
+    if config.memory is not None:
+        parse_bytes("memory", config.memory)
     if trainer.max_steps == 0:
         raise SettingError("trainer.max_steps", 0, "-1 (no limit) or an integer >= 1")
     if trainer.precision == "fp16" and trainer.accelerator == "cpu":

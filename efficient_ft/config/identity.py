@@ -24,6 +24,7 @@ _NO_EFFECT: dict[str, Any] = {
     "step_stats": True,
     "logger": True,
     "allocator": True,
+    "memory": True,
     "trainer": {"progress", "accelerator"},
 }
 

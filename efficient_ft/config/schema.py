@@ -204,6 +204,8 @@ class Config(Section):
     cost_only: bool = False
     #: The memory allocator of the process (Linux with glibc): see `core.allocator`.
     allocator: Literal["auto", "mimalloc", "tcmalloc", "keep", "system"] = "auto"
+    #: The memory that the run may take, with a unit (4GB, 3.5GiB), see `training.budget`; null: no budget.
+    memory: str | int | float | None = None
 
     @model_serializer(mode="wrap")
     def _written_out(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import torch
 from efficient_ft.core.allocator import KEEPING
 from efficient_ft.core.process_memory import HighWaterMark, resident_bytes
 
-
 #: Growth of a process = `_FIXED` + factor · counted bytes. The fixed part is code that the steps load and the threads'
 #: own memory; the factor is what an allocator cannot reuse (`bench memory`, DeiT-S and ViT-B on an EPYC, two threads).
 #: glibc with settings that keep freed memory splits its heap: up to four times the counted bytes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import Literal
 
 from efficient_ft.config import Config
 
@@ -95,7 +96,7 @@ _OF_STACKS = (3,)
 #: The ones that are examined with an optimizer that steps in the backward pass.
 _IN_BACKWARD = (1, 3, 4, 6)
 #: The optimizer axis: bits, in backward, exactness.
-_OPTIMIZER = (
+_OPTIMIZER: tuple[tuple[Literal[32, 8, 4], bool, Exactness], ...] = (
     (32, False, Exactness.EXACT),
     (32, True, Exactness.EXACT),
     (8, False, Exactness.NEAR),
@@ -124,6 +125,7 @@ def candidates(config: Config, blocks: int, chosen: Sequence[str] = (), memory: 
                 methods=(*stack.methods, *methods),
                 settings=(*stack.settings, *settings),
                 exactness=max(stack.exactness, exactness),
+                row=None if whole and exactness is not Exactness.EXACT else stack.row,
                 time_factor=factor,
             )
             yield from _with_optimizers(packed, config, at in _IN_BACKWARD) if whole else (packed,)
@@ -141,7 +143,7 @@ def split(candidate: Candidate, config: Config) -> Iterator[Candidate]:
 
 
 def _stacks(blocks: int) -> Iterator[Candidate]:
-    """What trains and what is computed; the first trains everything exactly."""
+    """Yield the choices of what trains and what is computed; the first trains everything exactly."""
     part, near = Exactness.PART, Exactness.APPROXIMATE
     upper = f"[{','.join(map(str, range(blocks // 2, blocks)))}]"
     yield Candidate(("full",), row="full")
@@ -184,4 +186,5 @@ def _with_optimizers(candidate: Candidate, config: Config, backward: bool) -> It
             state_bits=bits,
             in_backward=in_backward,
             exactness=max(candidate.exactness, exactness),
+            row=candidate.row if exactness is Exactness.EXACT else None,
         )

@@ -12,6 +12,7 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.methods.base import apply_methods
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
+from efficient_ft.models.view import view
 from efficient_ft.training.datamodule import open_images
 
 #: Images of the batch.
@@ -29,13 +30,14 @@ class Closeness:
     def __init__(self, config: Config, device: torch.device) -> None:
         data = config.data.model_copy(update={"batch_size": IMAGES, "num_workers": 0})
         images = open_images(config.model_copy(update={"data": data, "tasks": {}}), factory.input_of(config.model))
-        self._batch = tuple(part.to(device) for part in next(iter(images.train_loader())))
+        pixels, labels = next(iter(images.train_loader()))
+        self._batch = pixels.to(device), labels.to(device)
         torch.manual_seed(config.seed)
         self._plain = factory.create_model(config.model, images.num_classes).to(device)
-        head = self._plain.get_classifier() if hasattr(self._plain, "get_classifier") else None
-        weight = getattr(head, "weight", None)
-        if weight is not None and not weight.any():  # a head that starts from zero passes no gradient on
-            torch.nn.init.trunc_normal_(weight, std=0.02)
+        for name in view(self._plain).head:
+            weight = getattr(self._plain.get_submodule(name), "weight", None)
+            if weight is not None and not weight.any():  # a head that starts from zero passes no gradient on
+                torch.nn.init.trunc_normal_(weight, std=0.02)
         self._exact = step_gradients(self._plain, self._batch, seed=config.seed).gradients
         self._seed = config.seed
 

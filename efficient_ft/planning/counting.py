@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +23,7 @@ from efficient_ft.training.optimizer import build_optimizer
 
 @dataclass(frozen=True)
 class Counted:
-    """What one optimizer step of a recipe takes, all micro-batches in it.
+    """Counts of one optimizer step of a recipe, all micro-batches in it.
 
     Attributes:
         resident_bytes: of the model and the batch, there before the step.
@@ -82,9 +83,7 @@ class Counter:
         if bits == 32 or not counted.optimizer_bytes:
             return counted
         small = round(counted.optimizer_bytes * self._share(config, bits))
-        return replace(
-            counted, step_bytes=counted.step_bytes - counted.optimizer_bytes + small, optimizer_bytes=small
-        )
+        return replace(counted, step_bytes=counted.step_bytes - counted.optimizer_bytes + small, optimizer_bytes=small)
 
     def _share(self, config: Config, bits: int) -> float:
         """The bytes of an optimizer's state with few bits, as a share of those with 32, over the whole network."""
@@ -92,9 +91,8 @@ class Counter:
             sizes = []
             for of in (32, bits):
                 optim = config.optim.model_copy(update={"state_bits": of, "in_backward": False})
-                probe = Probe(self._light, (), step_spec(config),
-                              lambda model, o=optim: build_optimizer(model, o, config.trainer.precision))  # fmt: skip
-                sizes.append(probe.optimizer_bytes())
+                build = functools.partial(build_optimizer, optim=optim, precision=config.trainer.precision)
+                sizes.append(Probe(self._light, (), step_spec(config), build).optimizer_bytes())
             self._shares[bits] = sizes[1] / sizes[0]
         return self._shares[bits]
 
@@ -111,9 +109,7 @@ class Counter:
         with undisturbed():
             probe.warm_up()
             try:
-                steps = probe.watch(
-                    spec.batch_size, True, [(step, False) for step in range(probe.methods.cost_steps)]
-                )
+                steps = probe.watch(spec.batch_size, True, [(step, False) for step in range(probe.methods.cost_steps)])
             except UserError:
                 raise
             except Exception:  # fake tensors cannot follow this network: real runs of few images, as `executed` does

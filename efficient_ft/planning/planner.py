@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from efficient_ft.config import Config, data_configs
+from efficient_ft.config import Config, data_configs, fingerprint
 from efficient_ft.core.allocator import allocator_in_use
 from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.core.process_memory import resident_bytes
@@ -42,7 +42,9 @@ MARGIN = 1.1
 #: Recipes whose step times differ by less are equally fast.
 _TIE = 1.03
 #: Seconds for counting, and for timing. A plan is done within a minute on two cores.
-_COUNTING, _TIMING = 35.0, 15.0
+_COUNTING, _TIMING = 32.0, 12.0
+#: Seconds that a step timed for a plan may take; larger batches are timed in part.
+_STEP = 0.7
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Option:
         process_bytes: predicted peak of the process (on a GPU: of the memory reserved on it).
         step_seconds: of an optimizer step; None: neither timed nor estimated.
         timed: the step was timed here; False: the time is estimated from FLOPs.
+        fingerprint: of the run's configuration, by which its results are found again.
         cosine: of the gradient with the exact one, over the parameters that the recipe trains, on the user's own
             images; 1 where it is exact; None: not measured.
         points_lost: by study: points of test accuracy below full fine-tuning, without the memory method.
@@ -68,6 +71,7 @@ class Option:
     exactness: Exactness
     counted: Counted
     process_bytes: int
+    fingerprint: str = ""
     step_seconds: float | None = None
     timed: bool = False
     cosine: float | None = None
@@ -82,7 +86,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Excluded:
-    """A recipe that is not an option: its name, the reason, and its predicted peak if it was counted."""
+    """A recipe that is not an option: its name, the reason, and the budget that it needs if it was counted."""
 
     name: str
     reason: str
@@ -91,7 +95,7 @@ class Excluded:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a plan found.
+    """The outcome of planning.
 
     Attributes:
         memory_bytes: the budget.
@@ -187,8 +191,8 @@ def make_plan(
             f"{memory_bytes / 1e9:.2f}GB",
             f"at least {weights / 1e9:.2f}GB",
             f"So much is taken before the first step: {base_bytes / 1e9:.2f} GB by the interpreter and its libraries,"
-            f" {(weights - base_bytes) / 1e9:.2f} GB by the model and a batch. Choose a smaller model, data.batch_size or"
-            " model.image_size.",
+            f" {(weights - base_bytes) / 1e9:.2f} GB by the model and a batch. Choose a smaller model, data.batch_size"
+            " or model.image_size.",
         )
     fitting = [pair for pair in found if planner.fits(pair[1], memory_bytes)]
     if split_batch and not any(option.exactness is Exactness.EXACT for _, option in fitting):
@@ -201,7 +205,7 @@ def make_plan(
     kept = {id(option) for _, option in fitting}
     least = min((option for _, option in found), key=lambda o: planner.bound(o))
     excluded += [
-        Excluded(option.name, f"its process may take {planner.bound(option) / 1e9:.2f} GB", option.process_bytes)
+        Excluded(option.name, f"its process may take {planner.bound(option) / 1e9:.2f} GB", planner.bound(option))
         for _, option in found
         if id(option) not in kept
     ]
@@ -226,7 +230,7 @@ def make_plan(
 
 @dataclass
 class _Planner:
-    """What the candidates of one plan have in common."""
+    """The parts that the candidates of one plan share."""
 
     settings: list[str]
     configure: Configure
@@ -258,6 +262,7 @@ class _Planner:
             candidate.exactness,
             counted,
             self._process_bytes(counted, packs),
+            fingerprint(config),
             points_lost=points_lost(candidate.row),
             cosine=1.0 if candidate.exactness is Exactness.EXACT else None,
         )
@@ -289,13 +294,13 @@ class _Planner:
         self, fitting: list[tuple[Candidate, Option]], deadline: float, say: Callable[[str], None]
     ) -> list[tuple[Candidate, Option]]:
         """Time the preferred options until the deadline, and estimate the others' times from theirs."""
-        order = sorted(fitting, key=lambda pair: (_rough(*pair)))
+        order = sorted(fitting, key=lambda pair: _rough(*pair))
         best_of: dict[Exactness, list[tuple[Candidate, Option]]] = {}
         for pair in order:
             best_of.setdefault(pair[1].exactness, []).append(pair)
         queue = [of[at] for at in range(2) for of in (best_of[key] for key in sorted(best_of)) if at < len(of)]
         timed: dict[str, float] = {}
-        images, rate = 1, 0.0
+        rate = 0.0
         for candidate, option in queue:
             left = deadline - clock.perf_counter()
             if left < 0 and timed:
@@ -303,16 +308,12 @@ class _Planner:
             say(f"timing {option.name}")
             config = self.configs[option.name]
             if not rate:  # a first step of one image tells how many images a step can have
-                seconds = step_seconds(config, self.counter, self.device, 1, 1.0)
-                rate = seconds / option.counted.flops
+                rate = step_seconds(config, self.counter, self.device, 1, 0.5) / option.counted.flops
             whole = rate * option.counted.flops / config.trainer.grad_accum_steps
-            images = max(1, min(config.data.batch_size, int(config.data.batch_size * 1.5 / max(whole, 1e-9))))
-            seconds = step_seconds(config, self.counter, self.device, images, max(left / 2, 1.0))
-            timed[option.name] = seconds
-            rate = seconds / option.counted.flops / candidate.time_factor
-        rates = sorted(
-            timed[o.name] / o.counted.flops / c.time_factor for c, o in fitting if o.name in timed
-        )
+            images = max(1, min(config.data.batch_size, int(config.data.batch_size * _STEP / max(whole, 1e-9))))
+            timed[option.name] = step_seconds(config, self.counter, self.device, images, 3 * _STEP)
+            rate = timed[option.name] / option.counted.flops / candidate.time_factor
+        rates = sorted(timed[o.name] / o.counted.flops / c.time_factor for c, o in fitting if o.name in timed)
         usual = rates[len(rates) // 2] if rates else None
         return [
             (c, replace(o, step_seconds=timed[o.name], timed=True))

@@ -1,4 +1,4 @@
-"""What recipes lost in the finished studies of this project: shipped with the package, made from their records."""
+"""Points of accuracy that recipes lost in the finished studies of this project; shipped with the package."""
 
 from __future__ import annotations
 

@@ -57,7 +57,9 @@ def plan_text(plan: Plan, *, every: bool = False) -> str:
         over = [e for e in plan.excluded if e.process_bytes is not None]
         if over:
             over.sort(key=lambda e: e.process_bytes or 0)
-            lines.append(f"  above the budget: {'; '.join(f'{e.name} ({gigabytes(e.process_bytes or 0)})' for e in over)}")
+            lines.append(
+                f"  above the budget: {'; '.join(f'{e.name} ({gigabytes(e.process_bytes or 0)})' for e in over)}"
+            )
         reasons: dict[str, list[str]] = {}
         for one in plan.excluded:
             if one.process_bytes is None:

@@ -76,7 +76,8 @@ class MemoryReport(TypedDict):
     `first_step` on; `source` says how the peak was measured (`core.process_memory`). `growth_bytes` is the peak above
     the size before the first step; on CUDA that of the device: what was reserved above what was allocated before.
     `counted_bytes` is the count of the same things: `ExecutedCost.step_peak_bytes`, the optimizer's state
-    (`optimizer_bytes`), and with gradient accumulation the gradients, which live through all micro-batches.
+    (`optimizer_bytes`), and with gradient accumulation the gradients, which live through all micro-batches. A run with
+    a budget (``memory``) has the peak that was predicted before its first step.
     """
 
     before_model_bytes: int
@@ -89,6 +90,8 @@ class MemoryReport(TypedDict):
     first_step: int
     steps: int
     device: DeviceMemory | None
+    budget_bytes: NotRequired[int]
+    predicted_peak_bytes: NotRequired[int]
 
 
 class RunTotals(TypedDict):

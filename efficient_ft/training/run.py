@@ -43,6 +43,7 @@ from efficient_ft.record.results import (
     write_results,
 )
 from efficient_ft.training import checkpoint, export
+from efficient_ft.training.budget import budget_of, refuse_over_budget, within_budget
 from efficient_ft.training.console import quiet_lightning, results_text, say
 from efficient_ft.training.costs import cost_only, cost_report
 from efficient_ft.training.datamodule import RunDataModule, missing_images, open_images, run_length
@@ -144,13 +145,14 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
     trainer = build_trainer(config, folder, methods, callbacks, loggers, epochs)
     if use_channels_last(config, trainer.strategy.root_device):
         network.to(memory_format=torch.channels_last)
+    predicted = refuse_over_budget(config, network, methods, before_model, trainer.strategy.root_device)
     module = FineTuner(network, config, images.num_classes, total_steps)
 
     state = folder / checkpoint.NAME
     resume = str(state) if checkpoint.exists(state) else None
     if resume is not None:
         say(f"Continuing the run in {folder}.")
-    with stop_on_interrupt(recorder):
+    with stop_on_interrupt(recorder), within_budget(config, trainer.strategy.root_device):
         try:
             trainer.fit(module, datamodule=RunDataModule(images), ckpt_path=resume)
         except BaseException as error:
@@ -198,6 +200,9 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
     }
     if felt is not None:
         results["memory"] = felt
+        budget = budget_of(config)
+        if budget is not None and predicted is not None:
+            felt["budget_bytes"], felt["predicted_peak_bytes"] = budget, predicted
     write_summary(loggers, results)
     write_results(folder, results)
     say(results_text(dict(results), folder))

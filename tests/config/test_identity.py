@@ -38,6 +38,7 @@ _SHOWN_ONLY = {
     "data__eval_batch_size": 7,
     "data__root": "elsewhere",
     "allocator": "system",
+    "memory": "4GB",
     "cost__steps": 9,
     "step_stats__interval": 4,
 }

@@ -1,0 +1,123 @@
+"""Predictions of plans next to what the runs measured: recorded with every plan, summarized by `plan --calibration`."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from efficient_ft.config import fingerprint
+from efficient_ft.core.errors import UserError
+from efficient_ft.core.text import table
+from efficient_ft.planning.planner import Plan
+from efficient_ft.record import config_file
+from efficient_ft.record import results as results_file
+
+#: The file in the folder of all runs, to which every plan adds a line per option.
+FILE = "plans.jsonl"
+
+
+def record(plan: Plan, folder: Path) -> None:
+    """Add the predictions of a plan's options to the file in `folder`, where runs go.
+
+    A folder that cannot be written to is left as it is: the plan itself needs none.
+    """
+    lines = [
+        json.dumps(
+            {
+                "run": option.fingerprint,
+                "name": option.name,
+                "memory_bytes": plan.memory_bytes,
+                "base_bytes": plan.base_bytes,
+                "device": plan.device,
+                "allocator": plan.allocator,
+                "process_bytes": option.process_bytes,
+                "counted_bytes": option.counted.step_bytes,
+                "step_seconds": option.step_seconds,
+                "timed": option.timed,
+            }
+        )
+        for option in plan.options
+    ]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / FILE, "a", encoding="utf-8") as file:
+            file.write("".join(line + "\n" for line in lines))
+    except OSError:
+        pass
+
+
+def calibration(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """Find finished runs that were planned: the latest prediction of each next to what it measured.
+
+    Args:
+        folders: each with `FILE` and run folders below it.
+
+    Raises:
+        UserError: one of them has no plans.
+    """
+    found = []
+    for folder in folders:
+        if not (folder / FILE).is_file():
+            raise UserError(f"{folder}: no plans here ({FILE}). Plans are recorded where they are made: in outputs.")
+        predicted = {}
+        for line in (folder / FILE).read_text(encoding="utf-8").splitlines():
+            one = json.loads(line)
+            predicted[one["run"]] = one
+        for file in sorted(folder.rglob(results_file.NAME)):
+            run = fingerprint(config_file.read_config(file.parent))
+            results = results_file.read_results(file.parent)
+            if run in predicted and "memory" in results:
+                found.append(_pair(file.parent, predicted[run], dict(results)))
+    return found
+
+
+def _pair(folder: Path, predicted: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
+    memory, device = results["memory"], results["memory"]["device"]
+    peak = memory["peak_bytes"] if device is None else device["reserved_bytes"]
+    seconds = results["cost"]["measured"]["step_seconds"]
+    return {
+        "folder": os.fspath(folder),
+        "name": predicted["name"],
+        "within_budget": peak <= predicted["memory_bytes"],
+        "felt": (predicted["process_bytes"], peak),
+        "counted": (predicted["counted_bytes"], memory["counted_bytes"]),
+        "step": (predicted["step_seconds"], seconds) if predicted["timed"] and seconds else None,
+    }
+
+
+def calibration_text(folders: Sequence[Path]) -> str:
+    """The table of the runs that were planned, and how far the predictions were off."""
+    pairs = calibration(folders)
+    if not pairs:
+        raise UserError("None of the planned runs has finished. Run what a plan recommends, then repeat this.")
+    rows = [["run", "recipe", "predicted", "felt", "off", "counted off", "step off"]]
+    for pair in pairs:
+        (said, felt), step = pair["felt"], pair["step"]
+        rows.append(
+            [
+                pair["folder"],
+                pair["name"],
+                f"{said / 1e9:.2f} GB",
+                f"{felt / 1e9:.2f} GB",
+                f"{_off(pair['felt']):+.1%}",
+                f"{_off(pair['counted']):+.1%}",
+                "–" if step is None else f"{_off(step):+.1%}",
+            ]
+        )
+    lines = [table(rows, left=(0, 1)), ""]
+    over = [pair for pair in pairs if not pair["within_budget"]]
+    lines.append(f"{len(pairs)} planned runs have finished, {len(over)} of them above their budget.")
+    for key, title in (("felt", "peak of the process"), ("counted", "counted peak of a step"), ("step", "step time")):
+        off = [abs(_off(pair[key])) for pair in pairs if pair[key] is not None]
+        if off:
+            lines.append(f"{title}: off by {statistics.median(off):.1%} (median), {max(off):.1%} (largest).")
+    return "\n".join(lines)
+
+
+def _off(pair: tuple[float, float]) -> float:
+    """How far a prediction is above the measurement."""
+    return pair[0] / pair[1] - 1
