@@ -84,9 +84,9 @@ class Candidate:
 _MEMORY = (
     ((), (), Exactness.EXACT, 1.0),
     (("compact",), (), Exactness.EXACT, 1.05),
-    (("low_bit",), ("method.low_bit.bits=8",), Exactness.NEAR, 1.05),
-    (("low_bit",), (), Exactness.NEAR, 1.05),
     (("checkpointing",), (), Exactness.EXACT, 1.0),
+    (("low_bit",), (), Exactness.NEAR, 1.05),
+    (("low_bit",), ("method.low_bit.bits=8",), Exactness.NEAR, 1.05),
     (("low_bit",), ("method.low_bit.bits=3",), Exactness.APPROXIMATE, 1.08),
     (("low_bit",), ("method.low_bit.bits=2",), Exactness.APPROXIMATE, 1.12),
     (("checkpointing",), ("method.checkpointing.input_dtype=int4",), Exactness.APPROXIMATE, 1.02),
@@ -94,7 +94,7 @@ _MEMORY = (
 #: Of these, the one that is combined with stacks that train a part, or compute less: by far the smallest near exact.
 _OF_STACKS = (3,)
 #: The ones that are examined with an optimizer that steps in the backward pass.
-_IN_BACKWARD = (1, 3, 4, 6)
+_IN_BACKWARD = (1, 2, 3, 6)
 #: The optimizer axis: bits, in backward, exactness.
 _OPTIMIZER: tuple[tuple[Literal[32, 8, 4], bool, Exactness], ...] = (
     (32, False, Exactness.EXACT),
@@ -105,8 +105,8 @@ _OPTIMIZER: tuple[tuple[Literal[32, 8, 4], bool, Exactness], ...] = (
 )
 
 
-def candidates(config: Config, blocks: int, chosen: Sequence[str] = (), memory: bool = True) -> Iterator[Candidate]:
-    """Yield the recipes to examine for a run, the preferred ones first.
+def candidates(config: Config, blocks: int, chosen: Sequence[str] = (), memory: bool = True) -> list[Candidate]:
+    """The recipes to examine for a run, the most useful ones first: there may be too little time for all.
 
     Args:
         config: of the run.
@@ -115,6 +115,7 @@ def candidates(config: Config, blocks: int, chosen: Sequence[str] = (), memory: 
         memory: combine them with methods of the memory axis; False: the user has chosen one.
     """
     stacks = [Candidate(tuple(chosen))] if chosen else list(_stacks(blocks))
+    found: list[tuple[float, Candidate]] = []
     for k, stack in enumerate(stacks):
         whole = k == 0
         kinds = range(len(_MEMORY)) if whole else (0,) if stack.methods == ("head",) else _OF_STACKS
@@ -128,7 +129,12 @@ def candidates(config: Config, blocks: int, chosen: Sequence[str] = (), memory: 
                 row=None if whole and exactness is not Exactness.EXACT else stack.row,
                 time_factor=factor,
             )
-            yield from _with_optimizers(packed, config, at in _IN_BACKWARD) if whole else (packed,)
+            if whole:
+                every = _with_optimizers(packed, config, at in _IN_BACKWARD)
+                found += [(at + (2.5 if one.in_backward else 0), one) for one in every]
+            else:
+                found.append((4 + k / 2, packed))
+    return [candidate for _, candidate in sorted(found, key=lambda pair: pair[0])]
 
 
 def split(candidate: Candidate, config: Config) -> Iterator[Candidate]:

@@ -39,10 +39,12 @@ Configure = Callable[[Sequence[str]], Config]
 _UNKNOWN_CLASSES = 1000
 #: A recipe fits if its growth may be this much above the predicted one.
 MARGIN = 1.1
+#: The cosine of a gradient with the exact one from which on it counts as near exact.
+CLOSE = 0.98
 #: Recipes whose step times differ by less are equally fast.
 _TIE = 1.03
-#: Seconds for counting, and for timing. A plan is done within a minute on two cores.
-_COUNTING, _TIMING = 32.0, 12.0
+#: Seconds for counting, for timing, and for comparing gradients. A plan is done within a minute on two cores.
+_COUNTING, _TIMING, _COMPARING = 30.0, 12.0, 8.0
 #: Seconds that a step timed for a plan may take; larger batches are timed in part.
 _STEP = 0.7
 
@@ -172,8 +174,7 @@ def make_plan(
     memory_free = not any(getattr(method, "axis", None) is Axis.MEMORY for method in build_methods(base))
     found: list[tuple[Candidate, Option]] = []
     excluded: list[Excluded] = []
-    pool = list(candidates(base, counter.blocks, chosen, memory_free or not chosen))
-    for candidate in pool:
+    for candidate in candidates(base, counter.blocks, chosen, memory_free or not chosen):
         if clock.perf_counter() - began > _COUNTING:
             excluded.append(Excluded(candidate.name, "not examined: the time for planning was over"))
             continue
@@ -210,7 +211,7 @@ def make_plan(
         if id(option) not in kept
     ]
     fitting = planner.with_times(fitting, clock.perf_counter() + _TIMING, say)
-    fitting = planner.with_losses(fitting, say)
+    fitting = planner.with_losses(fitting, clock.perf_counter() + _COMPARING, say)
     options = _with_front(sorted((option for _, option in fitting), key=_preference))
     recommended = _recommend(options, loss, None if max_seconds is None or steps is None else max_seconds / steps)
     return Plan(
@@ -323,18 +324,34 @@ class _Planner:
         ]
 
     def with_losses(
-        self, fitting: list[tuple[Candidate, Option]], say: Callable[[str], None]
+        self, fitting: list[tuple[Candidate, Option]], deadline: float, say: Callable[[str], None]
     ) -> list[tuple[Candidate, Option]]:
         """Measure the gradients of the options that are not exact, where weights and images are there."""
-        open_ = [pair for pair in fitting if pair[1].cosine is None and pair[0].micro_batches == 1]
+        measurable = (Exactness.NEAR, Exactness.APPROXIMATE)
+        open_ = [pair for pair in fitting if pair[1].exactness in measurable and pair[0].micro_batches == 1]
         if not open_ or factory.missing_weights(self.base.model) is not None or missing_images(self.base):
             return fitting
         if not self.base.model.pretrained and self.base.model.weights is None:
             return fitting  # random weights: no gradient of interest
         say("comparing gradients")
         closeness = Closeness(self.base, self.device)
-        measured = {option.name: closeness.cosine(self.configs[option.name]) for _, option in open_}
-        return [(c, replace(o, cosine=measured.get(o.name, o.cosine))) for c, o in fitting]
+        by_methods: dict[str, float | None] = {}
+        measured: dict[str, float | None] = {}
+        for _, option in sorted(open_, key=lambda pair: pair[1].exactness):
+            config = self.configs[option.name]
+            key = config.model_dump_json(include={"method"})
+            if key not in by_methods and clock.perf_counter() < deadline:
+                by_methods[key] = closeness.cosine(config)
+            measured[option.name] = by_methods.get(key)
+        return [(c, _with_cosine(o, measured.get(o.name))) for c, o in fitting]
+
+
+def _with_cosine(option: Option, cosine: float | None) -> Option:
+    """The option with a measured cosine; a gradient that is further from the exact one than supposed is approximate."""
+    if cosine is None:
+        return option
+    near = option.exactness is Exactness.NEAR and cosine < CLOSE
+    return replace(option, cosine=cosine, exactness=Exactness.APPROXIMATE if near else option.exactness)
 
 
 def _run_steps(config: Config) -> int | None:
@@ -375,7 +392,7 @@ def _recommend(options: Sequence[Option], loss: float, step_limit: float | None)
         if step_limit is not None and (o.step_seconds or 0.0) > step_limit:
             return False
         if o.exactness <= Exactness.NEAR:
-            return o.cosine is None or o.cosine >= 0.98
+            return True
         return bool(o.points_lost) and max(o.points_lost.values()) <= loss
 
     left = [o for o in options if allowed(o)]
