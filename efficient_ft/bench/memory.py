@@ -20,9 +20,9 @@ from efficient_ft.core.process_memory import release_freed_memory, resident_byte
 from efficient_ft.cost import StepMemory, StepSpec, TrainingStep, executed
 from efficient_ft.methods.base import Method, apply_methods
 from efficient_ft.methods.build import build_methods
-from efficient_ft.methods.declarations import Axis
 from efficient_ft.models import factory
 from efficient_ft.ops.packing.kernels import cpu
+from efficient_ft.training.memory import loads_kernels
 from efficient_ft.training.optimizer import build_optimizer
 
 
@@ -91,7 +91,7 @@ def measure_memory(
     with unfused_attention() if unfused else nullcontext():
         step = _training_step(*prepare(), config, spec, device)
         with_model = _resident_now()
-        if config.optim.state_bits < 32 or any(getattr(m, "axis", None) is Axis.MEMORY for m in step.methods):
+        if loads_kernels(config.optim.state_bits, step.methods):
             cpu.load()
         memory, wait = StepMemory(device), waiter(device)
         warmup += step.methods.warmup_steps

@@ -31,6 +31,7 @@ from efficient_ft.planning.counting import Counted, Counter, on_device
 from efficient_ft.planning.studies import points_lost
 from efficient_ft.planning.timing import step_seconds
 from efficient_ft.training.datamodule import missing_images, open_images, run_length
+from efficient_ft.training.memory import loads_kernels
 
 #: Returns the checked configuration of a run with further settings, as on the command line.
 Configure = Callable[[Sequence[str]], Config]
@@ -256,7 +257,7 @@ class _Planner:
         arguments = (*settings, *own)
         name = candidate.name
         self.configs[name] = config
-        packs = config.optim.state_bits < 32 or any(getattr(m, "axis", None) is Axis.MEMORY for m in methods)
+        packs = loads_kernels(config.optim.state_bits, methods)
         return Option(
             name,
             arguments,

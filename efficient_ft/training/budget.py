@@ -25,10 +25,9 @@ from efficient_ft.core.process_memory import resident_bytes
 from efficient_ft.core.units import parse_bytes
 from efficient_ft.cost import executed, predicted_growth
 from efficient_ft.methods.base import Method
-from efficient_ft.methods.declarations import Axis
 from efficient_ft.models import factory
 from efficient_ft.ops.packing.kernels import cpu
-from efficient_ft.training.memory import accumulated_gradients
+from efficient_ft.training.memory import accumulated_gradients, loads_kernels
 from efficient_ft.training.optimizer import build_optimizer
 from efficient_ft.training.trainer import world_size
 
@@ -96,7 +95,7 @@ def _predicted(
     resident = counted.model_bytes + counted.batch_bytes
     if device.type == "cuda":
         return round(1.1 * (resident + step))
-    if config.optim.state_bits < 32 or any(method.axis is Axis.MEMORY for method in methods):
+    if loads_kernels(config.optim.state_bits, methods):
         before = resident_bytes()
         cpu.load()
         before_model += max(resident_bytes() - before, 0)

@@ -22,9 +22,14 @@ class MemoryForward(OwnForward):
 
 
 class MemoryMethod(Method):
-    """Base of the methods that decide how a model keeps its activations."""
+    """Base of the methods that decide how a model keeps its activations.
+
+    Attributes:
+        packs: it changes values into fewer bits; on a CPU its kernels' compiler is then loaded.
+    """
 
     axis = Axis.MEMORY
+    packs: bool = True
 
     def __init__(self) -> None:
         self._packing: PackingState | None = None

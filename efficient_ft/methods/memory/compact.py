@@ -42,6 +42,8 @@ class Compact(ActivationPacking):
     name = "compact"
     packs_tail = True
 
+    packs = False
+
     def __init__(
         self,
         attention: Literal["recomputed", "kept"] = "recomputed",

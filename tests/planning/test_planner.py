@@ -1,0 +1,275 @@
+"""Plans: the recipes that fit a budget, the one recommended, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import efficient_ft
+from efficient_ft.cli.compose import configurations
+from efficient_ft.cli.groups import CONF, register
+from efficient_ft.config import Config
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.cost import executed
+from efficient_ft.methods.build import build_methods
+from efficient_ft.models import factory
+from efficient_ft.planning import Candidate, Exactness, Option, Plan, make_plan, planner
+from efficient_ft.planning.calibration import FILE, calibration, calibration_text, record
+from efficient_ft.planning.candidates import candidates, split
+from efficient_ft.planning.counting import Counted, Counter, step_spec
+from efficient_ft.planning.studies import points_lost
+from efficient_ft.planning.text import plan_text
+from efficient_ft.report.plan_figure import plan_chart
+from efficient_ft.training.optimizer import build_optimizer
+
+#: A small network on the digits, which need no files.
+SETTINGS = ("model=vit_digits", "data=digits", "data.num_workers=0", "trainer.max_steps=5")
+
+
+def configure(settings: Sequence[str]) -> Config:
+    register()
+    (config,) = configurations(CONF, "train", settings, sweep=False)
+    return config
+
+
+def few(names: Sequence[str]):
+    """Examine only the candidates of these names."""
+    return lambda *arguments: [one for one in candidates(*arguments) if one.name in names]
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "candidates", few(["full", "full+low_bit", "full+checkpointing, steps in backward"]))
+    monkeypatch.setattr(planner, "resident_bytes", lambda: 10**9)  # other tests make the process larger
+
+
+def a_plan(memory: int = 10**12, **settings: object) -> Plan:
+    return make_plan(SETTINGS, configure, memory_bytes=memory, **settings)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------ counts
+@pytest.mark.parametrize("method", ["full", "[full,low_bit]", "[full,checkpointing]", "last_stage"])
+@pytest.mark.parametrize("optim", [(), ("optim.in_backward=true", "optim.grad_clip_norm=null")])
+def test_counts_are_those_of_a_run(method: str, optim: tuple[str, ...]) -> None:
+    config = configure([*SETTINGS, f"method={method}", *optim])
+    counted = Counter(config, 10)(config)
+    spec = step_spec(config)
+    expected = executed(
+        factory.random_model(config.model, 10),
+        spec.batch_size,
+        spec.input_size,
+        methods=build_methods(config),
+        build_optimizer=lambda model: build_optimizer(model, config.optim, config.trainer.precision),
+        in_chans=spec.in_chans,
+        label_smoothing=spec.label_smoothing,
+    )
+    assert counted.resident_bytes == expected.model_bytes + expected.batch_bytes
+    assert expected.optimizer_bytes is not None
+    # A first step also fills caches of a few KiB, which `executed` has filled before.
+    assert counted.step_bytes == pytest.approx(expected.step_peak_bytes + expected.optimizer_bytes, rel=1e-3)
+    assert counted.optimizer_bytes == expected.optimizer_bytes
+
+
+def test_few_bits_of_the_optimizer_are_counted_without_another_step() -> None:
+    plain = configure([*SETTINGS, "method=full"])
+    counter = Counter(plain, 10)
+    for bits in (8, 4):
+        config = configure([*SETTINGS, "method=full", f"optim.state_bits={bits}"])
+        exact = Counter(config, 10)._count(config, build_methods(config))
+        assert counter(config).optimizer_bytes == pytest.approx(exact.optimizer_bytes, rel=1e-3)
+        assert counter(config).step_bytes == pytest.approx(exact.step_bytes, rel=0.02)
+
+
+def test_accumulation_adds_the_gradients() -> None:
+    whole = configure([*SETTINGS, "method=full"])
+    halves = configure([*SETTINGS, "method=full", "data.batch_size=16", "trainer.grad_accum_steps=2"])
+    a, b = Counter(whole, 10)(whole), Counter(halves, 10)(halves)
+    same = configure([*SETTINGS, "method=full", "data.batch_size=16"])
+    weights = sum(p.numel() * 4 for p in factory.random_model(whole.model, 10).parameters())
+    assert b.step_bytes == Counter(same, 10)(same).step_bytes + weights
+    assert b.flops == pytest.approx(a.flops)
+
+
+# ------------------------------------------------------------------------------------------------ candidates
+def test_every_candidate_is_a_command_of_its_own() -> None:
+    base = configure([*SETTINGS, "method=full"])
+    every = candidates(base, 6)
+    assert len({one.name for one in every}) == len(every) > 25
+    for one in every:
+        config = configure([*SETTINGS, *one.arguments(base)])
+        build_methods(config)
+        assert config.optim.state_bits == one.state_bits
+        assert config.optim.in_backward == one.in_backward
+
+
+def test_the_users_own_choices_are_kept() -> None:
+    base = configure([*SETTINGS, "method=lora", "optim.state_bits=8"])
+    every = candidates(base, 6, ["lora"], True)
+    assert {one.methods[0] for one in every} == {"lora"}
+    assert {one.state_bits for one in every} == {8}
+    assert not any(argument.startswith("optim.") for one in every for argument in one.arguments(base))
+    assert {one.methods for one in candidates(base, 6, ["lora", "mesa"], False)} == {("lora", "mesa")}
+
+
+def test_a_batch_is_split_into_equal_parts() -> None:
+    base = configure([*SETTINGS, "method=full", "data.batch_size=12"])
+    parts = list(split(Candidate(("full",)), base))
+    assert [one.micro_batches for one in parts] == [2, 4]
+    assert parts[0].arguments(base)[-2:] == ["data.batch_size=6", "trainer.grad_accum_steps=2"]
+    assert not list(split(Candidate(("full",), in_backward=True), base))
+
+
+# ------------------------------------------------------------------------------------------------ choice
+def option(exactness: Exactness, gigabytes: float, seconds: float, **more: object) -> Option:
+    counted = Counted(0, 0, 0, 1.0, 1)
+    name = f"{exactness.name} {gigabytes} {seconds}"
+    return Option(name, (), exactness, counted, round(gigabytes * 1e9), step_seconds=seconds, **more)  # type: ignore[arg-type]
+
+
+def test_the_fastest_of_the_best_class_is_recommended_and_the_smaller_of_equally_fast_ones() -> None:
+    exact, slow = option(Exactness.EXACT, 3, 1.01), option(Exactness.EXACT, 2, 1.3)
+    near, small = option(Exactness.NEAR, 1, 0.5), option(Exactness.EXACT, 2.5, 1.02)
+    assert planner._recommend([near, exact, slow, small], 1.0, None) == small
+    assert planner._recommend([near, exact, slow], 1.0, 0.7) == near
+    assert planner._recommend([exact, slow], 1.0, 0.7) is None
+
+
+def test_what_loses_too_much_or_is_not_known_is_not_recommended() -> None:
+    lossy = option(Exactness.PART, 1, 1, points_lost={"a": 0.5, "b": 2.0})
+    assert planner._recommend([lossy], 1.0, None) is None
+    assert planner._recommend([lossy], 2.0, None) == lossy
+    assert planner._recommend([replace(lossy, points_lost={})], 100.0, None) is None
+
+
+def test_the_front_has_what_nothing_else_is_better_than() -> None:
+    a, b = option(Exactness.EXACT, 3, 1), option(Exactness.EXACT, 2, 2)
+    worse, rough = option(Exactness.NEAR, 3, 2), option(Exactness.APPROXIMATE, 1, 1)
+    marked = planner._with_front([a, b, worse, rough])
+    assert [one.on_front for one in marked] == [True, True, False, True]
+
+
+def test_a_gradient_further_from_the_exact_one_than_supposed_is_approximate() -> None:
+    near = option(Exactness.NEAR, 1, 1)
+    assert planner._with_cosine(near, 0.95).exactness is Exactness.APPROXIMATE
+    assert planner._with_cosine(near, 0.999).exactness is Exactness.NEAR
+    assert planner._with_cosine(near, None) == near
+
+
+# ------------------------------------------------------------------------------------------------ plans
+@pytest.mark.usefixtures("three")
+def test_a_plan_with_room_recommends_plain_fine_tuning() -> None:
+    found = a_plan()
+    assert {one.name for one in found.options} == {
+        "full", "full+low_bit", "full+checkpointing, steps in backward"}  # fmt: skip
+    assert found.recommended is not None
+    assert found.recommended.exactness is Exactness.EXACT
+    assert found.steps == 5
+    assert all(one.step_seconds for one in found.options)
+    text = plan_text(found)
+    assert found.recommended.command in text
+    assert "memory=1000GB" in text
+    configure(list(found.recommended.arguments))
+    series = {one.name: one for one in plan_chart(found).panels[0].series}
+    assert series["exact"].y == [one.step_seconds for one in found.options if one.exactness is Exactness.EXACT]
+
+
+@pytest.mark.usefixtures("three")
+def test_a_tight_budget_excludes_and_names_the_smallest_that_would_do() -> None:
+    wide = a_plan()
+    by_name = {one.name: one for one in wide.options}
+    growth = {name: one.process_bytes - wide.base_bytes for name, one in by_name.items()}
+    assert growth["full+checkpointing, steps in backward"] < growth["full"]
+    weights = max(one.counted.resident_bytes for one in wide.options)
+    tight = a_plan(memory=wide.base_bytes + weights + 2**22)
+    assert tight.options == ()
+    assert tight.recommended is None
+    assert {one.name for one in tight.excluded} == set(by_name)
+    assert f"Nothing fits. The smallest budget that does is {-(-tight.smallest_bytes // 10**7) / 100:g}GB" in plan_text(
+        tight
+    )
+    again = a_plan(memory=tight.smallest_bytes + 2**24)
+    assert tight.smallest in {one.name for one in again.options}
+
+
+@pytest.mark.usefixtures("three")
+def test_a_budget_below_the_weights_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"memory must be at least .* Choose a smaller model, data.batch_size"):
+        a_plan(memory=10**6)
+
+
+def test_a_time_without_images_is_refused(tmp_path: Path) -> None:
+    settings = ("model=deit_tiny", "data=cifar100", f"data.root={tmp_path}")
+    with pytest.raises(SettingError, match="time must be left out without the images"):
+        make_plan(settings, configure, memory_bytes=10**12, max_seconds=60)
+
+
+def test_a_split_batch_fits_where_the_whole_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "candidates", few(["full"]))
+    monkeypatch.setattr(planner._Planner, "fits", lambda self, o, memory: o.counted.resident_bytes <= memory)
+    monkeypatch.setattr(planner, "resident_bytes", lambda: -(2**30))
+    (whole,) = a_plan().options
+    found = a_plan(memory=whole.counted.resident_bytes - 1, split_batch=True)  # the batch is part of what is resident
+    assert [one.name for one in found.options] == ["full, 2 micro-batches"]
+    assert "trainer.grad_accum_steps=2" in found.options[0].arguments
+
+
+@pytest.mark.usefixtures("three")
+def test_the_library_function_is_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = efficient_ft.plan(*SETTINGS, memory="900GB")
+    assert isinstance(found, Plan)
+    assert found.memory_bytes == 900 * 10**9
+    with pytest.raises(UserError, match="memory must be a number with a unit"):
+        efficient_ft.plan(*SETTINGS, memory="4")
+    with pytest.raises(AttributeError, match="no attribute 'plans'"):
+        efficient_ft.plans  # noqa: B018
+    json.dumps(found.as_dict())
+
+
+def test_gradients_are_compared_on_the_users_own_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    network = factory.random_model(configure([*SETTINGS, "method=full"]).model, 10)
+    torch.save(network.state_dict(), tmp_path / "weights.pth")
+    names = ["full+low_bit:bits=8, 8-bit moments", "full+low_bit:bits=2", "full+lora+low_bit"]
+    monkeypatch.setattr(planner, "candidates", few(names))
+    settings = (*SETTINGS, f"model.weights={tmp_path / 'weights.pth'}")
+    found = {one.name: one for one in make_plan(settings, configure, memory_bytes=10**12).options}
+    assert found[names[0]].cosine is not None
+    assert found[names[0]].cosine > 0.99
+    coarse = found[names[1]].cosine
+    assert coarse is not None
+    assert 0 < coarse < found[names[0]].cosine
+    assert found[names[2]].cosine is None, "adapters have no exact gradient to compare with"
+
+
+# ------------------------------------------------------------------------------------------------ records
+def test_what_rows_lost_comes_from_the_finished_studies() -> None:
+    assert all(value == 0 for value in points_lost("full").values())
+    assert points_lost("head")["DeiT-Tiny on Caltech-101, 112 px, 2 epochs"] > 5
+    assert points_lost(None) == points_lost("no such row") == {}
+
+
+@pytest.mark.usefixtures("three")
+def test_predictions_stand_next_to_what_runs_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from efficient_ft.training.run import run
+
+    with pytest.raises(UserError, match="no plans here"):
+        calibration([tmp_path])
+    found = a_plan()
+    record(found, tmp_path)
+    assert (tmp_path / FILE).read_text().count("\n") == len(found.options)
+    with pytest.raises(UserError, match="None of the planned runs has finished"):
+        calibration_text([tmp_path])
+    (full,) = [one for one in found.options if one.name == "full"]
+    results = run(configure([*full.arguments, "memory=100GB", "trainer.progress=false"]), tmp_path / "run")
+    assert results["memory"]["budget_bytes"] == 100 * 10**9
+    assert results["memory"]["predicted_peak_bytes"] < 100 * 10**9
+    (pair,) = calibration([tmp_path])
+    assert pair["felt"] == (full.process_bytes, results["memory"]["peak_bytes"])
+    assert pair["counted"][0] == pytest.approx(pair["counted"][1], rel=0.02)
+    assert pair["within_budget"]
+    assert "1 planned runs have finished, 0 of them above their budget." in calibration_text([tmp_path])
