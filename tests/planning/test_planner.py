@@ -96,6 +96,7 @@ def test_accumulation_adds_the_gradients() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ candidates
+@pytest.mark.slow
 def test_every_candidate_is_a_command_of_its_own() -> None:
     base = configure([*SETTINGS, "method=full"])
     every = candidates(base, 6)
@@ -230,6 +231,7 @@ def test_the_library_function_is_the_plan(monkeypatch: pytest.MonkeyPatch) -> No
     json.dumps(found.as_dict())
 
 
+@pytest.mark.slow
 def test_gradients_are_compared_on_the_users_own_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     network = factory.random_model(configure([*SETTINGS, "method=full"]).model, 10)

@@ -1,0 +1,158 @@
+"""Check plans against measurements: random networks, image sizes, batches and budgets.
+
+    python scripts/check_plans.py --count 100 --json benchmarks/plans_cpu.json
+
+Each case is planned by `efficient-ft plan` in a process of its own, and the recipe recommended is measured by
+`efficient-ft bench memory` in another. Recorded are the predicted and the measured growth of the process above the
+interpreter, the counted peak, and the step time; a summary is printed. A case in which nothing fits is recorded too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from efficient_ft.record.environment import environment
+
+#: Classifiers of timm, and the image sizes that they take.
+MODELS = {
+    "vit_tiny_patch16_224": (96, 160, 224),
+    "vit_small_patch16_224": (96, 160, 224),
+    "vit_base_patch32_224": (224,),
+    "vit_base_patch16_224": (96, 160),
+    "deit_tiny_patch16_224": (112, 224),
+    "deit_small_patch16_224": (112, 224),
+    "beit_base_patch16_224": (224,),
+    "cait_xxs24_224": (224,),
+    "mixer_s32_224": (224,),
+    "swinv2_tiny_window8_256": (256,),
+    "swin_tiny_patch4_window7_224": (224,),
+    "convnext_atto": (96, 160),
+    "convnext_tiny": (96, 160),
+    "efficientformer_l1": (224,),
+    "efficientformerv2_s0": (224,),
+    "mobilevit_s": (128, 256),
+    "resnet18": (64, 128, 224),
+    "resnet50": (96, 160),
+    "mobilenetv2_100": (96, 160),
+    "mobilenetv3_small_100": (128, 224),
+    "efficientnet_lite0": (96, 160),
+    "regnety_004": (128, 224),
+}
+BATCHES = (4, 8, 16, 32)
+
+
+def main() -> None:
+    """Check as many cases as asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="cases in it are not repeated")
+    options = parser.parse_args()
+    cases: list[dict[str, Any]] = []
+    if options.json.is_file():
+        cases = json.loads(options.json.read_text(encoding="utf-8"))["cases"]
+    draw = random.Random(options.seed)
+    for number in range(options.count):
+        model = draw.choice(sorted(MODELS))
+        size, batch, room = draw.choice(MODELS[model]), draw.choice(BATCHES), draw.choice((0.2, 0.35, 0.6, 1.0, 2.0))
+        if number < len(cases):
+            continue
+        cases.append({"model": model, "size": size, "batch": batch, "room": room, **check(model, size, batch, room)})
+        report = {"environment": environment("cpu", packages=("torch", "timm")), "cases": cases}
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        print(number, {k: v for k, v in cases[-1].items() if k not in ("arguments",)}, flush=True)
+    print(summary(cases))
+
+
+def check(model: str, size: int, batch: int, room: float) -> dict[str, Any]:
+    """Plan one case with `room` GB above the interpreter and its libraries, and measure what is recommended."""
+    with tempfile.TemporaryDirectory() as folder:
+        base = _base_bytes()
+        settings = ["model=timm", f"model.name={model}", f"model.image_size={size}", "model.pretrained=false"]
+        settings += ["data=cifar100", f"data.root={folder}", f"data.batch_size={batch}"]
+        memory = round(base + room * 1e9)
+        file = Path(folder) / "plan.json"
+        words = ["plan", *settings, f"memory={memory}B", "--json", str(file)]
+        ended = _run(words, folder)
+        if not file.is_file():
+            return {"memory_bytes": memory, "outcome": _last_line(ended)}
+        plan = json.loads(file.read_text(encoding="utf-8"))
+        case = {"memory_bytes": memory, "planning_seconds": round(plan["seconds"], 1)}
+        best = plan["recommended"]
+        if best is None:
+            return {**case, "outcome": "nothing is recommended", "smallest_bytes": plan["smallest_bytes"]}
+        own = [a for a in best["arguments"] if a not in settings]
+        (method,) = [a.partition("=")[2].strip("[]").replace(",", "+") for a in own if a.startswith("method=")]
+        others = [a for a in own if not a.startswith("method=")]
+        first, *rest = method.split("+")
+        recipe = "x=" + first + (":" + ",".join(others) if others else "") + "".join(f"+{one}" for one in rest)
+        measured = Path(folder) / "memory.json"
+        size_and_batch = ["--model", model, "--size", str(size), "--batch", str(batch)]
+        ended = _run(["bench", "memory", recipe, *size_and_batch, "--json", str(measured)], folder)
+        if not measured.is_file():
+            return {**case, "outcome": f"not measured: {_last_line(ended)}", "recipe": best["name"]}
+        record = json.loads(measured.read_text(encoding="utf-8"))["recipes"]["x"]
+        if "felt" not in record:
+            return {**case, "outcome": record["failure"], "recipe": best["name"]}
+        return {
+            **case,
+            "outcome": "measured",
+            "recipe": best["name"],
+            "budget_above_interpreter": plan["memory_bytes"] - plan["base_bytes"],
+            "felt": [best["process_bytes"] - plan["base_bytes"],
+                     record["felt"]["peak_bytes"] - record["interpreter_bytes"]],
+            "process": [best["process_bytes"],
+                        record["felt"]["peak_bytes"] - record["interpreter_bytes"] + plan["base_bytes"]],
+            "counted": [best["counted"]["step_bytes"], record["counted_bytes"]],
+            "step": [best["step_seconds"], record["step_seconds"]] if best["timed"] else None,
+        }  # fmt: skip
+
+
+def summary(cases: list[dict[str, Any]]) -> str:
+    """How far the predictions were off."""
+    measured = [case for case in cases if case["outcome"] == "measured"]
+    over = [case for case in measured if case["felt"][1] > case["budget_above_interpreter"]]
+    lines = [f"{len(cases)} cases, {len(measured)} measured, {len(over)} above their budget."]
+    for key in ("felt", "process", "counted", "step"):
+        off = sorted(abs(case[key][0] / case[key][1] - 1) for case in measured if case[key])
+        if off:
+            within = off[int(0.9 * (len(off) - 1))]
+            lines.append(f"{key}: median {statistics.median(off):.1%}, 90 % within {within:.1%}, largest {off[-1]:.1%}")
+    times = [case["planning_seconds"] for case in cases if "planning_seconds" in case]
+    if times:
+        lines.append(f"planning: median {statistics.median(times):.0f} s, largest {max(times):.0f} s")
+    return "\n".join(lines)
+
+
+def _base_bytes() -> int:
+    """Resident memory of a process that plans, before any model."""
+    code = (
+        "import efficient_ft.planning, efficient_ft.training.run;"
+        "from efficient_ft.core.process_memory import resident_bytes; print(resident_bytes())"
+    )
+    return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+def _run(words: list[str], folder: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "efficient_ft", *words], cwd=folder, capture_output=True, text=True, check=False
+    )
+
+
+def _last_line(ended: subprocess.CompletedProcess[str]) -> str:
+    lines = [line for line in (ended.stdout + ended.stderr).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else f"exit status {ended.returncode}"
+
+
+if __name__ == "__main__":
+    main()
