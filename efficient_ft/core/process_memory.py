@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,41 @@ _INTERVAL = 0.005
 def resident_bytes() -> int:
     """The resident memory of this process now: its pages in physical memory, shared libraries included."""
     return psutil.Process().memory_info().rss
+
+
+def memory_limit_bytes(root: Path = Path("/")) -> int:
+    """The memory that this process and those of its container may take: the machine's, or a lower limit of a cgroup.
+
+    On Linux the limits of the process's control group and of all groups above it count (cgroup v2 ``memory.max``, v1
+    ``memory.limit_in_bytes``).
+
+    Args:
+        root: of the file system, for tests.
+    """
+    return min([psutil.virtual_memory().total, *_cgroup_limits(root)])
+
+
+def _cgroup_limits(root: Path) -> Iterator[int]:
+    """Yield the limits in bytes of this process's control groups."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return
+    mounted = root / "sys/fs/cgroup"
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = mounted / "memory" if controllers else mounted
+        own = (top / path.lstrip("/")).resolve()
+        name = "memory.limit_in_bytes" if controllers else "memory.max"
+        # Inside a container the path may be the host's, which is not mounted: its root is then the container's group.
+        groups = [own, *own.parents] if own.is_dir() and own.is_relative_to(top.resolve()) else [top]
+        for group in groups:
+            with suppress(OSError, ValueError):
+                yield int((group / name).read_text())  # v2 writes "max" where there is no limit
+            if group == top.resolve():
+                break
 
 
 class HighWaterMark:

@@ -6,12 +6,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Unpack
 
+import psutil
 import torch
 from torch import nn
 
+from efficient_ft.core.process_memory import memory_limit_bytes
 from efficient_ft.cost.executed import Executed, count
 from efficient_ft.cost.probe import Probe, undisturbed
 from efficient_ft.cost.step import BuildOptimizer, StepOptions, StepSpec, TrainingStep, require_positive
@@ -193,13 +194,5 @@ def _free_bytes(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu":
         return None
-    free = []
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        if limit != "max":
-            free.append(int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
-    except (OSError, ValueError):  # not Linux, or no such limit
-        pass
-    return min(free, default=None)
+    used = psutil.Process().memory_info().rss
+    return min(psutil.virtual_memory().available, memory_limit_bytes() - used)

@@ -18,7 +18,7 @@ import torch
 from efficient_ft.config import Config, data_configs, fingerprint
 from efficient_ft.core.allocator import allocator_in_use
 from efficient_ft.core.errors import SettingError, UserError, first_line
-from efficient_ft.core.process_memory import resident_bytes
+from efficient_ft.core.process_memory import memory_limit_bytes, resident_bytes
 from efficient_ft.cost import predicted_growth
 from efficient_ft.data import class_count
 from efficient_ft.methods.build import build_methods
@@ -101,7 +101,8 @@ class Plan:
     """The outcome of planning.
 
     Attributes:
-        memory_bytes: the budget.
+        memory_bytes: the budget: what was asked for, or less where the machine or its container has less.
+        asked_bytes: the budget asked for.
         base_bytes: memory of the process before the model: interpreter and libraries.
         allocator: of the process.
         device: where the run would train.
@@ -115,6 +116,7 @@ class Plan:
     """
 
     memory_bytes: int
+    asked_bytes: int
     base_bytes: int
     allocator: str
     device: str
@@ -159,8 +161,11 @@ def make_plan(
         SettingError: the budget is below what the weights alone take; a budget of time without images.
     """
     began = clock.perf_counter()
+    asked = memory_bytes
     base = configure([*settings, *([] if chosen else ["method=full"])])
     device = on_device(base)
+    if device.type == "cpu":
+        memory_bytes = min(memory_bytes, memory_limit_bytes())
     steps = _run_steps(base)
     if max_seconds is not None and steps is None:
         raise SettingError(
@@ -223,6 +228,7 @@ def make_plan(
         recommended = exactly
     return Plan(
         memory_bytes,
+        asked,
         base_bytes,
         allocator,
         str(device),

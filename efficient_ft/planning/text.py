@@ -29,6 +29,11 @@ def plan_text(plan: Plan, *, every: bool = False) -> str:
         + (f", {gigabytes(plan.base_bytes)} of it for the interpreter and its libraries" if plan.base_bytes else "")
         + f"; allocator: {plan.allocator}."
     ]
+    if plan.memory_bytes < plan.asked_bytes:
+        lines.append(
+            f"{gigabytes(plan.asked_bytes)} were asked for; this machine or its container may take"
+            f" {gigabytes(plan.memory_bytes)}, which counts."
+        )
     shown = [option for option in plan.options if every or option.on_front or option == plan.recommended]
     if shown:
         title = "recipes that fit" if every else "recipes that fit, on the front of peak, time and exactness"

@@ -21,12 +21,13 @@ from torch import nn
 from efficient_ft.config import Config
 from efficient_ft.core.allocator import allocator_in_use
 from efficient_ft.core.errors import UserError
-from efficient_ft.core.process_memory import resident_bytes
+from efficient_ft.core.process_memory import memory_limit_bytes, resident_bytes
 from efficient_ft.core.units import parse_bytes
 from efficient_ft.cost import executed, predicted_growth
 from efficient_ft.methods.base import Method
 from efficient_ft.models import factory
 from efficient_ft.ops.packing.kernels import cpu
+from efficient_ft.training.console import say
 from efficient_ft.training.memory import accumulated_gradients, loads_kernels
 from efficient_ft.training.optimizer import build_optimizer
 from efficient_ft.training.trainer import world_size
@@ -64,6 +65,10 @@ def refuse_over_budget(
     if budget is None:
         return None
     predicted = _predicted(config, network, methods, before_model, device, 1)
+    limit = memory_limit_bytes()
+    if device.type == "cpu" and budget > limit:
+        say(f"memory={config.memory} is more than this machine or its container has; {_gb(limit)} count.")
+        budget = limit
     if predicted > budget:
         libraries = f", {_gb(before_model)} of them for the interpreter and its libraries"
         raise UserError(

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from efficient_ft.core import process_memory
@@ -109,3 +110,44 @@ def test_freed_memory_that_the_allocator_keeps_is_released() -> None:
         pytest.skip("no glibc")
     assert grown > 60 * MIB
     assert left < 6 * MIB
+
+
+# ------------------------------------------------------------------------------------------------ limits
+def _tree(root: Path, cgroup: str, files: dict[str, str]) -> Path:
+    """A file system with the control groups of a process."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(cgroup)
+    for name, text in files.items():
+        file = root / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return root
+
+
+_V1 = "9:cpu,cpuacct:/docker/a\n4:memory:/docker/a\n1:name=systemd:/docker/a\n"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "limit"),
+    [
+        ("0::/app.slice/job\n", {"app.slice/job/memory.max": "1048576\n", "app.slice/memory.max": "max\n"}, 2**20),
+        ("0::/app.slice/job\n", {"app.slice/job/memory.max": "max\n", "app.slice/memory.max": "4096\n"}, 4096),
+        ("0::/\n", {"memory.max": "8192\n"}, 8192),
+        ("0::/../host/path\n", {"memory.max": "8192\n"}, 8192),  # a container that sees its own group only
+        (_V1, {"memory/docker/a/memory.limit_in_bytes": "12288\n"}, 12288),
+        (_V1, {"memory/memory.limit_in_bytes": "16384\n"}, 16384),
+        (_V1, {"memory/docker/a/memory.limit_in_bytes": "9223372036854771712\n"}, None),
+        ("0::/\n", {"memory.max": "max\n"}, None),
+        ("0::/\n", {}, None),
+    ],
+)
+def test_the_lowest_limit_of_a_container_counts(
+    tmp_path: Path, cgroup: str, files: dict[str, str], limit: int | None
+) -> None:
+    found = process_memory.memory_limit_bytes(_tree(tmp_path, cgroup, files))
+    assert found == (psutil.virtual_memory().total if limit is None else limit)
+
+
+def test_without_control_groups_the_machine_is_the_limit(tmp_path: Path) -> None:
+    assert process_memory.memory_limit_bytes(tmp_path) == psutil.virtual_memory().total
+    assert 0 < process_memory.memory_limit_bytes() <= psutil.virtual_memory().total

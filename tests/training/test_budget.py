@@ -71,9 +71,15 @@ def test_the_guard_stops_between_two_operations_and_leaves_nothing_behind() -> N
     import threading
 
     before = signal.getsignal(budget._SIGNAL)
-    with pytest.raises(UserError, match="memory=1MB"), within_budget(of_run(memory="1MB"), torch.device("cpu")):
-        for _ in range(1000):
-            time.sleep(0.01)
+    config = of_run(memory="1MB")
+
+    def work() -> None:
+        with within_budget(config, torch.device("cpu")):
+            for _ in range(1000):
+                time.sleep(0.01)
+
+    with pytest.raises(UserError, match="memory=1MB"):
+        work()
     assert signal.getsignal(budget._SIGNAL) is before
     assert not any(thread.name == "memory budget" for thread in threading.enumerate())
 
