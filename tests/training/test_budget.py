@@ -43,6 +43,7 @@ def test_the_refusal_names_the_batch_that_would_fit(monkeypatch: pytest.MonkeyPa
         return 8 * 10**12 // parts
 
     monkeypatch.setattr(budget, "_predicted", predicted)
+    monkeypatch.setattr(budget, "memory_limit_bytes", lambda: 10**15)
     with pytest.raises(UserError) as error:
         run(of_run(memory="2TB"), tmp_path / "run")
     assert sizes == [1, 2, 4]
