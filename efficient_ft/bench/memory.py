@@ -15,7 +15,6 @@ from torch import nn
 from efficient_ft.bench.recipes import Configure, Recipe
 from efficient_ft.bench.step import unfused_attention
 from efficient_ft.bench.timing import waiter
-from efficient_ft.config import Config
 from efficient_ft.core.process_memory import release_freed_memory, resident_bytes
 from efficient_ft.cost import StepMemory, StepSpec, TrainingStep, executed
 from efficient_ft.methods.base import Method, apply_methods
@@ -80,6 +79,9 @@ def measure_memory(
         grad_clip_norm=config.optim.grad_clip_norm,
     )
 
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return build_optimizer(model, config.optim, config.trainer.precision)
+
     def prepare() -> tuple[nn.Module, list[Method]]:
         network, methods = factory.random_model(config.model, num_classes), build_methods(config)
         apply_methods(network, methods)
@@ -89,7 +91,7 @@ def measure_memory(
 
     interpreter = _resident_now()
     with unfused_attention() if unfused else nullcontext():
-        step = _training_step(*prepare(), config, spec, device)
+        step = TrainingStep(*prepare(), spec, device=device, build_optimizer=optimizer)
         with_model = _resident_now()
         if loads_kernels(config.optim.state_bits, step.methods):
             cpu.load()
@@ -110,6 +112,7 @@ def measure_memory(
             batch_size,
             spec.input_size,
             methods=methods,
+            build_optimizer=optimizer,
             precision=spec.precision,
             label_smoothing=spec.label_smoothing,
             frozen_bn=spec.frozen_bn,
@@ -152,15 +155,6 @@ def memory_report(
         "recipes": recipes,
         "notes": [*(f"Peaks of the processes: {source}." for source in sorted(sources)), *failed],
     }
-
-
-def _training_step(
-    network: nn.Module, methods: list[Method], config: Config, spec: StepSpec, device: torch.device
-) -> TrainingStep:
-    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        return build_optimizer(model, config.optim, config.trainer.precision)
-
-    return TrainingStep(network, methods, spec, device=device, build_optimizer=optimizer)
 
 
 def _resident_now() -> int:

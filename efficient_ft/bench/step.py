@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +19,7 @@ from efficient_ft.cost import StepSpec, TrainingStep, executed
 from efficient_ft.methods.base import apply_methods
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
+from efficient_ft.training.optimizer import build_optimizer
 
 
 class PartsTimer:
@@ -157,8 +159,16 @@ def measure_steps(
             spec = StepSpec(batch_size, factory.input_of(config.model).size, config.trainer.precision)
             if on_cpu and recipe is not recipes[0]:  # as runs on a CPU do; the baseline stays as it comes from timm
                 network.to(memory_format=torch.channels_last)
-            counted = executed(network, batch_size, spec.input_size, methods=methods, precision=spec.precision)
-            step = steps[recipe.name] = TrainingStep(network, methods, spec, device=device)
+            build = partial(build_optimizer, optim=config.optim, precision=config.trainer.precision)
+            counted = executed(
+                network,
+                batch_size,
+                spec.input_size,
+                methods=methods,
+                build_optimizer=build,
+                precision=spec.precision,
+            )
+            step = steps[recipe.name] = TrainingStep(network, methods, spec, device=device, build_optimizer=build)
             for _ in range(step.methods.warmup_steps):
                 step()
             calls[recipe.name] = PartsTimer(step, factory.random_model(config.model, num_classes))
