@@ -17,6 +17,7 @@ import yaml
 
 from efficient_ft.cli.compose import configurations
 from efficient_ft.cli.groups import CONF, register
+from efficient_ft.cli.plan import OF_A_PLAN
 from efficient_ft.cli.rows import zipped
 from efficient_ft.config import setting_names
 from tests.conftest import REPOSITORY
@@ -26,7 +27,7 @@ CARDS = sorted(page for page in (REPOSITORY / "docs" / "methods").glob("*.md") i
 
 #: The first words of the installed command that are no settings.
 SUBCOMMANDS = (
-    "predict", "report", "table", "figure", "collect", "dashboard", "study", "bench", "gradient-error",
+    "plan", "predict", "report", "table", "figure", "collect", "dashboard", "study", "bench", "gradient-error",
 )  # fmt: skip
 
 SECTIONS = ["What it does", "When to use it", "Settings", "Cost", "What it does not do", "Paper", "Our deviations"]
@@ -195,7 +196,7 @@ def test_subcommands_exist():
 def test_settings_in_backticks_exist():
     known = {*setting_names(), *(group.name for group in CONF.iterdir())}
     methods = {path.stem: yaml.safe_load(text(path)) or {} for path in (CONF / "method").glob("*.yaml")}
-    own = {key for given in methods.values() for key in given}
+    own = {key for given in methods.values() for key in given} | set(OF_A_PLAN)
     top = {key.partition(".")[0] for key in known}
     wrong = []
     for page in PAGES:

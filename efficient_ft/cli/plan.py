@@ -38,7 +38,7 @@ training a part. A run with the setting memory= stops before it takes more.
 """
 
 #: Settings of a plan itself.
-_OWN = ("memory", "time", "loss", "split")
+OF_A_PLAN = ("memory", "time", "loss", "split")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -57,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for word in options.settings:
         if not word.partition("=")[1] or word.startswith("="):
             raise UserError(f"{word}: settings have the form KEY=VALUE; see efficient-ft plan --help.")
-    own = dict(word.split("=", 1) for word in options.settings if word.partition("=")[0] in _OWN)
-    settings = [word for word in options.settings if word.partition("=")[0] not in _OWN]
+    own = dict(word.split("=", 1) for word in options.settings if word.partition("=")[0] in OF_A_PLAN)
+    settings = [word for word in options.settings if word.partition("=")[0] not in OF_A_PLAN]
     if "memory" not in own:
         raise UserError("Pass the budget: memory=SIZE, for example memory=4GB.")
     parse_bytes("memory", own["memory"])  # a mistake is found before anything is loaded
