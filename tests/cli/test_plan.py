@@ -1,0 +1,67 @@
+"""``efficient-ft plan``: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from efficient_ft.cli import plan as command
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.planning import planner
+from tests.planning.test_planner import SETTINGS, few
+
+
+@pytest.fixture(autouse=True)
+def one_candidate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(planner, "candidates", few(["full"]))
+    monkeypatch.setattr(command, "use_allocator", lambda choice: None)  # of the process of the tests
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["memory=4"], r"^memory must be a number with a unit: .* got 4\. For example memory=4GB"),
+        (["memory=4GB", "time=2"], r"^time must be a number with a unit: .* got 2\. For example time=2h"),
+        (["memory=4GB", "loss=little"], r"^loss must be a number of points >= 0, got little\."),
+        (["memory=4GB", "split=maybe"], r"^split must be one of true, false, got maybe\."),
+        ([], r"^Pass the budget: memory=SIZE"),
+        (["memory=4GB", "deit_small"], r"^deit_small: settings have the form KEY=VALUE"),
+        (["memory=4GB", "model=no_such"], r"no_such"),
+        (["memory=1MB"], r"^memory must be at least .*GB, got 0\.00GB\. So much is taken before the first step"),
+    ],
+)
+def test_a_mistake_gets_one_message(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        command.main([*SETTINGS, *words])
+
+
+def test_the_plan_is_printed_written_and_recorded(capsys: pytest.CaptureFixture[str]) -> None:
+    command.main([*SETTINGS, "memory=900GB", "--all", "--json", "plan.json", "--figure", "plan.png"])
+    printed = capsys.readouterr().out
+    assert "Recommended: full\n  efficient-ft model=vit_digits" in printed
+    written = json.loads(Path("plan.json").read_text())
+    assert [option["name"] for option in written["options"]] == ["full"]
+    assert Path("outputs/plans.jsonl").is_file()
+    assert Path("plan.png").stat().st_size > 1000
+    assert "exact" in Path("plan.csv").read_text()
+    with pytest.raises(UserError, match="None of the planned runs has finished"):
+        command.main(["--calibration", "outputs"])
+
+
+def test_the_exit_status_says_that_nothing_fits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(planner._Planner, "fits", lambda self, option, memory: False)
+    with pytest.raises(SystemExit) as leaving:
+        command.main([*SETTINGS, "memory=900GB"])
+    assert leaving.value.code == 1
+    assert "Nothing fits. The smallest budget that does is" in capsys.readouterr().out
+
+
+def test_settings_of_a_plan_are_checked_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "plan", lambda *settings, **options: pytest.fail("planned"))
+    with pytest.raises(SettingError):
+        command.main([*SETTINGS, "memory=4"])
