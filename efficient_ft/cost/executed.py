@@ -55,6 +55,7 @@ class Executed:
         counted_on: ``"fake tensors"``; or, for a model that cannot run on them, the real runs from which the counts
             were extrapolated to `batch_size`, and the reason.
         optimizer_bytes: bytes of the optimizer's state; None: no optimizer was given.
+        largest_bytes: of the largest tensor that an operation makes, of the whole batch.
     """
 
     forward_flops: float
@@ -66,6 +67,7 @@ class Executed:
     batch_size: int
     counted_on: str = ON_FAKE_TENSORS
     optimizer_bytes: int | None = None
+    largest_bytes: int = 0
 
     @property
     def flops(self) -> float:
@@ -216,6 +218,7 @@ def count_batch(probe: Probe, images: int, fake: bool) -> Executed:
         batch_bytes=as_it_is[0].batch_bytes,
         batch_size=images,
         optimizer_bytes=as_it_is[0].optimizer_bytes,
+        largest_bytes=max(s.largest for s in as_it_is),
     )
 
 
@@ -238,4 +241,5 @@ def _extrapolate(half: Executed, few: Executed, images: int, reason: str) -> Exe
         batch_size=images,
         counted_on=f"real runs of {FEW // 2} and {FEW} images, extrapolated to {images} ({reason})",
         optimizer_bytes=few.optimizer_bytes,
+        largest_bytes=few.largest_bytes // FEW * images,
     )

@@ -121,6 +121,7 @@ class Meter(TorchDispatchMode):
         self.flops: dict[Phase, int] = {"forward": 0, "backward": 0}
         self._phase: Phase = "forward"
         self.live = 0
+        self.largest = 0
         self._tracked: dict[int, tuple[weakref.ref, LiveTensor | None]] = {}
         self._layers = None if layers is None else _Attribution(layers)
         for tensor in resident:
@@ -161,6 +162,8 @@ class Meter(TorchDispatchMode):
                 self._layers.forget(key)
 
         made = None if operation is None else LiveTensor(operation, tuple(tensor.shape), nbytes)
+        if made is not None:
+            self.largest = max(self.largest, nbytes)
         self._tracked[key] = (weakref.ref(storage, gone), made)
         self.live += nbytes
 

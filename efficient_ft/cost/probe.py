@@ -41,6 +41,7 @@ class WatchedStep:
         model_bytes: of parameters and buffers.
         batch_bytes: of the images and labels.
         peak: bytes of live tensors at their peak, without the optimizer's state.
+        largest: bytes of the largest tensor that an operation made.
         optimizer_bytes: of the optimizer's state; None: no optimizer was given.
         layers: FLOPs by module, if asked for.
     """
@@ -51,6 +52,7 @@ class WatchedStep:
     model_bytes: int
     batch_bytes: int
     peak: int
+    largest: int
     optimizer_bytes: int | None
     layers: dict[str, LayerFlops]
 
@@ -180,6 +182,7 @@ class Probe:
             model_bytes=sum(model_state.values()),
             batch_bytes=sum(storages(batch).values()),
             peak=meter.peak,
+            largest=meter.largest,
             optimizer_bytes=None if optimizer is None else sum(storages(moments).values()),
             layers=meter.layer_flops(len(batch[1])) if layers else {},
         )

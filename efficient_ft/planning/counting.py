@@ -28,6 +28,7 @@ class Counted:
     Attributes:
         resident_bytes: of the model and the batch, there before the step.
         step_bytes: the peak above them, with the optimizer's state and accumulated gradients.
+        largest_bytes: of the largest tensor that an operation makes.
         optimizer_bytes: of the optimizer's state, part of `step_bytes`.
         flops: of the step.
         trainable: parameters that train.
@@ -35,6 +36,7 @@ class Counted:
 
     resident_bytes: int
     step_bytes: int
+    largest_bytes: int
     optimizer_bytes: int
     flops: float
     trainable: int
@@ -118,9 +120,10 @@ class Counter:
                 counted = count(probe)
                 resident, peak = counted.model_bytes + counted.batch_bytes, counted.peak_bytes
                 optimizer, flops = counted.optimizer_bytes or 0, counted.flops * spec.batch_size
+                largest = counted.largest_bytes
             else:
                 resident, peak = steps[0].model_bytes + steps[0].batch_bytes, max(step.peak for step in steps)
-                optimizer = steps[0].optimizer_bytes or 0
+                optimizer, largest = steps[0].optimizer_bytes or 0, max(step.largest for step in steps)
                 flops = sum(sum(step.flops.values()) for step in steps) / len(steps)
         trains = [p for p in probe.model.parameters() if p.requires_grad]
         parts = config.trainer.grad_accum_steps
@@ -128,6 +131,7 @@ class Counter:
         return Counted(
             resident_bytes=resident,
             step_bytes=peak - resident + optimizer + gradients,
+            largest_bytes=largest,
             optimizer_bytes=optimizer,
             flops=flops * parts,
             trainable=sum(p.numel() for p in trains),

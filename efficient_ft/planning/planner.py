@@ -285,7 +285,8 @@ class _Planner:
         if self.device.type == "cuda":  # the allocator rounds, and keeps blocks
             return round(1.1 * counted.peak_bytes)
         kernels = self._kernels() if packs else 0
-        return self.base_bytes + kernels + counted.resident_bytes + predicted_growth(counted.step_bytes, self.allocator)
+        growth = predicted_growth(counted.step_bytes, counted.largest_bytes, self.allocator)
+        return self.base_bytes + kernels + counted.resident_bytes + growth
 
     def _kernels(self) -> int:
         """Memory of the packing kernels' compiler, loaded once."""

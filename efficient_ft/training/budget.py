@@ -104,7 +104,7 @@ def _predicted(
         before = resident_bytes()
         cpu.load()
         before_model += max(resident_bytes() - before, 0)
-    return before_model + resident + predicted_growth(step, allocator_in_use())
+    return before_model + resident + predicted_growth(step, counted.largest_bytes, allocator_in_use())
 
 
 def _what_fits(

@@ -46,6 +46,7 @@ def few(names: Sequence[str]):
 def three(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "candidates", few(["full", "full+low_bit", "full+checkpointing, steps in backward"]))
     monkeypatch.setattr(planner, "resident_bytes", lambda: 10**9)  # other tests make the process larger
+    monkeypatch.setattr(planner, "memory_limit_bytes", lambda: 10**15)
 
 
 def a_plan(memory: int = 10**12, **settings: object) -> Plan:
@@ -127,7 +128,7 @@ def test_a_batch_is_split_into_equal_parts() -> None:
 
 # ------------------------------------------------------------------------------------------------ choice
 def option(exactness: Exactness, gigabytes: float, seconds: float, **more: object) -> Option:
-    counted = Counted(0, 0, 0, 1.0, 1)
+    counted = Counted(0, 0, 0, 0, 1.0, 1)
     name = f"{exactness.name} {gigabytes} {seconds}"
     return Option(name, (), exactness, counted, round(gigabytes * 1e9), step_seconds=seconds, **more)  # type: ignore[arg-type]
 
@@ -207,6 +208,14 @@ def test_a_time_without_images_is_refused(tmp_path: Path) -> None:
     settings = ("model=deit_tiny", "data=cifar100", f"data.root={tmp_path}")
     with pytest.raises(SettingError, match="time must be left out without the images"):
         make_plan(settings, configure, memory_bytes=10**12, max_seconds=60)
+
+
+@pytest.mark.usefixtures("three")
+def test_a_container_with_less_memory_sets_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "memory_limit_bytes", lambda: 3 * 10**9)
+    found = a_plan(memory=8 * 10**9)
+    assert (found.memory_bytes, found.asked_bytes) == (3 * 10**9, 8 * 10**9)
+    assert "8.00 GB were asked for; this machine or its container may take 3.00 GB, which counts." in plan_text(found)
 
 
 def test_a_split_batch_fits_where_the_whole_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
