@@ -21,6 +21,8 @@ from efficient_ft.ops.packing import BITS, GroupBits, Packer
 
 #: The largest group.
 _LARGEST = 2**16
+#: Groups among which bits=auto chooses.
+_CHOSEN_GROUPS = (64, 128, 256)
 
 
 @register
@@ -33,14 +35,14 @@ class LowBit(ActivationPacking):
     of its own. ReLU keeps a bit per element.
 
     Args:
-        bits: of a value: 8, 4, 3 or 2; ``auto``: chosen for each tensor under the `budget`, by how much packing it
+        bits: of a value: 8, 4, 3 or 2; ``auto``: chosen for each tensor under the `budget`, by how much rounding it
             changes the gradient. During the profile, the first `profile_steps`, all have 8 bits.
         budget: mean bits per value for ``auto``, minimum and step included: 3.5 takes the bytes of ``bits=3``. None:
             those of ``bits=4``, 4.5.
-        profile_steps: optimizer steps that ``auto`` profiles; each takes about a third of a step more for each tensor
-            packed.
-        group: values of a group, a multiple of 8 up to 65536; None: 64, or 40 with 2 bits. The minimum and the step add
-            32 / group bits to each value.
+        profile_steps: optimizer steps that ``auto`` profiles; for each tensor packed they take about half a backward
+            pass more.
+        group: values of a group, a multiple of 8 up to 65536; None: 64, or 40 with 2 bits, and with ``auto`` 64, 128 or
+            256 for each tensor. The minimum and the step add 32 / group bits to each value.
         rounding: ``nearest``, with a smaller error, or ``stochastic``, whose mean is the exact value (as in ActNN).
         attention: ``fused`` keeps q, k and v and recomputes attention from them by torch's fused kernel; ``unfused``
             keeps q, k, v and softmax's output.
@@ -89,7 +91,8 @@ class LowBit(ActivationPacking):
             raise SettingError(
                 "budget", self.budget, f"null with bits={self.bits}", "bits=auto chooses bits under a budget."
             )
-        least, most = (bits_per_value(bits, self._group) for bits in (min(BITS), max(BITS)))
+        least = bits_per_value((min(BITS), max(self._groups)))
+        most = bits_per_value((max(BITS), min(self._groups)))
         if (
             isinstance(self.budget, bool)
             or not isinstance(self.budget, int | float)
@@ -99,12 +102,15 @@ class LowBit(ActivationPacking):
                 "budget",
                 self.budget,
                 f"null or a number of bits per value from {least:g} to {most:g}",
-                f"The minimum and the step of {self._group} values take {32 / self._group:g} bits of each.",
+                "The minimum and the step of a group are included.",
             )
 
     @property
-    def _group(self) -> int:
-        return (40 if self.bits == 2 else 64) if self.group is None else self.group
+    def _groups(self) -> tuple[int, ...]:
+        """The groups that tensors can have; one, unless they are chosen."""
+        if self.group is not None:
+            return (self.group,)
+        return _CHOSEN_GROUPS if self.bits == "auto" else (40 if self.bits == 2 else 64,)
 
     @property
     def warmup_steps(self) -> int:  # type: ignore[override]
@@ -113,7 +119,7 @@ class LowBit(ActivationPacking):
         chosen = self._packing
         if not isinstance(chosen, ChosenBits):
             return self.profile_steps
-        return 0 if chosen.bits is not None else self.profile_steps - chosen.steps
+        return 0 if chosen.forms is not None else self.profile_steps - chosen.steps
 
     @property
     def applied(self) -> Applied | None:
@@ -127,7 +133,7 @@ class LowBit(ActivationPacking):
             packer = ChosenBitsPacker(self._packing)
         else:
             assert self.bits != "auto"
-            packer = GroupBits(self.bits, self._group, self.rounding == "stochastic")
+            packer = GroupBits(self.bits, self._groups[0], self.rounding == "stochastic")
         return Policy(
             product=packer,
             norm=packer,
@@ -142,10 +148,10 @@ class LowBit(ActivationPacking):
     def _new_state(self) -> PackingState:
         if self.bits != "auto":
             return PackingState()
-        budget = bits_per_value(4, self._group) if self.budget is None else self.budget
+        budget = bits_per_value((4, min(self._groups))) if self.budget is None else self.budget
         return ChosenBits(
             budget=budget,
-            group=self._group,
+            groups=self._groups,
             stochastic=self.rounding == "stochastic",
             profile_steps=self.profile_steps,
         )
