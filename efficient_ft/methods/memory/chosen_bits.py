@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from efficient_ft.core.distributed import all_reduce_sum
 from efficient_ft.methods.memory.packing import PackedForward
 from efficient_ft.ops.packed import PackingState
-from efficient_ft.ops.packing import BITS, GroupBits, PackContext, Packed, group_pack, group_unpack
+from efficient_ft.ops.packing import BITS, GroupBits, PackContext, Packed, group_length, group_pack, group_unpack
 from efficient_ft.ops.tokens import attach_tokens, pop_tokens
 
 #: How a tensor is packed: bits of a value, values of a group.
@@ -52,6 +52,13 @@ def bits_per_value(form: Form) -> float:
     return bits + 32 / group
 
 
+def packed_bits(n: int, form: Form) -> int:
+    """Return the size of n packed values; the last group may be longer than what is left for it."""
+    bits, group = form
+    length = group_length(n, group)
+    return -(-n // length) * (bits * length + 32)
+
+
 @dataclass
 class ChosenBits(PackingState):
     """The profile, and the bits chosen in it.
@@ -63,7 +70,7 @@ class ChosenBits(PackingState):
         profile_steps: steps to be measured.
         steps: steps measured.
         in_vain: steps in which nothing could be measured.
-        values: per image, of each tensor packed in the profile, by the name of its `PackContext`.
+        values: their number in each tensor packed in the profile, by the name of its `PackContext`.
         changes: of the gradient, by tensor and form, summed over the steps measured.
         forms: chosen, by tensor; None: the profile is not over.
     """
@@ -74,7 +81,7 @@ class ChosenBits(PackingState):
     profile_steps: int = 1
     steps: int = 0
     in_vain: int = 0
-    values: dict[str, float] = field(default_factory=dict)
+    values: dict[str, int] = field(default_factory=dict)
     changes: dict[str, dict[Form, float]] = field(default_factory=dict)
     forms: dict[str, Form] | None = None
     #: Of this step: the part of each parameter, by its id, and the changes measured.
@@ -101,7 +108,7 @@ class ChosenBits(PackingState):
         packed = GroupBits(*form, self.stochastic).pack(x, context)
         if self.forms is not None:
             return packed
-        self.values[context.name] = x.numel() / context.samples
+        self.values[context.name] = x.numel()
         return Packed(packed.tensors, partial(self._unpack, context.name, packed.unpack))
 
     def _unpack(self, name: str, unpack: Any, *tensors: Tensor) -> Tensor:
@@ -191,7 +198,7 @@ class ChosenBits(PackingState):
         if not self.forms:
             return f"bits=auto: no change of the gradient was measured; all tensors in {bits} bits, groups of {group}"
         total = sum(self.values[name] for name in self.forms)
-        mean = sum(self.values[name] * bits_per_value(form) for name, form in self.forms.items()) / total
+        mean = sum(packed_bits(self.values[name], form) for name, form in self.forms.items()) / total
         by_part: dict[str, str] = {}
         for name in self.values:  # in the order in which they are packed
             if name in self.forms:
@@ -265,7 +272,7 @@ class _Output(torch.autograd.Function):
 
 
 def choose_forms(
-    values: Mapping[str, float], changes: Mapping[str, Mapping[Form, float]], budget: float, forms: Sequence[Form]
+    values: Mapping[str, int], changes: Mapping[str, Mapping[Form, float]], budget: float, forms: Sequence[Form]
 ) -> dict[str, Form]:
     """Choose the form of each tensor: the smallest sum of changes that the budget allows, to within one tensor.
 
@@ -279,13 +286,13 @@ def choose_forms(
         forms: from the smallest.
     """
     chosen = dict.fromkeys(values, forms[0])
-    left = (budget - bits_per_value(forms[0])) * sum(values.values()) * (1 + 1e-9)
+    left = budget * sum(values.values()) * (1 + 1e-9) - sum(packed_bits(n, forms[0]) for n in values.values())
     while True:
         best = None
         for name, n in values.items():
             has, of = chosen[name], changes[name]
             for form in forms:
-                cost = n * (bits_per_value(form) - bits_per_value(has))
+                cost = packed_bits(n, form) - packed_bits(n, has)
                 if not 0 < cost <= left:
                     continue
                 gain = (of.get(has, 0.0) - of.get(form, 0.0)) / cost
@@ -307,9 +314,10 @@ def _parameters_below(node: Any) -> list[Tensor]:
         node = nodes.pop()
         if hasattr(node, "variable"):
             found.append(node.variable)
-        below = [] if "CompiledFunction" in node.name() else [below for below, _ in node.next_functions if below]
-        nodes += dict.fromkeys(below).keys() - seen
-        seen.update(below)
+        for below, _ in () if "CompiledFunction" in node.name() else node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                nodes.append(below)
     return found
 
 
