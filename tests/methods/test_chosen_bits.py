@@ -69,35 +69,31 @@ def test_the_profile_measures_the_change_of_the_whole_gradient(name: str) -> Non
         assert ratios[0] >= state.changes[tensor][3, 64] >= ratios[1]
 
 
-def test_the_choice_is_the_best_within_one_tensor() -> None:
-    generator = torch.Generator().manual_seed(3)
+def test_the_choice_is_nearly_the_best_of_all() -> None:
+    """Against all 5⁷ choices, at most 15 % above the smallest sum."""
     forms = [(2, 64), (3, 128), (3, 64), (4, 64), (8, 64)]
-    values = {f"t{i}": n for i, n in enumerate((64 * 6, 256 * 6, 64 * 6, 128 * 6))}
-    scale = torch.rand(4, generator=generator).mul(8).exp().tolist()
-    errors = (20.0, 5.2, 4.0, 0.9, 0.0)
+    values = {f"t{i}": 384 * n for i, n in enumerate((1, 4, 1, 2, 1, 1, 2))}
+    scale = torch.rand(7, generator=torch.Generator().manual_seed(3)).mul(6).exp().tolist()
+    errors = (5.5, 1.3, 1.0, 0.22, 0.0)
     changes = {n: {f: s * e for f, e in zip(forms, errors, strict=True)} for n, s in zip(values, scale, strict=True)}
+    total = sum(values.values())
 
-    def costs(choice: Any) -> float:
-        return sum(n * bits_per_value(f) for n, f in zip(values.values(), choice, strict=True))
+    def bits(choice: Any) -> float:
+        return sum(n * bits_per_value(f) for n, f in zip(values.values(), choice, strict=True)) / total
 
     def change(choice: Any) -> float:
         return sum(changes[name][f] for name, f in zip(values, choice, strict=True))
 
-    every = [(costs(choice), change(choice)) for choice in itertools.product(forms, repeat=4)]
-    total, largest = sum(values.values()), max(values.values()) * (8.5 - 2.5)
-    for budget in (2.5, 2.9, 3.5, 4.1, 6.0, 8.5):
+    every = [(bits(choice), change(choice)) for choice in itertools.product(forms, repeat=7)]
+    for budget in (2.5, 2.6, 2.9, 3.5, 4.1, 6.0, 8.5):
         choice = choose_forms(values, changes, budget, forms)
         assert list(choice) == list(values)
-        assert costs(choice.values()) <= budget * total * (1 + 1e-8)
-        best = (
-            min(c for cost, c in every if cost <= budget * total - largest)
-            if budget * total - largest > 2.5 * total
-            else max(c for _, c in every)
-        )
-        assert change(choice.values()) <= best
+        spent, reached = bits(choice.values()), change(choice.values())
+        assert spent <= budget + 1e-6
+        assert reached <= 1.15 * min(c for b, c in every if b <= budget)
     assert set(choose_forms(values, changes, 2.5, forms).values()) == {(2, 64)}
     assert set(choose_forms(values, changes, 8.5, forms).values()) == {(8, 64)}
-    # What decides is the change: with one tensor that does not matter, the others get its bits.
+    # What decides is the change: a tensor that does not matter leaves its bits to the others.
     changes["t1"] = dict.fromkeys(forms, 0.0)
     assert choose_forms(values, changes, 3.5, forms)["t1"] == (2, 64)
 
