@@ -21,7 +21,7 @@ from efficient_ft.ops.packing import BITS, GroupBits, Packer
 
 #: The largest group.
 _LARGEST = 2**16
-#: Groups among which bits=auto chooses.
+#: The groups that bits=auto chooses from.
 _CHOSEN_GROUPS = (64, 128, 256)
 
 
@@ -39,8 +39,8 @@ class LowBit(ActivationPacking):
             changes the gradient. During the profile, the first `profile_steps`, all have 8 bits.
         budget: mean bits per value for ``auto``, minimum and step included: 3.5 takes the bytes of ``bits=3``. None:
             those of ``bits=4``, 4.5.
-        profile_steps: optimizer steps that ``auto`` profiles; for each tensor packed they take about half a backward
-            pass more.
+        profile_steps: optimizer steps that ``auto`` profiles; each takes about half a step more for each tensor
+            packed, and keeps two more gradients meanwhile.
         group: values of a group, a multiple of 8 up to 65536; None: 64, or 40 with 2 bits, and with ``auto`` 64, 128 or
             256 for each tensor. The minimum and the step add 32 / group bits to each value.
         rounding: ``nearest``, with a smaller error, or ``stochastic``, whose mean is the exact value (as in ActNN).
