@@ -32,6 +32,7 @@ FILES = {
     "loop": "loop_cpu",
     "gradient": "gradient_vit_micro_56_cpu",
     "gradient_bits": "gradient_bits_vit_micro_56_cpu",
+    "gradient_bits_auto": "gradient_bits_auto_vit_micro_56_cpu",
     "gradient_32": "gradient_vit_micro_32_cpu",
     "gradient_random": "gradient_deit_small_random_cpu",
     "projectors": "gradient_error",

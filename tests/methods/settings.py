@@ -258,6 +258,7 @@ ROWS = {
     "bsr_moe": _experts("bsr_moe", "vit", blocks=[1, -1], drop_at=[1, 2], keep_rate=1.0, norm_topk_prob=True),
     "mesa": _near("mesa", "8 bits are not exact", *USUAL),
     "low_bit": _near("low_bit", "a few bits are not exact", *USUAL, "mobilenet", bits=8),
+    "low_bit_auto": _near("low_bit", "a few bits are not exact", *USUAL, "mobilenet", bits="auto", budget=4.0),
     "low_bit_2": _near("low_bit", "a few bits are not exact", "vit", bits=2, group=8, rounding="stochastic"),
     "low_bit_unfused": _near("low_bit", "a few bits are not exact", "vit", "swinv2", bits=8, attention="unfused"),
     "compact": Row(METHODS["compact"], off={}, models=(*USUAL, "mobilenet")),

@@ -47,6 +47,22 @@ def test_two_processes_choose_and_train_as_one(name, tmp_path, configuration):
         assert not ((budgets[0][:, 0] == 0.8) | (budgets[0][:, 0] == 0.2)).any()
 
 
+def test_two_processes_choose_the_same_bits(tmp_path):
+    """Each measures its half of the images; what is chosen follows from the sum, and another run chooses it again."""
+    method = {"full": {}, "low_bit": {"bits": "auto", "budget": 3.3, "profile_steps": 2}}
+    changes = {**QUIET, "trainer__max_steps": 4, "method": method}
+    states = []
+    for processes in (2, 2, 1):
+        folder = tmp_path / str(len(states))
+        run_in_processes(plain_config(**changes, trainer__devices=processes, data__batch_size=128 // processes), folder)
+        states.append(method_states(folder)["low_bit"])
+    assert states[0] == states[1]
+    two, one = ({n: sum(c for *_, c in of) for n, of in state["changes"].items()} for state in (states[0], states[2]))
+    ratios = [two[n] / one[n] for n in one]
+    assert len(ratios) > 8
+    assert all(1.4 < ratio < 6 for ratio in ratios), "the sum over two processes, not one process's own"
+
+
 def test_two_processes_train_one_model(tmp_path):
     """Both ranks see their half of the images, and one of them writes, also the rows of step statistics."""
     plain = plain_config(trainer__devices=2, data__batch_size=64, step_stats__interval=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -74,6 +75,19 @@ def test_the_bases_that_a_profile_chose_continue(tmp_path, configuration):
     assert of_broken == of_straight
     assert (of_broken["steps"], of_broken["energy"]) == (8, {})
     assert len(of_broken["chosen"]) > 4
+
+
+def test_the_bits_that_a_profile_chose_continue(tmp_path, configuration):
+    """``bits=auto`` stopped while it profiles (2 steps of 3) and again after it has chosen (6)."""
+    method = {"full": {}, "low_bit": {"bits": "auto", "budget": 3.3, "profile_steps": 3}}
+    folders = straight_and_broken(configuration, tmp_path, (2, 6), method=method, trainer__max_steps=8)
+    of_straight, of_broken = (method_states(folder)["low_bit"] for folder in folders)
+    assert of_broken == of_straight
+    assert of_broken["steps"] == 3
+    assert len({tuple(form) for form in of_broken["forms"].values()}) > 2
+    notes = [json.loads((folder / "results.json").read_text())["methods"]["low_bit"]["notes"] for folder in folders]
+    assert notes[0] == notes[1]
+    assert any("bits=auto: 3." in note for note in notes[0])
 
 
 @pytest.mark.parametrize(

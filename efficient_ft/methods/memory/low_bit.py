@@ -8,16 +8,21 @@ Pan et al., "Mesa", 2021 (8 bits, attention recomputed from q, k and v).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from efficient_ft.core.errors import SettingError
+from efficient_ft.methods.base import Applied
+from efficient_ft.methods.memory.chosen_bits import ChosenBits, ChosenBitsPacker, ProfiledForward, bits_per_value
 from efficient_ft.methods.memory.packing import ActivationPacking
 from efficient_ft.methods.registry import register
-from efficient_ft.ops.packed import Policy
-from efficient_ft.ops.packing import BITS, GroupBits
+from efficient_ft.ops.packed import PackingState, Policy
+from efficient_ft.ops.packing import BITS, GroupBits, Packer
 
 #: The largest group.
 _LARGEST = 2**16
+#: The groups that bits=auto chooses from.
+_CHOSEN_GROUPS = (64, 128, 256)
 
 
 @register
@@ -30,9 +35,14 @@ class LowBit(ActivationPacking):
     of its own. ReLU keeps a bit per element.
 
     Args:
-        bits: of a value: 8, 4, 3 or 2.
-        group: values of a group, a multiple of 8 up to 65536; None: 64, or 40 with 2 bits. The minimum and the step add
-            32 / group bits to each value.
+        bits: of a value: 8, 4, 3 or 2; ``auto``: chosen for each tensor under the `budget`, by how much rounding it
+            changes the gradient. During the profile, the first `profile_steps`, all have 8 bits.
+        budget: mean bits per value for ``auto``, minimum and step included: 3.5 takes the bytes of ``bits=3``. None:
+            those of ``bits=4``, 4.5.
+        profile_steps: optimizer steps that ``auto`` profiles; each takes about half a step more for each tensor
+            packed, and keeps two more gradients meanwhile.
+        group: values of a group, a multiple of 8 up to 65536; None: 64, or 40 with 2 bits, and with ``auto`` 64, 128 or
+            256 for each tensor. The minimum and the step add 32 / group bits to each value.
         rounding: ``nearest``, with a smaller error, or ``stochastic``, whose mean is the exact value (as in ActNN).
         attention: ``fused`` keeps q, k and v and recomputes attention from them by torch's fused kernel; ``unfused``
             keeps q, k, v and softmax's output.
@@ -46,14 +56,16 @@ class LowBit(ActivationPacking):
 
     def __init__(
         self,
-        bits: Literal[8, 4, 3, 2] = 4,
+        bits: Literal[8, 4, 3, 2, "auto"] = 4,
+        budget: float | None = None,
+        profile_steps: int = 1,
         group: int | None = None,
         rounding: Literal["nearest", "stochastic"] = "nearest",
         attention: Literal["fused", "unfused"] = "fused",
     ):
         super().__init__()
-        if isinstance(bits, bool) or bits not in BITS:
-            raise SettingError("bits", bits, map(str, BITS))
+        if isinstance(bits, bool) or bits not in (*BITS, "auto"):
+            raise SettingError("bits", bits, (*map(str, BITS), "auto"))
         if group is not None and (type(group) is not int or group % 8 or not 8 <= group <= _LARGEST):
             raise SettingError(
                 "group", group, f"a multiple of 8 from 8 to {_LARGEST}, or null", "null means 64, and 40 with 2 bits."
@@ -64,11 +76,64 @@ class LowBit(ActivationPacking):
         ):
             if value not in allowed:
                 raise SettingError(setting, value, allowed)
+        if type(profile_steps) is not int or profile_steps < 1:
+            raise SettingError("profile_steps", profile_steps, "an integer >= 1")
         self.bits, self.group, self.rounding, self.attention = bits, group, rounding, attention
+        self.budget, self.profile_steps = budget, profile_steps
+        self._check_budget()
+        if bits == "auto":
+            self._forward = ProfiledForward
+
+    def _check_budget(self) -> None:
+        if self.budget is None:
+            return
+        if self.bits != "auto":
+            raise SettingError(
+                "budget", self.budget, f"null with bits={self.bits}", "bits=auto chooses bits under a budget."
+            )
+        least = bits_per_value((min(BITS), max(self._groups)))
+        most = bits_per_value((max(BITS), min(self._groups)))
+        if (
+            isinstance(self.budget, bool)
+            or not isinstance(self.budget, int | float)
+            or not least <= self.budget <= most
+        ):
+            raise SettingError(
+                "budget",
+                self.budget,
+                f"null or a number of bits per value from {least:g} to {most:g}",
+                "The minimum and the step of a group are included.",
+            )
+
+    @property
+    def _groups(self) -> tuple[int, ...]:
+        """The groups that tensors can have; one, unless they are chosen."""
+        if self.group is not None:
+            return (self.group,)
+        return _CHOSEN_GROUPS if self.bits == "auto" else (40 if self.bits == 2 else 64,)
+
+    @property
+    def warmup_steps(self) -> int:  # type: ignore[override]
+        if self.bits != "auto":
+            return 0
+        chosen = self._packing
+        if not isinstance(chosen, ChosenBits):
+            return self.profile_steps
+        return 0 if chosen.forms is not None else self.profile_steps - chosen.steps
+
+    @property
+    def applied(self) -> Applied | None:
+        report = self._applied
+        note = self._packing.note() if isinstance(self._packing, ChosenBits) else None
+        return report if report is None or note is None else replace(report, notes=(*report.notes, note))
 
     def policy(self) -> Policy:
-        group = (40 if self.bits == 2 else 64) if self.group is None else self.group
-        packer = GroupBits(self.bits, group, self.rounding == "stochastic")
+        packer: Packer
+        if isinstance(self._packing, ChosenBits):
+            packer = ChosenBitsPacker(self._packing)
+        else:
+            assert self.bits != "auto"
+            packer = GroupBits(self.bits, self._groups[0], self.rounding == "stochastic")
         return Policy(
             product=packer,
             norm=packer,
@@ -79,3 +144,19 @@ class LowBit(ActivationPacking):
             derived_all=True,
             fused=packer if self.attention == "fused" else None,
         )
+
+    def _new_state(self) -> PackingState:
+        if self.bits != "auto":
+            return PackingState()
+        budget = bits_per_value((4, min(self._groups))) if self.budget is None else self.budget
+        return ChosenBits(
+            budget=budget,
+            groups=self._groups,
+            stochastic=self.rounding == "stochastic",
+            profile_steps=self.profile_steps,
+        )
+
+    def step_end(self) -> None:
+        super().step_end()
+        if isinstance(self._packing, ChosenBits):
+            self._packing.step_end()

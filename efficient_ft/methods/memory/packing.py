@@ -36,7 +36,7 @@ DENSE_FORWARD = "low-rank layers have a dense forward pass of their own and keep
 _NO_BATCH = (Reason.NOT_FROM_IMAGES, Reason.ROUTED)
 
 
-class _PackedForward(MemoryForward):
+class PackedForward(MemoryForward):
     """A forward pass that packs what the module saves, in training."""
 
     def __init__(self, module: nn.Module, name: str, policy: Policy, packing: PackingState) -> None:
@@ -147,6 +147,9 @@ class ActivationPacking(PartwiseMethod):
             fp16.
     """
 
+    #: The class of the parts' forward passes.
+    _forward: type[PackedForward] = PackedForward
+
     @abstractmethod
     def policy(self) -> Policy:
         """Return the packer of each kind of activation; called when the method is applied."""
@@ -155,7 +158,7 @@ class ActivationPacking(PartwiseMethod):
         self, module: nn.Module, name: str, packing: PackingState, layers: dict[str, nn.Module], is_head: bool
     ) -> MemoryForward:
         policy = self.policy()
-        return _PackedForward(module, name, replace(policy, product=Dense(alone=True)) if is_head else policy, packing)
+        return self._forward(module, name, replace(policy, product=Dense(alone=True)) if is_head else policy, packing)
 
     def _notes(self, model: nn.Module, view: ModelView, packing: PackingState) -> tuple[str, ...]:
         """Name the operations inside packed parts that stay dense, with the bytes they keep."""

@@ -1,0 +1,253 @@
+"""``low_bit`` with ``bits=auto``: what the profile measures, what it chooses, and that a choice stays."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from efficient_ft.core.errors import SettingError
+from efficient_ft.cost import executed
+from efficient_ft.methods import BSR, LBPWHT, LowBit, apply_methods
+from efficient_ft.methods.memory.chosen_bits import ChosenBits, bits_per_value, choose_forms
+from efficient_ft.testing import MODELS, batch_of, gradients, model_of
+from efficient_ft.testing.steps import warm_up
+
+Gradients = dict[str, torch.Tensor]
+
+
+def chosen(method: LowBit) -> ChosenBits:
+    assert isinstance(method._packing, ChosenBits)
+    return method._packing
+
+
+def relative_change(a: Gradients, b: Gradients, parts: list[str]) -> float:
+    """Σ over parts of ‖a − b‖² / ‖b‖², each parameter in its part, the others in one together."""
+    total = 0.0
+    for part in (*parts, ""):
+        names = [
+            n for n in b if (n.startswith(f"{part}.") if part else not n.startswith(tuple(f"{p}." for p in parts)))
+        ]
+        size = sum(b[n].square().sum().item() for n in names)
+        total += sum((a[n] - b[n]).square().sum().item() for n in names) / size if size else 0.0
+    return total
+
+
+def found(model: nn.Module, name: str, seed: int = 0) -> Gradients:
+    return {n: g for n, g in gradients(model, name, seed=seed).items() if g is not None}
+
+
+@pytest.mark.parametrize("name", ["vit", "resnet"])
+def test_the_profile_measures_the_change_of_the_whole_gradient(name: str) -> None:
+    """Against steps of their own, in which one tensor has 3 bits and all others have 8."""
+    model, method = model_of(name), LowBit("auto")
+    method.apply(model)
+    plain = found(model, name)  # the gradient of the profiled step itself is not touched by the measurement
+    again = model_of(name)
+    fixed = LowBit(8, group=64)
+    fixed.apply(again)
+    for key, g in found(again, name).items():
+        torch.testing.assert_close(plain[key], g)
+    method.step_end()
+    state = chosen(method)
+    assert state.steps == 1
+    assert set(state.changes) == set(state.values)
+    parts = list(dict.fromkeys(key.rpartition("/")[0] for key in state.values))
+    heads = [n for n in ("head", "fc") if hasattr(model, n)]
+    for tensor in [*state.values][:: max(1, len(state.values) // 6)]:
+        state.forms = {key: (3 if key == tensor else 8, 64) for key in state.values}
+        expected = relative_change(found(model, name), plain, [*dict.fromkeys([*parts, *heads])])
+        assert state.changes[tensor][3, 64] == pytest.approx(expected, rel=0.25, abs=1e-9), tensor
+        ratios = state.changes[tensor][2, 64], state.changes[tensor][4, 64]
+        assert ratios[0] >= state.changes[tensor][3, 64] >= ratios[1]
+
+
+def test_the_choice_is_nearly_the_best_of_all() -> None:
+    """Against all 5⁷ choices, at most 15 % above the smallest sum."""
+    forms = [(2, 64), (3, 128), (3, 64), (4, 64), (8, 64)]
+    values = {f"t{i}": 384 * n for i, n in enumerate((1, 4, 1, 2, 1, 1, 2))}
+    scale = torch.rand(7, generator=torch.Generator().manual_seed(3)).mul(6).exp().tolist()
+    errors = (5.5, 1.3, 1.0, 0.22, 0.0)
+    changes = {n: {f: s * e for f, e in zip(forms, errors, strict=True)} for n, s in zip(values, scale, strict=True)}
+    total = sum(values.values())
+
+    def bits(choice: Any) -> float:
+        return sum(n * bits_per_value(f) for n, f in zip(values.values(), choice, strict=True)) / total
+
+    def change(choice: Any) -> float:
+        return sum(changes[name][f] for name, f in zip(values, choice, strict=True))
+
+    every = [(bits(choice), change(choice)) for choice in itertools.product(forms, repeat=7)]
+    for budget in (2.5, 2.6, 2.9, 3.5, 4.1, 6.0, 8.5):
+        choice = choose_forms(values, changes, budget, forms)
+        assert list(choice) == list(values)
+        spent, reached = bits(choice.values()), change(choice.values())
+        assert spent <= budget + 1e-6
+        assert reached <= 1.15 * min(c for b, c in every if b <= budget)
+    assert set(choose_forms(values, changes, 2.5, forms).values()) == {(2, 64)}
+    assert set(choose_forms(values, changes, 8.5, forms).values()) == {(8, 64)}
+    # What decides is the change: a tensor that does not matter leaves its bits to the others.
+    changes["t1"] = dict.fromkeys(forms, 0.0)
+    assert choose_forms(values, changes, 3.5, forms)["t1"] == (2, 64)
+
+
+@pytest.mark.parametrize(("bits", "budget"), [(3, 3.5), (2, 2.8), (4, None)])
+def test_at_equal_bytes_the_gradient_is_nearer_than_with_equal_bits(bits: Any, budget: float | None) -> None:
+    errors, sizes = {}, {}
+    for key, method in (("equal", LowBit(bits)), ("auto", LowBit("auto", budget))):
+        model = model_of("vit")
+        method.apply(model)
+        warm_up(model, method, "vit")
+        of = [relative_change(found(model, "vit", s), found(model_of("vit"), "vit", s), []) for s in range(10, 14)]
+        errors[key] = sum(of)
+        sizes[key] = executed(model.float(), 2, (MODELS["vit"].size,) * 2, methods=[method]).saved_bytes
+    assert sizes["auto"] <= sizes["equal"]
+    assert errors["auto"] < errors["equal"]
+
+
+def test_the_choice_is_reported_and_keeps_to_the_budget() -> None:
+    model, method = model_of("vit"), LowBit("auto", 3.0)
+    assert method.warmup_steps == 1
+    before = method.apply(model)
+    assert method.applied == before
+    warm_up(model, method, "vit")
+    assert method.warmup_steps == 0
+    report = method.applied
+    assert report is not None
+    (note,) = set(report.notes) - set(before.notes)
+    mean = float(re.findall(r"([0-9.]+) bits per value", note)[0])
+    assert 2.8 < mean <= 3.0
+    state = chosen(method)
+    assert state.forms is not None
+    assert len(re.findall(r"\d+/\d+", note.partition("tensor:")[2])) == len(state.forms) == len(state.values)
+    assert len(set(state.forms.values())) > 2
+    kept = chosen(method).forms
+    for seed in (5, 6):
+        method.step_begin(seed)
+        gradients(model, "vit", seed=seed)
+        method.step_end()
+    assert chosen(method).forms == kept, "no second profile"
+
+
+def test_a_group_that_is_set_is_kept() -> None:
+    model, method = model_of("vit"), LowBit("auto", 3.6, group=32, rounding="stochastic", attention="unfused")
+    method.apply(model)
+    warm_up(model, method, "vit")
+    forms = chosen(method).forms
+    assert forms is not None
+    assert {group for _, group in forms.values()} == {32}
+    assert len({bits for bits, _ in forms.values()}) > 1
+
+
+def test_a_profile_continues_where_it_was_saved(tmp_path: Path) -> None:
+    straight, method = model_of("vit"), LowBit("auto", 3.2, profile_steps=3)
+    method.apply(straight)
+    for step in range(5):
+        assert method.warmup_steps == max(3 - step, 0)
+        gradients(straight, "vit", seed=step)
+        method.step_end()
+        torch.save(method.state_dict(), tmp_path / str(step))
+    for at in (0, 1, 3):
+        again, model = LowBit("auto", 3.2, profile_steps=3), model_of("vit")
+        again.apply(model)
+        again.load_state_dict(torch.load(tmp_path / str(at), weights_only=True))
+        for step in range(at + 1, 5):
+            gradients(model, "vit", seed=step)
+            again.step_end()
+        assert again.state_dict() == method.state_dict()
+        assert again.applied == method.applied
+
+
+def test_micro_batches_are_measured_once() -> None:
+    one, two = (LowBit("auto", 3.2) for _ in range(2))
+    model = model_of("vit")
+    copied = copy.deepcopy(model)
+    for method, net, seeds in ((one, model, (0,)), (two, copied, (0, 1))):
+        method.apply(net)
+        for seed in seeds:
+            gradients(net, "vit", seed=seed)
+        method.step_end()
+    assert one.state_dict() == two.state_dict()
+
+
+def test_steps_without_a_gradient_are_not_counted() -> None:
+    """A head of zeros passes no gradient on; an overflow in fp16 passes on infinities."""
+    model, method = model_of("vit"), LowBit("auto", 3.5)
+    method.apply(model)
+    with torch.no_grad():
+        weight = model.head.weight.clone()  # type: ignore[union-attr]
+        model.head.weight.zero_()  # type: ignore[union-attr, operator]
+    gradients(model, "vit")
+    method.step_end()
+    images, labels = batch_of("vit")
+    (F.cross_entropy(model(images), labels) * torch.inf).backward()
+    method.step_end()
+    assert method.warmup_steps == 1
+    assert method.state_dict()["in_vain"] == 2
+    with torch.no_grad():
+        model.head.weight.copy_(weight)  # type: ignore[union-attr, operator]
+    other = copy.deepcopy((model, method))
+    gradients(model, "vit")
+    method.step_end()
+    assert method.warmup_steps == 0
+    # At last all get what the budget has for each.
+    model, method = other
+    with torch.no_grad():
+        model.head.weight.zero_()  # type: ignore[union-attr, operator]
+    for _ in range(14):
+        gradients(model, "vit")
+        method.step_end()
+    assert method.warmup_steps == 0
+    assert chosen(method).forms == {}
+    assert "all tensors in 3 bits, groups of 64" in str(method.applied)
+    gradients(model, "vit")
+
+
+def test_it_is_chosen_within_a_stack_and_in_a_compiled_model() -> None:
+    model = model_of("vit").float()
+    methods = [BSR(blocks=[1, 3], drop_at=[1, 2]), LBPWHT(order=2), LowBit("auto", 3.0)]
+    apply_methods(model, methods)
+    model.train()
+    images, labels = batch_of("vit", torch.float32)
+    for step in range(2):
+        for method in methods:
+            method.step_begin(step)
+        F.cross_entropy(model(images), labels).backward()
+        for method in methods:
+            method.step_end()
+    assert methods[2].warmup_steps == 0
+
+    model, auto = model_of("vit").float(), LowBit("auto", 3.0)
+    auto.apply(model)
+    compiled = torch.compile(model.train(), backend="aot_eager")
+    for _ in range(2):
+        F.cross_entropy(compiled(images), labels).backward()
+        auto.step_end()
+    assert auto.warmup_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"bits": 5}, "bits must be one of 8, 4, 3, 2, auto, got 5."),
+        ({"bits": 4, "budget": 4.0}, "budget must be null with bits=4, got 4.0."),
+        ({"bits": "auto", "budget": 2.0}, "must be null or a number of bits per value from 2.125 to 8.5, got 2.0."),
+        ({"bits": "auto", "budget": 2.4, "group": 64}, "from 2.5 to 8.5, got 2.4."),
+        ({"bits": "auto", "budget": 32}, "from 2.125 to 8.5, got 32."),
+        ({"bits": "auto", "budget": "4MB"}, "budget must be null or a number of bits per value"),
+        ({"bits": "auto", "budget": True}, "budget must be null or a number of bits per value"),
+        ({"bits": "auto", "budget": float("nan")}, "got nan."),
+        ({"bits": "auto", "profile_steps": 0}, "profile_steps must be an integer >= 1, got 0."),
+    ],
+)  # fmt: skip
+def test_wrong_settings_say_what_to_do(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(SettingError) as error:
+        LowBit(**settings)
+    assert text in str(error.value)
