@@ -42,7 +42,7 @@ Form = tuple[int, int]
 _EXACT = 8
 #: Bits to which a tensor is rounded to measure its change.
 _TRIAL = 3
-#: A profile ends after so many steps in which no gradient was finite and not zero (fp16 overflow, a head of zeros).
+#: Steps without a finite gradient other than zero (fp16 overflow, a head of zeros) after which a profile ends.
 _IN_VAIN = 16
 
 
