@@ -48,6 +48,28 @@ def memory(page: Path) -> str:
     return table([*head, "cosine, this network", "cosine, trained network"], rows)
 
 
+@block
+def memory_felt(page: Path) -> str:
+    """DeiT-S: what autograd stores, and by how much the process grows."""
+    rows = []
+    for name, record in records.load("memory_felt")["recipes"].items():
+        label, gradient = labels.MEMORY_FELT[name]
+        growth, counted = records.growth("memory_felt", name), record["process"]["counted_bytes"] / records.MIB
+        rows.append(
+            [
+                label,
+                f"{records.saved('memory_felt', name):.2f}",
+                f"{counted:.0f}",
+                f"{growth:.0f}",
+                f"{growth / counted:.2f}",
+                times(records.time("memory_felt", name)),
+                _cosine("gradient_bits", gradient) if gradient else "1",
+            ]
+        )
+    head = ["recipe", "saved MiB / image", "counted MiB of a step", "process grows by, MiB", "grows by / counted"]
+    return table([*head, "time / time of `full`", "cosine, trained network"], rows)
+
+
 def _cosine(file: str, name: str) -> str:
     return cosine(records.recipe(file, name)["cosine"]["blocks"]["mean"])
 

@@ -44,6 +44,20 @@ TRAINED = {
     "lbp_wht_back_razor": "lbp_wht:select=all+back_razor:sparsity=0.8",
 }
 
+#: Recipes of the record of processes, with the name of their trained network's gradient, exact: None.
+MEMORY_FELT: dict[str, tuple[str, str | None]] = {
+    "full": (MEMORY["full"], None),
+    "compact": ("`compact`", None),
+    "compact_kept": ("`compact`, `attention=kept`", None),
+    "low_bit_8": ("`low_bit`, `bits=8`", "low_bit:bits=8"),
+    "low_bit": ("`low_bit` (4 bits)", "low_bit"),
+    "low_bit_3": ("`low_bit`, `bits=3`", "low_bit:bits=3"),
+    "low_bit_2": ("`low_bit`, `bits=2`", "low_bit:bits=2"),
+    "mesa": (MEMORY["mesa"], "mesa"),
+    "back_razor": (MEMORY["back_razor"], "back_razor:sparsity=0.8"),
+    "checkpointing": (MEMORY["checkpointing"], None),
+}
+
 GPU = {
     "full": MEMORY["full"],
     "back_razor": MEMORY["back_razor"],

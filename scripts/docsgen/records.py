@@ -19,6 +19,7 @@ BUSY = BUSY_LOAD
 #: Short names of the files.
 FILES = {
     "memory": "memory_deit_small_cpu",
+    "memory_felt": "memory_felt_deit_small_cpu",
     "memory_gpu": "memory_vit_base_h200",
     "memory_gpu_bf16": "memory_vit_base_bf16_h200",
     "memory_gpu_unfused": "memory_vit_base_unfused_h200",
@@ -77,6 +78,11 @@ def peak(file: str, name: str) -> float:
     """Peak of the whole batch in MiB: the allocator's on a GPU, counted elsewhere."""
     of = recipe(file, name)
     return of.get("peak_bytes", of["executed"]["peak_bytes"]) / MIB
+
+
+def growth(file: str, name: str) -> float:
+    """MiB by which the process of a recipe's own grows over its steps."""
+    return recipe(file, name)["process"]["felt"]["growth_bytes"] / MIB
 
 
 def seconds(file: str, name: str, part: str = "step") -> float:
