@@ -70,6 +70,24 @@ def memory_felt(page: Path) -> str:
     return table([*head, "time / time of `full`", "cosine, trained network"], rows)
 
 
+@block
+def gigabyte(page: Path) -> str:
+    """ViT-B/16: the process at its peak in full fine-tuning, and the time of a step."""
+    rows = []
+    for name in records.load("gigabyte")["recipes"]:
+        rows.append(
+            [
+                labels.GIGABYTE[name],
+                f"{records.saved('gigabyte', name):.1f}",
+                f"{records.recipe('gigabyte', name)['process']['optimizer_bytes'] / records.MIB:.0f}",
+                f"{records.above_interpreter('gigabyte', name):.0f}",
+                times(records.time("gigabyte", name)),
+            ]
+        )
+    head = ["recipe", "saved MiB / image", "optimizer's state, MiB", "process above the interpreter, MiB"]
+    return table([*head, "time / time of `full`"], rows)
+
+
 def _cosine(file: str, name: str) -> str:
     return cosine(records.recipe(file, name)["cosine"]["blocks"]["mean"])
 

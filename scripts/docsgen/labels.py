@@ -58,6 +58,14 @@ MEMORY_FELT: dict[str, tuple[str, str | None]] = {
     "checkpointing": (MEMORY["checkpointing"], None),
 }
 
+#: Recipes of the record of ViT-B in a gigabyte; all but the first step inside the backward pass.
+GIGABYTE = {
+    "full": "`full`, AdamW in 32 bits",
+    "ckpt8": "`checkpointing`, moments in 8 bits",
+    "lb4s8": "`low_bit` (4 bits), moments in 8 bits",
+    "lb2s4": "`low_bit`, `bits=2`, moments in 4 bits",
+}
+
 GPU = {
     "full": MEMORY["full"],
     "back_razor": MEMORY["back_razor"],

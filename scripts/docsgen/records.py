@@ -20,6 +20,7 @@ BUSY = BUSY_LOAD
 FILES = {
     "memory": "memory_deit_small_cpu",
     "memory_felt": "memory_felt_deit_small_cpu",
+    "gigabyte": "vit_base_gigabyte_cpu",
     "memory_gpu": "memory_vit_base_h200",
     "memory_gpu_bf16": "memory_vit_base_bf16_h200",
     "memory_gpu_unfused": "memory_vit_base_unfused_h200",
@@ -83,6 +84,12 @@ def peak(file: str, name: str) -> float:
 def growth(file: str, name: str) -> float:
     """MiB by which the process of a recipe's own grows over its steps."""
     return recipe(file, name)["process"]["felt"]["growth_bytes"] / MIB
+
+
+def above_interpreter(file: str, name: str) -> float:
+    """MiB of a recipe's process at its peak, without the interpreter and its libraries."""
+    process = recipe(file, name)["process"]
+    return (process["felt"]["peak_bytes"] - process["interpreter_bytes"]) / MIB
 
 
 def seconds(file: str, name: str, part: str = "step") -> float:

@@ -66,6 +66,12 @@ def peak(file: str, recipe: str) -> str:
 
 
 @value
+def above_interpreter(file: str, recipe: str) -> str:
+    """MiB of the process at its peak, without the interpreter and its libraries."""
+    return f"{records.above_interpreter(file, recipe):.0f}"
+
+
+@value
 def less_saved(file: str, recipe: str, other: str) -> str:
     """By how much less is kept than in another recipe, in percent."""
     return f"{100 * (1 - records.saved(file, recipe) / records.saved(file, other)):.0f} %"
