@@ -71,21 +71,22 @@ def memory_felt(page: Path) -> str:
 
 
 @block
-def gigabyte(page: Path) -> str:
-    """ViT-B/16: the process at its peak in full fine-tuning, and the time of a step."""
+def gigabyte(page: Path, file: str = "gigabyte") -> str:
+    """ViT-B/16: the process at its peak in training, and the time of a step."""
     rows = []
-    for name in records.load("gigabyte")["recipes"]:
+    for name, record in records.load(file)["recipes"].items():
         rows.append(
             [
                 labels.GIGABYTE[name],
-                f"{records.saved('gigabyte', name):.1f}",
-                f"{records.recipe('gigabyte', name)['process']['optimizer_bytes'] / records.MIB:.0f}",
-                f"{records.above_interpreter('gigabyte', name):.0f}",
-                times(records.time("gigabyte", name)),
+                f"{record['trainable_parameters'] / 1e6:.1f}",
+                f"{records.saved(file, name):.1f}",
+                f"{record['process']['optimizer_bytes'] / records.MIB:.0f}",
+                f"{records.above_interpreter(file, name):.0f}",
+                times(records.time(file, name)),
             ]
         )
-    head = ["recipe", "saved MiB / image", "optimizer's state, MiB", "process above the interpreter, MiB"]
-    return table([*head, "time / time of `full`"], rows)
+    head = ["recipe", "trained parameters, M", "saved MiB / image", "optimizer's state, MiB"]
+    return table([*head, "process above the interpreter, MiB", "time / time of `full`"], rows)
 
 
 def _cosine(file: str, name: str) -> str:

@@ -58,12 +58,15 @@ MEMORY_FELT: dict[str, tuple[str, str | None]] = {
     "checkpointing": (MEMORY["checkpointing"], None),
 }
 
-#: Recipes of the record of ViT-B in a gigabyte; all but the first step inside the backward pass.
+#: Recipes of the records of ViT-B in a gigabyte: everything trains, and a part.
 GIGABYTE = {
     "full": "`full`, AdamW in 32 bits",
-    "ckpt8": "`checkpointing`, moments in 8 bits",
-    "lb4s8": "`low_bit` (4 bits), moments in 8 bits",
-    "lb2s4": "`low_bit`, `bits=2`, moments in 4 bits",
+    "ckpt8": "`checkpointing`, moments in 8 bits, steps in backward",
+    "lb4s8": "`low_bit` (4 bits), moments in 8 bits, steps in backward",
+    "lb2s4": "`low_bit`, `bits=2`, moments in 4 bits, steps in backward",
+    "lora_low_bit": "`lora` + `low_bit`",
+    "upper_low_bit": "upper six blocks + `low_bit`, moments in 8 bits, steps in backward",
+    "bsr_low_bit": "`bsr` + `low_bit`",
 }
 
 GPU = {

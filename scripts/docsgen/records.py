@@ -21,6 +21,7 @@ FILES = {
     "memory": "memory_deit_small_cpu",
     "memory_felt": "memory_felt_deit_small_cpu",
     "gigabyte": "vit_base_gigabyte_cpu",
+    "gigabyte_part": "vit_base_part_cpu",
     "memory_gpu": "memory_vit_base_h200",
     "memory_gpu_bf16": "memory_vit_base_bf16_h200",
     "memory_gpu_unfused": "memory_vit_base_unfused_h200",
