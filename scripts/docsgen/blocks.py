@@ -71,7 +71,7 @@ def memory_felt(page: Path) -> str:
 
 
 @block
-def gigabyte(page: Path, file: str = "gigabyte") -> str:
+def gigabyte(file: str, page: Path) -> str:
     """ViT-B/16: the process at its peak in training, and the time of a step."""
     rows = []
     for name, record in records.load(file)["recipes"].items():

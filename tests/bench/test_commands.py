@@ -107,7 +107,9 @@ def test_a_recipe_whose_process_is_killed_is_a_row_without_numbers(
 def test_steps_of_an_optimizer_inside_the_backward_pass(tmp_path: Path):
     file = tmp_path / "step.json"
     settings = "optim.in_backward=true,optim.grad_clip_norm=null"
-    arguments = f"step --model vit_digits --batch 2 --rounds 2 --warmup 1 full inside=blocks:blocks=[1],{settings} --json"
+    arguments = (
+        f"step --model vit_digits --batch 2 --rounds 2 --warmup 1 full inside=blocks:blocks=[1],{settings} --json"
+    )
     run(*arguments.split(), str(file))
     recipes = json.loads(file.read_text(encoding="utf-8"))["recipes"]
     assert len(recipes["inside"]["measured"]["step"]["seconds"]) == 2
