@@ -362,6 +362,34 @@ def test_operations_that_stay_dense_are_named_with_their_bytes() -> None:
     assert dense - packed == pytest.approx(sum(named.values()), abs=0.6 * units)
 
 
+def test_compact_keeps_nothing_for_a_relu_after_a_batch_norm() -> None:
+    plain, model = model_of("mobilenet"), model_of("mobilenet")
+    Compact().apply(model)
+    bits = []
+
+    def record(tensor: Tensor) -> Tensor:
+        if tensor.dtype == torch.uint8:
+            bits.append(tensor)
+        return tensor
+
+    images, labels = batch_of("mobilenet")
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        F.cross_entropy(model(images), labels)
+    relus = [m for m in model.modules() if isinstance(m, (nn.ReLU, nn.ReLU6))]
+    assert relus
+    assert not bits
+    assert largest_difference(gradients(model, "mobilenet"), gradients(plain, "mobilenet")) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["vit", "swinv2"])
+def test_compact_leaves_the_outputs_as_they_are(name: str) -> None:
+    plain = model_of(name).float()
+    model = copy.deepcopy(plain)
+    Compact(attention="kept").apply(model)
+    x, _ = batch_of(name)
+    torch.testing.assert_close(model(x.float()), plain(x.float()), rtol=1e-6, atol=1e-6)
+
+
 def test_every_usual_normalization_is_packed() -> None:
     settings: dict[str, Any] = {"layers": (1, 1, 1, 1), "channels": (16, 16, 32, 32), "num_classes": 5}
     group = partial(nn.GroupNorm, 4)

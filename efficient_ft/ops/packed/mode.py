@@ -36,7 +36,7 @@ from efficient_ft.ops.packed.sharing import (
     permuted,
 )
 from efficient_ft.ops.packed.table import packed_operation
-from efficient_ft.ops.packing import Overflow, PackContext, Packed, Packer, Ranges
+from efficient_ft.ops.packing import Dense, Overflow, PackContext, Packed, Packer, Ranges
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,11 @@ class Policy:
     fused: Packer | None = None
     plain_attention: bool = False
     forward: bool = False
+
+    @property
+    def exact(self) -> bool:
+        """Whether inputs of normalizations, and what is computed from them, come back unchanged."""
+        return isinstance(self.norm, Dense)
 
 
 @dataclass
@@ -241,6 +246,11 @@ class PackedOperations(TorchFunctionMode):
         order, _, identity = memory_order(y)
         from_kept = Packed(packed.tensors, partial(permuted, packed.unpack, order), packed.shared)
         self._kept[*identity, "derived"] = (weakref.ref(y.untyped_storage()), from_kept)
+
+    def share(self, packed: Packed) -> Packed:
+        """Return `packed` with users of its own, which share what one of them unpacks where they are neighbors."""
+        shared = SharedUnpack(packed.unpack, self.state.last)
+        return Packed(packed.tensors, shared, shared)
 
     def supports(self, *tensors: Tensor, trained: Sequence[Tensor | None] = ()) -> bool:
         """Return whether `tensors` are activations of this batch, and one of them or of `trained` needs a gradient."""

@@ -34,10 +34,9 @@ class _LayerNorm(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
     ) -> Tensor:
-        y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
         ctx.shape, ctx.normalized = shape, mode.policy.normalized
         if mode.policy.normalized:
-            x_hat = torch.native_layer_norm(x, shape, None, None, eps)[0]
+            y, x_hat, rstd = _normalized(x, shape, weight, bias, eps)
             kept = mode.keep(x_hat, mode.policy.norm, None, -1)
             save(ctx, kept, weight, bias, rstd)
             affine = [p for p in (weight, bias) if p is not None]
@@ -47,6 +46,7 @@ class _LayerNorm(torch.autograd.Function):
             if mode.policy.derived:
                 mode.set_source(y, Packed((*kept.tensors, *affine), unpack, kept.shared))
         else:
+            y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
             save(ctx, mode.keep(x, mode.policy.norm, None, -1), weight, bias, rstd, mean)
         return y
 
@@ -63,6 +63,18 @@ class _LayerNorm(torch.autograd.Function):
             found = aten.native_layer_norm_backward(g, x, ctx.shape, mean[0], rstd, weight, bias, wanted)
             g_x = found[0]
         return None, g_x, None, found[1], found[2], None
+
+
+def _normalized(
+    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return LayerNorm's output, x̂ and 1 / √(variance + ε)."""
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64) or weight is None or bias is None:
+        y, _, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        return y, torch.native_layer_norm(x, shape, None, None, eps)[0], rstd
+    # Without γ and β, torch's kernel for the CPU takes twice the time.
+    x_hat, _, rstd = torch.native_layer_norm(x, shape, torch.ones_like(weight), torch.zeros_like(bias), eps)
+    return torch.addcmul(bias, x_hat, weight), x_hat, rstd
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -285,8 +297,17 @@ def _set_map_source(
     """Let operations that save y, a BatchNorm's output, compute it from the kept input."""
     scale = rstd if weight is None else weight * rstd
     shift = -mean * scale if bias is None else bias - mean * scale
-    affine = (t.view(-1, *[1] * (y.dim() - 2)) for t in (scale, shift))
-    mode.set_source(y, Packed((*kept.tensors, *affine), partial(_affine, kept.unpack, True, True), kept.shared))
+    source = Packed((*kept.tensors, scale, shift), partial(_mapped, kept.unpack), kept.shared)
+    # Packed, x itself is shared with BatchNorm's own backward pass; dense, the result of the map is.
+    mode.set_source(y, mode.share(source) if mode.policy.exact else source)
+
+
+def _mapped(unpack: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Compute x · scale + shift, per channel, in one pass."""
+    *packed, scale, shift = tensors
+    mean, var = torch.zeros_like(scale), torch.ones_like(scale)
+    y: Tensor = torch.native_batch_norm(unpack(*packed), scale, shift, mean, var, False, 0.0, 0.0)[0]
+    return y
 
 
 @packs(F.batch_norm)

@@ -175,23 +175,39 @@ def _sigmoid(mode: PackedOperations, input: Tensor) -> Any:
 
 
 class _Clamp(torch.autograd.Function):
-    """ReLU and its bounded forms, which keep one bit per element."""
+    """ReLU and its bounded forms, which keep one bit per element, or nothing where x is computed exactly again."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, low: float, high: float) -> Tensor:
-        inside = (x > low) if high == torch.inf else (x > low) & (x < high)
-        ctx.save_for_backward(pack_bits(inside))
-        ctx.shape = x.shape
-        y = x.clamp(low, None if high == torch.inf else high)
-        if mode.policy.derived_all:
-            mode.derive(y, x, partial(torch.clamp, min=low, max=None if high == torch.inf else high))
+        clamp = partial(torch.clamp, min=low, max=None if high == torch.inf else high)
+        y = clamp(x)
+        ctx.limits, ctx.shape = (low, high), x.shape
+        # Where x was packed, a value at a limit could change sides.
+        source = mode.find_source(x) if mode.policy.exact and mode.policy.derived_all else None
+        ctx.from_result = source is not None
+        if source is not None:
+            kept = mode.share(Packed(source.tensors, partial(apply_to, clamp, source.unpack), source.shared))
+            mode.set_source(y, kept)
+            kept.shared.add_user()
+            save(ctx, kept)
+        else:
+            save(ctx, pack_bits((x > low) if high == torch.inf else (x > low) & (x < high)))
+            if mode.policy.derived_all:
+                mode.derive(y, x, clamp)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        (bits,) = ctx.saved_tensors
-        return None, g * unpack_bits(bits, ctx.shape), None, None
+        (kept,) = load(ctx)
+        low, high = ctx.limits
+        if not ctx.from_result:
+            g_x = g * unpack_bits(kept, ctx.shape)
+        elif high == torch.inf:
+            g_x = aten.threshold_backward(g, kept, low)
+        else:
+            g_x = aten.hardtanh_backward(g, kept, low, high)
+        return None, g_x, None, None
 
 
 @packs(F.relu, torch.relu, Tensor.relu)
