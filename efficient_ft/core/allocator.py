@@ -2,8 +2,9 @@
 
 glibc unmaps each large activation when it is freed and faults it in again one step later. With settings that keep freed
 memory it is faster, but small tensors that live until the backward pass split its heap: a process then takes up to four
-times the bytes that are live. mimalloc and tcmalloc keep freed memory and reuse it. Both have to be loaded before the
-first allocation, so the program starts again, once, with the library in ``LD_PRELOAD``.
+times the bytes that are live. tcmalloc and mimalloc keep freed memory and reuse it; tcmalloc, which no Python package
+brings, wastes least (`benchmarks/allocators_*.json`). Both have to be loaded before the first allocation, so the
+program starts again, once, with the library in ``LD_PRELOAD``.
 
 Only programs call this, never the library on import: it changes the whole process.
 """
@@ -34,22 +35,21 @@ KEEPING = "keeping freed memory (glibc)"
 
 #: In the order in which ``auto`` looks for them: file names, and how to install one.
 _PRELOADED = {
-    "mimalloc": (("libmimalloc.so", "libmimalloc.so.[23]*"), "pip install cmeel-mimalloc"),
     "tcmalloc": (
         ("libtcmalloc_minimal.so.4*", "libtcmalloc.so.4*", "libtcmalloc_minimal.so", "libtcmalloc.so"),
         "apt install libtcmalloc-minimal4, or gperftools from conda-forge",
     ),
+    "mimalloc": (("libmimalloc.so", "libmimalloc.so.[23]*"), "pip install cmeel-mimalloc"),
 }
 
 #: Set in the process that was started again, so that it never starts a third time.
 _RESTARTED = "EFFICIENT_FT_RESTARTED"
 
-#: Settings of the allocators and of torch's CPU memory; those of the user's environment are kept.
+#: Settings of the allocators; those of the user's environment are kept. Huge pages (torch's THP_MEM_ALLOC_ENABLE) are
+#: not among them: with either allocator a step is no faster, and with mimalloc some recipes take more memory.
 _TUNING = {
     "MIMALLOC_PURGE_DELAY": "-1",  # freed memory stays: returning it costs the page faults that glibc pays
     "TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD": "0",
-    # Tensors of 2 MiB and more in huge pages: fewer page faults and TLB misses.
-    "THP_MEM_ALLOC_ENABLE": "1",
 }
 
 #: Programs of this package that may start again, by the name of their file.

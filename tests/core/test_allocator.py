@@ -20,6 +20,9 @@ mimalloc = pytest.mark.skipif(
     not allocator._glibc() or next(allocator._libraries("mimalloc"), None) is None, reason="needs mimalloc"
 )
 
+#: The allocator that `auto` finds on this machine.
+FIRST = next((name for name in allocator._PRELOADED if next(allocator._libraries(name), None)), None)
+
 #: A program that says how often it was started, and with what. Its name makes it one of ours.
 PROGRAM = """
 import json, os, subprocess, sys
@@ -88,11 +91,23 @@ def test_freed_memory_is_kept() -> None:
 def test_a_program_starts_again_once_with_the_same_arguments(tmp_path: Path, choice: str) -> None:
     process = start(tmp_path, choice, "a b", "c=[1,2]")
     found = last(process)
-    assert found["used"] == "mimalloc"
+    name = "mimalloc" if choice == "mimalloc" else FIRST
+    assert found["used"] == name
     assert found["arguments"] == [choice, "a b", "c=[1,2]"]
     assert found["flags"] is True  # python -X dev
     assert process.stdout.count("start\n") == 2
-    assert process.stderr.count("note: started again with mimalloc in LD_PRELOAD") == 1
+    assert process.stderr.count(f"note: started again with {name} in LD_PRELOAD") == 1
+
+
+@mimalloc
+def test_auto_takes_tcmalloc_first_and_mimalloc_without_it(tmp_path: Path) -> None:
+    assert list(allocator._PRELOADED) == ["tcmalloc", "mimalloc"]
+    without = (
+        "found = allocator._libraries\n"
+        "allocator._libraries = lambda name: found(name) if name == 'mimalloc' else iter(())"
+    )
+    process = start(tmp_path, "auto", before=without)
+    assert last(process)["used"] == "mimalloc"
 
 
 @mimalloc
