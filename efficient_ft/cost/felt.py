@@ -16,11 +16,11 @@ import torch
 from efficient_ft.core.allocator import KEEPING
 from efficient_ft.core.process_memory import HighWaterMark, resident_bytes
 
-#: By allocator: fixed bytes, scratch and factor of `predicted_growth`. The fixed part is code that the steps load and the
-#: threads' own memory, scratch what kernels and the allocator take for a few large tensors at a time, and the factor
-#: what an allocator cannot reuse. Found with `bench memory` on an EPYC, two threads, full fine-tuning and 4-bit
-#: activations of DeiT-S, ViT-Ti, ViT-B, SwinV2-T, ConvNeXt-T, ResNet-50, MobileNetV2, MobileViT-S, EfficientFormer-L1:
-#: with tcmalloc predictions are between 6 % below and 12 % above the growth measured.
+#: By allocator: fixed bytes, scratch and factor of `predicted_growth`. The fixed part is code that the steps load and
+#: the threads' own memory, scratch what kernels and the allocator take for a few large tensors at a time, and the
+#: factor what an allocator cannot reuse. Found with `bench memory` on an EPYC, two threads, full fine-tuning and 4-bit
+#: activations of DeiT-S, ViT-Ti, ViT-B, SwinV2-T, ConvNeXt-T, ResNet-50, MobileNetV2, MobileViT-S,
+#: EfficientFormer-L1: with tcmalloc predictions are between 6 % below and 12 % above the growth measured.
 #: glibc with settings that keep freed memory splits its heap: up to four times the counted bytes.
 _GROWTH = {
     "tcmalloc": (40 * 2**20, 1.5, 1.02),

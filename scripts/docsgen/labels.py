@@ -44,6 +44,15 @@ TRAINED = {
     "lbp_wht_back_razor": "lbp_wht:select=all+back_razor:sparsity=0.8",
 }
 
+#: Recipes of the record of allocators.
+ALLOCATORS = {
+    **{name: MEMORY[name] for name in ("full", "mesa", "back_razor", "checkpointing")},
+    "compact": "`compact`",
+    "low_bit": "`low_bit` (4 bits)",
+    "bsr": "`bsr`",
+    "bsr+low_bit+lbp_dct": "`[bsr,low_bit,lbp_dct]`",
+}
+
 #: Recipes of the record of processes, with the name of their trained network's gradient, exact: None.
 MEMORY_FELT: dict[str, tuple[str, str | None]] = {
     "full": (MEMORY["full"], None),

@@ -20,6 +20,7 @@ BUSY = BUSY_LOAD
 FILES = {
     "memory": "memory_deit_small_cpu",
     "memory_felt": "memory_felt_deit_small_cpu",
+    "allocators": "allocators_cpu",
     "gigabyte": "vit_base_gigabyte_cpu",
     "gigabyte_part": "vit_base_part_cpu",
     "memory_gpu": "memory_vit_base_h200",

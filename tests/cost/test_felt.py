@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
-from efficient_ft.cost import StepMemory, StepSpec, TrainingStep, executed, felt, optimizer_state_bytes
+from efficient_ft.core import allocator
+from efficient_ft.cost import (
+    StepMemory,
+    StepSpec,
+    TrainingStep,
+    executed,
+    felt,
+    optimizer_state_bytes,
+    predicted_growth,
+)
+from efficient_ft.planning import planner
+from tests.conftest import REPOSITORY
 
 
 def test_the_counted_peak_of_a_step_has_neither_model_nor_batch():
@@ -92,6 +108,29 @@ def test_on_cuda_growth_is_what_is_reserved_above_what_was_allocated_before(monk
     assert steady.device == felt.DeviceMemory(before_bytes=70, allocated_bytes=600, reserved_bytes=800)
     assert steady.growth_bytes == 730
     assert resets == [torch.device("cuda:1")] * 3
+
+
+def test_growth_is_predicted_for_every_allocator_that_a_process_can_have():
+    counted, largest = 300 * 2**20, 20 * 2**20
+    predicted = {name: predicted_growth(counted, largest, name) for name in (*allocator._PRELOADED, "system")}
+    assert all(counted < size < 2 * counted for size in predicted.values())
+    assert predicted["tcmalloc"] < predicted["mimalloc"]
+    assert predicted_growth(counted, largest, allocator.KEEPING) > 3 * counted
+    assert allocator.allocator_in_use() in felt._GROWTH
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not allocator._glibc(), reason="the predictions were found with allocators of Linux")
+def test_a_process_grows_by_what_is_predicted(tmp_path: Path):
+    file = tmp_path / "memory.json"
+    words = ["bench", "memory", "full", "low_bit", "--model", "deit_tiny", "--batch", "16", "--json", str(file)]
+    subprocess.run([sys.executable, "-m", "efficient_ft", *words], cwd=REPOSITORY, check=True, capture_output=True)
+    report = json.loads(file.read_text())
+    used = report["environment"]["allocator"]
+    assert used in allocator._PRELOADED, "no allocator could be preloaded"
+    for recipe in report["recipes"].values():
+        predicted = predicted_growth(recipe["counted_bytes"], recipe["executed"]["largest_bytes"], used)
+        assert 0.75 * predicted < recipe["felt"]["growth_bytes"] < planner.MARGIN * predicted
 
 
 @pytest.mark.gpu
