@@ -46,7 +46,7 @@ _PRELOADED = {
 _RESTARTED = "EFFICIENT_FT_RESTARTED"
 
 #: Settings of the allocators; those of the user's environment are kept. Huge pages (torch's THP_MEM_ALLOC_ENABLE) are
-#: not among them: with either allocator a step is no faster, and with mimalloc some recipes take more memory.
+#: left out: with either allocator a step is no faster, and with mimalloc some recipes take more memory.
 _TUNING = {
     "MIMALLOC_PURGE_DELAY": "-1",  # freed memory stays: returning it costs the page faults that glibc pays
     "TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD": "0",

@@ -11,13 +11,13 @@ import functools
 from typing import Any
 
 import numpy as np
-from numba import carray, cfunc, float32, int32, int64, njit, types, uint8, uint32
+from numba import carray, float32, int32, njit, uint8, uint32
 
 from efficient_ft.ops.blockwise.form import BLOCK
-from efficient_ft.ops.packing.kernels.numba_kernels import _address, _take
+from efficient_ft.ops.packing.kernels.numba_kernels import _address, _take, as_job
 
 # Division as the processor does it: by 0 it is infinite, and the loop is vectorized.
-_jit: Any = njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
+_jit: Any = njit(nogil=True, boundscheck=False, error_model="numpy")
 
 
 @_jit
@@ -80,9 +80,8 @@ def adam_step(bits: int) -> Any:
     """Compile the job that updates a parameter and its moments, some blocks at a time."""
     size, levels = BLOCK[bits], 1 << bits
     of = size * bits // 8  # bytes of the codes of a block
-    decode, store = (_decode_8, _store_8) if bits == 8 else (_decode_4, _store_4)
 
-    @cfunc(types.void(types.CPointer(int64)), cache=True)
+    @as_job(bits, cache=True)
     def job_of(pointer):
         job = carray(pointer, 16)
         jobs, at_a_time, n = job[1], job[2], job[3]
@@ -103,14 +102,24 @@ def adam_step(bits: int) -> Any:
             if taken >= jobs:
                 return
             for b in range(taken * at_a_time, min((taken + 1) * at_a_time, blocks)):
-                decode(m_codes[b], m_scale[b], m_table, m)
-                decode(v_codes[b], v_scale[b], v_table, v)
+                if bits == 8:
+                    _decode_8(m_codes[b], m_scale[b], m_table, m)
+                    _decode_8(v_codes[b], v_scale[b], v_table, v)
+                else:
+                    _decode_4(m_codes[b], m_scale[b], m_table, m)
+                    _decode_4(v_codes[b], v_scale[b], v_table, v)
                 _step(p[b], grad[b], m, v, factors)
                 m_bits[b] = _largest(m.view(np.int32), smallest)
                 v_bits[b] = _largest(v.view(np.int32), smallest)
                 _encode(m, m_scale[b], m_start, m_table, codes)
-                store(codes, m_codes[b])
+                if bits == 8:
+                    _store_8(codes, m_codes[b])
+                else:
+                    _store_4(codes, m_codes[b])
                 _encode(v, v_scale[b], v_start, v_table, codes)
-                store(codes, v_codes[b])
+                if bits == 8:
+                    _store_8(codes, v_codes[b])
+                else:
+                    _store_4(codes, v_codes[b])
 
     return job_of

@@ -1,7 +1,7 @@
 """The loops of the group form on the CPU, compiled by numba: see `numba_kernels` for what a job is.
 
 A function is compiled for each number of bits and each common length of a group, which then is a constant: all loops
-are vectorized.
+are vectorized. Nothing is cached on disk: numba never finds a cached function again that closes over compiled ones.
 """
 # mypy: ignore-errors
 # (numba's types, not Python's)
@@ -12,13 +12,13 @@ import functools
 from typing import Any
 
 import numpy as np
-from numba import carray, cfunc, float32, int32, int64, njit, types, uint8, uint16, uint32, uint64
+from numba import carray, float32, int32, njit, uint8, uint16, uint32, uint64
 from numba.extending import intrinsic
 
-from efficient_ft.ops.packing.kernels.numba_kernels import _address, _noise, _ordered, _take
+from efficient_ft.ops.packing.kernels.numba_kernels import _address, _noise, _ordered, _take, as_job
 
 # Divisions as IEEE 754 says: a check for zero would keep loops from being vectorized.
-_jit: Any = njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
+_jit: Any = njit(nogil=True, boundscheck=False, error_model="numpy")
 
 
 @intrinsic
@@ -176,7 +176,7 @@ def pack(bits: int, group: int, at_random: bool) -> Any:
     to_planes, _ = _planes(bits, constant)
     levels = np.float32(2**bits - 1)
 
-    @cfunc(types.void(types.CPointer(int64)), cache=True, error_model="numpy")
+    @as_job(bits, group, at_random, error_model="numpy")
     def job_of(pointer):
         job = carray(pointer, 16)
         blocks, block, groups, length, n = job[1], job[2], job[3], job[4], job[5]
@@ -227,7 +227,7 @@ def unpack(bits: int, group: int) -> Any:
     constant = _length(group)
     _, spread = _planes(bits, constant)
 
-    @cfunc(types.void(types.CPointer(int64)), cache=True, error_model="numpy")
+    @as_job(bits, group, error_model="numpy")
     def job_of(pointer):
         job = carray(pointer, 16)
         blocks, block, groups, length, n = job[1], job[2], job[3], job[4], job[5]

@@ -3,6 +3,10 @@
 Each job is a C function of one pointer, to an array of 64-bit integers: sizes and the addresses of the data. A caller
 takes rows from the common counter ``job[0]`` until none is left, so any number of threads may call it at once. A job is
 compiled at its first use (seconds) and cached on disk.
+
+Only jobs are cached, each variant under a name of its own (`as_job`). Of functions that share a name, numba tells
+variants apart within a process; code of theirs that different processes cached may have the same symbols, and one is
+then called for the other: wrong results, without an error.
 """
 # mypy: ignore-errors
 # (numba's types, not Python's)
@@ -11,14 +15,16 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numba import carray, cfunc, float32, int16, int32, int64, intp, njit, types, uint8, uint32, uint64
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-_jit: Any = njit(nogil=True, cache=True, boundscheck=False)
+_jit: Any = njit(nogil=True, boundscheck=False)
 _INTEGERS = {2: int16, 4: int32, 8: int64}
 _CHUNK = 2048  # elements whose flags stay in the first cache; a multiple of 8
 _GATHER = np.uint64(0x0102040810204080)  # eight bytes of 0 or 1, times this: their bits in the highest byte
@@ -44,6 +50,25 @@ def _address(typing: Any, integer: Any) -> Any:
         return builder.inttoptr(args[0], cgutils.voidptr_t)
 
     return types.voidptr(integer), generate
+
+
+def as_job(*variant: object, **options: Any) -> Callable[[Any], Any]:
+    """Compile a function of one pointer to a C function, whose name has the variant and the processor in it.
+
+    Args:
+        variant: what the function depends on, besides constants of its module.
+        options: of ``numba.cfunc``. ``cache=True`` needs a function that closes over no compiled one.
+    """
+
+    def compiled(function: Any) -> Any:
+        name, (_, processor, _) = (
+            function.__qualname__.partition(".")[0],
+            cpu_target.target_context.codegen().magic_tuple(),
+        )
+        function.__qualname__ = "_".join([name, *map(str, variant), processor])
+        return cfunc(types.void(types.CPointer(int64)), **options)(function)
+
+    return compiled
 
 
 # ------------------------------------------------------------------------------------------------ rows
@@ -280,7 +305,7 @@ def pack(size: int) -> Any:
     """Compile the job that packs rows of values of `size` bytes."""
     integer = _INTEGERS[size]
 
-    @cfunc(types.void(types.CPointer(int64)), cache=True)
+    @as_job(size, cache=True)
     def job_of(pointer):
         job = carray(pointer, 16)
         rows, pieces, length, kept = job[1], job[2], job[3], job[4]
@@ -297,7 +322,7 @@ def unpack(size: int) -> Any:
     """Compile the job that unpacks rows of values of `size` bytes."""
     integer = _INTEGERS[size]
 
-    @cfunc(types.void(types.CPointer(int64)), cache=True)
+    @as_job(size, cache=True)
     def job_of(pointer):
         job = carray(pointer, 16)
         rows, n, kept = job[1], job[2], job[3]
@@ -312,7 +337,7 @@ def unpack(size: int) -> Any:
 def quantize() -> Any:
     """Compile the job that rounds float32 to steps."""
 
-    @cfunc(types.void(types.CPointer(int64)), cache=True)
+    @as_job(cache=True)
     def job_of(pointer):
         job = carray(pointer, 16)
         blocks, block, rows, groups, inner, ranges, short = job[1], job[2], job[3], job[4], job[5], job[6], job[7]
@@ -339,7 +364,7 @@ def quantize() -> Any:
 def dequantize() -> Any:
     """Compile the job that turns steps into float32."""
 
-    @cfunc(types.void(types.CPointer(int64)), cache=True)
+    @as_job(cache=True)
     def job_of(pointer):
         job = carray(pointer, 16)
         blocks, block, rows, groups, inner, ranges, short = job[1], job[2], job[3], job[4], job[5], job[6], job[7]
@@ -364,7 +389,7 @@ def dequantize() -> Any:
 def extremes() -> Any:
     """Compile the job that finds the extremes of each block of rows."""
 
-    @cfunc(types.void(types.CPointer(int64)), cache=True)
+    @as_job(cache=True)
     def job_of(pointer):
         job = carray(pointer, 16)
         blocks, block, rows, groups, inner, ranges, short = job[1], job[2], job[3], job[4], job[5], job[6], job[7]
