@@ -20,8 +20,7 @@ from efficient_ft.cost import StepMemory, StepSpec, TrainingStep, executed
 from efficient_ft.methods.base import Method, apply_methods
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
-from efficient_ft.ops.packing.kernels import cpu
-from efficient_ft.training.memory import loads_kernels
+from efficient_ft.training.libraries import libraries, load
 from efficient_ft.training.optimizer import build_optimizer
 
 
@@ -93,8 +92,8 @@ def measure_memory(
     with unfused_attention() if unfused else nullcontext():
         step = TrainingStep(*prepare(), spec, device=device, build_optimizer=optimizer)
         with_model = _resident_now()
-        if loads_kernels(config.optim.state_bits, step.methods):
-            cpu.load()
+        for library in libraries(config.optim.state_bits, step.methods):
+            load(library)
         memory, wait = StepMemory(device), waiter(device)
         warmup += step.methods.warmup_steps
         seconds = []

@@ -24,14 +24,13 @@ from efficient_ft.data import class_count
 from efficient_ft.methods.build import build_methods
 from efficient_ft.methods.declarations import Axis
 from efficient_ft.models import factory
-from efficient_ft.ops.packing.kernels import cpu
 from efficient_ft.planning.candidates import Candidate, Exactness, candidates, split
 from efficient_ft.planning.closeness import Closeness
 from efficient_ft.planning.counting import Counted, Counter, on_device
 from efficient_ft.planning.studies import points_lost
 from efficient_ft.planning.timing import step_seconds
 from efficient_ft.training.datamodule import missing_images, open_images, run_length
-from efficient_ft.training.memory import loads_kernels
+from efficient_ft.training.libraries import LibrarySizes, libraries
 
 #: Returns the checked configuration of a run with further settings, as on the command line.
 Configure = Callable[[Sequence[str]], Config]
@@ -254,7 +253,7 @@ class _Planner:
     allocator: str
     device: torch.device
     chosen: bool
-    kernel_bytes: int | None = None
+    sizes: LibrarySizes = field(default_factory=LibrarySizes)
     configs: dict[str, Config] = field(default_factory=dict)
 
     def option(self, candidate: Candidate) -> Option:
@@ -265,36 +264,28 @@ class _Planner:
         settings = [s for s in settings if s.partition("=")[0] not in taken]
         config = self.configure([*settings, *own])
         methods = build_methods(config)
+        # Before counting, which loads them too.
+        added = 0 if self.device.type == "cuda" else self.sizes(libraries(config.optim.state_bits, methods))
         counted = self.counter(config, methods)
         arguments = (*settings, *own)
         name = candidate.name
         self.configs[name] = config
-        packs = loads_kernels(config.optim.state_bits, methods)
         return Option(
             name,
             arguments,
             candidate.exactness,
             counted,
-            self._process_bytes(counted, packs),
+            self._process_bytes(counted, added),
             fingerprint(config),
             points_lost=points_lost(candidate.row),
             cosine=1.0 if candidate.exactness is Exactness.EXACT else None,
         )
 
-    def _process_bytes(self, counted: Counted, packs: bool) -> int:
+    def _process_bytes(self, counted: Counted, added: int) -> int:
         if self.device.type == "cuda":  # the allocator rounds, and keeps blocks
             return round(1.1 * counted.peak_bytes)
-        kernels = self._kernels() if packs else 0
         growth = predicted_growth(counted.step_bytes, counted.largest_bytes, self.allocator)
-        return self.base_bytes + kernels + counted.resident_bytes + growth
-
-    def _kernels(self) -> int:
-        """Memory of the packing kernels' compiler, loaded once."""
-        if self.kernel_bytes is None:
-            before = resident_bytes()
-            cpu.load()
-            self.kernel_bytes = max(resident_bytes() - before, 0)
-        return self.kernel_bytes
+        return self.base_bytes + added + counted.resident_bytes + growth
 
     def bound(self, option: Option) -> int:
         """The budget that an option needs: its prediction, with `MARGIN` on the growth."""

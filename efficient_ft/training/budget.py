@@ -21,14 +21,14 @@ from torch import nn
 from efficient_ft.config import Config
 from efficient_ft.core.allocator import allocator_in_use
 from efficient_ft.core.errors import UserError
-from efficient_ft.core.process_memory import memory_limit_bytes, resident_bytes
+from efficient_ft.core.process_memory import memory_limit_bytes
 from efficient_ft.core.units import parse_bytes
 from efficient_ft.cost import executed, predicted_growth
 from efficient_ft.methods.base import Method
 from efficient_ft.models import factory
-from efficient_ft.ops.packing.kernels import cpu
 from efficient_ft.training.console import say
-from efficient_ft.training.memory import accumulated_gradients, loads_kernels
+from efficient_ft.training.libraries import LibrarySizes, libraries
+from efficient_ft.training.memory import accumulated_gradients
 from efficient_ft.training.optimizer import build_optimizer
 from efficient_ft.training.trainer import world_size
 
@@ -52,7 +52,8 @@ def refuse_over_budget(
         config: of the run.
         network: its model, on the CPU or not yet moved; methods are applied to a copy.
         methods: of the run.
-        before_model: resident memory before the model was built, in bytes.
+        before_model: resident memory before the model was built, in bytes. On a CPU the libraries of the methods are
+            loaded, and added to it.
         device: where it trains.
 
     Returns:
@@ -64,16 +65,18 @@ def refuse_over_budget(
     budget = budget_of(config)
     if budget is None:
         return None
+    if device.type == "cpu":
+        before_model += LibrarySizes()(libraries(config.optim.state_bits, methods))
     predicted = _predicted(config, network, methods, before_model, device, 1)
     limit = memory_limit_bytes()
     if device.type == "cpu" and budget > limit:
         say(f"memory={config.memory} is more than this machine or its container has; {_gb(limit)} count.")
         budget = limit
     if predicted > budget:
-        libraries = f", {_gb(before_model)} of them for the interpreter and its libraries"
+        for_libraries = f", {_gb(before_model)} of them for the interpreter and its libraries"
         raise UserError(
             f"memory={config.memory}: the run would take about {_gb(predicted)}"
-            f"{'' if device.type == 'cuda' else libraries}."
+            f"{'' if device.type == 'cuda' else for_libraries}."
             f" {_what_fits(config, network, methods, before_model, device, budget)}"
         )
     return predicted
@@ -100,10 +103,6 @@ def _predicted(
     resident = counted.model_bytes + counted.batch_bytes
     if device.type == "cuda":
         return round(1.1 * (resident + step))
-    if loads_kernels(config.optim.state_bits, methods):
-        before = resident_bytes()
-        cpu.load()
-        before_model += max(resident_bytes() - before, 0)
     return before_model + resident + predicted_growth(step, counted.largest_bytes, allocator_in_use())
 
 

@@ -7,7 +7,7 @@ evaluation would count as the step's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -114,16 +114,6 @@ class MemoryMeter(L.Callback):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Keep what was measured before the run was interrupted."""
         self._measured = dict(state_dict)
-
-
-def loads_kernels(state_bits: int, methods: Iterable[object]) -> bool:
-    """True if steps on a CPU load the compiler of the packing kernels, which then stays in the process.
-
-    Args:
-        state_bits: of the optimizer.
-        methods: of the run.
-    """
-    return state_bits < 32 or any(getattr(method, "packs", False) for method in methods)
 
 
 def accumulated_gradients(network: nn.Module, grad_accum_steps: int) -> int:

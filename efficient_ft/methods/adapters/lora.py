@@ -52,6 +52,7 @@ class LoRA(Method):
     name = "lora"
     axis = Axis.ADAPTERS
     adds = frozenset({Adds.MODULES})
+    libraries = ("peft",)
 
     def __init__(
         self,

@@ -1,0 +1,44 @@
+"""Libraries that only some recipes load: which, and what they add to a process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from efficient_ft.methods import LoRA, LowBit, Mesa
+from efficient_ft.methods.memory.compact import Compact
+from efficient_ft.training.libraries import libraries
+
+
+@pytest.mark.parametrize(
+    ("state_bits", "methods", "expected"),
+    [
+        (32, [], ()),
+        (32, [Compact()], ()),
+        (32, [Mesa(), LowBit()], ("numba",)),
+        (8, [], ("numba",)),
+        (32, [LoRA()], ("peft",)),
+        (32, [LoRA(), LowBit()], ("numba", "peft")),
+    ],
+)
+def test_a_recipe_names_what_it_loads(state_bits: int, methods: list[object], expected: tuple[str, ...]) -> None:
+    assert libraries(state_bits, methods) == expected
+
+
+def test_each_is_measured_once_in_a_new_process() -> None:
+    pytest.importorskip("numba")
+    code = (
+        "import efficient_ft.training.run, sys\n"
+        "from efficient_ft.training.libraries import LibrarySizes\n"
+        "assert not {'peft', 'numba'} & set(sys.modules)\n"
+        "sizes = LibrarySizes()\n"
+        "both = sizes(['numba', 'peft'])\n"
+        "assert {'peft', 'numba'} <= set(sys.modules)\n"
+        "print(sizes(['numba']), sizes(['peft']), both, LibrarySizes()(['peft']))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    numba, peft, both, again = map(int, ended.stdout.split())
+    assert numba > 50 * 2**20 and peft > 10 * 2**20 and both == numba + peft
+    assert again < 2 * 2**20, "loaded before"
