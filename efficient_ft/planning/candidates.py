@@ -133,7 +133,8 @@ def candidates(config: Config, blocks: int, chosen: Sequence[str] = (), memory: 
                 every = _with_optimizers(packed, config, at in _IN_BACKWARD)
                 found += [(at + (2.5 if one.in_backward else 0), one) for one in every]
             else:
-                found.append((4 + k / 2, packed))
+                # The head alone is counted early: it takes least, and tells whether anything can fit.
+                found.append((0.5 if stack.methods == ("head",) else 4 + k / 2, packed))
     return [candidate for _, candidate in sorted(found, key=lambda pair: pair[0])]
 
 

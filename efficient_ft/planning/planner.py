@@ -179,13 +179,17 @@ def make_plan(
     memory_free = not any(getattr(method, "axis", None) is Axis.MEMORY for method in build_methods(base))
     found: list[tuple[Candidate, Option]] = []
     excluded: list[Excluded] = []
+    any_fits = False
     for candidate in candidates(base, counter.blocks, chosen, memory_free or not chosen):
-        if clock.perf_counter() - began > _COUNTING:
+        # While nothing fits there is nothing to time or to compare: that time is spent on counting.
+        if clock.perf_counter() - began > (_COUNTING if any_fits else _COUNTING + _TIMING + _COMPARING):
             excluded.append(Excluded(candidate.name, "not examined: the time for planning was over"))
             continue
         say(f"counting {candidate.name}")
         try:
-            found.append((candidate, planner.option(candidate)))
+            option = planner.option(candidate)
+            found.append((candidate, option))
+            any_fits = any_fits or planner.fits(option, memory_bytes)
         except UserError as error:
             excluded.append(Excluded(candidate.name, first_line(error)))
     if not found:

@@ -37,6 +37,7 @@ COUNTED: dict[str, tuple[int, dict[str, tuple[str, ...]]]] = {
             ),
             "mesa": ("method=mesa",),
             "compact": ("method=compact",),
+            "compact_recomputed": ("method=compact", "method.compact.attention=recomputed"),
             "compact_half": ("method=compact", "method.compact.activation_dtype=bf16"),
             "low_bit_8": ("method=low_bit", "method.low_bit.bits=8"),
             "low_bit": ("method=low_bit",),

@@ -262,6 +262,7 @@ ROWS = {
     "low_bit_2": _near("low_bit", "a few bits are not exact", "vit", bits=2, group=8, rounding="stochastic"),
     "low_bit_unfused": _near("low_bit", "a few bits are not exact", "vit", "swinv2", bits=8, attention="unfused"),
     "compact": Row(METHODS["compact"], off={}, models=(*USUAL, "mobilenet")),
+    "compact_recomputed": Row(METHODS["compact"], {"attention": "recomputed"}, off={}, models=("vit", "swinv2")),
     "compact_kept": Row(METHODS["compact"], {"attention": "kept"}, off={}, models=("vit", "swinv2")),
     "compact_half": _near("compact", "GELU's inputs are rounded", "vit", "swinv2", activation_dtype="bf16"),
     "mesa_published": _near("mesa", "8 bits are not exact", "vit", "swinv2", recompute_inputs=False),

@@ -381,6 +381,17 @@ def test_compact_keeps_nothing_for_a_relu_after_a_batch_norm() -> None:
     assert largest_difference(gradients(model, "mobilenet"), gradients(plain, "mobilenet")) < 1e-12
 
 
+def test_mixed_attention_is_recomputed_in_every_fourth_block() -> None:
+    with torch.device("meta"):
+        model = timm.create_model("vit_tiny_patch16_224", depth=9, num_classes=3)
+    kept = {}
+    for attention in ("kept", "mixed", "recomputed"):
+        kept[attention] = executed(model, 2, (224, 224), methods=[Compact(attention=attention)]).saved_bytes
+    per_block = (kept["kept"] - kept["recomputed"]) / 9
+    assert per_block == (197 * 192 + 197 * 3) * 4  # its result, and a logarithm per head and token
+    assert kept["kept"] - kept["mixed"] == 2 * per_block
+
+
 @pytest.mark.parametrize("name", ["vit", "swinv2"])
 def test_compact_leaves_the_outputs_as_they_are(name: str) -> None:
     plain = model_of(name).float()

@@ -154,10 +154,14 @@ class ActivationPacking(PartwiseMethod):
     def policy(self) -> Policy:
         """Return the packer of each kind of activation; called when the method is applied."""
 
+    def policy_of(self, part: str) -> Policy:
+        """Return the policy of a part, by its full name; the same for all unless a subclass decides otherwise."""
+        return self.policy()
+
     def _forward_of(
         self, module: nn.Module, name: str, packing: PackingState, layers: dict[str, nn.Module], is_head: bool
     ) -> MemoryForward:
-        policy = self.policy()
+        policy = self.policy_of(name)
         return self._forward(module, name, replace(policy, product=Dense(alone=True)) if is_head else policy, packing)
 
     def _notes(self, model: nn.Module, view: ModelView, packing: PackingState) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
 from efficient_ft.methods.blocks import blocks_at, check_indices
 from efficient_ft.methods.declarations import Axis, Needs
 from efficient_ft.methods.registry import register
+from efficient_ft.methods.selection.feed_forward import run_in_parts, run_whole
 from efficient_ft.models.view import ModelView, Reason, Skipped, is_norm, parameters_under
 
 
@@ -25,7 +26,8 @@ class Selection(Method):
     """Base of the selections: a subclass returns in `chosen` the parameters that train; all others are frozen.
 
     `apply` sets `requires_grad` and reports modules and parameters by the fewest names; `remove` restores what
-    `requires_grad` was. A constructor calls ``super().__init__()``.
+    `requires_grad` was. Frozen feed-forward networks run on parts of the batch, see `feed_forward`. A constructor calls
+    ``super().__init__()``.
     """
 
     axis = Axis.SELECTION
@@ -51,11 +53,13 @@ class Selection(Method):
         chosen = {id(p) for p in self.chosen(view).values()}
         self._before = trainable(model)
         make_trainable(model, {name: id(p) in chosen for name, p in model.named_parameters()})
+        run_in_parts(model)
         frozen = {id(p) for p in model.parameters()} - chosen
         skipped = dict.fromkeys(concise(model, frozen), Skipped(Reason.FROZEN, "frozen"))
         return Applied(self.name, concise(model, chosen), skipped)
 
     def _remove(self, model: nn.Module) -> None:
+        run_whole(model)
         make_trainable(model, self._before)
 
     def remove(self, model: nn.Module) -> None:

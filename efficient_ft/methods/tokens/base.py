@@ -62,8 +62,9 @@ class Attention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             q, k, *others = args
-            if current_packing() is not None:
-                q, k = q.contiguous(), k.contiguous()  # as packed attention saves them, so that k is saved once
+            packing = current_packing()
+            if packing is not None and packing.policy.fused is None:
+                q, k = q.contiguous(), k.contiguous()  # as unfused attention saves them, so that k is saved once
             self.scores_BL = class_attention(q, k, self.prefix, kwargs.get("scale"))
             return func(q, k, *others, **kwargs)
         result = func(*args, **kwargs)

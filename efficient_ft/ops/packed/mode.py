@@ -220,7 +220,7 @@ class PackedOperations(TorchFunctionMode):
         return add_user(packed, order, dtype or x.dtype)
 
     def keep_for_attention(self, x: Tensor) -> Packed:
-        """Pack x, a contiguous q, k or v (B, H, N, D), as attention packs it."""
+        """Pack x, a q, k or v (B, H, N, D), as attention packs it; if that is unfused, x is contiguous."""
         return self.keep(x, self.policy.fused or self.policy.attention, x.dtype, 1)
 
     def weight(self, weight: Tensor) -> tuple[Tensor, Tensor | Packed]:
