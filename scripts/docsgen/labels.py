@@ -57,6 +57,7 @@ ALLOCATORS = {
 MEMORY_FELT: dict[str, tuple[str, str | None]] = {
     "full": (MEMORY["full"], None),
     "compact": ("`compact`", None),
+    "compact_recomputed": ("`compact`, `attention=recomputed`", None),
     "compact_kept": ("`compact`, `attention=kept`", None),
     "low_bit_8": ("`low_bit`, `bits=8`", "low_bit:bits=8"),
     "low_bit": ("`low_bit` (4 bits)", "low_bit"),

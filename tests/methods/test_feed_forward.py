@@ -13,9 +13,9 @@ from timm.layers import mlp
 from torch import Tensor, nn
 
 from efficient_ft.cost import executed
+from efficient_ft.methods import feed_forward
+from efficient_ft.methods.feed_forward import run_in_parts, run_whole
 from efficient_ft.methods.forwards import forwards_of
-from efficient_ft.methods.selection import feed_forward
-from efficient_ft.methods.selection.feed_forward import run_in_parts, run_whole
 from efficient_ft.methods.selection.static import Full, HeadOnly
 
 MAKERS: dict[str, Callable[[], nn.Module]] = {

@@ -17,8 +17,8 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
 from efficient_ft.methods.blocks import blocks_at, check_indices
 from efficient_ft.methods.declarations import Axis, Needs
+from efficient_ft.methods.feed_forward import run_in_parts, run_whole
 from efficient_ft.methods.registry import register
-from efficient_ft.methods.selection.feed_forward import run_in_parts, run_whole
 from efficient_ft.models.view import ModelView, Reason, Skipped, is_norm, parameters_under
 
 
@@ -26,8 +26,8 @@ class Selection(Method):
     """Base of the selections: a subclass returns in `chosen` the parameters that train; all others are frozen.
 
     `apply` sets `requires_grad` and reports modules and parameters by the fewest names; `remove` restores what
-    `requires_grad` was. Frozen feed-forward networks run on parts of the batch, see `feed_forward`. A constructor calls
-    ``super().__init__()``.
+    `requires_grad` was. Frozen feed-forward networks run on parts of the batch, see `methods.feed_forward`. A
+    constructor calls ``super().__init__()``.
     """
 
     axis = Axis.SELECTION
