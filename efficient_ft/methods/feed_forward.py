@@ -18,7 +18,7 @@ from efficient_ft.methods.forwards import OwnForward, put_around, take_away
 #: Bytes of the widest tensor that a part may make.
 _PART_BYTES = 5 * 2**20
 
-#: Classes of timm whose forward pass treats each image by itself.
+#: Classes of timm whose forward pass treats the images of a batch independently.
 _KINDS = (mlp.Mlp, mlp.GluMlp, mlp.SwiGLU, mlp.ConvMlp, mlp.GlobalResponseNormMlp)
 
 

@@ -82,7 +82,7 @@ def test_the_batch_stays_whole(why: str, monkeypatch: pytest.MonkeyPatch) -> Non
     sizes.clear()
     with torch.no_grad():
         module.eval()(x)
-    assert sizes == [1, 1, 1, 1], "an evaluation has parts, whatever trains"
+    assert sizes == [1, 1, 1, 1], "an evaluation has parts, also of what trains"
 
 
 def test_a_selection_puts_them_in_and_takes_them_out() -> None:

@@ -21,7 +21,7 @@ from efficient_ft.models.view import ModelView
 from efficient_ft.ops.packed import Policy
 from efficient_ft.ops.packing import Dense, Half, Packer
 
-#: With ``attention=mixed`` attention is computed again in every so many blocks.
+#: With ``attention=mixed`` attention is computed again in every block whose number is a multiple of this.
 _EVERY = 4
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
