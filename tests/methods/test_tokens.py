@@ -444,7 +444,7 @@ def test_bsr_without_dropping_is_its_selection(name: str) -> None:
     report = BSR([1, -1], drop_at=[]).apply(one)
     Blocks([1, -1]).apply(two)
     assert largest_difference(gradients(one, name), gradients(two, name)) == 0
-    assert {type(f) for m in one.modules() for f in forwards_of(m)} == {FrozenFeedForward}, "no tokens are dropped"
+    assert {type(f) for m in one.modules() for f in forwards_of(m)} <= {FrozenFeedForward}, "no tokens are dropped"
     assert report.notes == ()
     first = view(one).blocks[1]
     seen: list[bool] = []
