@@ -192,11 +192,21 @@ def _measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     busy = busy_note(here)
     if busy:
         print(f"# {busy}")
-    report = {"command": shlex.join([*PROG.split(), *arguments]), "environment": here, **options.run(options)}
+    report = {"command": _command(arguments, options.json), "environment": here, **options.run(options)}
     print(f"\n{report_text(report)}")
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         print(f"\nwritten: {options.json}")
+
+
+def _command(arguments: Sequence[str], file: Path | None) -> str:
+    """The command for the report: the file's path relative to the working folder, which no other machine has."""
+    words = [*PROG.split(), *arguments]
+    if file is not None and file.is_absolute():
+        here = Path.cwd()
+        name = file.relative_to(here) if file.is_relative_to(here) else Path(file.name)
+        words = [word.replace(str(file), str(name)) for word in words]
+    return shlex.join(words)
 
 
 def _require_device(name: str) -> None:

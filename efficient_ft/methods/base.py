@@ -90,7 +90,8 @@ class Method(ABC):
         cost_steps: steps over which the mean of its cost is taken, where steps differ.
         merges: what it does is merged into the model's own weights, or leaves no trace in them. If False, exported
             weights hold what it adds, and are loaded into a model that it is applied to first.
-        libraries: modules that applying it imports and other runs do not: a prediction of memory counts them.
+        libraries: modules that applying it, or its steps on a CPU, import and other runs do not: a prediction of memory
+            counts them.
     """
 
     name: ClassVar[str]
@@ -103,7 +104,7 @@ class Method(ABC):
     warmup_steps: int = 0
     cost_steps: ClassVar[int] = 1
     merges: ClassVar[bool] = True
-    libraries: ClassVar[tuple[str, ...]] = ()
+    libraries: tuple[str, ...] = ()
     #: The distribution (the pip package) that registered the class; empty for a class that is not registered.
     distribution: ClassVar[str] = ""
 

@@ -25,6 +25,8 @@ _KINDS = (mlp.Mlp, mlp.GluMlp, mlp.SwiGLU, mlp.ConvMlp, mlp.GlobalResponseNormMl
 class FrozenFeedForward(OwnForward):
     """The forward pass of a feed-forward network, on parts of the batch where no gradient passes through it."""
 
+    same_values = True
+
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         parts = self._parts(x)
         if parts == 1:
@@ -40,6 +42,8 @@ class FrozenFeedForward(OwnForward):
         if any(_mixes(module) for module in self.module.modules()):
             return 1
         layers = [m for m in self.module.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+        if not layers:  # replaced by others
+            return 1
         channels = x.shape[1 if isinstance(layers[0], nn.Conv2d) else -1]
         widest = x.numel() // channels * max(len(layer.weight) for layer in layers) * x.element_size()
         return min(len(x), -(-widest // _PART_BYTES))

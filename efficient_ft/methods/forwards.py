@@ -8,7 +8,7 @@ the forward pass of the module's class.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
@@ -20,8 +20,12 @@ class OwnForward:
 
     Args:
         module: the module it becomes the forward of.
+
+    Attributes:
+        same_values: it computes what the module computes without it, so that others need not know of it.
     """
 
+    same_values: ClassVar[bool] = False
     inner: OwnForward | None = None
 
     def __init__(self, module: nn.Module) -> None:

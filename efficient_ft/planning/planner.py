@@ -179,10 +179,11 @@ def make_plan(
     memory_free = not any(getattr(method, "axis", None) is Axis.MEMORY for method in build_methods(base))
     found: list[tuple[Candidate, Option]] = []
     excluded: list[Excluded] = []
+    end = began + _COUNTING + _TIMING + _COMPARING
     any_fits = False
     for candidate in candidates(base, counter.blocks, chosen, memory_free or not chosen):
         # While nothing fits there is nothing to time or to compare: that time is spent on counting.
-        if clock.perf_counter() - began > (_COUNTING if any_fits else _COUNTING + _TIMING + _COMPARING):
+        if clock.perf_counter() > (began + _COUNTING if any_fits else end):
             excluded.append(Excluded(candidate.name, "not examined: the time for planning was over"))
             continue
         say(f"counting {candidate.name}")
@@ -219,8 +220,8 @@ def make_plan(
         for _, option in found
         if id(option) not in kept
     ]
-    fitting = planner.with_times(fitting, clock.perf_counter() + _TIMING, say)
-    fitting = planner.with_losses(fitting, clock.perf_counter() + _COMPARING, say)
+    fitting = planner.with_times(fitting, min(clock.perf_counter() + _TIMING, end), say)
+    fitting = planner.with_losses(fitting, min(clock.perf_counter() + _COMPARING, end), say)
     options = _with_front(sorted((option for _, option in fitting), key=_preference))
     limit = None if max_seconds is None or steps is None else max_seconds / steps
     recommended = _recommend(options, loss, limit)

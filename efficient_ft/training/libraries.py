@@ -10,23 +10,22 @@ from collections.abc import Iterable
 from importlib import import_module
 
 from efficient_ft.core.process_memory import release_freed_memory, resident_bytes
+from efficient_ft.methods.base import Method
 from efficient_ft.ops.packing.kernels import cpu
 
-#: Stands for the packing kernels and their compiler.
+#: With it the CPU kernels are loaded, as their first use does.
 _KERNELS = "numba"
 
 
-def libraries(state_bits: int, methods: Iterable[object]) -> tuple[str, ...]:
+def libraries(state_bits: int, methods: Iterable[Method]) -> tuple[str, ...]:
     """Return what steps on a CPU load besides what every run has loaded, as names of modules.
 
     Args:
         state_bits: of the optimizer.
         methods: of the run.
     """
-    methods = list(methods)
-    packs = state_bits < 32 or any(getattr(method, "packs", False) for method in methods)
-    others = {name: None for method in methods for name in getattr(method, "libraries", ())}
-    return (*((_KERNELS,) if packs else ()), *others)
+    of_optimizer = (_KERNELS,) if state_bits < 32 else ()
+    return tuple(dict.fromkeys([*of_optimizer, *(name for method in methods for name in method.libraries)]))
 
 
 class LibrarySizes:

@@ -29,6 +29,7 @@ def test_steps_of_two_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "exact",
         ["efficient-ft", "bench", "step"],
     )
+    assert "--json step.json" in report["command"], "no folder of this machine"
     assert {"torch", "threads", "device", "allocator", "date"} <= set(report["environment"])
     exact, low = report["recipes"]["exact"], report["recipes"]["low"]
     assert low["executed"]["backward_flops"] < exact["executed"]["backward_flops"] / 2

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +30,6 @@ from tests.integrations.loops import (
     batches_of,
     sgd,
     states_of,
-    train_by_hand,
     trained_by_hand,
 )
 
@@ -409,90 +405,6 @@ def test_a_checkpoint_of_other_methods_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"^The checkpoint was written with other methods or settings"):
             trainer(resumed).fit(Module(), loader_of(1), ckpt_path=tmp_path / "last.ckpt")
     trainer(Full()).validate(Module(), loader_of(1), ckpt_path=tmp_path / "last.ckpt", verbose=False)
-
-
-@pytest.fixture
-def one_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Lightning joins a group of one process, and leaves its traces in the environment."""
-    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    before = dict(os.environ)
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-
-
-@pytest.mark.usefixtures("one_process_group")
-def test_ddp_is_told_of_parameters_without_a_gradient() -> None:
-    with pytest.raises(SettingError) as caught:
-        fitted(METHODS["alast"](), strategy="ddp", devices=1)
-    assert str(caught.value).startswith(
-        "strategy must be 'ddp_find_unused_parameters_true' or DDPStrategy(find_unused_parameters=True), got"
-        " DDPStrategy(). With method alast"
-    )
-    for name, strategy in (("full", "ddp"), ("moe", "ddp_find_unused_parameters_true")):
-        module = fitted(METHODS[name](), strategy=strategy, devices=1, use_distributed_sampler=False)
-        assert_same_weights(trained_by_hand(METHODS[name](), 1, 1), module.net)
-
-
-@pytest.mark.usefixtures("one_process_group")
-def test_synchronized_batch_norm_is_refused() -> None:
-    with pytest.raises(SettingError, match=r"^sync_batchnorm must be False, got True"):
-        fitted([Full()], Module(model_of("resnet")), strategy="ddp", devices=1, sync_batchnorm=True)
-
-
-def test_sharding_strategies_are_refused() -> None:
-    class FSDPStrategy:  # Lightning's needs an accelerator
-        pass
-
-    class Trainer:
-        strategy = FSDPStrategy()
-
-    with pytest.raises(SettingError, match=r"^strategy must be one device or DDP, got FSDPStrategy"):
-        MethodCallback(Full(), network="net").setup(Trainer(), Module(), "fit")  # type: ignore[arg-type]
-
-
-# ------------------------------------------------------------------------------------------------ two processes
-_TWO = """
-import sys, torch
-torch.set_num_threads(1)
-from torch.utils.data import DataLoader
-from efficient_ft.integrations.lightning import MethodCallback
-from tests.integrations.loops import METHODS, batches_of
-from tests.integrations.test_lightning import Module, trainer_of
-
-name, file = sys.argv[1:]
-torch.manual_seed(0)
-module = Module()
-trainer = trainer_of(
-    MethodCallback(METHODS[name](), network="net"), devices=2, max_epochs=2, use_distributed_sampler=False,
-    strategy="ddp_find_unused_parameters_true",
-)
-batches = batches_of("vit", 4)[trainer.global_rank::2]
-trainer.fit(module, DataLoader(batches, batch_size=None, shuffle=False))
-if trainer.is_global_zero:
-    torch.save(module.net.state_dict(), file)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["alast", "moe", "lbp_wht_lhe"])
-def test_two_processes_equal_one_with_two_micro_batches(name: str, tmp_path: Path) -> None:
-    script, file = tmp_path / "two.py", tmp_path / "weights.pt"
-    script.write_text(_TWO)
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    done = subprocess.run(
-        [sys.executable, str(script), name, str(file)], capture_output=True, text=True, timeout=300, env=env
-    )
-    assert done.returncode == 0, done.stderr
-    torch.manual_seed(0)
-    expected = model_of("vit")
-    train_by_hand(expected, METHODS[name](), batches_of("vit", 4), epochs=2, accumulate=2)
-    found = torch.load(file)
-    for key, value in expected.state_dict().items():
-        torch.testing.assert_close(found[key], value, rtol=1e-6, atol=1e-8, msg=key)
 
 
 def test_reports_are_those_of_apply() -> None:

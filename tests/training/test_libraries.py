@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from efficient_ft.methods import LoRA, LowBit, Mesa
-from efficient_ft.methods.memory.compact import Compact
+from efficient_ft.methods import Checkpointing, Compact, LoRA, LowBit, Mesa
+from efficient_ft.methods.base import Method
 from efficient_ft.training.libraries import libraries
 
 
@@ -20,10 +20,12 @@ from efficient_ft.training.libraries import libraries
         (32, [Mesa(), LowBit()], ("numba",)),
         (8, [], ("numba",)),
         (32, [LoRA()], ("peft",)),
-        (32, [LoRA(), LowBit()], ("numba", "peft")),
+        (32, [LoRA(), LowBit()], ("peft", "numba")),
+        (32, [Checkpointing()], ()),
+        (8, [Checkpointing(input_dtype="int4")], ("numba",)),
     ],
 )
-def test_a_recipe_names_what_it_loads(state_bits: int, methods: list[object], expected: tuple[str, ...]) -> None:
+def test_a_recipe_names_what_it_loads(state_bits: int, methods: list[Method], expected: tuple[str, ...]) -> None:
     assert libraries(state_bits, methods) == expected
 
 

@@ -41,7 +41,6 @@ from efficient_ft.methods.adapters.lite import LiteResidual, refuse_indivisible,
 from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
 from efficient_ft.methods.blocks import blocks_at, check_indices
 from efficient_ft.methods.declarations import Adds, Axis, Needs
-from efficient_ft.methods.feed_forward import FrozenFeedForward
 from efficient_ft.methods.forwards import OwnForward, forwards_of, put_around, take_away
 from efficient_ft.methods.registry import register
 from efficient_ft.models.view import ModelView, Reason, Skipped, parameters_under
@@ -173,8 +172,7 @@ class RepNet(Method):
             UserError: another method has replaced the block's forward, or its channels are not a multiple of 8.
         """
         block: Any = view.model.get_submodule(name)
-        changed = [forward for module in block.modules() for forward in forwards_of(module)]
-        if not all(isinstance(forward, FrozenFeedForward) for forward in changed):
+        if any(not forward.same_values for module in block.modules() for forward in forwards_of(module)):
             raise UserError(
                 f"method {self.name}: another method has changed the forward pass of {name} of {view.name}. Methods"
                 " that drop or merge tokens cannot be used in a block with a side module; apply others after"

@@ -25,11 +25,11 @@ class MemoryMethod(Method):
     """Base of the methods that decide how a model keeps its activations.
 
     Attributes:
-        packs: it changes values into fewer bits; on a CPU its kernels' compiler is then loaded.
+        libraries: numba, the compiler of the CPU kernels, where values are changed into fewer bits.
     """
 
     axis = Axis.MEMORY
-    packs: bool = True
+    libraries: tuple[str, ...] = ("numba",)
 
     def __init__(self) -> None:
         self._packing: PackingState | None = None

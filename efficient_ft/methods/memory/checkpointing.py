@@ -97,7 +97,8 @@ class Checkpointing(MemoryMethod):
         if input_dtype not in INPUT_DTYPES:
             raise SettingError("input_dtype", input_dtype, INPUT_DTYPES)
         self.blocks, self.input_dtype = None if blocks is None else list(blocks), input_dtype
-        self.packs = input_dtype in ("int8", "int4")
+        if input_dtype not in ("int8", "int4"):
+            self.libraries = ()
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
         names = view.blocks

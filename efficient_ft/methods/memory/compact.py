@@ -49,8 +49,7 @@ class Compact(ActivationPacking):
 
     name = "compact"
     packs_tail = True
-
-    packs = False
+    libraries = ()
 
     def __init__(
         self,
