@@ -3,8 +3,9 @@
     python scripts/check_plans.py --count 100 --json benchmarks/plans_cpu.json
 
 Each case is planned by `efficient-ft plan` in a process of its own, and the recipe recommended is measured by
-`efficient-ft bench memory` in another. Recorded are the predicted and the measured growth of the process above the
-interpreter, the counted peak, and the step time; a summary is printed. A case in which nothing fits is recorded too.
+`efficient-ft bench memory` in another. Recorded are what the plan says and what was measured: the size of the process
+above the interpreter (`felt`; `predicted`: from the count alone, without the plan's own trial), the counted peak, and
+the step time; a summary is printed. A case in which nothing fits is recorded too.
 """
 
 from __future__ import annotations
@@ -97,22 +98,26 @@ def check(model: str, size: int, batch: int, room: float) -> dict[str, Any]:
         first, *rest = method.split("+")
         recipe = "x=" + first + (":" + ",".join(others) if others else "") + "".join(f"+{one}" for one in rest)
         measured = Path(folder) / "memory.json"
-        size_and_batch = ["--model", model, "--size", str(size), "--batch", str(batch)]
+        steps = min(max(round(3 / best["step_seconds"]), 3), 20)
+        size_and_batch = ["--model", model, "--size", str(size), "--batch", str(batch), "--steps", str(steps)]
         ended = _run(["bench", "memory", recipe, *size_and_batch, "--json", str(measured)], folder)
         if not measured.is_file():
             return {**case, "outcome": f"not measured: {_last_line(ended)}", "recipe": best["name"]}
         record = json.loads(measured.read_text(encoding="utf-8"))["recipes"]["x"]
         if "felt" not in record:
             return {**case, "outcome": record["failure"], "recipe": best["name"]}
+        base, felt = plan["base_bytes"], record["felt"]["peak_bytes"] - record["interpreter_bytes"]
+        tried = best["measured_bytes"] is not None
+        said = best["measured_bytes"] if tried else best["process_bytes"]
         return {
             **case,
             "outcome": "measured",
             "recipe": best["name"],
-            "budget_above_interpreter": plan["memory_bytes"] - plan["base_bytes"],
-            "felt": [best["process_bytes"] - plan["base_bytes"],
-                     record["felt"]["peak_bytes"] - record["interpreter_bytes"]],
-            "process": [best["process_bytes"],
-                        record["felt"]["peak_bytes"] - record["interpreter_bytes"] + plan["base_bytes"]],
+            "tried": tried,
+            "budget_above_interpreter": plan["memory_bytes"] - base,
+            "felt": [said - base, felt],
+            "predicted": [best["process_bytes"] - base, felt],
+            "process": [said, felt + base],
             "counted": [best["counted"]["step_bytes"], record["counted_bytes"]],
             "step": [best["step_seconds"], record["step_seconds"]] if best["timed"] else None,
         }  # fmt: skip
@@ -123,7 +128,7 @@ def summary(cases: list[dict[str, Any]]) -> str:
     measured = [case for case in cases if case["outcome"] == "measured"]
     over = [case for case in measured if case["felt"][1] > case["budget_above_interpreter"]]
     lines = [f"{len(cases)} cases, {len(measured)} measured, {len(over)} above their budget."]
-    for key in ("felt", "process", "counted", "step"):
+    for key in ("felt", "predicted", "process", "counted", "step"):
         off = sorted(abs(case[key][0] / case[key][1] - 1) for case in measured if case[key])
         if off:
             within = off[int(0.9 * (len(off) - 1))]

@@ -88,10 +88,10 @@ def measure_memory(
             network.to(memory_format=torch.channels_last)
         return network, methods
 
-    interpreter = _resident_now()
+    interpreter = settled_bytes()
     with unfused_attention() if unfused else nullcontext():
         step = TrainingStep(*prepare(), spec, device=device, build_optimizer=optimizer)
-        with_model = _resident_now()
+        with_model = settled_bytes()
         for library in libraries(config.optim.state_bits, step.methods):
             load(library)
         memory, wait = StepMemory(device), waiter(device)
@@ -156,8 +156,8 @@ def memory_report(
     }
 
 
-def _resident_now() -> int:
-    """The resident memory without garbage and without what the allocators keep of freed memory."""
+def settled_bytes() -> int:
+    """The resident memory of this process, without garbage and without what the allocators keep of freed memory."""
     gc.collect()
     release_freed_memory()
     if torch.cuda.is_available() and torch.cuda.is_initialized():

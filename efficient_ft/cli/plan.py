@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from efficient_ft.core.units import parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
     from efficient_ft.config import Config
-    from efficient_ft.planning import Plan
+    from efficient_ft.planning import Plan, Trial
 
 DESCRIPTION = """\
 Find the recipes of a run that fit a memory budget, and the one to recommend.
@@ -31,7 +32,8 @@ load images have memory of their own. time: of the whole training. loss: points 
 against full fine-tuning (default 1). split=true: the batch may be split into micro-batches. All other settings are
 those of the run.
 
-Recipes are counted without weights; those that matter are timed on this machine, on random images. Where the weights
+Recipes are counted without weights; those that matter are timed on this machine, on random images, and the one to
+recommend is tried: it takes a few steps in a process of its own, which is measured. Where the weights
 and images of the run are there, the gradients of recipes that are not exact are compared with the exact ones.
 Recommended is, of the recipes within all limits, the fastest of the best class: exact, near exact, approximate, or
 training a part. A run with the setting memory= stops before it takes more.
@@ -54,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         print(calibration_text(options.calibration))
         return
+    if options.trial is not None:
+        _try_alone(options.settings, *options.trial)
+        return
     for word in options.settings:
         if not word.partition("=")[1] or word.startswith("="):
             raise UserError(f"{word}: settings have the form KEY=VALUE; see efficient-ft plan --help.")
@@ -70,9 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if sys.stderr.isatty():
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
-    allocator = next((word.partition("=")[2] for word in settings if word.startswith("allocator=")), "auto")
-    restart_with(allocator)
-    use_allocator(allocator)
+    _set_allocator(settings)
     found = plan(*settings, memory=own["memory"], time=own.get("time"), loss=loss, split=split, say=quiet)
     quiet("")
     from efficient_ft.planning.calibration import record
@@ -90,6 +93,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(file)
     if found.recommended is None:
         raise SystemExit(1)
+
+
+def _set_allocator(settings: Sequence[str]) -> None:
+    """Use the allocator that a run with these settings has, before the first tensor."""
+    allocator = next((word.partition("=")[2] for word in settings if word.startswith("allocator=")), "auto")
+    restart_with(allocator)
+    use_allocator(allocator)
 
 
 def plan(
@@ -118,29 +128,52 @@ def plan(
     Raises:
         UserError: a setting that cannot be used.
     """
-    from efficient_ft.cli.compose import configurations
-    from efficient_ft.cli.groups import CONF, register
-
     memory_bytes = parse_bytes("memory", memory)
     seconds = None if time is None else parse_seconds("time", time)
-    register()
-
-    def configure(words: Sequence[str]) -> Config:
-        (config,) = configurations(CONF, "train", words, sweep=False)
-        return config
-
     from efficient_ft.planning import make_plan
 
     return make_plan(
         settings,
-        configure,
+        _configure,
         memory_bytes=memory_bytes,
         max_seconds=seconds,
         loss=loss,
         split_batch=split,
         chosen=_methods(settings),
+        attempt=_attempt,
         say=say,
     )
+
+
+def _configure(words: Sequence[str]) -> Config:
+    """The checked configuration of a run."""
+    from efficient_ft.cli.compose import configurations
+    from efficient_ft.cli.groups import CONF, register
+
+    register()
+    (config,) = configurations(CONF, "train", words, sweep=False)
+    return config
+
+
+def _attempt(arguments: Sequence[str], num_classes: int, max_seconds: float) -> Trial:
+    """Try a recipe in a process of its own, see `efficient_ft.planning.planner.Attempt`."""
+    from efficient_ft.cli import processes
+    from efficient_ft.planning import Trial
+
+    words = ["plan", *arguments, "--trial", str(num_classes), str(max_seconds)]
+    ended = processes.run([sys.executable, "-m", "efficient_ft", *words], environment={})
+    if ended.results is None:
+        raise UserError(ended.failure or "it reported nothing")
+    return Trial(**ended.results)
+
+
+def _try_alone(settings: Sequence[str], num_classes: float, max_seconds: float) -> None:
+    """Try a recipe in this process, and hand what it took to the process that started this one."""
+    _set_allocator(settings)
+    from efficient_ft.cli.exits import report_outcome
+    from efficient_ft.planning.timing import try_recipe
+
+    report_outcome(results=asdict(try_recipe(_configure(settings), int(num_classes), max_seconds)))
 
 
 def _methods(settings: Sequence[str]) -> list[str]:
@@ -157,6 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--all", action="store_true", help="print every recipe that fits, not only the front")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to FILE")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="also draw peak and step time: FILE.png, FILE.csv")
+    parser.add_argument("--trial", nargs=2, type=float, help=argparse.SUPPRESS)
     parser.add_argument(
         "--calibration", type=Path, nargs="+", metavar="DIR", help="summarize what runs with memory= measured"
     )

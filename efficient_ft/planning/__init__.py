@@ -2,5 +2,6 @@
 
 from efficient_ft.planning.candidates import Candidate, Exactness
 from efficient_ft.planning.planner import Excluded, Option, Plan, make_plan
+from efficient_ft.planning.timing import Trial
 
-__all__ = ["Candidate", "Exactness", "Excluded", "Option", "Plan", "make_plan"]
+__all__ = ["Candidate", "Exactness", "Excluded", "Option", "Plan", "Trial", "make_plan"]

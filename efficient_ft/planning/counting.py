@@ -56,7 +56,7 @@ class Counter:
     """
 
     def __init__(self, config: Config, num_classes: int) -> None:
-        self._config, self._classes = config, num_classes
+        self._config, self.classes = config, num_classes
         self._light = self._on_meta_device()
         self.blocks = len(view(self._light).blocks)
         self._found: dict[str, Counted] = {}
@@ -64,7 +64,7 @@ class Counter:
 
     def network(self) -> nn.Module:
         """A new network on the CPU, with random weights."""
-        return factory.random_model(self._config.model, self._classes)
+        return factory.random_model(self._config.model, self.classes)
 
     def _on_meta_device(self) -> nn.Module:
         """The network without memory for its weights."""

@@ -3,7 +3,8 @@
 Every candidate is counted on fake tensors, and the memory of its process predicted from the count. Those that fit and
 are preferred are timed on this machine; the times of the others are estimated from FLOPs. What they lose is measured
 on images of the user's own where weights and images are there (the cosine of the gradient with the exact one), and
-known from finished studies otherwise.
+known from finished studies otherwise. The recipe to recommend is tried in a process of its own, which takes a few steps
+on whole batches: its memory and its time are then measured.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import psutil
 import torch
 
 from efficient_ft.config import Config, data_configs, fingerprint
 from efficient_ft.core.allocator import allocator_in_use
 from efficient_ft.core.errors import SettingError, UserError, first_line
-from efficient_ft.core.process_memory import memory_limit_bytes, resident_bytes
+from efficient_ft.core.process_memory import memory_limit_bytes, release_freed_memory, resident_bytes
 from efficient_ft.cost import predicted_growth
 from efficient_ft.data import class_count
 from efficient_ft.methods.build import build_methods
@@ -28,25 +30,30 @@ from efficient_ft.planning.candidates import Candidate, Exactness, candidates, s
 from efficient_ft.planning.closeness import Closeness
 from efficient_ft.planning.counting import Counted, Counter, on_device
 from efficient_ft.planning.studies import points_lost
-from efficient_ft.planning.timing import step_seconds
+from efficient_ft.planning.timing import Trial, step_seconds
 from efficient_ft.training.datamodule import missing_images, open_images, run_length
 from efficient_ft.training.libraries import LibrarySizes, libraries
 
 #: Returns the checked configuration of a run with further settings, as on the command line.
 Configure = Callable[[Sequence[str]], Config]
+#: Tries a recipe in a process of its own, given its arguments of the command line, the classes of the network and the
+#: seconds that it may take, see `timing.try_recipe`. Raises a UserError if the process failed.
+Attempt = Callable[[Sequence[str], int, float], Trial]
 
 #: Classes if there are no images to count them: ImageNet's.
 _UNKNOWN_CLASSES = 1000
-#: A recipe fits if its growth may be this much above the predicted one.
-MARGIN = 1.12
+#: A recipe fits if its growth may be this much above the predicted one, or above the one measured in a trial.
+MARGIN, TRIAL_MARGIN = 1.12, 1.03
 #: The cosine of a gradient with the exact one from which on it counts as near exact.
 CLOSE = 0.98
 #: Recipes whose step times differ by less are equally fast.
 _TIE = 1.03
 #: Seconds for counting, for timing, and for comparing gradients. A plan is done within a minute on two cores.
-_COUNTING, _TIMING, _COMPARING = 28.0, 10.0, 8.0
+_COUNTING, _TIMING, _COMPARING = 24.0, 8.0, 8.0
 #: Seconds that a step timed for a plan may take, and one of the recommended recipe; larger batches are timed in part.
 _STEP, _FINAL_STEP = 0.7, 4.0
+#: Seconds of the steps of a trial, which takes three at least, and trials of a plan.
+_TRIAL, _TRIALS = 12.0, 2
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,7 @@ class Option:
         exactness: its class.
         counted: what a step takes.
         process_bytes: predicted peak of the process (on a GPU: of the memory reserved on it).
+        measured_bytes: the same peak, measured in a trial of the recipe; None: it was not tried.
         step_seconds: of an optimizer step; None: neither timed nor estimated.
         timed: the step was timed here; False: the time is estimated from FLOPs.
         fingerprint: of the run's configuration, by which its results are found again.
@@ -76,9 +84,15 @@ class Option:
     fingerprint: str = ""
     step_seconds: float | None = None
     timed: bool = False
+    measured_bytes: int | None = None
     cosine: float | None = None
     points_lost: dict[str, float] = field(default_factory=dict)
     on_front: bool = False
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the process as measured in a trial, or else as predicted."""
+        return self.process_bytes if self.measured_bytes is None else self.measured_bytes
 
     @property
     def command(self) -> str:
@@ -141,6 +155,7 @@ def make_plan(
     loss: float = 1.0,
     split_batch: bool = False,
     chosen: Sequence[str] = (),
+    attempt: Attempt | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """Plan a run; see the module.
@@ -153,6 +168,7 @@ def make_plan(
         loss: points of test accuracy that may be lost against full fine-tuning.
         split_batch: the batch may be split into micro-batches whose gradients are added up.
         chosen: options of the group ``method`` in `settings`, which every recipe keeps.
+        attempt: tries the recipe to recommend; None: it is not tried.
         say: reports progress.
 
     Raises:
@@ -214,22 +230,18 @@ def make_plan(
                     fitting.append((parts, option))
                     break
     kept = {id(option) for _, option in fitting}
-    least = min((option for _, option in found), key=lambda o: planner.bound(o))
-    excluded += [
-        Excluded(option.name, f"its process may take {planner.bound(option) / 1e9:.2f} GB", planner.bound(option))
-        for _, option in found
-        if id(option) not in kept
-    ]
+    above = [option for _, option in found if id(option) not in kept]
     fitting = planner.with_times(fitting, min(clock.perf_counter() + _TIMING, end), say)
     fitting = planner.with_losses(fitting, min(clock.perf_counter() + _COMPARING, end), say)
-    options = _with_front(sorted((option for _, option in fitting), key=_preference))
+    options = sorted((option for _, option in fitting), key=_preference)
     limit = None if max_seconds is None or steps is None else max_seconds / steps
-    recommended = _recommend(options, loss, limit)
-    if recommended is not None:
-        say(f"timing {recommended.name}")
-        exactly = planner.timed_again(recommended)
-        options = [exactly if option == recommended else option for option in options]
-        recommended = exactly
+    best, options, refused = planner.with_trial(
+        options, lambda left: _recommend(left, loss, limit), memory_bytes, attempt, say
+    )
+    excluded += [*refused, *(planner.above_budget(option) for option in above)]
+    least = min((option for _, option in found), key=planner.bound)
+    options = _with_front(options)
+    recommended = next((option for option in options if option.name == best), None)
     return Plan(
         memory_bytes,
         asked,
@@ -260,6 +272,8 @@ class _Planner:
     chosen: bool
     sizes: LibrarySizes = field(default_factory=LibrarySizes)
     configs: dict[str, Config] = field(default_factory=dict)
+    #: Growth measured in trials that did not fit, relative to the predicted one; the other recipes' may be as far off.
+    excess: float = 1.0
 
     def option(self, candidate: Candidate) -> Option:
         """Count a candidate and predict its memory."""
@@ -293,9 +307,13 @@ class _Planner:
         return self.base_bytes + added + counted.resident_bytes + growth
 
     def bound(self, option: Option) -> int:
-        """The budget that an option needs: its prediction, with `MARGIN` on the growth."""
-        growth = option.process_bytes - self.base_bytes - option.counted.resident_bytes
-        return round(option.process_bytes + (MARGIN - 1) * growth)
+        """The budget that an option needs: its peak, with a margin on the growth over a step."""
+        margin = max(MARGIN, self.excess * TRIAL_MARGIN) if option.measured_bytes is None else TRIAL_MARGIN
+        return round(option.peak_bytes + (margin - 1) * self._growth(option))
+
+    def _growth(self, option: Option) -> int:
+        """The growth over a step, above what is there before the first one."""
+        return option.peak_bytes - self.base_bytes - option.counted.resident_bytes
 
     def fits(self, option: Option, memory_bytes: int) -> bool:
         """True if the option stays within the budget."""
@@ -333,7 +351,65 @@ class _Planner:
             for c, o in fitting
         ]
 
-    def timed_again(self, option: Option) -> Option:
+    def with_trial(
+        self,
+        options: list[Option],
+        choose: Callable[[Sequence[Option]], Option | None],
+        memory_bytes: int,
+        attempt: Attempt | None,
+        say: Callable[[str], None],
+    ) -> tuple[str | None, list[Option], list[Excluded]]:
+        """Try the option to recommend in a process of its own; where it does not keep the budget, the next one.
+
+        Returns:
+            The name of the option to recommend, the options that fit, and those that do not any more.
+        """
+        refused: list[Excluded] = []
+        for number in range(_TRIALS + 1):
+            best = choose(options)
+            if best is None:
+                break
+            seconds = self._trial_seconds(best, memory_bytes) if number < _TRIALS else None
+            if attempt is None or seconds is None:
+                say(f"timing {best.name}")
+                return best.name, [self._timed_again(o) if o == best else o for o in options], refused
+            say(f"trying {best.name}")
+            release_freed_memory()
+            try:
+                trial = attempt(best.arguments, self.counter.classes, seconds)
+            except UserError as error:
+                refused.append(Excluded(best.name, f"its trial failed: {first_line(error)}"))
+                options = [option for option in options if option != best]
+                continue
+            tried = replace(
+                best,
+                measured_bytes=self.base_bytes + trial.peak_bytes,
+                step_seconds=trial.step_seconds,
+                timed=True,
+            )
+            options = [tried if option == best else option for option in options]
+            if self.fits(tried, memory_bytes):
+                return tried.name, options, refused
+            self.excess = max(self.excess, self._growth(tried) / self._growth(best))
+            over = [option for option in options if not self.fits(option, memory_bytes)]
+            refused += [self.above_budget(option) for option in over]
+            options = [option for option in options if option not in over]
+        return None, options, refused
+
+    def above_budget(self, option: Option) -> Excluded:
+        """The option as one that does not fit."""
+        bound = self.bound(option)
+        how = "may take" if option.measured_bytes is None else "took, in a trial and with a margin,"
+        return Excluded(option.name, f"its process {how} {bound / 1e9:.2f} GB", bound)
+
+    def _trial_seconds(self, option: Option, memory_bytes: int) -> float | None:
+        """The seconds that a trial may take; None: its steps are too long, or the machine has no room for it now."""
+        if option.step_seconds is None or 3 * option.step_seconds > _TRIAL:
+            return None
+        room = min(memory_limit_bytes() - resident_bytes(), psutil.virtual_memory().available)
+        return None if self.device.type == "cpu" and room < self.bound(option) else _TRIAL
+
+    def _timed_again(self, option: Option) -> Option:
         """Time the recommended option once more, on the whole batch if its steps are short enough."""
         config = self.configs[option.name]
         whole = (option.step_seconds or 1.0) / config.trainer.grad_accum_steps
@@ -386,7 +462,7 @@ def _rough(candidate: Candidate, option: Option) -> tuple[int, float]:
 
 def _preference(option: Option) -> tuple[int, float, int]:
     """Sorts options: by class, then by time, then by memory."""
-    return option.exactness, option.step_seconds or 0.0, option.process_bytes
+    return option.exactness, option.step_seconds or 0.0, option.peak_bytes
 
 
 def _with_front(options: list[Option]) -> list[Option]:
@@ -394,7 +470,7 @@ def _with_front(options: list[Option]) -> list[Option]:
 
     def values(o: Option) -> tuple[float, float, float]:
         loss = float(o.exactness) if o.cosine is None else float(o.exactness) + (1 - o.cosine) / 2
-        return o.process_bytes, o.step_seconds or 0.0, loss
+        return o.peak_bytes, o.step_seconds or 0.0, loss
 
     def better(a: Option, b: Option) -> bool:
         va, vb = values(a), values(b)
@@ -419,4 +495,4 @@ def _recommend(options: Sequence[Option], loss: float, step_limit: float | None)
     best = min(o.exactness for o in left)
     left = [o for o in left if o.exactness == best]
     fastest = min(o.step_seconds or 0.0 for o in left)
-    return min((o for o in left if (o.step_seconds or 0.0) <= fastest * _TIE), key=lambda o: o.process_bytes)
+    return min((o for o in left if (o.step_seconds or 0.0) <= fastest * _TIE), key=lambda o: o.peak_bytes)

@@ -40,8 +40,14 @@ def plan_text(plan: Plan, *, every: bool = False) -> str:
         lines += ["", table([_header(plan, title), *(_line(option, plan) for option in shown)], left=(0, 5))]
         lines += [
             "",
-            "predicted: peak of the process; counted: live tensors of it. Times with ≈ are estimated from FLOPs, the"
-            " others are measured here.",
+            "peak: of the process; counted: live tensors of it. Values with ≈ are predicted, peaks from the count and"
+            " times from FLOPs; the",
+            "others are measured here"
+            + (
+                ": the recommended recipe took a few steps in a process of its own."
+                if any(option.measured_bytes is not None for option in shown)
+                else "."
+            ),
             "cosine: of the gradient with the exact one, on images of the run; lost: points of test accuracy below full"
             " fine-tuning in finished",
             "studies of small networks, from the best to the worst, without the memory method; –: not known.",
@@ -85,7 +91,7 @@ def _setting(size: int) -> str:
 
 def _header(plan: Plan, title: str) -> list[str]:
     total = ["run"] if plan.steps else []
-    return [title, "predicted", "counted", "step", *total, "class", "cosine", "lost"]
+    return [title, "peak", "counted", "step", *total, "class", "cosine", "lost"]
 
 
 def _line(option: Option, plan: Plan) -> list[str]:
@@ -100,7 +106,7 @@ def _line(option: Option, plan: Plan) -> list[str]:
         points = f"{min(lost):+.1f}" if len(lost) == 1 else f"{min(lost):+.1f}…{max(lost):+.1f}"
     return [
         option.name,
-        gigabytes(option.process_bytes),
+        ("≈ " if option.measured_bytes is None else "") + gigabytes(option.peak_bytes),
         gigabytes(option.counted.peak_bytes),
         step,
         *total,

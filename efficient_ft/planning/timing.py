@@ -1,24 +1,32 @@
-"""Time a recipe's training step on this machine, on random weights and images."""
+"""Time a recipe's training step on this machine, and measure its memory, on random weights and images."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import dataclass
 
 import torch
+from torch import nn
 
+from efficient_ft.bench.memory import settled_bytes
 from efficient_ft.bench.timing import waiter
 from efficient_ft.config import Config
-from efficient_ft.cost import TrainingStep
+from efficient_ft.cost import StepMemory, TrainingStep
 from efficient_ft.cost.probe import undisturbed
+from efficient_ft.cost.step import forward_and_loss
 from efficient_ft.methods.base import apply_methods
 from efficient_ft.methods.build import build_methods
-from efficient_ft.planning.counting import Counter, step_spec
+from efficient_ft.models import factory
+from efficient_ft.planning.counting import Counter, on_device, step_spec
+from efficient_ft.training.libraries import libraries, load
 from efficient_ft.training.optimizer import build_optimizer
 from efficient_ft.training.trainer import use_channels_last
 
-#: Steps timed, at most.
-STEPS = 3
+#: Steps timed, at most: in turn with other recipes, and in a trial.
+STEPS, TRIAL_STEPS = 8, 20
+#: A trial takes no further step after this time, once it has two.
+_ENOUGH = 3.0
 
 
 def step_seconds(config: Config, counter: Counter, device: torch.device, images: int, max_seconds: float) -> float:
@@ -36,19 +44,8 @@ def step_seconds(config: Config, counter: Counter, device: torch.device, images:
     Raises:
         UserError: the methods cannot be built, or applied to the network.
     """
-    network, methods, spec = counter.network(), build_methods(config), step_spec(config)
-    apply_methods(network, methods)
-    if use_channels_last(config, device):
-        network.to(memory_format=torch.channels_last)
-    of_few = type(spec)(**{**vars(spec), "batch_size": min(images, spec.batch_size)})
     with undisturbed([device] if device.type == "cuda" else []):
-        step = TrainingStep(
-            network,
-            methods,
-            of_few,
-            device=device,
-            build_optimizer=lambda model: build_optimizer(model, config.optim, config.trainer.precision),
-        )
+        step = _training_step(config, counter.network(), device, images)
         wait = waiter(device)
         for _ in range(step.methods.warmup_steps):
             step()
@@ -69,5 +66,78 @@ def step_seconds(config: Config, counter: Counter, device: torch.device, images:
             if number:
                 passes.append(times[1] - times[0])
                 updates.append(times[2] - times[1])
-    scale = spec.batch_size / of_few.batch_size * config.trainer.grad_accum_steps
+    scale = config.data.batch_size / step.spec.batch_size * config.trainer.grad_accum_steps
     return statistics.median(passes) * scale + statistics.median(updates)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What optimizer steps of a recipe took in a process of their own.
+
+    Attributes:
+        peak_bytes: of the process, above its size before the model; on a GPU, what was reserved on it.
+        step_seconds: the median of the steps measured.
+        steps: how many were measured.
+    """
+
+    peak_bytes: int
+    step_seconds: float
+    steps: int
+
+
+def try_recipe(config: Config, num_classes: int, max_seconds: float) -> Trial:
+    """Take optimizer steps on whole batches, micro-batches included, and measure them and this process.
+
+    Nothing else may have been measured in the process: memory that an allocator kept would hide the growth.
+
+    Args:
+        config: of the run.
+        num_classes: of the network.
+        max_seconds: no further step begins after this time, once one is measured.
+
+    Raises:
+        UserError: the methods cannot be built, or applied to the network.
+    """
+    device = on_device(config)
+    interpreter = settled_bytes()
+    step = _training_step(
+        config, factory.random_model(config.model, num_classes), device, images=config.data.batch_size
+    )
+    for library in libraries(config.optim.state_bits, step.methods):
+        load(library)
+    memory, wait = StepMemory(device), waiter(device)
+    seconds: list[float] = []
+    warmup = step.methods.warmup_steps + 1
+    start = time.perf_counter()
+    for number in range(warmup + TRIAL_STEPS):
+        elapsed = time.perf_counter() - start
+        if (number > warmup and elapsed > max_seconds) or (number > warmup + 1 and elapsed > _ENOUGH):
+            break
+        with memory:
+            begin = time.perf_counter()
+            step.forward()
+            step.backward()
+            for _ in range(1, config.trainer.grad_accum_steps):
+                forward_and_loss(step.model, step.methods, step.images, step.labels, step.spec)[1].backward()
+            step.update()
+            wait()
+            seconds.append(time.perf_counter() - begin)
+    felt = memory.felt(warmup)
+    assert felt is not None
+    peak = felt.peak_bytes - interpreter if felt.device is None else felt.device.reserved_bytes
+    return Trial(peak, statistics.median(seconds[warmup:]), len(seconds) - warmup)
+
+
+def _training_step(config: Config, network: nn.Module, device: torch.device, images: int) -> TrainingStep:
+    """The training step of a run, with its methods applied to `network`, on at most `images` images."""
+    methods, spec = build_methods(config), step_spec(config)
+    apply_methods(network, methods)
+    if use_channels_last(config, device):
+        network.to(memory_format=torch.channels_last)
+    return TrainingStep(
+        network,
+        methods,
+        type(spec)(**{**vars(spec), "batch_size": min(images, spec.batch_size)}),
+        device=device,
+        build_optimizer=lambda model: build_optimizer(model, config.optim, config.trainer.precision),
+    )

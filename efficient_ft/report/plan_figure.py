@@ -1,4 +1,4 @@
-"""The figure of a plan: predicted peak against step time, by class of recipe."""
+"""The figure of a plan: peak against step time, by class of recipe."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def plan_chart(plan: Plan) -> Chart:
     for exactness in Exactness:
         of = [o for o in plan.options if o.exactness is exactness and o.step_seconds is not None]
         if of:
-            peaks, seconds = [o.process_bytes / 1e9 for o in of], [o.step_seconds or 0.0 for o in of]
+            peaks, seconds = [o.peak_bytes / 1e9 for o in of], [o.step_seconds or 0.0 for o in of]
             series.append(Series(CLASSES[exactness], peaks, seconds))
     if plan.recommended is not None and plan.recommended.step_seconds is not None:
         best = plan.recommended
-        series.append(Series(f"recommended: {best.name}", [best.process_bytes / 1e9], [best.step_seconds or 0.0]))
-    panel = Panel("", "predicted peak of the process, GB", "seconds of an optimizer step", series, "points")
+        series.append(Series(f"recommended: {best.name}", [best.peak_bytes / 1e9], [best.step_seconds or 0.0]))
+    panel = Panel("", "peak of the process, GB", "seconds of an optimizer step", series, "points")
     return Chart(f"Recipes within {plan.memory_bytes / 1e9:g} GB", [panel])

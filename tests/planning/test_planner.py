@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,12 +19,13 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.cost import executed
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
-from efficient_ft.planning import Candidate, Exactness, Option, Plan, make_plan, planner
+from efficient_ft.planning import Candidate, Exactness, Option, Plan, Trial, make_plan, planner
 from efficient_ft.planning.calibration import FILE, calibration, calibration_text, record
 from efficient_ft.planning.candidates import candidates, split
 from efficient_ft.planning.counting import Counted, Counter, step_spec
 from efficient_ft.planning.studies import points_lost
 from efficient_ft.planning.text import plan_text
+from efficient_ft.planning.timing import try_recipe
 from efficient_ft.report.plan_figure import plan_chart
 from efficient_ft.training.optimizer import build_optimizer
 
@@ -216,6 +218,87 @@ def test_a_container_with_less_memory_sets_the_budget(monkeypatch: pytest.Monkey
     found = a_plan(memory=8 * 10**9)
     assert (found.memory_bytes, found.asked_bytes) == (3 * 10**9, 8 * 10**9)
     assert "8.00 GB were asked for; this machine or its container may take 3.00 GB, which counts." in plan_text(found)
+
+
+@pytest.mark.usefixtures("three")
+def test_the_recommended_recipe_is_tried() -> None:
+    asked = []
+
+    def attempt(arguments: Sequence[str], classes: int, seconds: float) -> Trial:
+        asked.append((list(arguments), classes))
+        return Trial(peak_bytes=7 * 10**8, step_seconds=0.25, steps=4)
+
+    found = a_plan(attempt=attempt)
+    assert found.recommended is not None
+    assert asked == [(list(found.recommended.arguments), 10)]
+    assert found.recommended.measured_bytes == found.recommended.peak_bytes == found.base_bytes + 7 * 10**8
+    assert (found.recommended.step_seconds, found.recommended.timed) == (0.25, True)
+    assert [one.measured_bytes is not None for one in found.options].count(True) == 1
+    text = plan_text(found, every=True)
+    assert "1.70 GB" in text
+    assert "≈ 1.70 GB" not in text
+    assert "the recommended recipe took a few steps in a process of its own" in text
+
+
+@pytest.mark.usefixtures("three")
+def test_a_recipe_that_does_not_keep_the_budget_in_its_trial_gives_way_to_the_next() -> None:
+    wide = a_plan()
+    need = {one.name: one.process_bytes - wide.base_bytes for one in wide.options}
+    memory = wide.base_bytes + 2 * max(need.values())
+    tried = []
+
+    def attempt(arguments: Sequence[str], classes: int, seconds: float) -> Trial:
+        tried.append(next(name for name, of in by_arguments.items() if of == tuple(arguments)))
+        above = memory if len(tried) == 1 else need[tried[-1]]
+        return Trial(above, 0.1, 3)
+
+    by_arguments = {one.name: one.arguments for one in wide.options}
+    found = a_plan(memory=memory, attempt=attempt)
+    # By as much as the first was above its prediction the others may be as well: none of them fits any more.
+    assert len(tried) == 1
+    assert found.recommended is None
+    (reason,) = [one.reason for one in found.excluded if one.name == tried[0]]
+    assert reason.startswith("its process took, in a trial and with a margin, ")
+    assert found.smallest_bytes > memory
+
+    tried.clear()
+
+    def fails_first(arguments: Sequence[str], classes: int, seconds: float) -> Trial:
+        trial = attempt(arguments, classes, seconds)
+        if len(tried) == 1:
+            raise UserError("killed by SIGKILL, likely for lack of memory")
+        return trial
+
+    found = a_plan(memory=memory, attempt=fails_first)
+    assert len(set(tried)) == 2
+    assert found.recommended is not None
+    assert found.recommended.name == tried[1]
+    assert "its trial failed: killed by SIGKILL, likely for lack of memory" in {one.reason for one in found.excluded}
+
+
+@pytest.mark.usefixtures("three")
+def test_steps_that_are_too_long_and_machines_without_room_have_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attempt(*arguments: object) -> Trial:
+        raise AssertionError("tried")
+
+    with pytest.raises(AssertionError, match="tried"):
+        a_plan(attempt=attempt)
+    with monkeypatch.context() as less:
+        less.setattr(planner, "memory_limit_bytes", lambda: 2 * 10**9)  # this process has half of them already
+        assert a_plan(attempt=attempt).recommended is not None
+    with monkeypatch.context() as less:
+        less.setattr(planner.psutil, "virtual_memory", lambda: SimpleNamespace(available=10**6))
+        assert a_plan(attempt=attempt).recommended is not None
+    monkeypatch.setattr(planner, "_TRIAL", 0.0)
+    assert a_plan(attempt=attempt).recommended is not None
+
+
+def test_a_trial_takes_steps_of_the_whole_batch() -> None:
+    config = configure([*SETTINGS, "method=[full,low_bit]", "data.batch_size=16", "trainer.grad_accum_steps=2"])
+    trial = try_recipe(config, 10, max_seconds=1e-9)
+    assert trial.steps == 1
+    assert trial.step_seconds > 0
+    assert trial.peak_bytes > 2**20, "the network and its step"
 
 
 def test_a_split_batch_fits_where_the_whole_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
