@@ -72,7 +72,7 @@ def step_seconds(config: Config, counter: Counter, device: torch.device, images:
 
 @dataclass(frozen=True)
 class Trial:
-    """What optimizer steps of a recipe took in a process of their own.
+    """Memory and time of optimizer steps of a recipe, in a process of their own.
 
     Attributes:
         peak_bytes: of the process, above its size before the model; on a GPU, what was reserved on it.
