@@ -25,6 +25,7 @@ from efficient_ft.methods import (
     EViT,
     LastStage,
     LoRA,
+    LowBit,
     Mesa,
     Method,
     ModelView,
@@ -34,7 +35,9 @@ from efficient_ft.methods import (
     apply_methods,
 )
 from efficient_ft.methods.forwards import forwards_of
+from efficient_ft.methods.tokens import base
 from efficient_ft.models.view import view
+from efficient_ft.ops.tokens import class_attention
 from efficient_ft.testing import batch_of, gradients, largest_difference, model_of
 from tests.methods.settings import RESNET50, small_vit
 
@@ -241,6 +244,27 @@ def test_fewer_tokens_keep_fewer_bytes_whatever_else_is_applied(other: Any) -> N
     both = executed(model, 2, (224, 224), methods=[other(), EViT([0, 1, 2])])
     assert both.saved_bytes < 0.7 * without.saved_bytes
     assert both.backward_flops < 0.7 * without.backward_flops
+
+
+@pytest.mark.parametrize(
+    ("memory", "copied"),
+    [(None, False), (LowBit, False), (lambda: LowBit(attention="unfused"), True), (Mesa, True)],
+    ids=["plain", "fused", "unfused", "mesa"],
+)
+def test_only_attention_that_is_kept_in_parts_has_q_and_k_copied_for_the_scores(
+    memory: Any, copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = []
+
+    def scores(q: Tensor, k: Tensor, *others: Any) -> Tensor:
+        copies.append((q.is_contiguous(), k.is_contiguous()))
+        return class_attention(q, k, *others)
+
+    monkeypatch.setattr(base, "class_attention", scores)
+    model = small_vit("vit_tiny_patch16_224")
+    apply_methods(model, [EViT(drop_at=[1]), *([] if memory is None else [memory()])])
+    model(torch.randn(2, 3, 32, 32, dtype=torch.float64)).sum().backward()
+    assert copies == [(copied, copied)]
 
 
 @pytest.mark.parametrize(
