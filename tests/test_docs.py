@@ -27,7 +27,7 @@ CARDS = sorted(page for page in (REPOSITORY / "docs" / "methods").glob("*.md") i
 
 #: The first words of the installed command that are no settings.
 SUBCOMMANDS = (
-    "plan", "predict", "report", "table", "figure", "collect", "dashboard", "study", "bench", "gradient-error",
+    "plan", "cache", "predict", "report", "table", "figure", "collect", "dashboard", "study", "bench", "gradient-error",
 )  # fmt: skip
 
 SECTIONS = ["What it does", "When to use it", "Settings", "Cost", "What it does not do", "Paper", "Our deviations"]

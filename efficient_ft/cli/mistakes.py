@@ -172,7 +172,8 @@ def _walk(config: DictConfig, key: str) -> tuple[str, str | None]:
     node: Any = config
     present: list[str] = []
     for part in key.split("."):
-        if not OmegaConf.is_dict(node) or part not in node:
+        # Among the keys: `in` does not see a setting whose value is missing (???).
+        if not OmegaConf.is_dict(node) or part not in node.keys():  # noqa: SIM118
             return ".".join(present), part
         present.append(part)
         node = node._get_node(part)

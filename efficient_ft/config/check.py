@@ -95,6 +95,9 @@ def _check_together(config: Config) -> None:
         )
     if config.memory is not None:
         parse_bytes("memory", config.memory)
+    parse_bytes("trainer.cache_limit", trainer.cache_limit)
+    if config.tasks and trainer.cache_features == "on":
+        raise SettingError("trainer.cache_features", "on", "off or auto with several tasks", "auto stores none there.")
     if trainer.max_steps == 0:
         raise SettingError("trainer.max_steps", 0, "-1 (no limit) or an integer >= 1")
     if trainer.precision == "fp16" and trainer.accelerator == "cpu":

@@ -25,7 +25,7 @@ _NO_EFFECT: dict[str, Any] = {
     "logger": True,
     "allocator": True,
     "memory": True,
-    "trainer": {"progress", "accelerator"},
+    "trainer": {"progress", "accelerator", "cache_folder", "cache_limit"},
 }
 
 
@@ -35,6 +35,9 @@ def fingerprint(config: Config) -> str:
     for setting in ("state_bits", "in_backward"):  # later settings: the runs from before them keep their folders
         if getattr(config.optim, setting) == OptimConfig.model_fields[setting].default:
             del what["optim"][setting]
+    if config.trainer.cache_features == "off":  # later settings, which have no effect then
+        for setting in ("cache_features", "views", "cache_dtype"):
+            del what["trainer"][setting]
     what["data"] = _content(config.data)
     if config.tasks:
         # As a list: the tasks take turns in their order.

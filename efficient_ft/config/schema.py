@@ -139,6 +139,15 @@ class TrainerConfig(Section):
     deterministic: bool = False
     #: Evaluate on this many batches only; null: on all.
     limit_eval_batches: Count | None = None
+    #: Store what the frozen part below all that trains computes; auto: where it saves time, see `training.features`.
+    cache_features: Literal["off", "auto", "on"] = "off"
+    #: With stored features: augmented views of each image; epoch e has view e mod this.
+    views: Count = 2
+    #: Type of the stored values; int8: groups of 64 with a minimum and a step.
+    cache_dtype: Literal["fp16", "fp32", "int8"] = "fp16"
+    cache_folder: Name = "outputs/features"
+    #: Features that would be larger are not stored.
+    cache_limit: str | int | float = "20GB"
 
 
 class LoggerConfig(Section):

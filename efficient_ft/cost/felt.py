@@ -21,8 +21,7 @@ from efficient_ft.core.process_memory import HighWaterMark, resident_bytes
 #: factor what an allocator cannot reuse. Found with `bench memory` on an EPYC, two threads, full fine-tuning and 4-bit
 #: activations of DeiT-S, ViT-Ti, ViT-B, SwinV2-T, ConvNeXt-T, ResNet-50, MobileNetV2, MobileViT-S,
 #: EfficientFormer-L1: with tcmalloc predictions are between 5 % below and 15 % above the growth measured, with mimalloc
-#: (five of these networks) between 8 % below and 18 % above. Other recipes are in
-#: `benchmarks/plans_cpu.json`, whose predictions are from before (1.5 and 1.02 for tcmalloc, without peft).
+#: (five of these networks) between 8 % below and 18 % above. Other networks and recipes: `benchmarks/plans_cpu.json`.
 #: glibc with settings that keep freed memory splits its heap: up to four times the counted bytes.
 _GROWTH = {
     "tcmalloc": (40 * 2**20, 2.0, 1.0),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from efficient_ft.core.errors import SettingError, UserError
@@ -21,6 +23,12 @@ if TYPE_CHECKING:
     from efficient_ft.config.schema import DataConfig
 
 Split = Literal["val", "test"]
+#: Returns the data set that a loader loads, given that of the images.
+Wrap = Callable[[SplitDataset], Dataset[Any]]
+
+
+def _unchanged(images: SplitDataset) -> Dataset[Any]:
+    return images
 
 
 class ImageData:
@@ -127,20 +135,31 @@ class ImageData:
             self._notes.append(f"{len(self._skipped)} unreadable images are left out (data.on_corrupt=skip).")
         return replace(listing, **parts)
 
-    def train_loader(self, rank: int = 0, world: int = 1) -> Loader:
+    def train_loader(self, rank: int = 0, world: int = 1, wrap: Wrap = _unchanged) -> Loader:
         """Load shuffled, augmented batches of `data.batch_size` for one of `world` processes.
 
         `loader.sampler` is a `CounterSampler`. The last batch may be smaller; a last batch of one image is dropped,
         since BatchNorm fails on it.
+
+        Args:
+            rank: of the process.
+            world: number of processes.
+            wrap: returns the data set that is loaded, given that of the images.
         """
         sampler = CounterSampler(len(self._parts["train"]), self._seed, rank, world)
         size = self._config.batch_size
         drop_last = len(sampler) > size and len(sampler) % size == 1
         images = SplitDataset(self._parts["train"], self._train_transform, self._seed)
-        return make_loader(images, sampler, self._config.num_workers, size, drop_last)
+        return make_loader(wrap(images), sampler, self._config.num_workers, size, drop_last)
 
-    def eval_loader(self, split: Split, rank: int = 0, world: int = 1) -> Loader:
+    def eval_loader(self, split: Split, rank: int = 0, world: int = 1, wrap: Wrap = _unchanged) -> Loader:
         """Load batches of a split in one fixed order, without augmentation, each image once over all processes.
+
+        Args:
+            split: the split.
+            rank: of the process.
+            world: number of processes.
+            wrap: as in `train_loader`.
 
         Raises:
             UserError: the data set has no such split.
@@ -152,7 +171,11 @@ class ImageData:
         sampler = CounterSampler(len(part), self._seed, rank, world, shuffle=False)
         images = SplitDataset(part, self.transform_eval, self._seed)
         batch_size = self._config.eval_batch_size or self._config.batch_size
-        return make_loader(images, sampler, self._config.num_workers, batch_size)
+        return make_loader(wrap(images), sampler, self._config.num_workers, batch_size)
+
+    def content_digest(self) -> str:
+        """Hex digits of the training images and of those that choose the best epoch, see `Samples.content_digest`."""
+        return "".join(self._parts[split].content_digest() for split in ("train", self.best_split))
 
     def report(self) -> dict[str, Any]:
         """Return what a run records of its data, in plain containers.

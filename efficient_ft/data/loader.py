@@ -60,6 +60,11 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
     def __len__(self) -> int:
         return len(self._labels)
 
+    @property
+    def labels(self) -> Tensor:
+        """The label of every image, int64 (N,)."""
+        return self._labels
+
     def _image(self, index: int) -> Image.Image:
         if self._pixels is not None:
             image = Image.fromarray(self._pixels[index].numpy())

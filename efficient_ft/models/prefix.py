@@ -8,6 +8,8 @@ placeholders at once, and the last of them returns what was stored. So nothing i
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -70,6 +72,23 @@ class FrozenPrefix:
         self._skipped = {call.name: call.output for call in skipped if call.name != end.name}
         self.end, self.shape, self.dtype = end.name, end.output.shape[1:], end.output.dtype
         self._order, self.reason = end.order, reason
+
+    @property
+    def values(self) -> int:
+        """Values of the features of one image."""
+        return math.prod(self.shape)
+
+    def digest(self) -> str:
+        """16 hex digits of the weights and buffers from which features are computed."""
+        inside = {self.end, *self._skipped}
+        around = {"", *(name for one in inside for name in _ancestors(one))}
+        found = hashlib.blake2b(digest_size=8)
+        for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]:
+            owner = name.rpartition(".")[0]
+            if owner in around or not inside.isdisjoint([owner, *_ancestors(owner)]):
+                found.update(name.encode())
+                found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        return found.hexdigest()
 
     @torch.no_grad()
     def features(self, images: Tensor) -> Tensor:

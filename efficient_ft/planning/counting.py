@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-import torch
 from torch import nn
 
 from efficient_ft.config import Config
@@ -150,13 +149,3 @@ def step_spec(config: Config) -> StepSpec:
         frozen_bn=config.model.frozen_bn,
         grad_clip_norm=config.optim.grad_clip_norm,
     )
-
-
-def on_device(config: Config) -> torch.device:
-    """The device on which a run would train."""
-    chosen = config.trainer.accelerator
-    if chosen in ("auto", "gpu") and torch.cuda.is_available():
-        return torch.device("cuda")
-    if chosen in ("auto", "mps") and torch.backends.mps.is_available():
-        return torch.device("mps")
-    return torch.device("cpu")

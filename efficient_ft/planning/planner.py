@@ -28,11 +28,12 @@ from efficient_ft.methods.declarations import Axis
 from efficient_ft.models import factory
 from efficient_ft.planning.candidates import Candidate, Exactness, candidates, split
 from efficient_ft.planning.closeness import Closeness
-from efficient_ft.planning.counting import Counted, Counter, on_device
+from efficient_ft.planning.counting import Counted, Counter
 from efficient_ft.planning.studies import points_lost
 from efficient_ft.planning.timing import Trial, step_seconds
 from efficient_ft.training.datamodule import missing_images, open_images, run_length
 from efficient_ft.training.libraries import LibrarySizes, libraries
+from efficient_ft.training.trainer import on_device
 
 #: Returns the checked configuration of a run with further settings, as on the command line.
 Configure = Callable[[Sequence[str]], Config]

@@ -94,6 +94,23 @@ class MemoryReport(TypedDict):
     predicted_peak_bytes: NotRequired[int]
 
 
+class FeaturesReport(TypedDict):
+    """Stored features of a run (``trainer.cache_features``): of the module `end`, after which `reason` holds.
+
+    `shape` is of one image, `dtype` the type in which they are stored, `bytes` the size of the store. `computed` and
+    `read` are images of training and of its evaluations (of one process, since the run was last continued).
+    """
+
+    end: str
+    reason: str
+    shape: list[int]
+    dtype: str
+    views: int
+    bytes: int
+    computed: int
+    read: int
+
+
 class RunTotals(TypedDict):
     """Totals of the whole training.
 
@@ -173,13 +190,14 @@ class Results(TypedDict):
     `config` is the whole configuration, `arguments` the settings given to this run (of the command line; empty for
     runs from Python), `changed` the settings that differ from the schema's defaults, with dotted names, `environment`
     what `record.environment` gives, `methods` a report by the name of the method. Runs from before `memory`
-    was recorded have none.
+    was recorded have none; `features` are there if features were stored.
     """
 
     format: int
     accuracy: Accuracy
     cost: CostReport
     memory: NotRequired[MemoryReport]
+    features: NotRequired[FeaturesReport]
     totals: RunTotals
     trainable_parameters: int
     total_parameters: int

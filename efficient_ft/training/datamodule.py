@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
 from torch.utils.data import DataLoader
@@ -12,6 +12,9 @@ from efficient_ft.config import Config, data_configs
 from efficient_ft.core.errors import SettingError
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.data import ImageData, RoundRobinData, missing_data, open_data
+
+if TYPE_CHECKING:
+    from efficient_ft.training.features import RunFeatures
 
 
 def missing_images(config: Config) -> list[str]:
@@ -66,7 +69,12 @@ class RunDataModule(L.LightningDataModule):
 
     Args:
         images: the run's images.
+
+    Attributes:
+        features: stored features that are loaded instead of images; None: there are none.
     """
+
+    features: RunFeatures | None = None
 
     def __init__(self, images: ImageData | RoundRobinData) -> None:
         super().__init__()
@@ -75,7 +83,12 @@ class RunDataModule(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         trainer = self.trainer
         assert trainer is not None
-        loader = self.images.train_loader(trainer.global_rank, trainer.world_size)
+        place = trainer.global_rank, trainer.world_size
+        if self.features is None:
+            loader = self.images.train_loader(*place)
+        else:
+            assert isinstance(self.images, ImageData)
+            loader = self.images.train_loader(*place, wrap=self.features.training)
         epochs: Any = trainer.fit_loop.epoch_progress.current
         if epochs.started > epochs.processed:  # resumed in the middle of an epoch
             batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
@@ -86,4 +99,8 @@ class RunDataModule(L.LightningDataModule):
     def val_dataloader(self) -> DataLoader | Sequence[DataLoader]:
         trainer = self.trainer
         assert trainer is not None
-        return self.images.eval_loader(self.images.best_split, trainer.global_rank, trainer.world_size)
+        place = trainer.global_rank, trainer.world_size
+        if self.features is None:
+            return self.images.eval_loader(self.images.best_split, *place)
+        assert isinstance(self.images, ImageData)
+        return self.images.eval_loader(self.images.best_split, *place, wrap=self.features.evaluation)

@@ -144,9 +144,13 @@ class FeatureStore:
         with self._lock:
             return all(self._checked[row] or self._sum(row) for row in rows)
 
+    def written(self) -> Tensor:
+        """Which rows have been written: bool (rows,)."""
+        return torch.from_numpy(np.fromfile(self.folder / "checksums", dtype="<u8") != 0)
+
     def missing(self) -> int:
         """The number of rows not written yet."""
-        return int((np.fromfile(self.folder / "checksums", dtype="<u8") == 0).sum())
+        return int((~self.written()).sum())
 
     def read(self, rows: Sequence[int]) -> Tensor | None:
         """Read rows.

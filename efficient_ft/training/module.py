@@ -7,7 +7,8 @@ step, so that a step costs at most a few percent more than in a bare loop.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as L
@@ -26,6 +27,7 @@ from efficient_ft.training.optimizer import build_optimizer, lr_factor
 
 if TYPE_CHECKING:
     from efficient_ft.config import Config
+    from efficient_ft.training.features import RunFeatures
 
 __all__ = ["Evaluation", "FineTuner", "build_optimizer", "lr_factor"]
 
@@ -44,14 +46,20 @@ class FineTuner(L.LightningModule):
     """Fine-tune `network` by cross-entropy.
 
     A batch is (images, labels); with several tasks (images, labels, task), and the loss is that of the task's
-    classifier. `MethodCallback` applies the methods before the optimizer is built.
+    classifier; with stored features (images or stored rows, labels, numbers of the rows). `MethodCallback` applies the
+    methods before the optimizer is built.
 
     Args:
         network: a classifier: images (B, 3, H, W) → logits (B, classes).
         config: the run's configuration.
         num_classes: the number of classes; with several tasks (`models.tasks`) that of each task.
         total_steps: optimizer steps of the whole run, for the schedule.
+
+    Attributes:
+        features: stored features, from which batches of them are computed; None: there are none.
     """
+
+    features: RunFeatures | None = None
 
     def __init__(
         self,
@@ -97,10 +105,16 @@ class FineTuner(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The loss of a batch; `MethodCallback` adds the methods' own."""
-        images, labels, *task = batch
+        images, labels, *more = batch
         if self.tasks is not None:
-            (self.tasks.active,) = task
-        return F.cross_entropy(self.model(images), labels, label_smoothing=self.config.optim.label_smoothing)
+            (self.tasks.active,) = more
+        with self._input(images, more) as x:
+            logits = self.model(x)
+        return F.cross_entropy(logits, labels, label_smoothing=self.config.optim.label_smoothing)
+
+    def _input(self, images: Tensor, more: Sequence[Any]) -> AbstractContextManager[Tensor]:
+        """Yield the network's input for a batch, inside a ``with`` block."""
+        return nullcontext(images) if self.features is None else self.features.input(images, *more)
 
     def on_total_loss(self, loss: Tensor) -> None:
         """Keep the loss of a micro-batch, those of methods included: called by `MethodCallback`."""
@@ -155,12 +169,13 @@ class FineTuner(L.LightningModule):
         return total / count if count else None
 
     # ------------------------------------------------------------------ evaluation
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Update the metrics of the task whose loader this is."""
-        images, labels = batch
+        images, labels, *more = batch
         if self.tasks is not None:
             self.tasks.active = self.tasks.names[dataloader_idx]
-        logits = self.model(images).float()
+        with self._input(images, more) as x:
+            logits = self.model(x).float()
         self.accuracy[dataloader_idx].update(logits, labels)
         self._keep_range(dataloader_idx, logits.argmax(1), labels)
         self.eval_loss[dataloader_idx].update(F.cross_entropy(logits, labels), weight=len(labels))

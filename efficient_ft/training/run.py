@@ -23,7 +23,7 @@ from efficient_ft.config import Config, data_configs, image_folders
 from efficient_ft.core.allocator import allocator_in_use
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.process_memory import resident_bytes
-from efficient_ft.data import read_data
+from efficient_ft.data import ImageData, read_data
 from efficient_ft.integrations.lightning import MethodCallback
 from efficient_ft.methods.base import Applied, plain_state_dict
 from efficient_ft.methods.build import build_methods
@@ -48,6 +48,7 @@ from efficient_ft.training.console import quiet_lightning, results_text, say
 from efficient_ft.training.costs import cost_only, cost_report
 from efficient_ft.training.datamodule import RunDataModule, missing_images, open_images, run_length
 from efficient_ft.training.evaluate import data_report, evaluate
+from efficient_ft.training.features import FeatureCallback
 from efficient_ft.training.folder import (
     IMAGES,
     locked,
@@ -137,6 +138,10 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
     loggers = start_loggers(config, folder, name, arguments)
     memory = MemoryMeter(methods, before_model)
     callbacks: list[L.Callback] = [memory, MethodCallback(methods, frozen_bn=config.model.frozen_bn)]
+    features = None
+    if config.trainer.cache_features != "off" and isinstance(images, ImageData):  # several tasks have none
+        features = FeatureCallback(config, images, methods, epochs)
+        callbacks.append(features)
     if config.step_stats.interval:  # after the methods have decided the step, before a checkpoint is written
         callbacks.append(StepStats(folder, methods, config.step_stats.interval))
     callbacks += [totals, recorder]
@@ -198,6 +203,8 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
             allocator=allocator_in_use(),
         ),
     }
+    if features is not None and features.features is not None:
+        results["features"] = features.features.report()
     if felt is not None:
         results["memory"] = felt
         budget = budget_of(config)

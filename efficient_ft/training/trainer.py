@@ -108,3 +108,13 @@ def use_channels_last(config: Config, device: torch.device) -> bool:
     """Whether convolutional maps are stored channels-last: as `trainer.channels_last` says, by default on a CPU."""
     chosen = config.trainer.channels_last
     return device.type == "cpu" if chosen is None else chosen
+
+
+def on_device(config: Config) -> torch.device:
+    """The device on which a run trains, before there is a Trainer."""
+    chosen = config.trainer.accelerator
+    if chosen in ("auto", "gpu") and torch.cuda.is_available():
+        return torch.device("cuda")
+    if chosen in ("auto", "mps") and torch.backends.mps.is_available():
+        return torch.device("mps")
+    return torch.device("cpu")

@@ -18,6 +18,7 @@ from tests.cli.program import call, composed
         (["optim.lrr=1"], r"^optim\.lrr=1: there is no such setting.* Did you mean 'lr'\?"),
         (["+optim.lrr=1"], r"^optim\.lrr=1: there is no such setting"),
         (["+typo=1"], r"^typo=1: there is no such setting"),
+        (["method=blocks", "method.blocks.blocks=[3]", "typo=1"], r"^typo=1: there is no such setting"),
         (["++a.typo=1"], r"^a=.*there is no such setting"),
         (["modell=x"], r"^modell=x: .* Did you mean 'model'\?"),
         (["recipee=none"], r"^recipee=none: .* Did you mean 'recipe'\?"),

@@ -1,0 +1,60 @@
+"""``efficient-ft cache``: what it stores is what a run reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from efficient_ft.cli import cache as command
+from efficient_ft.cli.compose import configurations
+from efficient_ft.cli.groups import CONF
+from efficient_ft.core.errors import UserError
+
+SETTINGS = [
+    "model=vit_digits",
+    "model.frozen_bn=true",
+    "data=digits",
+    "data.num_workers=0",
+    "method=blocks",
+    "method.blocks.blocks=[3]",
+]
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(command, "use_allocator", lambda choice: None)  # of the process of the tests
+    monkeypatch.setattr(command, "restart_with", lambda choice: None)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_run_computes_nothing_after_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    from efficient_ft.training.run import run
+
+    command.main(SETTINGS)
+    printed = capsys.readouterr().out
+    assert "2731 computed, 0 were there, 0 missing" in printed
+    command.main(SETTINGS)
+    assert "0 computed, 2731 were there, 0 missing" in capsys.readouterr().out
+    words = [*SETTINGS, "trainer.cache_features=on", "trainer.epochs=1", "optim.lr=1e-3", "cost.baseline=none"]
+    (config,) = configurations(CONF, "train", words, sweep=False)
+    report = run(config, Path("run"))["features"]
+    assert (report["computed"], report["read"]) == (0, 1293 + 145)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["method=full"], "No part of the network can be computed once"),
+        (["trainer.cache_limit=1KB"], "trainer.cache_limit must be at least"),
+        (["tasks=bsr_moe", "model=deit_tiny", "data=none"], "Features of a run on several tasks are not stored"),
+        (["model=deit_tiny", "data=cifar100"], "cifar100"),
+        (["no_such=1"], "no_such"),
+    ],
+)
+def test_a_mistake_gets_one_message(words: list[str], message: str) -> None:
+    own = {word.partition("=")[0] for word in words}
+    words = [word for word in words if word != "data=none"]  # the data sets are those of the tasks
+    settings = [word for word in SETTINGS if word.partition("=")[0].split(".")[0] not in own]
+    with pytest.raises(UserError, match=message):
+        command.main([*settings, *words])

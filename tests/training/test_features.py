@@ -1,0 +1,242 @@
+"""Runs on stored features of the frozen prefix: the same results, read instead of computed, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from efficient_ft.config import Config, check, fingerprint
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.training import checkpoint
+from efficient_ft.training import features as features_module
+from efficient_ft.training.feature_store import FeatureStore, StoreFullError
+from efficient_ft.training.run import run
+from tests.training.runs import assert_same_run, interrupted_at, plain_config, rows_of
+
+pytestmark = pytest.mark.usefixtures("without_cost")
+
+#: Training and validation images of the digits.
+TRAIN, VAL = 1293, 145
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Callable[..., Config]:
+    """A run that trains the last block, whose prefix draws no random numbers."""
+
+    def configured(**changes: Any) -> Config:
+        return check(
+            plain_config(
+                **{
+                    "model__drop_path_rate": 0.0,
+                    "model__drop_rate": 0.0,
+                    "model__frozen_bn": True,
+                    "method": {"blocks": {"blocks": [-1]}},
+                    "trainer__cache_features": "on",
+                    "trainer__cache_folder": str(tmp_path / "features"),
+                    **changes,
+                }
+            )
+        )
+
+    return configured
+
+
+def assert_same_training(a: Path, b: Path) -> None:
+    """Bit for bit, but for the FLOPs, which are fewer where features are read."""
+    one, other = checkpoint.read(a / checkpoint.NAME), checkpoint.read(b / checkpoint.NAME)
+    assert all(torch.equal(value, other["state_dict"][name]) for name, value in one["state_dict"].items())
+    losses = [[row.get("train_loss_epoch") for row in rows_of(folder)] for folder in (a, b)]
+    assert losses[0] == losses[1]
+    accuracies = [[row.get("val_accuracy") for row in rows_of(folder)] for folder in (a, b)]
+    assert accuracies[0] == accuracies[1]
+
+
+def stores(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "features").glob("*"))
+
+
+# ------------------------------------------------------------------------------------------------ results
+def test_with_a_view_for_every_epoch_in_fp32_a_run_is_the_one_without_bit_for_bit(
+    tmp_path: Path, small: Callable[..., Config]
+) -> None:
+    plain = run(small(trainer__cache_features="off"), tmp_path / "plain")
+    results = run(small(trainer__views=2, trainer__cache_dtype="fp32"), tmp_path / "stored")
+    assert_same_run(tmp_path / "plain", tmp_path / "stored")
+    assert results["accuracy"] == plain["accuracy"]
+    report = results["features"]
+    assert (report["end"], report["reason"]) == ("blocks.0", "blocks.1.norm1 trains")
+    assert report["computed"] == 2 * TRAIN + VAL
+    assert report["read"] == VAL
+    assert "features" not in plain
+    # Everything is there: another run with this prefix computes nothing.
+    again = run(small(trainer__views=2, trainer__cache_dtype="fp32"), tmp_path / "again")
+    assert_same_training(tmp_path / "plain", tmp_path / "again")
+    assert (again["features"]["computed"], again["features"]["read"]) == (0, 2 * TRAIN + 2 * VAL)
+    assert again["totals"]["flops"] < results["totals"]["flops"] == plain["totals"]["flops"]
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "int8"])
+def test_later_epochs_read_what_the_first_ones_stored(
+    tmp_path: Path, small: Callable[..., Config], dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small(trainer__views=1, trainer__epochs=3, trainer__cache_dtype=dtype, data__num_workers=1)
+    results = run(config, tmp_path / "run")
+    report = results["features"]
+    assert (report["computed"], report["read"]) == (TRAIN + VAL, 2 * TRAIN + 2 * VAL)
+    assert results["accuracy"]["last"] > 0.3
+    (store,) = stores(tmp_path)
+    assert (store / "rows").stat().st_size == report["bytes"]
+    printed = capsys.readouterr().out
+    assert f"Features of blocks.0 (65 × 16, {dtype}): 1 view of {TRAIN} training images" in printed
+    run(config, tmp_path / "again")
+    assert_same_training(tmp_path / "run", tmp_path / "again")
+
+
+def test_interrupted_it_continues_with_the_features_that_are_there(
+    tmp_path: Path, small: Callable[..., Config]
+) -> None:
+    straight, broken = small(trainer__epochs=3), small(trainer__epochs=3, trainer__cache_folder=str(tmp_path / "other"))
+    run(straight, tmp_path / "straight")
+    for step in (4, 14, 24):
+        interrupted_at(step, broken, tmp_path / "broken")
+    run(broken, tmp_path / "broken")
+    assert_same_training(tmp_path / "straight", tmp_path / "broken")
+
+
+def test_one_store_serves_every_run_with_the_same_prefix_and_no_other(
+    tmp_path: Path, small: Callable[..., Config]
+) -> None:
+    first = run(small(trainer__max_steps=3), tmp_path / "0")["features"]
+    assert first["computed"] > 0
+    low_rank = {"blocks": {"blocks": [-1]}, "lbp_wht": {"bases": "l1", "order": 2}}
+    same = [small(trainer__max_steps=3, method=low_rank), small(trainer__max_steps=3, optim__lr=1e-3)]
+    for number, config in enumerate(same):
+        assert run(config, tmp_path / f"same{number}")["features"]["computed"] == 0
+    assert len(stores(tmp_path)) == 1
+    others: list[dict[str, Any]] = [
+        {"seed": 1},  # other random weights, another order and augmentation
+        {"trainer__views": 1},
+        {"trainer__cache_dtype": "fp32"},
+        {"data__augment__flip": True},
+        {"data__val_fraction": 0.2},
+        {"method": {"head": {}}},
+    ]
+    for number, changes in enumerate(others):
+        assert run(small(trainer__max_steps=1, **changes), tmp_path / f"other{number}")["features"]["computed"] > 0
+        assert len(stores(tmp_path)) == 2 + number
+
+
+# ------------------------------------------------------------------------------------------------ mishaps
+def test_damaged_features_are_computed_again_and_it_is_said(
+    tmp_path: Path, small: Callable[..., Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(small(), tmp_path / "straight")
+    (store,) = stores(tmp_path)
+    with open(store / "rows", "r+b") as file:
+        file.seek(5000)
+        file.write(b"\xff" * 4000)
+    capsys.readouterr()
+    results = run(small(), tmp_path / "damaged")
+    assert f"Stored features in {store} are damaged; they are computed again." in capsys.readouterr().out
+    assert_same_training(tmp_path / "straight", tmp_path / "damaged")
+    assert 0 < results["features"]["computed"] < TRAIN
+    assert run(small(), tmp_path / "again")["features"]["computed"] == 0
+
+
+def test_a_disk_that_fills_ends_the_filling_and_not_the_run(
+    tmp_path: Path,
+    small: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write, calls = FeatureStore.write, []
+
+    def full_after_three(self: FeatureStore, *args: Any) -> None:
+        calls.append(args)
+        if len(calls) > 3:
+            raise StoreFullError
+        write(self, *args)
+
+    monkeypatch.setattr(FeatureStore, "write", full_after_three)
+    run(small(trainer__views=1), tmp_path / "full")
+    assert len(calls) == 4
+    printed = capsys.readouterr().out
+    assert printed.count("is full. Features that are not stored are computed in every epoch; the run goes on.") == 1
+    monkeypatch.undo()
+    other = small(trainer__views=1, trainer__cache_folder=str(tmp_path / "other"))
+    run(other, tmp_path / "room")
+    assert_same_training(tmp_path / "full", tmp_path / "room")
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": {"full": {}}}, r"No part of the network can be computed once: .* trains"),
+        ({"method": {"lisa": {}}}, r"method lisa decides in each step what trains"),
+        (
+            {"trainer__cache_limit": "1MB"},
+            r"trainer\.cache_limit must be at least 0\.01GB for these",
+        ),
+        ({"trainer__cache_limit": "1"}, r"trainer\.cache_limit must be a number with a unit"),
+        ({"trainer__views": 0}, r"trainer\.views must be"),
+        ({"trainer__cache_features": "yes"}, r"trainer\.cache_features must be"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_before_training(
+    tmp_path: Path, small: Callable[..., Config], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        run(small(**changes), tmp_path / "run")
+
+
+def test_a_disk_without_room_is_refused(
+    tmp_path: Path, small: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(features_module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    with pytest.raises(SettingError, match=r"trainer\.cache_folder must be on a disk with .* left for these features"):
+        run(small(), tmp_path / "run")
+    assert not stores(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"method": {"full": {}}}, "No part of the network can be computed once"),
+        ({"trainer__epochs": 2}, "none would be used twice: trainer.epochs=2, trainer.views=2."),
+        ({"method": {"lisa": {}}}, "method lisa decides in each step what trains"),
+        ({"trainer__cache_limit": "1KB"}, "trainer.cache_limit must be at least"),
+        ({"model__frozen_bn": False}, "of the FLOPs of a training step"),
+    ],
+)
+def test_auto_stores_none_where_nothing_is_gained_and_says_why(
+    tmp_path: Path,
+    small: Callable[..., Config],
+    changes: dict[str, Any],
+    reason: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings = {"trainer__cache_features": "auto", "trainer__epochs": 3, **changes}
+    results = run(small(**settings), tmp_path / "run")
+    assert "features" not in results
+    printed = capsys.readouterr().out
+    assert "Features are not stored (trainer.cache_features=auto):" in printed
+    assert reason in printed
+
+
+def test_auto_stores_what_is_used_again(tmp_path: Path, small: Callable[..., Config]) -> None:
+    results = run(small(trainer__cache_features="auto", trainer__epochs=3, trainer__views=1), tmp_path / "run")
+    assert results["features"]["read"] == 2 * TRAIN + 2 * VAL
+
+
+def test_settings_of_stored_features_name_another_run_only_where_they_are_on(small: Callable[..., Config]) -> None:
+    off = small(trainer__cache_features="off")
+    assert fingerprint(small(trainer__cache_features="off", trainer__views=7)) == fingerprint(off)
+    on = small()
+    assert fingerprint(on) != fingerprint(off)
+    assert fingerprint(small(trainer__views=7)) != fingerprint(on)
+    assert fingerprint(small(trainer__cache_folder="elsewhere", trainer__cache_limit="1TB")) == fingerprint(on)
