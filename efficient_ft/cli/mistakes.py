@@ -172,7 +172,7 @@ def _walk(config: DictConfig, key: str) -> tuple[str, str | None]:
     node: Any = config
     present: list[str] = []
     for part in key.split("."):
-        # Among the keys: `in` does not see a setting whose value is missing (???).
+        # Its keys: `in` does not see a setting whose value is missing (???).
         if not OmegaConf.is_dict(node) or part not in node.keys():  # noqa: SIM118
             return ".".join(present), part
         present.append(part)
