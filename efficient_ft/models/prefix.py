@@ -111,7 +111,7 @@ class FrozenPrefix:
             return left.output
         finally:
             handle.remove()
-        raise AssertionError(f"{self.end} was not called")
+        raise RuntimeError(f"{self.end} was not called")
 
     def to_rows(self, features: Tensor) -> Tensor:
         """Return features (B, ...) as they are stored: (B, values), in the order of their memory."""
@@ -192,7 +192,7 @@ def _find_prefix(model: nn.Module, images: Tensor) -> FrozenPrefix:
         if call not in outermost:
             continue
         prefix = FrozenPrefix(model, call, outermost, tuple(images.shape[1:]), reason)
-        if _continues(model, prefix, images, expected):
+        if _continues(model, prefix, images, expected) and _continues_in_evaluation(model, prefix, images):
             return prefix
     below_it = "nothing is below it" if not ends else "what is below it is used again later"
     raise UserError(f"No part of the network can be computed once: {reason}, and {below_it}.")
@@ -274,6 +274,17 @@ class _Trace:
         return [called, *(n for n in uncalled if next((a for a in _ancestors(n) if a in self._counts), "") == called)]
 
 
+def _continues_in_evaluation(model: nn.Module, prefix: FrozenPrefix, images: Tensor) -> bool:
+    """The same in evaluation mode, where a network may take another way."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        return _continues(model, prefix, images, _seeded(model, images))
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+
+
 @contextmanager
 def _buffers_kept(model: nn.Module) -> Iterator[None]:
     """Give buffers, e.g. statistics that a forward pass updates, their values back at the end of the block."""
@@ -308,8 +319,8 @@ def _seeded(model: nn.Module, images: Tensor, start: Any = lambda: None) -> Tens
 
 def _continues(model: nn.Module, prefix: FrozenPrefix, images: Tensor, expected: Tensor) -> bool:
     """True if the network computes the same from the stored output of the prefix as from the images."""
-    rows = prefix.to_rows(prefix.features(images)).clone()
     try:
+        rows = prefix.to_rows(prefix.features(images)).clone()
         with prefix.replaced(prefix.from_rows(rows)) as placeholder:
             return torch.equal(_seeded(model, placeholder), expected)
     except _NOT_REPLACEABLE:

@@ -103,13 +103,10 @@ class FeatureStore:
         about: what the rows depend on, written next to them for people.
         rows: their number.
         row_bytes: of a row.
-
-    Attributes:
-        damaged: rows found damaged so far, whose checksum is not that of their bytes. They count as not there.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any], rows: int, row_bytes: int) -> None:
-        self.folder, self.rows, self.row_bytes, self.damaged = folder, rows, row_bytes, 0
+        self.folder, self.rows, self.row_bytes = folder, rows, row_bytes
         folder.mkdir(parents=True, exist_ok=True)
         new = folder / f"about.json.{os.getpid()}"
         new.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
@@ -138,12 +135,6 @@ class FeatureStore:
             self._file, self._sums = (FileIO(self.folder / name, "r+") for name in ("rows", "checksums"))
             self._process, self._lock = os.getpid(), threading.Lock()
 
-    def has(self, rows: Sequence[int]) -> bool:
-        """True if all these rows have been written."""
-        self._open()
-        with self._lock:
-            return all(self._checked[row] or self._sum(row) for row in rows)
-
     def written(self) -> Tensor:
         """Which rows have been written: bool (rows,)."""
         return torch.from_numpy(np.fromfile(self.folder / "checksums", dtype="<u8") != 0)
@@ -156,7 +147,7 @@ class FeatureStore:
         """Read rows.
 
         Returns:
-            uint8 (B, `row_bytes`); None if one is not there, or damaged.
+            uint8 (B, `row_bytes`); None if one is not there, or damaged: such a row is not there from then on.
         """
         self._open()
         found = np.empty((len(rows), self.row_bytes), dtype=np.uint8)
@@ -172,7 +163,6 @@ class FeatureStore:
                 if not complete or total != _checksum(found[k]):
                     self._write(self._sums, row * 8, bytes(8))
                     self._checked[row] = False
-                    self.damaged += 1
                     return None
                 self._checked[row] = True
         return torch.from_numpy(found)

@@ -52,9 +52,8 @@ def fill_features(config: Config) -> RunFeatures:
     features = run_features(config, images, network, runner.methods, config.trainer.epochs, device)
     network.to(device).train()
     dtype = AUTOCAST[config.trainer.precision]
-    batches = list(_loaders(images, features))
     with tqdm(total=features.store.rows, unit=" images", disable=None) as bar:
-        for loader in batches:
+        for loader in _loaders(images, features):
             for pixels, _, rows in loader:
                 with torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext():
                     _store(features, pixels.to(device), rows)

@@ -173,6 +173,23 @@ def test_an_output_that_does_not_determine_the_rest_is_not_the_end() -> None:
     assert torch.equal(from_features(model, prefix, images(8))["head.weight"], expected["head.weight"])
 
 
+class OtherInEvaluation(TwoUses):
+    """A network that uses its stem again in evaluation only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        stem = self.stem(x)
+        middle = self.middle(stem)
+        return self.head((middle if self.training else middle + stem).mean((2, 3)))
+
+
+def test_the_rest_is_checked_in_evaluation_as_well() -> None:
+    model = OtherInEvaluation().train()
+    model.stem.requires_grad_(False)
+    model.middle.requires_grad_(False)
+    assert find_prefix(model, images(8, 2)).end == "stem"
+    assert all(module.training for module in model.modules())
+
+
 def test_parameters_that_another_module_uses_end_the_prefix() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Unflatten(1, (4, 48)), nn.Linear(48, 48))
     attention = nn.MultiheadAttention(48, 2, batch_first=True)
