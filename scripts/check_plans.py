@@ -109,7 +109,7 @@ def check(model: str, size: int, batch: int, room: float) -> dict[str, Any]:
         again = _step_seconds(best, settings, ["--model", model, "--size", str(size), "--batch", str(batch)], folder)
         base, peak = plan["base_bytes"], run["memory"]["peak_bytes"]
         said = best["measured_bytes"] if case["tried"] else best["process_bytes"]
-        step = run["cost"]["measured"]["step_seconds"]
+        step = run["totals"]["step_seconds"]
         return {
             **case,
             "outcome": "measured",

@@ -79,11 +79,16 @@ class Probe:
     ) -> None:
         self.model, self.methods, self.spec = model, StepMethods(methods), spec
         self.build_optimizer = build_optimizer
-        if not self.methods.all_applied:
-            self.model, self.methods = copy.deepcopy((self.model, self.methods))
-            self.methods.apply(self.model)
         #: Steps taken before the first one watched.
         self.steps_before = self.methods.warmup_steps
+        #: What methods are applied to again when values are needed; None: `model` has values.
+        self._plain: tuple[nn.Module, StepMethods] | None = None
+        if not self.methods.all_applied:
+            plain = self.model, self.methods
+            # Warm-up steps need values; without them the copy takes no memory.
+            self._plain = None if self.steps_before else plain
+            self.model, self.methods = copy.deepcopy(plain, None if self.steps_before else _on_meta(self.model))
+            self.methods.apply(self.model)
 
     def warm_up(self) -> None:
         """Take the methods' warm-up steps on a real copy, since what they choose there depends on values.
@@ -189,6 +194,10 @@ class Probe:
 
     def copy(self, mode: FakeTensorMode | None) -> tuple[nn.Module, StepMethods]:
         """Copy the model, in training mode, and its methods: real on the CPU, or on fake tensors of `mode`."""
+        if mode is None and self._plain is not None:
+            self.model, self.methods = copy.deepcopy(self._plain)
+            self.methods.apply(self.model)
+            self._plain = None
         with contextlib.nullcontext() if mode is None else FakeCopyOnCPU(mode):
             # Jointly: a method's references into the model must point into the copy.
             model, methods = copy.deepcopy((self.model, self.methods))
@@ -202,6 +211,16 @@ class Probe:
 
     def _batch(self, images: int) -> tuple[Tensor, Tensor]:
         return torch.randn(images, *self.spec.image_shape), torch.zeros(images, dtype=torch.long)
+
+
+def _on_meta(model: nn.Module) -> dict[int, Tensor]:
+    """Parameters and buffers without memory by the id of the real ones, for `copy.deepcopy`."""
+    copies: dict[int, Tensor] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if type(tensor) in (Tensor, nn.Parameter):
+            like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+            copies[id(tensor)] = nn.Parameter(like, tensor.requires_grad) if type(tensor) is nn.Parameter else like
+    return copies
 
 
 class FakeCopyOnCPU(FakeCopyMode):

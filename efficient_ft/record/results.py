@@ -117,7 +117,8 @@ class RunTotals(TypedDict):
     `flops` are executed: forward and backward passes, counted as `ExecutedCost` is, in `counted_batches` of `batches`
     batches (of one process; the others cost the same as one that was counted, or nearly: `cost.run_flops`). `seconds`
     and `joules` include evaluation during training; `joules` are of the whole machine's counters named in
-    `energy_source`, None where there are none.
+    `energy_source`, None where there are none. `step_seconds` is the median time of the last optimizer steps of the
+    training itself, without loading; None on CUDA, where the loop does not wait for a step to end.
     """
 
     steps: int
@@ -126,6 +127,7 @@ class RunTotals(TypedDict):
     batches: int
     counted_batches: int
     seconds: float
+    step_seconds: float | None
     joules: float | None
     energy_source: str | None
 

@@ -122,6 +122,14 @@ class FineTuner(L.LightningModule):
         if loss.device.type == "cpu" or len(self._unread) >= READ_EVERY:
             self.read_losses(self.trainer.fit_loop.batch_idx)
 
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        # Lightning frees the gradients of a step only after the next forward pass, where they would add to its peak.
+        # The callbacks have seen them by now.
+        last = (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0
+        if last or batch_idx + 1 == self.trainer.num_training_batches:
+            for optimizer in self.trainer.optimizers:
+                optimizer.zero_grad(set_to_none=True)
+
     def read_losses(self, batch_idx: int) -> None:
         """Add the losses since the last call to the sums.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +14,9 @@ from efficient_ft.cost.run_flops import RunFlops
 from efficient_ft.methods.base import Method
 from efficient_ft.record.energy import EnergyMeter
 from efficient_ft.record.results import RunTotals
+
+#: Optimizer steps whose median time is reported, the last ones.
+LAST_STEPS = 1000
 
 
 def same_each_step(methods: Sequence[Method]) -> bool:
@@ -46,6 +51,10 @@ class Totals(L.Callback):
         #: Before a resume.
         self._seconds_before = 0.0
         self._joules_before: float | None = 0.0
+        self._step_seconds: deque[float] = deque(maxlen=LAST_STEPS)
+        #: Of the present optimizer step, summed over its micro-batches.
+        self._step, self._batch_started = 0.0, 0.0
+        self._waits = True
 
     def values(self) -> RunTotals:
         """The totals so far."""
@@ -60,6 +69,7 @@ class Totals(L.Callback):
             "batches": self._batches,
             "counted_batches": self._flops.counted,
             "seconds": round(self._seconds_before + elapsed, 3),
+            "step_seconds": statistics.median(self._step_seconds) if self._step_seconds else None,
             "joules": None if self._joules_before is None else joules,
             "energy_source": self._energy.source,
         }
@@ -68,6 +78,7 @@ class Totals(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         device = trainer.strategy.root_device
         self._world, self._started = trainer.world_size, time.monotonic()
+        self._waits = device.type == "cpu"
         self._energy = EnergyMeter(device.index or 0 if device.type == "cuda" else None)
         self._energy.start()
 
@@ -77,6 +88,7 @@ class Totals(L.Callback):
         images, _, *task = batch
         self._images += len(images) * self._world
         self._flops.begin(self._batches, " ".join([*map(str, images.shape), *map(str, task)]))
+        self._batch_started = time.perf_counter()
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._flops.end()
@@ -85,7 +97,11 @@ class Totals(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._steps = trainer.global_step
+        self._step += time.perf_counter() - self._batch_started
+        if trainer.global_step > self._steps:  # not after the first of several micro-batches
+            if self._waits:
+                self._step_seconds.append(self._step)
+            self._steps, self._step = trainer.global_step, 0.0
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._flops.close()

@@ -20,6 +20,7 @@ from efficient_ft.cost.executed import ON_FAKE_TENSORS, count_batch
 from efficient_ft.cost.probe import Probe, undisturbed
 from efficient_ft.cost.step import StepSpec
 from efficient_ft.methods import LBPWHT, LISA, LastStage
+from efficient_ft.methods.selection.static import Full
 from efficient_ft.optim import LowBitAdamW, step_in_backward
 from tests.cost.flat import Flat
 
@@ -351,6 +352,21 @@ def test_methods_are_counted_and_left_as_they_are():
     flops = layer_flops(model, 4, (64, 64), methods=methods)
     assert flops["blocks.3.mlp.fc1"].backward < flops["blocks.3.mlp.fc1"].forward
     assert not kept_after_forward(model, 4, (64, 64), methods=methods).hidden
+
+
+def test_methods_are_applied_to_a_copy_without_memory_for_its_weights():
+    model = Flat(nn.Linear(48, 9), nn.ReLU(), nn.Linear(9, 5))
+    probe = Probe(model, [Full()], StepSpec(4, (4, 4)))
+    assert all(p.is_meta for p in probe.model.parameters())
+    assert all(p.requires_grad and not p.is_meta for p in model.parameters())
+
+
+@pytest.mark.parametrize("batch", [4, 40])
+def test_methods_not_yet_applied_are_counted_by_real_runs_as_well(batch: int):
+    layers = [nn.Linear(48, 9), nn.ReLU(), nn.Linear(9, 5)]
+    plain, peeking = (executed(of(*layers), batch, (4, 4), methods=[Full()]) for of in (Flat, Peeking))
+    assert "real run" in peeking.counted_on
+    assert peeking.backward_flops == plain.backward_flops
 
 
 def test_a_method_that_profiles_first_is_counted_in_its_steady_step():

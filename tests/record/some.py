@@ -25,6 +25,7 @@ def some_results() -> Any:
             "batches": 4,
             "counted_batches": 1,
             "seconds": 2.5,
+            "step_seconds": 0.5,
             "joules": None,
             "energy_source": None,
         },

@@ -66,6 +66,22 @@ def test_accumulation_equals_one_large_batch(tmp_path, configuration):
         torch.testing.assert_close(value, weights[1][name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_gradients_are_freed_before_the_next_forward_pass(tmp_path, configuration, parts):
+    """Only those of earlier micro-batches of the same step are there."""
+    config = configuration(trainer__max_steps=2, trainer__grad_accum_steps=parts)
+    step, there = FineTuner.training_step, []
+
+    def look(self, batch, batch_idx):
+        there.append(any(p.grad is not None for p in self.model.parameters()))
+        return step(self, batch, batch_idx)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FineTuner, "training_step", look)
+        run(config, tmp_path)
+    assert there == [False, False] if parts == 1 else [False, True, False, True]
+
+
 def test_bf16_trains(tmp_path, configuration):
     results = run(configuration(trainer__precision="bf16", trainer__max_steps=3), tmp_path)
     held = checkpoint.read(tmp_path / checkpoint.NAME)["state_dict"]

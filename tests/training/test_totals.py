@@ -37,6 +37,7 @@ def test_totals_of_equal_steps_are_the_counted_step_times_the_images(finished: t
     assert rows[-1]["flops"] == totals["flops"]
     seconds = [json.loads(line)["seconds"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert 0 < seconds[0] <= seconds[-1] <= totals["seconds"]
+    assert 0 < totals["step_seconds"] * totals["steps"] / 2 < totals["seconds"], "at least half take the median"
 
 
 def test_steps_that_differ_are_each_counted(tmp_path: Path, configuration: Any, without_cost: None):
@@ -58,6 +59,7 @@ def test_an_interrupted_run_has_the_totals_of_a_whole_one(tmp_path: Path, config
     resumed = run(config, tmp_path / "resumed")["totals"]
     for key in ("steps", "images", "flops", "batches", "counted_batches"):
         assert resumed[key] == whole[key], key
+    assert 0 < resumed["step_seconds"] < resumed["seconds"]
     assert rows_of(tmp_path / "whole") == rows_of(tmp_path / "resumed")
 
 
