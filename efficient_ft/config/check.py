@@ -98,6 +98,8 @@ def _check_together(config: Config) -> None:
     parse_bytes("trainer.cache_limit", trainer.cache_limit)
     if config.tasks and trainer.cache_features == "on":
         raise SettingError("trainer.cache_features", "on", "off or auto with several tasks", "auto stores none there.")
+    if config.tasks and trainer.prefix in ("folded", "bf16"):
+        raise SettingError("trainer.prefix", trainer.prefix, "fp32 or auto with several tasks", "auto is fp32 there.")
     if trainer.max_steps == 0:
         raise SettingError("trainer.max_steps", 0, "-1 (no limit) or an integer >= 1")
     if trainer.precision == "fp16" and trainer.accelerator == "cpu":

@@ -38,6 +38,8 @@ def fingerprint(config: Config) -> str:
     if config.trainer.cache_features == "off":  # later settings, which have no effect then
         for setting in ("cache_features", "views", "cache_dtype"):
             del what["trainer"][setting]
+    if config.trainer.prefix == "fp32":  # a later setting
+        del what["trainer"]["prefix"]
     what["data"] = _content(config.data)
     if config.tasks:
         # As a list: the tasks take turns in their order.

@@ -139,6 +139,9 @@ class TrainerConfig(Section):
     deterministic: bool = False
     #: Evaluate on this many batches only; null: on all.
     limit_eval_batches: Count | None = None
+    #: Form in which the frozen part below all that trains computes: fp32 as it is, folded with BatchNorm folded into
+    #: convolutions, bf16 with these in bfloat16; auto: the fastest on this machine, see `models.prefix_form`.
+    prefix: Literal["fp32", "folded", "bf16", "auto"] = "fp32"
     #: Store what the frozen part below all that trains computes; auto: where it saves time, see `training.features`.
     cache_features: Literal["off", "auto", "on"] = "off"
     #: With stored features: augmented views of each image; epoch e has view e mod this.

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.models.frozen_batch_norm import FROZEN
+from efficient_ft.models.prefix_form import Folds, Form, autocast_of, find_folds
 
 #: Places tried, from the last one down. A cut inside a residual branch, or before a second use, fails its check.
 _TRIES = 12
@@ -63,15 +64,24 @@ class FrozenPrefix:
         shape: of the features of one image.
         dtype: of the features.
         reason: why it does not go on, e.g. ``stages.3.blocks.0.norm1 trains``.
+        model: the network.
+        form: in which `features` computes; see `models.prefix_form`.
     """
 
     def __init__(
         self, model: nn.Module, end: _Call, skipped: Sequence[_Call], image: tuple[int, ...], reason: str
     ) -> None:
-        self._model, self._image = model, _Like((1, *image), torch.float32)
+        self.model, self._image = model, _Like((1, *image), torch.float32)
         self._skipped = {call.name: call.output for call in skipped if call.name != end.name}
         self.end, self.shape, self.dtype = end.name, end.output.shape[1:], end.output.dtype
         self._order, self.reason = end.order, reason
+        self.form = Form.FP32
+        self._folds: Folds | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network is."""
+        return next(self.model.parameters()).device
 
     @property
     def values(self) -> int:
@@ -83,7 +93,7 @@ class FrozenPrefix:
         inside = {self.end, *self._skipped}
         around = {"", *(name for one in inside for name in _ancestors(one))}
         found = hashlib.blake2b(digest_size=8)
-        for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]:
+        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
             owner = name.rpartition(".")[0]
             if owner in around or not inside.isdisjoint([owner, *_ancestors(owner)]):
                 found.update(name.encode())
@@ -100,13 +110,20 @@ class FrozenPrefix:
         Returns:
             The features, (B, ...), in the memory layout in which the network computes them.
         """
+        if self.form is Form.FP32:
+            return self._features(images)
+        if self._folds is None:
+            self._folds = find_folds(self.model, lambda: self._features(images[:1]))
+        with self._folds.active(), autocast_of(self.form, images.device):
+            return self._features(images).to(self.dtype)
 
+    def _features(self, images: Tensor) -> Tensor:
         def leave(module: nn.Module, args: Any, output: Tensor) -> None:
             raise _Left(output)
 
-        handle = self._model.get_submodule(self.end).register_forward_hook(leave)
+        handle = self.model.get_submodule(self.end).register_forward_hook(leave)
         try:
-            self._model(images)
+            self.model(images)
         except _Left as left:
             return left.output
         finally:
@@ -135,7 +152,7 @@ class FrozenPrefix:
         before = []
 
         def put(name: str, result: Any) -> None:
-            module = self._model.get_submodule(name)
+            module = self.model.get_submodule(name)
             before.append((module, module.__dict__.get("forward")))
             module.__dict__["forward"] = lambda *args, **kwargs: result
 
@@ -202,7 +219,7 @@ class _Trace:
     """A forward pass, event by event."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self.model = model
         self._modules = dict(model.named_modules())
         self.calls: list[_Call] = []
         self._counts: Counter[str] = Counter()
@@ -219,7 +236,7 @@ class _Trace:
             handles.append(module.register_forward_pre_hook(lambda m, args, name=name: self._enter(name)))
             handles.append(module.register_forward_hook(lambda m, args, output: self._leave(output)))
         try:
-            return _seeded(self._model, images, self._start)
+            return _seeded(self.model, images, self._start)
         finally:
             for handle in handles:
                 handle.remove()

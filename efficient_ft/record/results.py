@@ -111,6 +111,20 @@ class FeaturesReport(TypedDict):
     read: int
 
 
+class PrefixReport(TypedDict):
+    """The form in which a run's frozen prefix computes (``trainer.prefix``): up to `end`, after which `reason` holds.
+
+    Where it was chosen by a measurement: by form `seconds` of a batch, and `deviation` of the output from that in fp32
+    (relative, Frobenius norm).
+    """
+
+    end: str
+    reason: str
+    form: str
+    seconds: NotRequired[dict[str, float]]
+    deviation: NotRequired[dict[str, float]]
+
+
 class RunTotals(TypedDict):
     """Totals of the whole training.
 
@@ -200,6 +214,7 @@ class Results(TypedDict):
     cost: CostReport
     memory: NotRequired[MemoryReport]
     features: NotRequired[FeaturesReport]
+    prefix: NotRequired[PrefixReport]
     totals: RunTotals
     trainable_parameters: int
     total_parameters: int

@@ -1,4 +1,4 @@
-"""Features of a run's frozen prefix: computed once for each image and augmented view, and stored.
+"""Features of a run's frozen prefix: computed in its fastest form, and stored for each image and augmented view.
 
 With ``trainer.cache_features`` epoch e trains on view e mod V of each image (V: ``trainer.views``), so from epoch V on
 every batch is read from the store, and the network runs from there. Features pass through the form in which they are
@@ -11,7 +11,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 from efficient_ft.config import Config
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.units import parse_bytes
+from efficient_ft.cost.executed import AUTOCAST
 from efficient_ft.cost.run_flops import FlopsCounter
 from efficient_ft.data import ImageData
 from efficient_ft.data.loader import LoadFailure, SplitDataset
@@ -30,9 +31,12 @@ from efficient_ft.methods.base import Method
 from efficient_ft.methods.declarations import Axis
 from efficient_ft.models import factory
 from efficient_ft.models.prefix import FrozenPrefix, find_prefix
-from efficient_ft.record.results import FeaturesReport
+from efficient_ft.models.prefix_form import Form, choose_form
+from efficient_ft.record.files import write_text_atomically
+from efficient_ft.record.results import FeaturesReport, PrefixReport
 from efficient_ft.training.console import format_bytes, say
 from efficient_ft.training.feature_store import FeatureStore, RowForm, StoreFullError
+from efficient_ft.training.trainer import bf16_is_emulated
 
 #: Changes when stores of earlier versions cannot be used any more.
 _FORMAT = 1
@@ -40,6 +44,10 @@ _FORMAT = 1
 _WORTH = 0.1
 #: Images of the batch on which the prefix is found.
 _IMAGES = 2
+#: Images of the batch on which the forms of the prefix are timed, at most.
+_TIMED = 16
+#: Holds the form of the prefix that a run has chosen, in its folder.
+PREFIX = "prefix.json"
 
 
 class FeatureDataset(Dataset[Any]):
@@ -153,49 +161,199 @@ class RunFeatures:
         }
 
 
+class PrefixInput:
+    """The features of a run's batches, computed in each step in the form of the prefix, and not stored.
+
+    Args:
+        prefix: of the run's network.
+    """
+
+    def __init__(self, prefix: FrozenPrefix) -> None:
+        self.prefix = prefix
+
+    @contextmanager
+    def input(self, images: Tensor) -> Iterator[Tensor]:
+        """Let the network compute from the features of `images` inside a ``with`` block; yields what to pass to it."""
+        with self.prefix.replaced(self.prefix.features(images)) as placeholder:
+            yield placeholder
+
+
 class FeatureCallback(L.Callback):
     """Give the run's module and data their features. Place it after `MethodCallback`, which applies the methods.
 
     Args:
-        config: of the run; `trainer.cache_features` is ``on`` or ``auto``.
+        config: of the run; `trainer.cache_features` is not ``off``, or `trainer.prefix` not ``fp32``.
         images: of the run.
         methods: of the run.
         epochs: of the run.
+        folder: of the run; keeps the form of the prefix, which a resumed run has as well.
     """
 
-    def __init__(self, config: Config, images: ImageData, methods: Sequence[Method], epochs: int) -> None:
+    def __init__(self, config: Config, images: ImageData, methods: Sequence[Method], epochs: int, folder: Path) -> None:
         self._config, self._images, self._methods, self._epochs = config, images, methods, epochs
-        #: None: the run has none.
+        self._file = folder / PREFIX
+        self._ready = False
+        #: None: none are stored.
         self.features: RunFeatures | None = None
+        #: None: the run has no frozen prefix.
+        self.prefix: PrefixReport | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Find the prefix and open the store, or say why there is none.
+        """Find the prefix, choose its form and open the store, or say why there is none.
 
         Raises:
-            UserError: with ``trainer.cache_features=on`` where no features can be stored.
+            UserError: with ``trainer.cache_features=on`` where no features can be stored, or a form of the prefix where
+                there is no prefix.
         """
-        if stage != "fit" or self.features is not None:
+        if stage != "fit" or self._ready:
             return
+        self._ready = True
         module: Any = pl_module
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        auto = self._config.trainer.cache_features == "auto"
-        device = trainer.strategy.root_device
+        options, device = self._config.trainer, trainer.strategy.root_device
+        auto = options.cache_features == "auto"
         try:
-            self.features = run_features(
-                self._config, self._images, module.model, self._methods, self._epochs, device, must_gain=auto
-            )
-        except UserError as error:
+            prefix = run_prefix(self._config, module.model, self._methods)
+            self.prefix = self._choose(prefix, module.model, trainer)
+            if options.cache_features != "off":
+                self.features = run_features(self._config, self._images, prefix, self._epochs, device, must_gain=auto)
+        except SettingError as error:
             if not auto:
                 raise
             say(f"Features are not stored (trainer.cache_features=auto): {error}")
-        module.features = data.features = self.features
+        except UserError as error:
+            self._refuse_or_say(error)
+        if self.features is None and self.prefix is not None and prefix.form is not Form.FP32:
+            module.features = PrefixInput(prefix)
+        else:
+            module.features = data.features = self.features
+
+    def _refuse_or_say(self, error: UserError) -> None:
+        """Raise `error` if a setting cannot be without what is missing, or say it."""
+        options = self._config.trainer
+        without: list[tuple[str, str, str]] = []
+        if options.cache_features == "on":
+            without.append(("trainer.cache_features", options.cache_features, "off"))
+        if options.prefix in (Form.FOLDED, Form.BF16) and self.prefix is None:
+            without.append(("trainer.prefix", options.prefix, Form.FP32))
+        if without:
+            asked = ", ".join(f"{name}={value}" for name, value, _ in without)
+            instead = " and ".join(f"{name}={value}" for name, _, value in without)
+            raise UserError(
+                f"{asked}: {error} Use {instead}, or a method that trains the last part of the network only, e.g."
+                " method=last_stage."
+            ) from None
+        if options.cache_features == "auto":
+            say(f"Features are not stored (trainer.cache_features=auto): {error}")
+        if options.prefix == "auto" and self.prefix is None:
+            say(f"The network computes as it is (trainer.prefix=auto): {error}")
+
+    def _choose(self, prefix: FrozenPrefix, network: nn.Module, trainer: L.Trainer) -> PrefixReport:
+        """Set the form of the prefix: the one that was chosen before, or else the choice of the first process."""
+        if self._file.is_file():
+            report: PrefixReport = json.loads(self._file.read_text(encoding="utf-8"))
+            prefix.form = Form(report["form"])
+            return report
+        device = trainer.strategy.root_device
+        found = set_form(self._config, self._images, prefix, network, device) if trainer.is_global_zero else None
+        shared: PrefixReport | None = trainer.strategy.broadcast(found)
+        assert shared is not None
+        prefix.form = Form(shared["form"])
+        if trainer.is_global_zero and self._config.trainer.prefix == "auto":
+            write_text_atomically(self._file, json.dumps(shared) + "\n")
+        return shared
+
+
+def run_prefix(config: Config, network: nn.Module, methods: Sequence[Method]) -> FrozenPrefix:
+    """Find the frozen prefix of a run's network.
+
+    Args:
+        config: of the run.
+        network: on the CPU, with the methods applied.
+        methods: of the run.
+
+    Raises:
+        UserError: there is none.
+    """
+    for method in methods:
+        if type(method).step_begin is not Method.step_begin and Axis.SELECTION in (method.axis, *method.other_axes):
+            raise UserError(
+                f"Method {method.name} decides in each step what trains, so no part of the network is frozen"
+                " throughout."
+            )
+    with _in_training_mode(network):
+        return find_prefix(network, _noise(config, _IMAGES))
+
+
+def set_form(
+    config: Config, images: ImageData, prefix: FrozenPrefix, network: nn.Module, device: torch.device
+) -> PrefixReport:
+    """Set the form of the prefix that `trainer.prefix` asks for.
+
+    ``auto``: the form in which its features are stored already, or else the one that a short measurement finds fastest.
+
+    Args:
+        config: of the run.
+        images: of the run.
+        prefix: of its network.
+        network: the network, which is moved to `device` for a measurement.
+        device: where the network runs.
+    """
+    options = config.trainer
+    report: PrefixReport = {"end": prefix.end, "reason": prefix.reason, "form": "fp32"}
+    if options.prefix != "auto":
+        prefix.form = Form(options.prefix)
+        return {**report, "form": str(prefix.form)}
+    forms = [Form.FP32, Form.FOLDED]
+    if options.precision == "fp32" and not bf16_is_emulated(device):
+        forms.append(Form.BF16)
+    if options.cache_features != "off":
+        about = _about(config, images, prefix, device)
+        stored = [form for form in forms if (Path(options.cache_folder) / _key(about, form)).is_dir()]
+        if stored:
+            prefix.form = stored[-1]
+            return {**report, "form": str(prefix.form)}
+    batch = _noise(config, min(config.data.batch_size, _TIMED)).to(device)
+    network.to(device)
+    dtype = AUTOCAST[options.precision]
+
+    def run(form: Form) -> Tensor:
+        prefix.form = form
+        with torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext():
+            features = prefix.features(batch)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return features
+
+    with _in_training_mode(network):
+        prefix.form, seconds, deviation = choose_form(run, forms)
+    times = ", ".join(f"{value * 1e3:.0f} ms {form}" for form, value in seconds.items())
+    say(
+        f"The frozen prefix, up to {prefix.end}, computes in the form {prefix.form} (trainer.prefix=auto): {len(batch)}"
+        f" images take {times}; its output deviates by {deviation[prefix.form]:.2%}."
+    )
+    return {**report, "form": str(prefix.form), "seconds": seconds, "deviation": deviation}
+
+
+@contextmanager
+def _in_training_mode(network: nn.Module) -> Iterator[None]:
+    before = network.training
+    network.train()
+    try:
+        yield
+    finally:
+        network.train(before)
+
+
+def _noise(config: Config, images: int) -> Tensor:
+    spec = factory.input_of(config.model)
+    return torch.randn(images, len(spec.mean), *spec.size, generator=torch.Generator().manual_seed(0))
 
 
 def run_features(
     config: Config,
     images: ImageData,
-    network: nn.Module,
-    methods: Sequence[Method],
+    prefix: FrozenPrefix,
     epochs: int,
     device: torch.device,
     *,
@@ -206,53 +364,27 @@ def run_features(
     Args:
         config: of the run.
         images: of the run.
-        network: on the CPU, with the methods applied.
-        methods: of the run.
+        prefix: of its network, in the form in which it computes.
         epochs: of the run.
         device: where the network runs.
-        must_gain: refuse also what would save no time.
+        must_gain: refuse what would save no time.
 
     Raises:
         SettingError: they take more room than the settings or the disk have.
-        UserError: no part of the network can be computed once.
+        UserError: with `must_gain`, they would save no time.
     """
-    options, spec = config.trainer, factory.input_of(config.model)
-    for method in methods:
-        if type(method).step_begin is not Method.step_begin and Axis.SELECTION in (method.axis, *method.other_axes):
-            raise UserError(
-                f"trainer.cache_features: method {method.name} decides in each step what trains, so no part of the"
-                " network is frozen throughout. Use trainer.cache_features=off, or another selection."
-            )
-    if must_gain and epochs <= options.views:
-        raise UserError(f"none would be used twice: trainer.epochs={epochs}, trainer.views={options.views}.")
-    was_training = network.training
-    network.train()
-    try:
-        sample = torch.randn(_IMAGES, len(spec.mean), *spec.size, generator=torch.Generator().manual_seed(0))
-        prefix = find_prefix(network, sample)
-        if must_gain and (share := _share_of_step(network, prefix, sample)) < _WORTH:
+    options, views = config.trainer, config.trainer.views
+    if must_gain:
+        if epochs <= views:
+            raise UserError(f"none would be used twice: trainer.epochs={epochs}, trainer.views={views}.")
+        with _in_training_mode(prefix.model):
+            share = _share_of_step(prefix, _noise(config, _IMAGES).to(prefix.device))
+        if share < _WORTH:
             raise UserError(f"they are {share:.0%} of the FLOPs of a training step ({prefix.reason}).")
-    finally:
-        network.train(was_training)
-    views = options.views
     train, evaluated = images.splits["train"], images.splits[images.best_split]
     form = RowForm(options.cache_dtype, prefix.values)
-    about = {
-        "format": _FORMAT,
-        "model": config.model.model_dump(mode="json", exclude={"pretrained", "weights", "select", "zero_head"}),
-        "end": prefix.end,
-        "shape": prefix.shape,
-        "weights": prefix.digest(),
-        "images": images.content_digest(),
-        "augment": config.data.augment.model_dump(mode="json"),
-        "seed": config.seed,
-        "views": views,
-        "precision": options.precision,
-        "device": device.type,
-        "dtype": options.cache_dtype,
-    }
-    key = hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=8).hexdigest()
-    folder, rows = Path(options.cache_folder) / key, views * train + evaluated
+    about = {**_about(config, images, prefix, device), "form": str(prefix.form)}
+    folder, rows = Path(options.cache_folder) / _key(about, prefix.form), views * train + evaluated
     _require_room(options.cache_limit, folder, rows * form.bytes)
     store = FeatureStore(folder, about, rows, form.bytes)
     missing = store.missing()
@@ -263,6 +395,31 @@ def run_features(
         f" {'all are there' if not missing else f'{missing} of {rows} are to be computed'}. {prefix.reason}."
     )
     return RunFeatures(prefix, form, store, views, train)
+
+
+def _about(config: Config, images: ImageData, prefix: FrozenPrefix, device: torch.device) -> dict[str, Any]:
+    """All that stored features depend on, but for the form of the prefix."""
+    options = config.trainer
+    return {
+        "format": _FORMAT,
+        "model": config.model.model_dump(mode="json", exclude={"pretrained", "weights", "select", "zero_head"}),
+        "end": prefix.end,
+        "shape": prefix.shape,
+        "weights": prefix.digest(),
+        "images": images.content_digest(),
+        "augment": config.data.augment.model_dump(mode="json"),
+        "seed": config.seed,
+        "views": options.views,
+        "precision": options.precision,
+        "device": device.type,
+        "dtype": options.cache_dtype,
+    }
+
+
+def _key(about: dict[str, Any], form: Form) -> str:
+    """The name of the folder of stored features."""
+    text = json.dumps({**about, "form": str(form)}, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _require_room(limit: str | int | float, folder: Path, size: int) -> None:
@@ -283,7 +440,7 @@ def _require_room(limit: str | int | float, folder: Path, size: int) -> None:
 
 
 @torch.no_grad()
-def _share_of_step(network: nn.Module, prefix: FrozenPrefix, images: Tensor) -> float:
+def _share_of_step(prefix: FrozenPrefix, images: Tensor) -> float:
     """The share of the prefix in the FLOPs of a training step, whose backward pass has twice those of the forward pass.
 
     Counted, and not timed: whether a run stores features changes its results a little, so it is decided in the same
@@ -293,5 +450,5 @@ def _share_of_step(network: nn.Module, prefix: FrozenPrefix, images: Tensor) -> 
         with FlopsCounter() as below:
             features = prefix.features(images)
         with FlopsCounter() as above, prefix.replaced(features) as placeholder:
-            network(placeholder)
+            prefix.model(placeholder)
     return below.flops / max(below.flops + 3 * above.flops, 1)

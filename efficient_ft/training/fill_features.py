@@ -19,7 +19,7 @@ from efficient_ft.integrations.runner import MethodRunner
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.training.datamodule import missing_images, open_images
-from efficient_ft.training.features import RunFeatures, run_features
+from efficient_ft.training.features import RunFeatures, run_features, run_prefix, set_form
 from efficient_ft.training.trainer import on_device, use_channels_last
 
 
@@ -49,7 +49,9 @@ def fill_features(config: Config) -> RunFeatures:
     if use_channels_last(config, device):
         network.to(memory_format=torch.channels_last)
     runner.apply(network)
-    features = run_features(config, images, network, runner.methods, config.trainer.epochs, device)
+    prefix = run_prefix(config, network, runner.methods)
+    set_form(config, images, prefix, network, device)
+    features = run_features(config, images, prefix, config.trainer.epochs, device)
     network.to(device).train()
     dtype = AUTOCAST[config.trainer.precision]
     with tqdm(total=features.store.rows, unit=" images", disable=None) as bar:

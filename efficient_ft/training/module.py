@@ -27,7 +27,7 @@ from efficient_ft.training.optimizer import build_optimizer, lr_factor
 
 if TYPE_CHECKING:
     from efficient_ft.config import Config
-    from efficient_ft.training.features import RunFeatures
+    from efficient_ft.training.features import PrefixInput, RunFeatures
 
 __all__ = ["Evaluation", "FineTuner", "build_optimizer", "lr_factor"]
 
@@ -56,10 +56,10 @@ class FineTuner(L.LightningModule):
         total_steps: optimizer steps of the whole run, for the schedule.
 
     Attributes:
-        features: stored features, from which batches of them are computed; None: there are none.
+        features: of the frozen prefix, stored or in a form of its own; None: the network computes as it is.
     """
 
-    features: RunFeatures | None = None
+    features: RunFeatures | PrefixInput | None = None
 
     def __init__(
         self,

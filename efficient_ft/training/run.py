@@ -139,8 +139,9 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
     memory = MemoryMeter(methods, before_model)
     callbacks: list[L.Callback] = [memory, MethodCallback(methods, frozen_bn=config.model.frozen_bn)]
     features = None
-    if config.trainer.cache_features != "off" and isinstance(images, ImageData):  # several tasks have none
-        features = FeatureCallback(config, images, methods, epochs)
+    uses_prefix = config.trainer.cache_features != "off" or config.trainer.prefix != "fp32"
+    if uses_prefix and isinstance(images, ImageData):  # several tasks have none
+        features = FeatureCallback(config, images, methods, epochs, folder)
         callbacks.append(features)
     if config.step_stats.interval:  # after the methods have decided the step, before a checkpoint is written
         callbacks.append(StepStats(folder, methods, config.step_stats.interval))
@@ -205,6 +206,8 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
     }
     if features is not None and features.features is not None:
         results["features"] = features.features.report()
+    if features is not None and features.prefix is not None:
+        results["prefix"] = features.prefix
     if felt is not None:
         results["memory"] = felt
         budget = budget_of(config)

@@ -11,6 +11,7 @@ import torch
 
 from efficient_ft.config import Config, check, fingerprint
 from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.models.prefix_form import Form
 from efficient_ft.training import checkpoint
 from efficient_ft.training import features as features_module
 from efficient_ft.training.feature_store import FeatureStore, StoreFullError
@@ -176,8 +177,12 @@ def test_a_disk_that_fills_ends_the_filling_and_not_the_run(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"method": {"full": {}}}, r"No part of the network can be computed once: .* trains"),
-        ({"method": {"lisa": {}}}, r"method lisa decides in each step what trains"),
+        (
+            {"method": {"full": {}}},
+            r"trainer\.cache_features=on: No part of the network can be computed once: .* trains.* Use"
+            r" trainer\.cache_features=off, or a method that trains the last part",
+        ),
+        ({"method": {"lisa": {}}}, r"Method lisa decides in each step what trains"),
         (
             {"trainer__cache_limit": "1MB"},
             r"trainer\.cache_limit must be at least 0\.01GB for these",
@@ -208,7 +213,7 @@ def test_a_disk_without_room_is_refused(
     [
         ({"method": {"full": {}}}, "No part of the network can be computed once"),
         ({"trainer__epochs": 2}, "none would be used twice: trainer.epochs=2, trainer.views=2."),
-        ({"method": {"lisa": {}}}, "method lisa decides in each step what trains"),
+        ({"method": {"lisa": {}}}, "Method lisa decides in each step what trains"),
         ({"trainer__cache_limit": "1KB"}, "trainer.cache_limit must be at least"),
         ({"model__frozen_bn": False}, "of the FLOPs of a training step"),
     ],
@@ -240,3 +245,52 @@ def test_settings_of_stored_features_name_another_run_only_where_they_are_on(sma
     assert fingerprint(on) != fingerprint(off)
     assert fingerprint(small(trainer__views=7)) != fingerprint(on)
     assert fingerprint(small(trainer__cache_folder="elsewhere", trainer__cache_limit="1TB")) == fingerprint(on)
+
+
+# ------------------------------------------------------------------------------------------------ forms of the prefix
+@pytest.mark.parametrize("cache", ["off", "on"])
+def test_a_form_of_the_prefix_is_used_and_recorded(tmp_path: Path, small: Callable[..., Config], cache: str) -> None:
+    """The network of the digits has a convolution with BatchNorm in its prefix."""
+    plain = run(small(trainer__cache_features=cache), tmp_path / "plain")
+    folded = run(small(trainer__cache_features=cache, trainer__prefix="folded"), tmp_path / "folded")
+    assert plain.get("prefix", {"form": "fp32"})["form"] == "fp32"
+    assert folded["prefix"]["form"] == "folded"
+    assert abs(folded["accuracy"]["last"] - plain["accuracy"]["last"]) < 0.02
+    if cache == "on":
+        assert len(stores(tmp_path)) == 2, "features of another form are others"
+
+
+def test_a_resumed_run_keeps_the_form_that_was_chosen(
+    tmp_path: Path, small: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small(trainer__cache_features="off", trainer__prefix="auto")
+    monkeypatch.setattr(features_module, "choose_form", lambda run, forms: (Form.FOLDED, {}, {"folded": 0.0}))
+    run(config, tmp_path / "whole")
+    interrupted_at(4, config, tmp_path / "resumed")
+    assert "computes in the form folded (trainer.prefix=auto)" in capsys.readouterr().out
+    monkeypatch.setattr(features_module, "choose_form", lambda run, forms: pytest.fail("chosen twice"))
+    results = run(config, tmp_path / "resumed")
+    assert results["prefix"]["form"] == "folded"
+    assert_same_training(tmp_path / "whole", tmp_path / "resumed")
+
+
+def test_auto_takes_the_form_in_which_features_are_stored(
+    tmp_path: Path, small: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(small(trainer__prefix="folded"), tmp_path / "first")
+    monkeypatch.setattr(features_module, "choose_form", lambda run, forms: pytest.fail("measured"))
+    results = run(small(trainer__prefix="auto"), tmp_path / "second")
+    assert results["prefix"]["form"] == "folded"
+    assert results["features"]["computed"] == 0
+    assert len(stores(tmp_path)) == 1
+
+
+def test_a_form_where_nothing_is_frozen_is_refused_and_auto_says_so(
+    tmp_path: Path, small: Callable[..., Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings: dict[str, Any] = {"method": {"full": {}}, "trainer__cache_features": "off"}
+    with pytest.raises(UserError, match=r"trainer\.prefix=folded: No part .* Use trainer\.prefix=fp32, or a method"):
+        run(small(**settings, trainer__prefix="folded"), tmp_path / "refused")
+    results = run(small(**settings, trainer__prefix="auto"), tmp_path / "auto")
+    assert "prefix" not in results
+    assert "The network computes as it is (trainer.prefix=auto): No part" in capsys.readouterr().out

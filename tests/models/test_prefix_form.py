@@ -1,0 +1,146 @@
+"""Forms of the frozen prefix: folded BatchNorm against float64, and the choice of one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from efficient_ft.methods import HeadOnly, LastStage
+from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
+from efficient_ft.models.prefix import find_prefix
+from efficient_ft.models.prefix_form import ALLOWED, Form, choose_form, find_folds, folded
+from tests.models.test_prefix import gradients, images, network
+
+
+def some_statistics(model: nn.Module) -> None:
+    """BatchNorm layers as after pretraining: none is the identity."""
+    generator = torch.Generator().manual_seed(5)
+    for norm in model.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            for tensor, low in (
+                (norm.running_mean, -0.3),
+                (norm.running_var, 0.5),
+                (norm.weight, 0.5),
+                (norm.bias, -0.3),
+            ):
+                tensor.data.uniform_(low, low + 0.8, generator=generator)
+
+
+@given(
+    groups=st.sampled_from([1, 2, 4]),
+    kernel=st.sampled_from([1, 3]),
+    stride=st.sampled_from([1, 2]),
+    bias=st.booleans(),
+    affine=st.booleans(),
+)
+def test_a_folded_convolution_is_convolution_and_normalization(
+    groups: int, kernel: int, stride: int, bias: bool, affine: bool
+) -> None:
+    torch.manual_seed(0)
+    conv = nn.Conv2d(4, 8, kernel, stride, kernel // 2, groups=groups, bias=bias).double()
+    norm = nn.BatchNorm2d(8, affine=affine).double().eval()
+    norm.running_mean.uniform_(-1, 1)
+    norm.running_var.uniform_(0.1, 2)
+    if affine:
+        nn.init.uniform_(norm.weight, -1, 1)
+        nn.init.uniform_(norm.bias, -1, 1)
+    x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
+    weight, shift = folded(conv, norm)
+    found = F.conv2d(x, weight, shift, stride, kernel // 2, groups=groups)
+    torch.testing.assert_close(found, norm(conv(x)), rtol=1e-12, atol=1e-12)
+
+
+class Branching(nn.Module):
+    """Convolutions whose output has another use, that are called twice, or have no BatchNorm behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.once, self.twice, self.alone = (nn.Conv2d(4, 4, 1) for _ in range(3))
+        self.norm, self.norm2, self.norm3 = (nn.BatchNorm2d(4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.once(x))
+        x = self.norm2(self.twice(self.twice(x)))
+        return self.norm3(self.alone(x).relu())
+
+
+def test_only_what_a_batch_norm_takes_directly_and_once_is_folded() -> None:
+    model = Branching()
+    freeze_batch_norm(model)
+    x = torch.randn(2, 4, 3, 3)
+    folds = find_folds(model, lambda: model(x))
+    assert len(folds) == 1
+    some_statistics(model)
+    with torch.no_grad():
+        expected = model(x)
+        with folds.active():
+            assert "forward" in vars(model.norm)
+            torch.testing.assert_close(model(x), expected)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "at_least"),
+    [("efficientformer_l1", 224, 20), ("efficientnet_lite0", 64, 40), ("resnet18", 64, 15), ("mobilevit_s", 64, 15)],
+)
+def test_a_folded_prefix_computes_the_same_up_to_rounding(name: str, size: int, at_least: int) -> None:
+    model = network(name, [LastStage()], size)
+    some_statistics(model)
+    prefix = find_prefix(model, images(size, 2))
+    x = images(size)
+    exact = prefix.features(x)
+    expected = gradients(model, x)
+    prefix.form = Form.FOLDED
+    found = prefix.features(x)
+    assert prefix._folds is not None
+    assert len(prefix._folds) >= at_least
+    assert not torch.equal(found, exact)
+    assert (found - exact).norm() < ALLOWED["folded"] * exact.norm()
+    assert found.stride() == exact.stride()
+    again = gradients(model, x)
+    assert all(torch.equal(again[key], expected[key]) for key in expected), "the network is as it was"
+
+
+def test_bf16_keeps_the_type_of_the_features() -> None:
+    model = network("vit_tiny_patch16_224", [HeadOnly()])
+    prefix = find_prefix(model, images(64, 2))
+    exact = prefix.features(images(64))
+    prefix.form = Form.BF16
+    found = prefix.features(images(64))
+    assert found.dtype == exact.dtype == torch.float32
+    assert 1e-4 < (found - exact).norm() / exact.norm() < ALLOWED["bf16"]
+
+
+def outputs(deviation: float) -> dict[Form, Tensor]:
+    exact = torch.tensor([3.0, 4.0])
+    return {Form.FP32: exact, Form.FOLDED: exact, Form.BF16: exact * (1 + deviation)}
+
+
+@pytest.mark.parametrize(
+    ("times", "deviation", "chosen"),
+    [
+        ((1.0, 0.5, 0.2), 0.01, Form.BF16),
+        ((1.0, 0.5, 0.2), 0.06, Form.FOLDED),
+        ((1.0, 0.95, 0.92), 0.01, Form.FP32),
+        ((1.0, 0.8, 0.78), 0.01, Form.FOLDED),
+    ],
+)
+def test_the_fastest_form_that_is_close_enough_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, times: tuple[float, ...], deviation: float, chosen: Form
+) -> None:
+    clock = 0.0
+
+    def run(form: Form) -> Tensor:
+        nonlocal clock
+        clock += times[list(Form).index(form)]
+        return outputs(deviation)[form]
+
+    monkeypatch.setattr("efficient_ft.models.prefix_form.time.perf_counter", lambda: clock)
+    form, seconds, deviations = choose_form(run, list(Form))
+    assert form is chosen
+    assert seconds == pytest.approx(dict(zip(("fp32", "folded", "bf16"), times, strict=True)))
+    assert deviations["bf16"] == pytest.approx(deviation, rel=1e-4)
