@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,7 +15,14 @@ from torch import Tensor
 from efficient_ft.bench.timing import alternate, summary, waiter
 from efficient_ft.core.errors import SettingError
 from efficient_ft.cost import AUTOCAST, Meter
-from efficient_ft.ops.projection import CosineProjector, WalshProjector, low_pass_l1, low_rank_conv1x1, low_rank_linear
+from efficient_ft.ops.projection import (
+    CosineProjector,
+    WalshProjector,
+    backward_flops,
+    low_pass_l1,
+    low_rank_conv1x1,
+    low_rank_linear,
+)
 
 Padding = Literal["ortho", "zero", "reflect"]
 
@@ -81,9 +89,11 @@ def measure_layers(
         SettingError: a grid that the padding does not support.
     """
     dtype = AUTOCAST[precision] or torch.float32
-    measured = {}
+    measured, notes = {}, []
     for shape in shapes:
         functions = _functions(shape, orders, projector, padding, layout)
+        same = [name for name, function in functions.items() if function is functions["exact"] and name != "exact"]
+        notes += [f"{shape}: {name} stays exact, as in a run: its low-rank backward costs more." for name in same]
         inputs, g = _tensors(shape, batch_size, layout, torch.device(device), dtype)
         flops = {}
         for name, function in functions.items():
@@ -103,13 +113,14 @@ def measure_layers(
         "layout": layout,
         "baseline": "exact",
         "shapes": measured,
+        "notes": notes,
     }
 
 
 def _functions(
     shape: LayerShape, orders: Sequence[int], projector: str, padding: Padding, layout: str
 ) -> dict[str, Callable[..., Tensor]]:
-    """The exact layer, and the low-rank one at each order."""
+    """The exact layer, and that at each order: low-rank, or exact where a run leaves it so."""
     low_rank = low_rank_linear if layout == "tokens" else low_rank_conv1x1
     exact = torch.nn.functional.linear if layout == "tokens" else torch.nn.functional.conv2d
     functions: dict[str, Callable[..., Tensor]] = {"exact": exact}
@@ -119,7 +130,8 @@ def _functions(
             projection = made.projection(shape.grid, 0, (shape.c_in, shape.c_out))
         except ValueError as error:
             raise SettingError("--shape", shape, "a grid that the padding supports", str(error)) from error
-        functions[f"order {order}"] = lambda x, w, b, p=projection: low_rank(x, w, b, p)
+        costs = backward_flops(projection, (shape.c_in, shape.c_out))
+        functions[f"order {order}"] = partial(low_rank, projection=projection) if costs[1] < costs[0] else exact
     return functions
 
 

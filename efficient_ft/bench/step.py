@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from timm.layers import set_fused_attn, use_fused_attn
-from torch import nn
+from torch import Tensor, nn
 
 from efficient_ft.bench.recipes import Configure, Recipe
 from efficient_ft.bench.timing import alternate, summary, waiter
+from efficient_ft.config import Config
 from efficient_ft.cost import StepSpec, TrainingStep, executed
-from efficient_ft.methods.base import apply_methods
+from efficient_ft.methods.base import Method, apply_methods
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
+from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
+from efficient_ft.training.feature_store import RowForm
+from efficient_ft.training.features import PrefixInput, measure_form, run_prefix
 from efficient_ft.training.optimizer import build_optimizer
 
 
@@ -169,7 +173,14 @@ def measure_steps(
                 build_optimizer=build,
                 precision=spec.precision,
             )
-            step = steps[recipe.name] = TrainingStep(network, methods, spec, device=device, build_optimizer=build)
+            step = steps[recipe.name] = TrainingStep(
+                network,
+                methods,
+                spec,
+                device=device,
+                build_optimizer=build,
+                replace=_replace(config, network, methods, torch.device(device)),
+            )
             for _ in range(step.methods.warmup_steps):
                 step()
             calls[recipe.name] = PartsTimer(step, factory.random_model(config.model, num_classes))
@@ -185,6 +196,9 @@ def measure_steps(
         note = "The baseline is timm's model as it comes; the others hold convolutional maps in channels-last memory."
     else:
         note = "The peak is the device's."
+    notes = [note]
+    if any("trainer.cache_features=on" in recipe.overrides for recipe in recipes):
+        notes.append("With trainer.cache_features=on FLOPs and bytes are those of a step that computes its features.")
     return {
         "kind": "step",
         "model": model,
@@ -193,8 +207,36 @@ def measure_steps(
         "attention": "unfused" if unfused else "timm's default",
         "baseline": names[0],
         "recipes": {name: {**counts[name], "measured": result[name]} for name in names},
-        "notes": [note],
+        "notes": notes,
     }
+
+
+def _replace(
+    config: Config, network: nn.Module, methods: Sequence[Method], device: torch.device
+) -> Callable[[Tensor], AbstractContextManager[Tensor]] | None:
+    """What the network computes from, as `trainer.prefix` and `trainer.cache_features` ask for; None: the images.
+
+    Stored features are those of the one batch, in memory: decoded in each step, and not read from a disk.
+    """
+    options = config.trainer
+    if options.prefix == "fp32" and options.cache_features != "on":
+        return None
+    freeze_batch_norm(network)  # as `StepSpec` has it by default: live statistics would end the prefix
+    prefix = run_prefix(config, network, methods)
+    measure_form(config, prefix, device)
+    if options.cache_features != "on":
+        return PrefixInput(prefix).input
+    form = RowForm(options.cache_dtype, prefix.values)
+    stored: list[Tensor] = []
+
+    @contextmanager
+    def from_stored(images: Tensor) -> Iterator[Tensor]:
+        if not stored:
+            stored.append(form.encode(prefix.to_rows(prefix.features(images))))
+        with prefix.replaced(prefix.from_rows(form.decode(stored[0])).to(prefix.dtype)) as placeholder:
+            yield placeholder
+
+    return from_stored
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -205,6 +206,7 @@ class TrainingStep:
         device: where the step runs.
         first_step: number of the first step.
         build_optimizer: builds the optimizer over the model's trainable parameters; None: AdamW.
+        replace: gives, for a ``with`` block, what to pass to the model for the images; None: the images.
     """
 
     def __init__(
@@ -216,6 +218,7 @@ class TrainingStep:
         device: torch.device | str = "cpu",
         first_step: int = 0,
         build_optimizer: BuildOptimizer | None = None,
+        replace: Callable[[Tensor], AbstractContextManager[Tensor]] | None = None,
     ) -> None:
         self.spec, self.device = spec, torch.device(device)
         self.model = model.to(self.device).train()
@@ -228,6 +231,7 @@ class TrainingStep:
         self.steps = first_step
         self._loss: Tensor | None = None
         self._build_optimizer = build_optimizer
+        self._replace = replace or nullcontext
         self._optimizer: torch.optim.Optimizer | None = None
 
     def forward(self) -> None:
@@ -237,7 +241,9 @@ class TrainingStep:
             build = self._build_optimizer
             self._optimizer = torch.optim.AdamW(trainable, lr=1e-5) if build is None else build(self.model)
         self.methods.begin(self.steps)
-        _, self._loss = forward_and_loss(self.model, self.methods, self.images, self.labels, self.spec)
+        device, dtype = self.images.device.type, self.spec.dtype
+        with torch.autocast(device, dtype=dtype, enabled=dtype is not None), self._replace(self.images) as images:
+            _, self._loss = forward_and_loss(self.model, self.methods, images, self.labels, self.spec)
 
     def backward(self) -> None:
         """Run the backward pass."""

@@ -32,6 +32,7 @@ from efficient_ft.methods.declarations import Axis
 from efficient_ft.models import factory
 from efficient_ft.models.prefix import FrozenPrefix, find_prefix
 from efficient_ft.models.prefix_form import Form, choose_form
+from efficient_ft.record.environment import device_name
 from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.results import FeaturesReport, PrefixReport
 from efficient_ft.training.console import format_bytes, say
@@ -214,7 +215,7 @@ class FeatureCallback(L.Callback):
         auto = options.cache_features == "auto"
         try:
             prefix = run_prefix(self._config, module.model, self._methods)
-            self.prefix = self._choose(prefix, module.model, trainer)
+            self.prefix = self._choose(prefix, trainer)
             if options.cache_features != "off":
                 self.features = run_features(self._config, self._images, prefix, self._epochs, device, must_gain=auto)
         except SettingError as error:
@@ -248,14 +249,14 @@ class FeatureCallback(L.Callback):
         if options.prefix == "auto" and self.prefix is None:
             say(f"The network computes as it is (trainer.prefix=auto): {error}")
 
-    def _choose(self, prefix: FrozenPrefix, network: nn.Module, trainer: L.Trainer) -> PrefixReport:
+    def _choose(self, prefix: FrozenPrefix, trainer: L.Trainer) -> PrefixReport:
         """Set the form of the prefix: the one that was chosen before, or else the choice of the first process."""
         if self._file.is_file():
             report: PrefixReport = json.loads(self._file.read_text(encoding="utf-8"))
             prefix.form = Form(report["form"])
             return report
         device = trainer.strategy.root_device
-        found = set_form(self._config, self._images, prefix, network, device) if trainer.is_global_zero else None
+        found = set_form(self._config, self._images, prefix, device) if trainer.is_global_zero else None
         shared: PrefixReport | None = trainer.strategy.broadcast(found)
         assert shared is not None
         prefix.form = Form(shared["form"])
@@ -285,36 +286,44 @@ def run_prefix(config: Config, network: nn.Module, methods: Sequence[Method]) ->
         return find_prefix(network, _noise(config, _IMAGES))
 
 
-def set_form(
-    config: Config, images: ImageData, prefix: FrozenPrefix, network: nn.Module, device: torch.device
-) -> PrefixReport:
-    """Set the form of the prefix that `trainer.prefix` asks for.
-
-    ``auto``: the form in which its features are stored already, or else the one that a short measurement finds fastest.
+def set_form(config: Config, images: ImageData, prefix: FrozenPrefix, device: torch.device) -> PrefixReport:
+    """Set the form of the prefix as `measure_form`, but with ``auto`` to one in which its features are stored already.
 
     Args:
         config: of the run.
         images: of the run.
         prefix: of its network.
-        network: the network, which is moved to `device` for a measurement.
         device: where the network runs.
     """
     options = config.trainer
-    report: PrefixReport = {"end": prefix.end, "reason": prefix.reason, "form": "fp32"}
-    if options.prefix != "auto":
-        prefix.form = Form(options.prefix)
-        return {**report, "form": str(prefix.form)}
-    forms = [Form.FP32, Form.FOLDED]
-    if options.precision == "fp32" and not bf16_is_emulated(device):
-        forms.append(Form.BF16)
-    if options.cache_features != "off":
+    if options.prefix == "auto" and options.cache_features != "off":
         about = _about(config, images, prefix, device)
-        stored = [form for form in forms if (Path(options.cache_folder) / _key(about, form)).is_dir()]
+        stored = [form for form in _forms(config, device) if (Path(options.cache_folder) / _key(about, form)).is_dir()]
         if stored:
             prefix.form = stored[-1]
-            return {**report, "form": str(prefix.form)}
+            return _form_report(prefix)
+    return measure_form(config, prefix, device)
+
+
+def measure_form(config: Config, prefix: FrozenPrefix, device: torch.device) -> PrefixReport:
+    """Set the form of the prefix to `trainer.prefix`; with ``auto`` to the one that a short measurement finds fastest.
+
+    Args:
+        config: of the run.
+        prefix: of its network, which is moved to `device` for a measurement.
+        device: where the network runs.
+    """
+    options = config.trainer
+    if options.prefix != "auto":
+        prefix.form = Form(options.prefix)
+        if prefix.form is Form.BF16 and bf16_is_emulated(device):
+            say(
+                f"warning: trainer.prefix=bf16: {device_name(device)} has no instructions for bfloat16, and PyTorch"
+                " emulates them. trainer.prefix=folded is likely faster."
+            )
+        return _form_report(prefix)
     batch = _noise(config, min(config.data.batch_size, _TIMED)).to(device)
-    network.to(device)
+    prefix.model.to(device)
     dtype = AUTOCAST[options.precision]
 
     def run(form: Form) -> Tensor:
@@ -325,14 +334,24 @@ def set_form(
             torch.cuda.synchronize(device)
         return features
 
-    with _in_training_mode(network):
-        prefix.form, seconds, deviation = choose_form(run, forms)
+    with _in_training_mode(prefix.model):
+        prefix.form, seconds, deviation = choose_form(run, _forms(config, device))
     times = ", ".join(f"{value * 1e3:.0f} ms {form}" for form, value in seconds.items())
     say(
         f"The frozen prefix, up to {prefix.end}, computes in the form {prefix.form} (trainer.prefix=auto): {len(batch)}"
         f" images take {times}; its output deviates by {deviation[prefix.form]:.2%}."
     )
-    return {**report, "form": str(prefix.form), "seconds": seconds, "deviation": deviation}
+    return {**_form_report(prefix), "seconds": seconds, "deviation": deviation}
+
+
+def _forms(config: Config, device: torch.device) -> list[Form]:
+    """The forms among which ``auto`` chooses."""
+    in_bf16 = config.trainer.precision == "fp32" and not bf16_is_emulated(device)
+    return [Form.FP32, Form.FOLDED, *([Form.BF16] if in_bf16 else [])]
+
+
+def _form_report(prefix: FrozenPrefix) -> PrefixReport:
+    return {"end": prefix.end, "reason": prefix.reason, "form": str(prefix.form)}
 
 
 @contextmanager

@@ -50,7 +50,7 @@ def fill_features(config: Config) -> RunFeatures:
         network.to(memory_format=torch.channels_last)
     runner.apply(network)
     prefix = run_prefix(config, network, runner.methods)
-    set_form(config, images, prefix, network, device)
+    set_form(config, images, prefix, device)
     features = run_features(config, images, prefix, config.trainer.epochs, device)
     network.to(device).train()
     dtype = AUTOCAST[config.trainer.precision]

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from efficient_ft.cli.commands import run_command
+from efficient_ft.models.prefix import FrozenPrefix
 from tests.conftest import REPOSITORY
 
 
@@ -45,6 +47,30 @@ def test_steps_of_two_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     printed = capsys.readouterr().out
     assert "baseline: exact" in printed
     assert "allocator: system" in printed
+
+
+def test_steps_with_the_prefix_in_another_form_or_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """The prefix is computed as often as the recipe says: the features of `read` once."""
+    features = FrozenPrefix.features
+    computed: list[str] = []
+
+    def counted(prefix: FrozenPrefix, images: Tensor) -> Tensor:
+        if len(images) == 3:  # the prefix is found on two
+            computed.append(str(prefix.form))
+        return features(prefix, images)
+
+    monkeypatch.setattr(FrozenPrefix, "features", counted)
+    file = tmp_path / "step.json"
+    arguments = "step --model efficientnet_lite0 --size 64 --batch 3 --classes 10 --rounds 2 --warmup 1 head"
+    recipes = ["form=head:trainer.prefix=folded", "read=head:trainer.cache_features=on"]
+    run(*arguments.split(), *recipes, "--json", str(file))
+    assert computed.count("folded") >= 3
+    assert computed.count("fp32") == 1
+    report = json.loads(file.read_text(encoding="utf-8"))
+    assert all(len(report["recipes"][name]["measured"]["step"]["seconds"]) == 2 for name in ("head", "form", "read"))
+    assert "With trainer.cache_features=on FLOPs and bytes are those of a step" in capsys.readouterr().out
 
 
 def test_memory_of_recipes_each_in_its_own_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
