@@ -214,7 +214,7 @@ def measure_steps(
 def _replace(
     config: Config, network: nn.Module, methods: Sequence[Method], device: torch.device
 ) -> Callable[[Tensor], AbstractContextManager[Tensor]] | None:
-    """What the network computes from, as `trainer.prefix` and `trainer.cache_features` ask for; None: the images.
+    """The input of the network, as `trainer.prefix` and `trainer.cache_features` ask for; None: the images.
 
     Stored features are those of the one batch, in memory: decoded in each step, and not read from a disk.
     """

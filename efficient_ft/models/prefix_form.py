@@ -132,7 +132,7 @@ def _convolve(conv: nn.Conv2d, weight: Tensor, bias: Tensor) -> Callable[[Tensor
 
 
 def _rest(norm: _BatchNorm) -> Callable[[Tensor], Tensor]:
-    """What a folded BatchNorm layer still does."""
+    """The rest of a folded BatchNorm layer: its activation, if it has one."""
     if isinstance(norm, FrozenBatchNormAct2d):
         return lambda x: norm.act(norm.drop(x))
     return lambda x: x

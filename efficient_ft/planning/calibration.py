@@ -79,7 +79,7 @@ def calibration(folders: Sequence[Path]) -> list[dict[str, Any]]:
 def _pair(folder: Path, predicted: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
     memory, device = results["memory"], results["memory"]["device"]
     peak = memory["peak_bytes"] if device is None else device["reserved_bytes"]
-    seconds = results["totals"]["step_seconds"] or results["cost"]["measured"]["step_seconds"]
+    seconds = results["totals"].get("step_seconds") or results["cost"]["measured"]["step_seconds"]
     return {
         "folder": os.fspath(folder),
         "name": predicted["name"],

@@ -141,7 +141,7 @@ class RunTotals(TypedDict):
     batches: int
     counted_batches: int
     seconds: float
-    step_seconds: float | None
+    step_seconds: NotRequired[float | None]  # absent in records from before it
     joules: float | None
     energy_source: str | None
 

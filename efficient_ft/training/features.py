@@ -345,7 +345,7 @@ def measure_form(config: Config, prefix: FrozenPrefix, device: torch.device) -> 
 
 
 def _forms(config: Config, device: torch.device) -> list[Form]:
-    """The forms among which ``auto`` chooses."""
+    """The forms from which ``auto`` chooses."""
     in_bf16 = config.trainer.precision == "fp32" and not bf16_is_emulated(device)
     return [Form.FP32, Form.FOLDED, *([Form.BF16] if in_bf16 else [])]
 
