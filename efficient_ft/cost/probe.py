@@ -25,6 +25,8 @@ from efficient_ft.cost.step import BuildOptimizer, StepMethods, StepSpec, forwar
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 from efficient_ft.optim import state_tensors
 
+#: What operations raise that need the values of tensors on the meta device.
+_NO_VALUES = (NotImplementedError, RuntimeError)
 #: Images in the batch of the warm-up steps, which run on real tensors.
 WARMUP_IMAGES = 2
 
@@ -85,10 +87,12 @@ class Probe:
         self._plain: tuple[nn.Module, StepMethods] | None = None
         if not self.methods.all_applied:
             plain = self.model, self.methods
-            # Warm-up steps need values; without them the copy takes no memory.
-            self._plain = None if self.steps_before else plain
-            self.model, self.methods = copy.deepcopy(plain, None if self.steps_before else _on_meta(self.model))
-            self.methods.apply(self.model)
+            if not self.steps_before:  # warm-up steps need values; without them the copy takes no memory
+                with contextlib.suppress(*_NO_VALUES):  # a method may look at weights when it is applied
+                    self.model, self.methods = _applied(plain, _on_meta(self.model))
+                    self._plain = plain
+            if self._plain is None:
+                self.model, self.methods = _applied(plain, {})
 
     def warm_up(self) -> None:
         """Take the methods' warm-up steps on a real copy, since what they choose there depends on values.
@@ -195,8 +199,7 @@ class Probe:
     def copy(self, mode: FakeTensorMode | None) -> tuple[nn.Module, StepMethods]:
         """Copy the model, in training mode, and its methods: real on the CPU, or on fake tensors of `mode`."""
         if mode is None and self._plain is not None:
-            self.model, self.methods = copy.deepcopy(self._plain)
-            self.methods.apply(self.model)
+            self.model, self.methods = _applied(self._plain, {})
             self._plain = None
         with contextlib.nullcontext() if mode is None else FakeCopyOnCPU(mode):
             # Jointly: a method's references into the model must point into the copy.
@@ -211,6 +214,13 @@ class Probe:
 
     def _batch(self, images: int) -> tuple[Tensor, Tensor]:
         return torch.randn(images, *self.spec.image_shape), torch.zeros(images, dtype=torch.long)
+
+
+def _applied(plain: tuple[nn.Module, StepMethods], tensors: dict[int, Tensor]) -> tuple[nn.Module, StepMethods]:
+    """A copy of a model and its methods, applied to it; `tensors` by id take the place of copies."""
+    model, methods = copy.deepcopy(plain, tensors)
+    methods.apply(model)
+    return model, methods
 
 
 def _on_meta(model: nn.Module) -> dict[int, Tensor]:

@@ -20,7 +20,9 @@ from efficient_ft.cost.executed import ON_FAKE_TENSORS, count_batch
 from efficient_ft.cost.probe import Probe, undisturbed
 from efficient_ft.cost.step import StepSpec
 from efficient_ft.methods import LBPWHT, LISA, LastStage
+from efficient_ft.methods.base import Applied
 from efficient_ft.methods.selection.static import Full
+from efficient_ft.models.view import ModelView
 from efficient_ft.optim import LowBitAdamW, step_in_backward
 from tests.cost.flat import Flat
 
@@ -359,6 +361,19 @@ def test_methods_are_applied_to_a_copy_without_memory_for_its_weights():
     probe = Probe(model, [Full()], StepSpec(4, (4, 4)))
     assert all(p.is_meta for p in probe.model.parameters())
     assert all(p.requires_grad and not p.is_meta for p in model.parameters())
+
+
+class Looking(Full):
+    """Looks at weights when it is applied."""
+
+    def _apply(self, model: nn.Module, view: ModelView) -> Applied:
+        assert all(float(p.detach().abs().sum()) > 0 for p in model.parameters())
+        return super()._apply(model, view)
+
+
+def test_a_method_that_looks_at_weights_is_applied_to_a_real_copy():
+    model = Flat(nn.Linear(48, 9), nn.ReLU(), nn.Linear(9, 5))
+    assert executed(model, 4, (4, 4), methods=[Looking()]) == executed(model, 4, (4, 4), methods=[Full()])
 
 
 @pytest.mark.parametrize("batch", [4, 40])
