@@ -22,7 +22,7 @@ from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 from efficient_ft.training.feature_store import RowForm
-from efficient_ft.training.features import PrefixInput, measure_form, run_prefix
+from efficient_ft.training.features import PrefixInput, from_stored, measure_form, run_prefix
 from efficient_ft.training.optimizer import build_optimizer
 
 
@@ -229,14 +229,12 @@ def _replace(
     form = RowForm(options.cache_dtype, prefix.values)
     stored: list[Tensor] = []
 
-    @contextmanager
-    def from_stored(images: Tensor) -> Iterator[Tensor]:
+    def read(images: Tensor) -> AbstractContextManager[Tensor]:
         if not stored:
             stored.append(form.encode(prefix.to_rows(prefix.features(images))))
-        with prefix.replaced(prefix.from_rows(form.decode(stored[0])).to(prefix.dtype)) as placeholder:
-            yield placeholder
+        return from_stored(prefix, form, stored[0])
 
-    return from_stored
+    return read
 
 
 @contextmanager

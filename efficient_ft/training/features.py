@@ -11,7 +11,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +129,7 @@ class RunFeatures:
             self._computed += len(rows)
             stored = self.form.encode(self.prefix.to_rows(self.prefix.features(images)))
             self._write(rows.cpu(), stored.cpu())
-        features = self.prefix.from_rows(self.form.decode(stored)).to(self.prefix.dtype)
-        with self.prefix.replaced(features) as placeholder:
+        with from_stored(self.prefix, self.form, stored) as placeholder:
             yield placeholder
 
     def _write(self, rows: Tensor, stored: Tensor) -> None:
@@ -162,6 +161,11 @@ class RunFeatures:
         }
 
 
+def from_stored(prefix: FrozenPrefix, form: RowForm, stored: Tensor) -> AbstractContextManager[Tensor]:
+    """Let the network compute from stored rows, uint8 (B, bytes), inside a ``with`` block; yields what to pass to it."""
+    return prefix.replaced(prefix.from_rows(form.decode(stored)).to(prefix.dtype))
+
+
 class PrefixInput:
     """The features of a run's batches, computed in each step in the form of the prefix, and not stored.
 
@@ -172,11 +176,9 @@ class PrefixInput:
     def __init__(self, prefix: FrozenPrefix) -> None:
         self.prefix = prefix
 
-    @contextmanager
-    def input(self, images: Tensor) -> Iterator[Tensor]:
+    def input(self, images: Tensor) -> AbstractContextManager[Tensor]:
         """Let the network compute from the features of `images` inside a ``with`` block; yields what to pass to it."""
-        with self.prefix.replaced(self.prefix.features(images)) as placeholder:
-            yield placeholder
+        return self.prefix.replaced(self.prefix.features(images))
 
 
 class FeatureCallback(L.Callback):
