@@ -162,7 +162,7 @@ class RunFeatures:
 
 
 def from_stored(prefix: FrozenPrefix, form: RowForm, stored: Tensor) -> AbstractContextManager[Tensor]:
-    """Let the network compute from stored rows, uint8 (B, bytes), inside a ``with`` block; yields what to pass to it."""
+    """Let the network compute from stored rows, uint8 (B, bytes), in a ``with`` block; yields what to pass to it."""
     return prefix.replaced(prefix.from_rows(form.decode(stored)).to(prefix.dtype))
 
 
