@@ -90,6 +90,8 @@ class Method(ABC):
         cost_steps: steps over which the mean of its cost is taken, where steps differ.
         merges: what it does is merged into the model's own weights, or leaves no trace in them. If False, exported
             weights hold what it adds, and are loaded into a model that it is applied to first.
+        changes_weights: removing it may change values of the model's own weights (merging an adapter). If False, an
+            export needs no copy of the weights.
         libraries: modules that applying it, or its steps on a CPU, import and other runs do not: a prediction of memory
             counts them.
     """
@@ -104,6 +106,7 @@ class Method(ABC):
     warmup_steps: int = 0
     cost_steps: ClassVar[int] = 1
     merges: ClassVar[bool] = True
+    changes_weights: ClassVar[bool] = True
     libraries: tuple[str, ...] = ()
     #: The distribution (the pip package) that registered the class; empty for a class that is not registered.
     distribution: ClassVar[str] = ""
@@ -321,15 +324,29 @@ def apply_methods(model: nn.Module, methods: Iterable[Method]) -> list[Applied]:
     return [m.apply(model) for m in ordered]
 
 
-def plain_state_dict(model: nn.Module, methods: Sequence[Method]) -> dict[str, torch.Tensor]:
+def plain_state_dict(
+    model: nn.Module, methods: Sequence[Method], *, copy_weights: bool = True
+) -> dict[str, torch.Tensor]:
     """Return the weights under the pretrained model's own names (adapters merged), on the CPU.
 
     `model` is not changed. What a method adds that cannot be merged (``merges = False``) stays, under its own names.
+
+    Args:
+        model: the model.
+        methods: those applied to it.
+        copy_weights: False: the tensors share memory with `model` where no method changes weights when it is removed
+            and they are on the CPU already, for a caller that is done with them before the next step.
     """
-    plain = copy.deepcopy(model)
-    for method in reversed(in_order(methods)):
-        if method.merges:
-            method._remove(plain)
+    merged = [method for method in reversed(in_order(methods)) if method.merges]
+    share = not copy_weights and not any(method.changes_weights for method in merged)
+    # Shared parameters are new ones of the same memory: a removal sets `requires_grad` and frees gradients.
+    of_model = [*model.parameters(), *model.buffers()] if share else []
+    same_memory = {
+        id(t): nn.Parameter(t.detach(), t.requires_grad) if isinstance(t, nn.Parameter) else t for t in of_model
+    }
+    plain = copy.deepcopy(model, same_memory)
+    for method in merged:
+        method._remove(plain)
     return {k: v.detach().cpu().contiguous() for k, v in plain.state_dict().items()}
 
 

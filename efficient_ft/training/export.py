@@ -85,8 +85,7 @@ def save(
         "efficient_ft": __version__,
     }
     metadata = {"format": "pt", **{k: v if isinstance(v, str) else json.dumps(v) for k, v in about.items()}}
-    # The format refuses shared storages (tied weights).
-    separate = {k: v.clone() for k, v in weights.items()}
+    separate = _without_shared_storages(weights)
 
     def write(temporary: Path) -> None:
         save_file(separate, temporary, metadata)
@@ -96,6 +95,18 @@ def save(
         temporary.chmod(0o666 & ~umask)
 
     write_atomically(path, write)
+
+
+def _without_shared_storages(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors that are part of another's storage (tied weights, views), which the format refuses."""
+    seen: set[int] = set()
+    separate: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        storage = weight.untyped_storage()
+        alone = storage.data_ptr() not in seen and storage.nbytes() == weight.nbytes
+        separate[name] = weight if alone else weight.clone()
+        seen.add(storage.data_ptr())
+    return separate
 
 
 def load(run: Path, task: str | None = None) -> Trained:

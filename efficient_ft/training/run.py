@@ -128,7 +128,7 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
             notes: dict[str, Any] = {"epoch": epoch, "accuracy": accuracy, "split": images.best_split}
             if recorder.best_tasks:
                 notes["task_accuracy"] = recorder.best_tasks
-            weights = plain_state_dict(network, methods)
+            weights = plain_state_dict(network, methods, copy_weights=False)
             export.save(folder / export.NAME, weights, config.model, names, spec, notes, methods)
 
     name = run_id(folder)

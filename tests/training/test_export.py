@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from efficient_ft.config import ModelConfig
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import InputSpec
-from efficient_ft.methods import EViT
+from efficient_ft.methods import LBPWHT, EViT, HeadOnly, LoRA, LowBit, Method, apply_methods
 from efficient_ft.methods.base import plain_state_dict
 from efficient_ft.record.formats import OtherVersionError
 from efficient_ft.training import export
@@ -55,6 +55,40 @@ def test_a_file_of_one_task_has_no_other(finished):
     assert export.load(finished[0]).tasks == {}
     with pytest.raises(UserError, match="has no task a: it was trained on one data set"):
         export.load(finished[0], "a")
+
+
+# ---------------------------------------------------------------------------------------------- memory of a save
+@pytest.mark.parametrize(
+    ("methods", "copied"),
+    [
+        ([HeadOnly(), LowBit()], []),
+        ([LBPWHT(order=1), HeadOnly()], []),
+        ([LoRA(rank=2)], "all"),
+    ],
+    ids=["low_bit", "lbp_wht", "lora"],
+)
+def test_weights_are_copied_only_where_a_method_changes_them(methods: list[Method], copied: object) -> None:
+    model = timm.create_model("vit_digits", depth=2, embed_dim=16, num_heads=2)
+    apply_methods(model, methods)
+    model(torch.zeros(2, 3, 32, 32)).sum().backward()
+    addresses = {value.data_ptr() for value in model.state_dict().values()}
+    trains = {n: (p.requires_grad, p.grad is not None) for n, p in model.named_parameters()}
+    weights = plain_state_dict(model, methods, copy_weights=False)
+    other = [name for name, weight in weights.items() if weight.data_ptr() not in addresses]
+    assert other == (list(weights) if copied == "all" else copied)
+    assert {n: (p.requires_grad, p.grad is not None) for n, p in model.named_parameters()} == trains
+    assert any(grad for _, grad in trains.values())
+
+
+def test_tensors_of_one_storage_are_written_apart(tmp_path):
+    whole = torch.arange(12.0).reshape(4, 3)
+    weights = {"a": whole, "tied": whole, "part": whole[1:3], "other": torch.ones(2)}
+    file = tmp_path / export.NAME
+    config = ModelConfig(name="vit_digits", pretrained=False)
+    export.save(file, weights, config, ["a"], InputSpec((32, 32), (0.5,) * 3, (0.5,) * 3), {})
+    written = load_file(file)
+    assert written.keys() == weights.keys()
+    assert all(torch.equal(written[name], weights[name]) for name in weights)
 
 
 # ---------------------------------------------------------------------------------------------- noted methods

@@ -154,6 +154,7 @@ class LowRankBackward(Method):
     """
 
     axis = Axis.BACKPROP
+    changes_weights = False
     adds = frozenset({Adds.LOW_RANK_LAYERS})
     as_published: bool = False
     profiles: bool = False

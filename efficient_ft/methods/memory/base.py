@@ -29,6 +29,7 @@ class MemoryMethod(Method):
     """
 
     axis = Axis.MEMORY
+    changes_weights = False
     libraries: tuple[str, ...] = ("numba",)
 
     def __init__(self) -> None:

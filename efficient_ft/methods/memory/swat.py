@@ -77,6 +77,7 @@ class SWAT(PartwiseMethod):
     """
 
     name = "swat"
+    changes_weights = True  # dropped ones become zero
     adds = frozenset({Adds.SPARSE_WEIGHTS})
     conflicts: Mapping[str, str] = {Adds.LOW_RANK_LAYERS: DENSE_FORWARD}
 

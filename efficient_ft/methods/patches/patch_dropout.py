@@ -95,6 +95,7 @@ class PatchDropout(Method):
 
     name = "patch_dropout"
     axis = Axis.PATCHES
+    changes_weights = False
     adds = frozenset({Adds.TOKEN_DROPPING})
     needs = frozenset({Needs.BLOCKS, Needs.TOKEN_GRID})
     hints: ClassVar[Mapping[Needs, str]] = {

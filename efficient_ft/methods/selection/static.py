@@ -31,6 +31,7 @@ class Selection(Method):
     """
 
     axis = Axis.SELECTION
+    changes_weights = False
     #: `requires_grad` of every parameter before the selection, by name.
     _before: dict[str, bool]
 
