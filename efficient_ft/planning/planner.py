@@ -44,7 +44,7 @@ Attempt = Callable[[Sequence[str], int, float], Trial]
 #: Classes if there are no images to count them: ImageNet's.
 _UNKNOWN_CLASSES = 1000
 #: A recipe fits if its growth may be this much above the predicted one, or above the one measured in a trial.
-MARGIN, TRIAL_MARGIN = 1.12, 1.03
+MARGIN, TRIAL_MARGIN = 1.12, 1.06
 #: The cosine of a gradient with the exact one from which on it counts as near exact.
 CLOSE = 0.98
 #: Recipes whose step times differ by less are equally fast.
@@ -53,8 +53,8 @@ _TIE = 1.03
 _COUNTING, _TIMING, _COMPARING = 24.0, 8.0, 8.0
 #: Seconds that a step timed for a plan may take, and one of the recommended recipe; larger batches are timed in part.
 _STEP, _FINAL_STEP = 0.7, 4.0
-#: Seconds of the steps of a trial, which takes three at least, and trials of a plan.
-_TRIAL, _TRIALS = 12.0, 2
+#: Seconds of the steps of a trial, of the longest step of a recipe that is tried, and trials of a plan.
+_TRIAL, _TRIED_STEP, _TRIALS = 9.0, 4.0, 2
 
 
 @dataclass(frozen=True)
@@ -405,7 +405,7 @@ class _Planner:
 
     def _trial_seconds(self, option: Option, memory_bytes: int) -> float | None:
         """The seconds that a trial may take; None: its steps are too long, or the machine has no room for it now."""
-        if option.step_seconds is None or 3 * option.step_seconds > _TRIAL:
+        if option.step_seconds is None or option.step_seconds > _TRIED_STEP:
             return None
         room = min(memory_limit_bytes() - resident_bytes(), psutil.virtual_memory().available)
         return None if self.device.type == "cpu" and room < self.bound(option) else _TRIAL

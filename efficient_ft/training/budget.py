@@ -10,6 +10,7 @@ from __future__ import annotations
 import _thread
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,7 @@ from torch import nn
 from efficient_ft.config import Config
 from efficient_ft.core.allocator import allocator_in_use
 from efficient_ft.core.errors import UserError
-from efficient_ft.core.process_memory import memory_limit_bytes
+from efficient_ft.core.process_memory import memory_limit_bytes, release_freed_memory
 from efficient_ft.core.units import parse_bytes
 from efficient_ft.cost import executed, predicted_growth
 from efficient_ft.methods.base import Method
@@ -34,6 +35,8 @@ from efficient_ft.training.trainer import world_size
 
 #: Seconds between two looks at the size of the process.
 INTERVAL = 0.02
+#: From this share of the budget on freed memory is given back, and after these seconds again.
+_NEAR, _RELEASE_INTERVAL = 0.97, 1.0
 #: What wakes the main thread; nothing else in a run uses it.
 _SIGNAL: signal.Signals = getattr(signal, "SIGUSR2", None) or getattr(signal, "SIGBREAK")  # noqa: B009 (Windows)
 
@@ -177,7 +180,11 @@ def _passed(config: Config, size: int, how: str) -> UserError:
 
 
 class _Watch(threading.Thread):
-    """Look at the resident memory of the process until it is above `budget`, then wake the main thread once."""
+    """Look at the resident memory of the process until it is above `budget`, then wake the main thread once.
+
+    Near the budget, freed memory that the allocator holds is given back: from step to step it splits up, so that a
+    process grows slowly although what is live does not.
+    """
 
     def __init__(self, budget: int) -> None:
         super().__init__(name="memory budget", daemon=True)
@@ -187,9 +194,13 @@ class _Watch(threading.Thread):
 
     def run(self) -> None:
         """Look until the end."""
-        process = psutil.Process()
+        process, released = psutil.Process(), 0.0
         while not self._ended.wait(INTERVAL):
             size = process.memory_info().rss
+            near = size > _NEAR * self._budget and time.monotonic() - released > _RELEASE_INTERVAL
+            if near or size > self._budget:
+                release_freed_memory()
+                released, size = time.monotonic(), process.memory_info().rss
             if size > self._budget:
                 self.seen = size
                 _thread.interrupt_main(_SIGNAL)

@@ -289,7 +289,7 @@ def test_steps_that_are_too_long_and_machines_without_room_have_no_trial(monkeyp
     with monkeypatch.context() as less:
         less.setattr(planner.psutil, "virtual_memory", lambda: SimpleNamespace(available=10**6))
         assert a_plan(attempt=attempt).recommended is not None
-    monkeypatch.setattr(planner, "_TRIAL", 0.0)
+    monkeypatch.setattr(planner, "_TRIED_STEP", 0.0)
     assert a_plan(attempt=attempt).recommended is not None
 
 

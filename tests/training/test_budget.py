@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +86,28 @@ def test_the_guard_stops_between_two_operations_and_leaves_nothing_behind() -> N
         work()
     assert signal.getsignal(budget._SIGNAL) is before
     assert not any(thread.name == "memory budget" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize(("live", "stopped"), [(90, False), (98, False), (105, True)])
+def test_freed_memory_is_given_back_before_a_run_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, live: int, stopped: bool
+) -> None:
+    held, released = [8], []
+
+    class Process:
+        def memory_info(self) -> Any:
+            return SimpleNamespace(rss=(live + held[0]) * 10**6)
+
+    def release() -> None:
+        released.append(held[0])
+        held[0] = 0
+
+    monkeypatch.setattr(budget.psutil, "Process", Process)
+    monkeypatch.setattr(budget, "release_freed_memory", release)
+    expected = pytest.raises(UserError, match="taken by the process") if stopped else nullcontext()
+    with expected, within_budget(of_run(memory="100MB"), torch.device("cpu")):
+        time.sleep(0.3)
+    assert released == [8]
 
 
 def _plain(settings: Sequence[str]) -> Config:
