@@ -44,7 +44,7 @@ Attempt = Callable[[Sequence[str], int, float], Trial]
 #: Classes if there are no images to count them: ImageNet's.
 _UNKNOWN_CLASSES = 1000
 #: A recipe fits if its growth may be this much above the predicted one, or above the one measured in a trial.
-MARGIN, TRIAL_MARGIN = 1.12, 1.06
+MARGIN, TRIAL_MARGIN = 1.12, 1.1
 #: The cosine of a gradient with the exact one from which on it counts as near exact.
 CLOSE = 0.98
 #: Recipes whose step times differ by less are equally fast.
