@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity
 
 from efficient_ft.bench.timing import alternate, summary, waiter
 from efficient_ft.core.errors import SettingError
@@ -28,6 +30,13 @@ Padding = Literal["ortho", "zero", "reflect"]
 
 #: The layers in Table 5 of the LBP-WHT paper.
 TABLE_5 = ("448,1792,7x7", "1792,448,7x7", "768,3072,7x7", "3072,768,7x7")
+
+#: Backward passes that are profiled.
+_PROFILED = 8
+#: Operators that compute matrix products.
+_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution_backward"}
+#: Rows and columns of the product that tells what the processor can do.
+_LARGE = 1024
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,7 @@ def measure_layers(
     device: torch.device | str = "cpu",
     rounds: int = 30,
     warmup: int = 2,
+    profile: bool = False,
 ) -> dict[str, Any]:
     """Time and count the backward pass of layers, exact and low-rank.
 
@@ -81,6 +91,7 @@ def measure_layers(
         device: where the layers run.
         rounds: timed.
         warmup: rounds before these, not timed.
+        profile: also find where the time of a backward pass goes.
 
     Returns:
         The report, for JSON and `tables.report_text`.
@@ -104,7 +115,11 @@ def measure_layers(
         calls = {name: _timed(function, inputs, g, dtype) for name, function in functions.items()}
         result = summary(alternate(calls, rounds, warmup), "exact")
         measured[str(shape)] = {n: {"backward_flops": flops[n], "measured": parts} for n, parts in result.items()}
+        for name, function in functions.items() if profile else ():
+            measured[str(shape)][name]["profile"] = _profiled(function, inputs, g, dtype, flops[name] * batch_size)
+    peak = {"peak_flops_per_second": _peak(torch.device(device), dtype)} if profile else {}
     return {
+        **peak,
         "kind": "layer",
         "batch": batch_size,
         "dtype": precision,
@@ -172,3 +187,55 @@ def _timed(
         return {"forward": times[1] - times[0], "backward": times[2] - times[1]}
 
     return call
+
+
+def _profiled(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], g: Tensor, dtype: torch.dtype, flops: float
+) -> dict[str, float]:
+    """Where the time of a backward pass goes.
+
+    Returns:
+        Seconds of a pass in `products` (matrix products and convolutions), in other `passes` over data, and in the
+        `rest` (dispatch, Python, waiting); the products' FLOPs per second (`rate`); the number of `calls` of operators.
+    """
+    on_gpu, wait = g.device.type == "cuda", waiter(g.device)
+    with torch.autocast(g.device.type, dtype=dtype, enabled=dtype != torch.float32):
+        outputs = [function(*inputs) for _ in range(_PROFILED + 1)]
+    torch.autograd.grad(outputs.pop(), inputs, g)
+    wait()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with torch.profiler.profile(activities=activities) as trace:
+        start = time.perf_counter()
+        for y in outputs:
+            torch.autograd.grad(y, inputs, g)
+        wait()
+        whole = time.perf_counter() - start
+    products = passes = 0.0
+    calls = 0
+    for event in trace.key_averages():
+        if event.key.startswith("aten::"):
+            seconds = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
+            calls += event.count
+            if event.key in _PRODUCTS:
+                products += seconds
+            else:
+                passes += seconds
+    parts = {"products": products, "passes": passes, "rest": max(whole - products - passes, 0.0)}
+    return {
+        **{name: seconds / _PROFILED for name, seconds in parts.items()},
+        "rate": flops * _PROFILED / products,
+        "calls": calls / _PROFILED,
+    }
+
+
+def _peak(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOPs per second of a large matrix product."""
+    a, b = (torch.randn(_LARGE, _LARGE, device=device, dtype=dtype) for _ in range(2))
+    wait, seconds = waiter(device), []
+    for _ in range(10):
+        wait()
+        start = time.perf_counter()
+        torch.mm(a, b)
+        wait()
+        seconds.append(time.perf_counter() - start)
+    return 2 * _LARGE**3 / statistics.median(seconds)

@@ -130,7 +130,31 @@ def _layer(report: Mapping[str, Any]) -> str:
         ]
         settings = ", ".join(str(report[name]) for name in ("dtype", "layout", "projector"))
         texts.append(f"{shape}, batch {report['batch']}, {settings}; baseline: exact\n{table(rows)}")
+        if all("profile" in of for of in functions.values()):
+            texts.append(_layer_profile(report["peak_flops_per_second"], functions))
     return "\n\n".join(texts)
+
+
+def _layer_profile(peak: float, functions: Mapping[str, Any]) -> str:
+    """Where the time of the layer's backward passes goes."""
+    rows = [["", "products ms", "GFLOP/s", "passes ms", "rest ms", "calls"]]
+    for name, of in functions.items():
+        profile = of["profile"]
+        times = [f"{profile[part] * 1e3:.2f}" for part in ("products", "passes", "rest")]
+        rows.append([name, times[0], f"{profile['rate'] / 1e9:.0f}", *times[1:], f"{profile['calls']:.0f}"])
+    return (
+        f"{table(rows)}\n"
+        f"products: matrix products and convolutions (one of 1024³ reaches {peak / 1e9:.0f} GFLOP/s here); passes:"
+        " other operators; rest: dispatch, Python; calls: of operators"
+    )
+
+
+#: What parts of a loop's step are called, where their key says too little.
+_LOOP = {"data": "data wait"}
+
+
+def _percent(of: Mapping[str, float]) -> str:
+    return f"{of['median']:.2f} % [{of['q1']:.2f}–{of['q3']:.2f}]"
 
 
 def _loop(report: Mapping[str, Any]) -> str:
@@ -138,12 +162,14 @@ def _loop(report: Mapping[str, Any]) -> str:
     for job, of in report["jobs"].items():
         model = "".join(f", {of[name]}" for name in ("model", "dtype") if name in of)
         rounds = len(of["framework"]["seconds"])
-        rows = [["", "step ms"], *([name, _ms(of[name])] for name in ("bare loop", "framework"))]
-        over = of["overhead_percent"]
-        texts.append(
-            f"{job}{model}, batch {of['batch']}, {rounds} rounds; baseline: bare loop\n{table(rows)}\n"
-            f"the framework adds {over['median']:.2f} % [{over['q1']:.2f}–{over['q3']:.2f}] per step"
-        )
+        names = [name for name in ("bare loop", "framework", "data") if name in of]
+        lines = [table([["", "ms per step"], *([_LOOP.get(name, name), _ms(of[name])] for name in names)])]
+        if over := of.get("overhead_percent"):
+            lines.append(f"the framework adds {_percent(over)} per step")
+        if waits := of.get("data_percent"):
+            lines.append(f"a step waits for its batch {_percent(waits)} of its time, without worker processes")
+        baseline = "; baseline: bare loop" if over else ""
+        texts.append("\n".join([f"{job}{model}, batch {of['batch']}, {rounds} rounds{baseline}", *lines]))
     return "\n\n".join(texts)
 
 

@@ -130,6 +130,7 @@ def _parser() -> argparse.ArgumentParser:
         default="ortho",
         help="padding of the WHT projector (default ortho)",
     )
+    layer.add_argument("--profile", action="store_true", help="also print where the time of a backward pass goes")
     layer.add_argument("--layout", choices=("tokens", "map"), default="tokens", help="linear, or 1×1 convolution")
 
     loop = kind("loop", _loop, 60, "a step of the framework and of a bare PyTorch loop")
@@ -141,6 +142,8 @@ def _parser() -> argparse.ArgumentParser:
         " default and deit_small)",
     )
     loop.add_argument("--batch", type=_count, help="batch size (default: the job's own; 8 for a model)")
+    loop.add_argument("--images", type=Path, metavar="DIR", help="images in folders (default: the digits)")
+    loop.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of all jobs")
 
     gradient = kind("gradient", _gradient, None, "gradients of recipes compared with the exact ones, on one network")
     gradient.add_argument("recipes", nargs="+", metavar="RECIPE")
@@ -384,6 +387,7 @@ def _layer(options: argparse.Namespace) -> dict[str, Any]:
         device=options.device,
         rounds=options.rounds,
         warmup=options.warmup,
+        profile=options.profile,
     )
 
 
@@ -398,6 +402,8 @@ def _loop(options: argparse.Namespace) -> dict[str, Any]:
         device=options.device,
         rounds=options.rounds,
         warmup=options.warmup,
+        images=options.images,
+        settings=options.set,
     )
 
 

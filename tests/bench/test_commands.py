@@ -13,6 +13,7 @@ from torch import Tensor
 from efficient_ft.cli.commands import run_command
 from efficient_ft.models.prefix import FrozenPrefix
 from tests.conftest import REPOSITORY
+from tests.data.pictures import save
 
 
 def run(*arguments: str) -> None:
@@ -154,16 +155,23 @@ def test_without_a_frozen_prefix_there_is_none_to_report(tmp_path: Path):
 
 
 @pytest.mark.parametrize("layout", ["tokens", "map"])
-def test_one_layer(tmp_path: Path, layout: str):
+def test_one_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str):
     file = tmp_path / "layer.json"
-    arguments = f"layer --shape 24,40,7x7 --batch 2 --orders 2,15 --rounds 2 --warmup 1 --layout {layout} --json"
-    run(*arguments.split(), str(file))
-    (shape,) = json.loads(file.read_text(encoding="utf-8"))["shapes"].values()
+    arguments = f"layer --shape 24,40,7x7 --batch 2 --orders 2,15 --rounds 2 --warmup 1 --layout {layout}"
+    run(*arguments.split(), "--profile", "--json", str(file))
+    report = json.loads(file.read_text(encoding="utf-8"))
+    (shape,) = report["shapes"].values()
     assert set(shape) == {"exact", "order 2", "order 15"}
     assert shape["exact"]["backward_flops"] == 4 * 24 * 40 * 49
     # 3 coefficients of 49 positions: 2·49·3 per projected channel, in and out of g_y, x's gradient back; the bias
     projections = 2 * 49 * 3 * (24 + 40)
     assert shape["order 2"]["backward_flops"] == pytest.approx(4 * 24 * 40 * 3 + projections, rel=0.02)
+    for of in shape.values():
+        profile = of["profile"]
+        assert profile["rate"] == pytest.approx(2 * of["backward_flops"] / profile["products"])
+        assert min(profile[part] for part in ("products", "passes", "calls")) > 0
+    assert shape["order 2"]["profile"]["calls"] > shape["exact"]["profile"]["calls"]
+    assert f"reaches {report['peak_flops_per_second'] / 1e9:.0f} GFLOP/s" in capsys.readouterr().out
 
 
 def test_gradients_compared_with_the_exact_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -207,6 +215,26 @@ def test_the_framework_against_a_bare_loop(tmp_path: Path):
         100 * (f / b - 1) for b, f in zip(job["bare loop"]["seconds"], job["framework"]["seconds"], strict=True)
     )
     assert job["overhead_percent"]["median"] == pytest.approx(overhead[1])
+    shares = sorted(100 * d / f for d, f in zip(job["data"]["seconds"], job["framework"]["seconds"], strict=True))
+    assert job["data_percent"]["median"] == pytest.approx(shares[1])
+
+
+def test_a_loop_that_reads_stored_features(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    for number in range(8):
+        save(tmp_path / "images" / "train" / f"class{number % 2}" / f"{number}.jpg", number)
+        save(tmp_path / "images" / "val" / f"class{number % 2}" / f"{number}.jpg", number + 8)
+    monkeypatch.chdir(tmp_path)
+    settings = ["method=head", "trainer.cache_features=on", "trainer.views=1"]
+    arguments = ["loop", "--job", "default", "--images", "images", "--batch", "4", "--rounds", "4", "--warmup", "2"]
+    run(*arguments, *(f"--set={setting}" for setting in settings), "--json", "loop.json")
+    (job,) = json.loads(Path("loop.json").read_text(encoding="utf-8"))["jobs"].values()
+    assert len(job["data"]["seconds"]) == len(job["framework"]["seconds"]) == 4
+    printed = capsys.readouterr().out
+    assert "data wait" in printed
+    assert "bare loop" not in job
+    assert "bare loop" not in printed
 
 
 @pytest.mark.parametrize(
@@ -230,6 +258,8 @@ def test_the_framework_against_a_bare_loop(tmp_path: Path):
         ("layer --orders 2,16", "--orders must be integers from 1 to 15, got 16."),
         ("layer --device warp", "--device must be cpu, cuda or cuda:N, got warp."),
         ("loop --job no_such_model", "no_such_model"),
+        ("loop --job default --images no_such_folder", "no_such_folder"),
+        ("loop --job default --set data.num_workers=2", "data.num_workers must be 0, got 2. Loading is timed in one"),
     ],
 )
 def test_a_mistake_is_one_message_and_status_2(capsys: pytest.CaptureFixture[str], arguments: str, message: str):
