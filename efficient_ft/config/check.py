@@ -107,6 +107,7 @@ def _check_together(config: Config) -> None:
 
 
 def _check_data(key: str, data: DataConfig) -> None:
+    parse_bytes(f"{key}.decoded_limit", data.decoded_limit)
     if data.augment.scale[0] > data.augment.scale[1]:
         raise SettingError(f"{key}.augment.scale", list(data.augment.scale), "[smallest, largest]")
     if data.augment.name == "none" and data.augment.resize != "input":

@@ -28,6 +28,8 @@ _NO_EFFECT: dict[str, Any] = {
     "trainer": {"progress", "accelerator", "cache_folder", "cache_limit"},
 }
 
+_DATA_NO_EFFECT = {"num_workers", "download", "eval_batch_size", "keep_decoded", "decoded_folder", "decoded_limit"}
+
 
 def fingerprint(config: Config) -> str:
     """Return 8 hex digits of the settings that affect the result of a run: equal for runs that train the same."""
@@ -50,7 +52,7 @@ def fingerprint(config: Config) -> str:
 
 def _content(data: DataConfig) -> dict[str, Any]:
     """The settings of a data set that affect a result."""
-    what = data.model_dump(mode="json", exclude={"num_workers", "download", "eval_batch_size"})
+    what = data.model_dump(mode="json", exclude=_DATA_NO_EFFECT)
     if data.train_on_val:  # a later setting: the runs from before it keep their folders
         del what["train_on_val"]
     # A published data set is the same in any place; a folder of images is identified by its path.

@@ -91,6 +91,11 @@ class DataConfig(Section):
     on_corrupt: Literal["stop", "skip"] = "stop"
     augment: AugmentConfig = AugmentConfig()
     download: bool = True
+    #: Keep decoded and resized images on disk, for later epochs and runs; auto: if there is room.
+    keep_decoded: Literal["off", "auto", "on"] = "auto"
+    decoded_folder: Name = "outputs/decoded"
+    #: More bytes of decoded images are not kept.
+    decoded_limit: str | int | float = "4GB"
 
 
 class OptimConfig(Section):

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -14,9 +15,11 @@ from tqdm import tqdm
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.data.decoded import DecodedImages
 from efficient_ft.data.images import Transform, printable, read_image
 from efficient_ft.data.listing import Listing, Samples, stratified_split
 from efficient_ft.data.loader import Loader, SplitDataset, make_loader
+from efficient_ft.data.row_store import require_room
 from efficient_ft.data.sampler import CounterSampler
 
 if TYPE_CHECKING:
@@ -64,6 +67,7 @@ class ImageData:
         self._skipped: dict[str, str] = {}
         if config.on_corrupt == "skip":
             listing = self._without_corrupt(listing)
+        self._decoded: dict[str, DecodedImages] = {}
         self.best_split: Split = config.select_best_on
         self._parts = self._split(listing)
         train = len(self._parts["train"])
@@ -149,7 +153,7 @@ class ImageData:
         sampler = CounterSampler(len(self._parts["train"]), self._seed, rank, world)
         size = self._config.batch_size
         drop_last = len(sampler) > size and len(sampler) % size == 1
-        images = SplitDataset(self._parts["train"], self._train_transform, self._seed)
+        images = self._images("train", self._train_transform)
         return make_loader(wrap(images), sampler, self._config.num_workers, size, drop_last)
 
     def eval_loader(self, split: Split, rank: int = 0, world: int = 1, wrap: Wrap = _unchanged) -> Loader:
@@ -169,9 +173,48 @@ class ImageData:
             raise UserError(f"This data set has no {split} images. It has {' and '.join(have)} images.")
         part = self._parts[split]
         sampler = CounterSampler(len(part), self._seed, rank, world, shuffle=False)
-        images = SplitDataset(part, self.transform_eval, self._seed)
+        images = self._images(split, self.transform_eval)
         batch_size = self._config.eval_batch_size or self._config.batch_size
         return make_loader(wrap(images), sampler, self._config.num_workers, batch_size)
+
+    def _images(self, split: str, transform: Transform) -> SplitDataset:
+        return SplitDataset(self._parts[split], transform, self._seed, self._decoded.get(split))
+
+    def keep_decoded(self, epochs: int) -> None:
+        """Keep decoded images on disk from now on, if `data.keep_decoded` and the room there allow it.
+
+        Those that every epoch reads: the training images, and those on which the best epoch is chosen. A note says what
+        is kept, or why nothing is. Images in memory need no decoding.
+
+        Args:
+            epochs: of the run; a single one gains nothing.
+
+        Raises:
+            SettingError: with ``data.keep_decoded=on``, if images have no common size, or there is no room.
+        """
+        config, on = self._config, self._config.keep_decoded == "on"
+        transforms = {"train": self._train_transform, self.best_split: self.transform_eval}
+        files = {split: part for split, part in self._parts.items() if split in transforms and part.is_files}
+        if config.keep_decoded == "off" or not files or (epochs == 1 and not on):
+            return
+        if any(transforms[split].resized_shape is None for split in files):
+            if on:
+                raise SettingError("data.augment.resize", "none", "input, or a size, with data.keep_decoded=on")
+            return
+        stores = {split: DecodedImages(Path(config.decoded_folder), files[split], transforms[split]) for split in files}
+        sizes = {store.folder: store.bytes for store in stores.values()}
+        try:
+            require_room("data.decoded", config.decoded_limit, sizes, "decoded images", "Or use data.keep_decoded=off.")
+        except SettingError as error:
+            if on:
+                raise
+            self._notes.append(f"Images are decoded in every epoch (data.keep_decoded=auto): {error}")
+            return
+        self._decoded = stores
+        self._notes.append(
+            f"Decoded images are kept for later epochs and runs (data.keep_decoded): {sum(sizes.values()) / 1e6:.1f} MB"
+            f" in {config.decoded_folder}, which may be deleted at any time."
+        )
 
     def content_digest(self) -> str:
         """Hex digits of the training images and of those that choose the best epoch, see `Samples.content_digest`."""

@@ -97,6 +97,13 @@ class Transform:
         self._mean = torch.tensor(input.mean, dtype=torch.float32).view(channels, 1, 1)
         self._std = torch.tensor(input.std, dtype=torch.float32).view(channels, 1, 1)
 
+    @property
+    def resized_shape(self) -> tuple[int, ...] | None:
+        """Shape of a resized image, (H, W, 3), or (H, W) if it is gray; None: images keep their own size."""
+        if self.resize_size is None:
+            return None
+        return self.resize_size if self._gray else (*self.resize_size, 3)
+
     def resize(self, image: Image.Image) -> Image.Image:
         """Resize; deterministic, so the result may be cached."""
         image = image.convert("L") if self._gray else image

@@ -31,6 +31,11 @@ class Samples:
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def is_files(self) -> bool:
+        """True if the images are paths of files, False if they are pixels in memory."""
+        return isinstance(self.images, list)
+
     def take(self, indices: np.ndarray) -> Samples:
         """Return the samples at `indices`, in that order."""
         images = self.images[indices] if isinstance(self.images, np.ndarray) else [self.images[i] for i in indices]

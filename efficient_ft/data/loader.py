@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.data.decoded import DecodedImages
 from efficient_ft.data.images import Transform, read_image
 from efficient_ft.data.listing import Samples
 
@@ -38,10 +39,11 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
         samples: the split.
         transform: applied to each image.
         seed: of the augmentation.
+        decoded: keeps the resized images of files; None: files are decoded whenever they are read.
     """
 
-    def __init__(self, samples: Samples, transform: Transform, seed: int) -> None:
-        self._transform, self._seed = transform, seed
+    def __init__(self, samples: Samples, transform: Transform, seed: int, decoded: DecodedImages | None = None) -> None:
+        self._transform, self._seed, self._decoded = transform, seed, decoded
         self._labels = torch.from_numpy(samples.labels)
         self._paths: list[str] | None = None
         self._pixels: Tensor | None = None
@@ -70,7 +72,13 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
             image = Image.fromarray(self._pixels[index].numpy())
             return image if self._resized else self._transform.resize(image)
         assert self._paths is not None
-        return self._transform.resize(read_image(self._paths[index], target_size=self._transform.resize_size))
+        kept = None if self._decoded is None else self._decoded.read(index)
+        if kept is not None:
+            return kept
+        image = self._transform.resize(read_image(self._paths[index], target_size=self._transform.resize_size))
+        if self._decoded is not None:
+            self._decoded.keep(index, image)
+        return image
 
     def _augmented(self, keys: list[tuple[int, int]]) -> list[Image.Image]:
         # torchvision's transforms draw from torch's CPU generator; its state is restored afterwards. Not through

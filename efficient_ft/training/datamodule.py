@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
@@ -38,14 +39,38 @@ def open_images(config: Config, spec: InputSpec) -> ImageData | RoundRobinData:
         return open_data(config.data, spec, config.seed)
     parts = {}
     for task, data in config.tasks.items():
-        try:
+        with _settings_of_task(task):
             parts[task] = open_data(data, spec, config.seed)
-        except SettingError as error:
-            # `open_data` names the settings of a single data set.
-            error.setting = error.setting.replace("data.", f"tasks.{task}.", 1)
-            error.args = (str(error).replace("data.", f"tasks.{task}.", 1),)
-            raise
     return RoundRobinData(parts, config.trainer.grad_accum_steps)
+
+
+def keep_decoded(images: ImageData | RoundRobinData, epochs: int) -> None:
+    """Keep decoded images on disk, as `ImageData.keep_decoded`, of each data set of the run.
+
+    Args:
+        images: of the run.
+        epochs: of the run.
+
+    Raises:
+        SettingError: as `ImageData.keep_decoded`; with several tasks named as in `open_images`.
+    """
+    if isinstance(images, ImageData):
+        images.keep_decoded(epochs)
+        return
+    for task, part in images.parts.items():
+        with _settings_of_task(task):
+            part.keep_decoded(epochs)
+
+
+@contextmanager
+def _settings_of_task(task: str) -> Iterator[None]:
+    """Name the settings of errors, which are those of a single data set, as the settings of a task."""
+    try:
+        yield
+    except SettingError as error:
+        error.setting = error.setting.replace("data.", f"tasks.{task}.", 1)
+        error.args = (str(error).replace("data.", f"tasks.{task}.", 1),)
+        raise
 
 
 def run_length(config: Config, images: ImageData | RoundRobinData, world: int) -> tuple[int, int]:

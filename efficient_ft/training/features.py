@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -22,11 +21,11 @@ from torch.utils.data import Dataset
 
 from efficient_ft.config import Config
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.core.units import parse_bytes
 from efficient_ft.cost.executed import AUTOCAST
 from efficient_ft.cost.run_flops import FlopsCounter
 from efficient_ft.data import ImageData
 from efficient_ft.data.loader import LoadFailure, SplitDataset
+from efficient_ft.data.row_store import RowStore, StoreFullError, require_room
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.declarations import Axis
 from efficient_ft.models import factory
@@ -36,7 +35,7 @@ from efficient_ft.record.environment import device_name
 from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.results import FeaturesReport, PrefixReport
 from efficient_ft.training.console import format_bytes, say
-from efficient_ft.training.feature_store import FeatureStore, RowForm, StoreFullError
+from efficient_ft.training.row_form import RowForm
 from efficient_ft.training.trainer import bf16_is_emulated
 
 #: Changes when stores of earlier versions cannot be used any more.
@@ -61,7 +60,7 @@ class FeatureDataset(Dataset[Any]):
         views: the number of views; epoch e has view e mod `views`.
     """
 
-    def __init__(self, images: SplitDataset, store: FeatureStore, first: int, views: int) -> None:
+    def __init__(self, images: SplitDataset, store: RowStore, first: int, views: int) -> None:
         self._images, self._store, self._first, self._views = images, store, first, views
 
     def __len__(self) -> int:
@@ -94,7 +93,7 @@ class RunFeatures:
         train: the number of training images.
     """
 
-    def __init__(self, prefix: FrozenPrefix, form: RowForm, store: FeatureStore, views: int, train: int) -> None:
+    def __init__(self, prefix: FrozenPrefix, form: RowForm, store: RowStore, views: int, train: int) -> None:
         self.prefix, self.form, self.store, self.views = prefix, form, store, views
         self._evaluated = views * train
         self._known = store.written()
@@ -406,8 +405,9 @@ def run_features(
     form = RowForm(options.cache_dtype, prefix.values)
     about = {**_about(config, images, prefix, device), "form": str(prefix.form)}
     folder, rows = Path(options.cache_folder) / _key(about, prefix.form), views * train + evaluated
-    _require_room(options.cache_limit, folder, rows * form.bytes)
-    store = FeatureStore(folder, about, rows, form.bytes)
+    how = "Or use fewer trainer.views, trainer.cache_dtype=int8, or trainer.cache_features=off."
+    require_room("trainer.cache", options.cache_limit, {folder: rows * form.bytes}, "features", how)
+    store = RowStore(folder, about, rows, form.bytes)
     missing = store.missing()
     say(
         f"Features of {prefix.end} ({' × '.join(map(str, prefix.shape))}, {form.name}):"
@@ -441,23 +441,6 @@ def _key(about: dict[str, Any], form: Form) -> str:
     """The name of the folder of stored features."""
     text = json.dumps({**about, "form": str(form)}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _require_room(limit: str | int | float, folder: Path, size: int) -> None:
-    """Refuse features that are larger than the limit, or than what the disk has left for them."""
-    how = "Or use fewer trainer.views, trainer.cache_dtype=int8, or trainer.cache_features=off."
-    if size > parse_bytes("trainer.cache_limit", limit):
-        raise SettingError("trainer.cache_limit", limit, f"at least {size / 1e9:.2f}GB for these features", how)
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    taken = sum(file.stat().st_blocks * 512 for file in folder.glob("*")) if folder.exists() else 0
-    free = shutil.disk_usage(there).free
-    if size - taken > free:
-        raise SettingError(
-            "trainer.cache_folder",
-            folder.parent,
-            f"on a disk with {(size - taken) / 1e9:.2f} GB left for these features ({free / 1e9:.2f} GB are)",
-            how,
-        )
 
 
 @torch.no_grad()

@@ -46,7 +46,7 @@ from efficient_ft.training import checkpoint, export
 from efficient_ft.training.budget import budget_of, refuse_over_budget, within_budget
 from efficient_ft.training.console import quiet_lightning, results_text, say
 from efficient_ft.training.costs import cost_only, cost_report
-from efficient_ft.training.datamodule import RunDataModule, missing_images, open_images, run_length
+from efficient_ft.training.datamodule import RunDataModule, keep_decoded, missing_images, open_images, run_length
 from efficient_ft.training.evaluate import data_report, evaluate
 from efficient_ft.training.features import FeatureCallback
 from efficient_ft.training.folder import (
@@ -114,6 +114,7 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
     L.seed_everything(config.seed, verbose=False)
     spec = factory.input_of(config.model)
     images = open_images(config, spec)
+    keep_decoded(images, config.trainer.epochs)
     report = images.report()
     refuse_other_images(config, folder, images_digest(report))
     for note in report["notes"]:

@@ -11,10 +11,11 @@ import torch
 
 from efficient_ft.config import Config, check, fingerprint
 from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.data import row_store
+from efficient_ft.data.row_store import RowStore, StoreFullError
 from efficient_ft.models.prefix_form import Form
 from efficient_ft.training import checkpoint
 from efficient_ft.training import features as features_module
-from efficient_ft.training.feature_store import FeatureStore, StoreFullError
 from efficient_ft.training.run import run
 from tests.training.runs import assert_same_run, interrupted_at, plain_config, rows_of
 
@@ -154,15 +155,15 @@ def test_a_disk_that_fills_ends_the_filling_and_not_the_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    write, calls = FeatureStore.write, []
+    write, calls = RowStore.write, []
 
-    def full_after_three(self: FeatureStore, *args: Any) -> None:
+    def full_after_three(self: RowStore, *args: Any) -> None:
         calls.append(args)
         if len(calls) > 3:
             raise StoreFullError
         write(self, *args)
 
-    monkeypatch.setattr(FeatureStore, "write", full_after_three)
+    monkeypatch.setattr(RowStore, "write", full_after_three)
     run(small(trainer__views=1), tmp_path / "full")
     assert len(calls) == 4
     printed = capsys.readouterr().out
@@ -202,7 +203,7 @@ def test_what_cannot_be_stored_is_refused_before_training(
 def test_a_disk_without_room_is_refused(
     tmp_path: Path, small: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(features_module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    monkeypatch.setattr(row_store.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
     with pytest.raises(SettingError, match=r"trainer\.cache_folder must be on a disk with .* left for these features"):
         run(small(), tmp_path / "run")
     assert not stores(tmp_path)

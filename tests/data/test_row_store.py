@@ -1,4 +1,4 @@
-"""The feature store: rows are read as they were written, after a kill, damage, a full disk, and by many processes."""
+"""The row store: rows are read as they were written, after a kill, damage, a full disk, and by many processes."""
 
 from __future__ import annotations
 
@@ -11,62 +11,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from efficient_ft.core.errors import UserError
-from efficient_ft.training.feature_store import FORMS, FeatureStore, RowForm, StoreFullError
+from efficient_ft.data.row_store import RowStore, StoreFullError
 
 ABOUT = {"network": "a network"}
 
 
-def rows_of(form: RowForm, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    values = torch.randn(count, form.values, generator=torch.Generator().manual_seed(seed)) * 5
-    return values, form.encode(values)
+def bytes_of(rows: int, row_bytes: int = 80) -> Tensor:
+    return torch.randint(256, (rows, row_bytes), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
-# ------------------------------------------------------------------------------------------------ forms
-@settings(max_examples=30, deadline=None)
-@given(values=st.integers(1, 300), count=st.integers(1, 5), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
-def test_values_come_back_within_the_precision_of_the_form(values: int, count: int, dtype: torch.dtype) -> None:
-    x = (torch.randn(count, values, generator=torch.Generator().manual_seed(values)) * 5).to(dtype)
-    for name in FORMS:
-        form = RowForm(name, values)
-        rows = form.encode(x)
-        assert (rows.dtype, rows.shape) == (torch.uint8, (count, form.bytes))
-        found = form.decode(rows)
-        assert (found.dtype, found.shape) == (torch.float32, (count, values))
-        if name == "fp32":
-            assert torch.equal(found, x.float())
-        elif name == "fp16":
-            assert torch.equal(found, x.float().half().float())
-        else:  # half a step of 255 of the range of a group, and the rounding of fp16
-            for begin in range(0, values, 64):
-                part, back = x[:, begin : begin + 64].float(), found[:, begin : begin + 64]
-                span = (part.amax(1) - part.amin(1))[:, None]
-                assert ((part - back).abs() <= span * (0.5 / 255 + 2e-3) + part.abs().amax() * 2e-3).all()
-        alone = form.encode(x[-1:])
-        assert torch.equal(alone, rows[-1:]), "a row does not depend on the others"
-
-
-@pytest.mark.parametrize("name", ["fp16", "int8"])
-def test_values_that_a_form_does_not_hold_are_refused(name: str) -> None:
-    large = torch.tensor([[0.0, 1.0, 1e9]])
-    with pytest.raises(UserError, match=rf"too large to be stored as {name}\. Store them as fp32\."):
-        RowForm(name, 3).encode(large)
-    assert torch.equal(RowForm("fp32", 3).decode(RowForm("fp32", 3).encode(large)), large)
-    assert RowForm(name, 3).decode(RowForm(name, 3).encode(torch.tensor([[0.0, 1.0, torch.nan]])))[0, 2].isnan()
-
-
-# ------------------------------------------------------------------------------------------------ rows
-def a_store(folder: Path, rows: int = 10, row_bytes: int = 80) -> FeatureStore:
-    return FeatureStore(folder, ABOUT, rows, row_bytes)
+def a_store(folder: Path, rows: int = 10, row_bytes: int = 80) -> RowStore:
+    return RowStore(folder, ABOUT, rows, row_bytes)
 
 
 def test_rows_are_there_once_they_are_written_for_every_process_and_run(tmp_path: Path) -> None:
-    form = RowForm("fp32", 20)
-    store, (_, rows) = a_store(tmp_path / "of" / "it"), rows_of(form, 10)
+    store, rows = a_store(tmp_path / "of" / "it"), bytes_of(10)
     assert store.missing() == 10
     assert store.read([0]) is None
     store.write([7, 0], rows[[7, 0]])
@@ -89,7 +50,7 @@ def test_a_store_takes_no_space_before_its_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["bytes", "shorter"])
 def test_a_damaged_row_is_not_there_until_it_is_written_again(tmp_path: Path, damage: str) -> None:
-    _, rows = rows_of(RowForm("fp32", 20), 10)
+    rows = bytes_of(10)
     a_store(tmp_path).write(range(10), rows)
     if damage == "bytes":
         with open(tmp_path / "rows", "r+b") as file:
@@ -106,12 +67,10 @@ def test_a_damaged_row_is_not_there_until_it_is_written_again(tmp_path: Path, da
 
 
 def test_a_row_cut_off_in_writing_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, rows = rows_of(RowForm("fp32", 20), 10)
+    rows = bytes_of(10)
     store = a_store(tmp_path)
     store.write([0], rows[[0]])
-    monkeypatch.setattr(
-        "efficient_ft.training.feature_store._checksum", lambda row: (_ for _ in ()).throw(KeyboardInterrupt)
-    )
+    monkeypatch.setattr("efficient_ft.data.row_store._checksum", lambda row: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         store.write([1], rows[[1]])
     monkeypatch.undo()
@@ -137,7 +96,7 @@ class _Full:
 
 
 def test_a_full_disk_is_told_apart_from_other_errors(tmp_path: Path) -> None:
-    _, rows = rows_of(RowForm("fp32", 20), 10)
+    rows = bytes_of(10)
     store = a_store(tmp_path)
     assert store.read([0]) is None  # opens the files
     store._file = _Full(100)  # type: ignore[assignment]
@@ -153,7 +112,7 @@ def _write_share(folder: Path, share: int, rows: Tensor) -> None:
 
 
 def test_several_processes_write_the_same_store(tmp_path: Path) -> None:
-    _, rows = rows_of(RowForm("fp32", 20), 200)
+    rows = bytes_of(200)
     processes = [multiprocessing.Process(target=_write_share, args=(tmp_path, share, rows)) for share in range(3)]
     for process in processes:
         process.start()
@@ -168,7 +127,7 @@ def test_several_processes_write_the_same_store(tmp_path: Path) -> None:
 def test_threads_read_and_write_at_once(tmp_path: Path) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    _, rows = rows_of(RowForm("fp32", 20), 200)
+    rows = bytes_of(200)
     store = a_store(tmp_path, rows=200)
 
     def work(row: int) -> bool:

@@ -1,4 +1,4 @@
-"""Features of images in a file: rows of equal length, each with a checksum, read and written by several processes.
+"""Rows of equal length in a file, each with a checksum, read and written by several processes.
 
 A row is there once its checksum is. Writing a row ends with its checksum, so a process that is killed leaves no half
 row, and two processes that write the same row write the same bytes. Rows are read with ordinary reads: pages of a
@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import threading
 import zlib
 from collections.abc import Mapping, Sequence
@@ -21,14 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from efficient_ft.core.errors import UserError
-from efficient_ft.ops.packing.groups import group_pack, group_unpack
+from efficient_ft.core.errors import SettingError
+from efficient_ft.core.units import parse_bytes
 
-#: Ways in which values are stored.
-FORMS = ("fp32", "fp16", "int8")
-
-#: Values of a group with 8 bits, which has a minimum and a step.
-_GROUP = 64
 #: What a disk without room, or a user without a share of it left, answers.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 #: Marks a checksum as written.
@@ -39,61 +35,7 @@ class StoreFullError(Exception):
     """The disk has no room for another row."""
 
 
-class RowForm:
-    """How a row of values is stored.
-
-    Args:
-        name: one of `FORMS`. ``int8`` is groups of 64 values with 8 bits each, and a minimum and a step in fp16.
-        values: of a row.
-    """
-
-    def __init__(self, name: str, values: int) -> None:
-        assert name in FORMS
-        self.name, self.values = name, values
-        self._groups = -(-values // _GROUP)
-        #: Of a row.
-        self.bytes = {"fp32": 4 * values, "fp16": 2 * values, "int8": self._groups * (_GROUP + 4)}[name]
-
-    def encode(self, values: Tensor) -> Tensor:
-        """Return values (B, n) of any floating type as bytes (B, `bytes`).
-
-        Raises:
-            UserError: a value is too large for the form.
-        """
-        values = values.float()
-        if self.name == "fp32":
-            return values.contiguous().view(torch.uint8)
-        if self.name == "fp16":
-            halves = values.half()
-            self._require(halves.isfinite() | ~values.isfinite())
-            return halves.contiguous().view(torch.uint8)
-        last = values[:, -1:].expand(-1, self._groups * _GROUP - self.values)
-        codes, ranges = group_pack(torch.cat([values, last], 1), 8, _GROUP)
-        self._require(ranges.isfinite().all() | ~values.isfinite().all())
-        of_rows = ranges.view(2, len(values), -1).transpose(0, 1).flatten(1).contiguous()
-        return torch.cat([codes.view(len(values), -1), of_rows.view(torch.uint8)], 1)
-
-    def decode(self, rows: Tensor) -> Tensor:
-        """Return the values (B, n), fp32, of bytes (B, `bytes`)."""
-        if self.name == "fp32":
-            return rows.view(torch.float32)
-        if self.name == "fp16":
-            return rows.view(torch.float16).float()
-        codes, of_rows = rows.split([self._groups * _GROUP, 4 * self._groups], 1)
-        ranges = of_rows.contiguous().view(torch.float16).view(len(rows), 2, -1).transpose(0, 1)
-        flat = group_unpack(
-            codes.reshape(-1, _GROUP), ranges.reshape(2, -1).contiguous(), codes.numel(), 8, torch.float32
-        )
-        return flat.view(len(rows), -1)[:, : self.values]
-
-    def _require(self, fits: Tensor) -> None:
-        if not fits.all():
-            raise UserError(
-                f"The features have values that are too large to be stored as {self.name}. Store them as fp32."
-            )
-
-
-class FeatureStore:
+class RowStore:
     """Rows of bytes in a folder; the same folder may be open in several processes and threads.
 
     A copy that is pickled for a worker process opens the files there again.
@@ -200,6 +142,35 @@ class FeatureStore:
     def _sum(self, row: int) -> int:
         self._sums.seek(row * 8)
         return int.from_bytes(self._sums.read(8), "little")
+
+
+def require_room(settings: str, limit: str | int | float, stores: Mapping[Path, int], what: str, how: str) -> None:
+    """Refuse rows that are larger than a limit, or than what the disk has left for them.
+
+    Args:
+        settings: the beginning of the names of two settings, ``<settings>_limit`` and ``<settings>_folder``.
+        limit: the largest size, with a unit.
+        stores: bytes of all rows of each store, by its folder, which need not exist; all in one folder.
+        what: they are.
+        how: the user can do without them.
+
+    Raises:
+        SettingError: `limit` is no size, or is too small, or the disk is too full.
+    """
+    size = sum(stores.values())
+    if size > parse_bytes(f"{settings}_limit", limit):
+        raise SettingError(f"{settings}_limit", limit, f"at least {size / 1e9:.2f}GB for these {what}", how)
+    (parent,) = {folder.parent for folder in stores}
+    there = next(path for path in (parent, *parent.absolute().parents) if path.exists())
+    taken = sum(file.stat().st_blocks * 512 for folder in stores for file in folder.glob("*"))
+    free = shutil.disk_usage(there).free
+    if size - taken > free:
+        raise SettingError(
+            f"{settings}_folder",
+            parent,
+            f"on a disk with {(size - taken) / 1e9:.2f} GB left for these {what} ({free / 1e9:.2f} GB are)",
+            how,
+        )
 
 
 def _checksum(row: np.ndarray) -> int:
