@@ -1,0 +1,129 @@
+"""Train a network with each method, and note how long each takes to come near full fine-tuning's accuracy.
+
+    python scripts/time_to_accuracy.py --network deit_tiny --weights FILE --images DIR --json FILE
+
+DIR has class folders in train/ and test/. Every run is one of the command line, in a process of its own, one at a time;
+its accuracy on the test images is measured after every epoch, and so is the time since its training began, evaluation
+included. Runs whose name has `cached` store the features of their frozen part, in a folder that is empty when the first
+of them begins. Runs that the file has already are not repeated. A table is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from efficient_ft.core.text import table
+from efficient_ft.record.environment import environment
+from efficient_ft.record.rows import MetricsFile
+
+#: Settings of the networks. Learning rates are those that did best in short trials with one seed.
+NETWORKS = {
+    "deit_tiny": ["model=deit_tiny", "model.image_size=112", "optim.head_lr_mult=20", "optim.lr=1e-4"],
+    "efficientnet_lite0": ["model=timm", "model.name=tf_efficientnet_lite0", "model.image_size=128", "optim.lr=5e-4"],
+}
+_CACHED = ["trainer.cache_features=on", "trainer.views=2", "trainer.prefix=auto"]
+_LAST_BLOCKS = ["method=blocks", "method.blocks.blocks=[8,9,10,11]"]
+RECIPES = {
+    "deit_tiny": {
+        "full": ["method=full"],
+        "full+lbp_dct": ["method=[full,lbp_dct]"],
+        "bitfit": ["method=bitfit", "optim.lr=2e-3", "optim.head_lr_mult=1"],
+        "lora_all": ["method=lora_all", "optim.lr=2e-3", "optim.head_lr_mult=1"],
+        "bsr": ["method=bsr", "optim.lr=5e-4"],
+        "blocks": _LAST_BLOCKS,
+        "blocks, prefix": [*_LAST_BLOCKS, "trainer.prefix=auto"],
+        "blocks, cached": [*_LAST_BLOCKS, *_CACHED],
+        "head, cached": ["method=head", "optim.lr=2e-3", "optim.head_lr_mult=1", *_CACHED],
+    },
+    "efficientnet_lite0": {
+        "full": ["method=full", "model.frozen_bn=false"],
+        "full+lbp_dct": ["method=[full,lbp_dct]", "model.frozen_bn=false"],
+        "last_stage": ["method=last_stage"],
+        "last_stage, prefix": ["method=last_stage", "trainer.prefix=auto"],
+        "last_stage, cached": ["method=last_stage", *_CACHED],
+        "last_stage+lbp_dct": ["method=[last_stage,lbp_dct]"],
+        "last_stage+lbp_dct, cached": ["method=[last_stage,lbp_dct]", *_CACHED],
+    },
+}
+#: The recipe whose accuracy is to be approached, and the share of it.
+BASELINE, SHARE = "full", 0.95
+
+
+def main() -> None:
+    """Train what the file does not have yet."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--network", choices=NETWORKS, required=True)
+    parser.add_argument("--weights", type=Path, required=True, metavar="FILE", help="pretrained, in timm's names")
+    parser.add_argument("--images", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", action="append", metavar="RECIPE", help="may be repeated (default: all)")
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
+    options = parser.parse_args()
+    report: dict[str, Any] = {"kind": "time_to_accuracy", "share": SHARE, "networks": {}}
+    if options.json.is_file():
+        report = json.loads(options.json.read_text(encoding="utf-8"))
+    recipes = RECIPES[options.network]
+    settings = [*NETWORKS[options.network], f"trainer.epochs={options.epochs}", "data.batch_size=32"]
+    of = report["networks"].setdefault(options.network, {"settings": settings, "recipes": {}})
+    if of["settings"] != settings:
+        parser.error(f"{options.json} has runs with {' '.join(of['settings'])}")
+    folder = [f"model.weights={options.weights.resolve()}", f"data.root={options.images.resolve()}"]
+    for seed in range(options.seeds):
+        with tempfile.TemporaryDirectory() as place:
+            for name in options.only or recipes:
+                runs = of["recipes"].setdefault(name, {"settings": recipes[name], "runs": []})["runs"]
+                if any(run["seed"] == seed for run in runs):
+                    continue
+                curve, seconds = train([*settings, *folder, *recipes[name], f"seed={seed}"], Path(place))
+                runs.append({"seed": seed, "seconds": seconds, "curve": curve})
+                report["environment"] = environment("cpu", packages=("torch", "timm"))
+                options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+                print(seed, name, curve[-1], flush=True)
+    print(summary(of["recipes"]))
+
+
+def train(settings: list[str], place: Path) -> tuple[list[tuple[float, float]], float]:
+    """Train once.
+
+    Returns:
+        Seconds since the training began and accuracy after each epoch; and the seconds of the whole process.
+    """
+    fixed = ["data=folder", "data.select_best_on=test", "data.num_workers=0", "cost.baseline=none"]
+    fixed += ["trainer.progress=false", f"trainer.cache_folder={place / 'features'}", "data.keep_decoded=off"]
+    with tempfile.TemporaryDirectory(dir=place) as run:
+        command = [sys.executable, "-m", "efficient_ft", *settings, *fixed, f"hydra.run.dir={run}"]
+        start = time.perf_counter()
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        seconds = time.perf_counter() - start
+        if ended.returncode:
+            raise SystemExit(f"{' '.join(command)}\n{ended.stderr}")
+        rows = MetricsFile(Path(run)).read()
+    return [(row["seconds"], row["test_accuracy"]) for row in rows if "test_accuracy" in row], seconds
+
+
+def summary(recipes: dict[str, Any]) -> str:
+    """A table of the accuracy at the end, and of the seconds until the target is reached."""
+    ends = {name: [run["curve"][-1][1] for run in of["runs"]] for name, of in recipes.items()}
+    target = SHARE * sum(ends[BASELINE]) / len(ends[BASELINE])
+    rows = [["recipe", "accuracy", f"seconds to {target:.1%}", "seconds in all"]]
+    for name, of in recipes.items():
+        reached = [next((at for at, accuracy in run["curve"] if accuracy >= target), None) for run in of["runs"]]
+        found = [at for at in reached if at is not None]
+        until = f"{sum(found) / len(found):.0f}" if len(found) == len(reached) else "not reached"
+        whole = sum(run["seconds"] for run in of["runs"]) / len(of["runs"])
+        rows.append([name, f"{sum(ends[name]) / len(ends[name]):.2%}", until, f"{whole:.0f}"])
+    return table(rows)
+
+
+if __name__ == "__main__":
+    main()
