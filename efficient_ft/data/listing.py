@@ -48,10 +48,12 @@ class Samples:
             found.update(np.ascontiguousarray(self.images).data)
             return found.hexdigest()
         for path in self.images:
-            status = os.stat(path)
-            found.update(
-                f"{os.path.abspath(path)} {status.st_size} {status.st_mtime_ns}\n".encode(errors="surrogateescape")
-            )
+            try:
+                status = os.stat(path)
+                about = f"{status.st_size} {status.st_mtime_ns}"
+            except OSError:  # reported, or left out, where it is read
+                about = "?"
+            found.update(f"{os.path.abspath(path)} {about}\n".encode(errors="surrogateescape"))
         return found.hexdigest()
 
     def join(self, other: Samples) -> Samples:

@@ -14,7 +14,8 @@ from PIL import Image
 
 from efficient_ft.config import DataConfig
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.data import ImageData, loader, open_data, row_store
+from efficient_ft.data import ImageData, loader, open_data, row_store, sources
+from efficient_ft.data.listing import Listing
 from efficient_ft.data.row_store import StoreFullError
 from tests.data.pictures import SPEC, epoch_of, truncate
 
@@ -83,8 +84,18 @@ def test_a_damaged_image_is_decoded_again(opened: Callable[..., ImageData], tmp_
     assert torch.equal(epoch_of(opened())[0], expected)
 
 
-def test_a_corrupt_file_stops_as_without_a_store(opened: Callable[..., ImageData], tmp_path: Path) -> None:
-    truncate(next(tmp_path.rglob("train/b/*.jpg")))
+@pytest.mark.parametrize("damage", [truncate, Path.unlink], ids=["truncated", "removed"])
+def test_a_corrupt_file_stops_as_without_a_store(
+    opened: Callable[..., ImageData], tmp_path: Path, damage: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = sources.read_data
+
+    def read_then_damage(config: DataConfig) -> Listing:  # a file can go after its folder was listed
+        listing = read(config)
+        damage(next(tmp_path.rglob("train/b/*.jpg")))
+        return listing
+
+    monkeypatch.setattr(sources, "read_data", read_then_damage)
     with pytest.raises(UserError, match="not readable as an image"):
         epoch_of(opened())
 
