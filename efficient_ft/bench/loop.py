@@ -175,8 +175,8 @@ def _measure_job(config: Config, device: torch.device | str, rounds: int, warmup
         "dtype": config.trainer.precision,
         "batch": config.data.batch_size,
         "framework": {**quartiles(times.framework), "seconds": times.framework},
-        "data": {**quartiles(times.data), "seconds": times.data},
-        "data_percent": quartiles(share),
+        "data wait": {**quartiles(times.data), "seconds": times.data},
+        "data_wait_percent": quartiles(share),
     }
     if bare is None:
         return report

@@ -149,10 +149,6 @@ def _layer_profile(peak: float, functions: Mapping[str, Any]) -> str:
     )
 
 
-#: What parts of a loop's step are called, where their key says too little.
-_LOOP = {"data": "data wait"}
-
-
 def _percent(of: Mapping[str, float]) -> str:
     return f"{of['median']:.2f} % [{of['q1']:.2f}–{of['q3']:.2f}]"
 
@@ -162,12 +158,12 @@ def _loop(report: Mapping[str, Any]) -> str:
     for job, of in report["jobs"].items():
         model = "".join(f", {of[name]}" for name in ("model", "dtype") if name in of)
         rounds = len(of["framework"]["seconds"])
-        names = [name for name in ("bare loop", "framework", "data") if name in of]
-        lines = [table([["", "ms per step"], *([_LOOP.get(name, name), _ms(of[name])] for name in names)])]
+        names = [name for name in ("bare loop", "framework", "data wait") if name in of]
+        lines = [table([["", "ms per step"], *([name, _ms(of[name])] for name in names)])]
         if over := of.get("overhead_percent"):
             lines.append(f"the framework adds {_percent(over)} per step")
-        if waits := of.get("data_percent"):
-            lines.append(f"a step waits for its batch {_percent(waits)} of its time, without worker processes")
+        if waits := of.get("data_wait_percent"):
+            lines.append(f"the data wait is {_percent(waits)} of the framework's step, without worker processes")
         baseline = "; baseline: bare loop" if over else ""
         texts.append("\n".join([f"{job}{model}, batch {of['batch']}, {rounds} rounds{baseline}", *lines]))
     return "\n\n".join(texts)

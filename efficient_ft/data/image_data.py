@@ -16,6 +16,7 @@ from tqdm import tqdm
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.data.decoded import DecodedImages
+from efficient_ft.data.fetch import megabytes
 from efficient_ft.data.images import Transform, printable, read_image
 from efficient_ft.data.listing import Listing, Samples, stratified_split
 from efficient_ft.data.loader import Loader, SplitDataset, make_loader
@@ -212,7 +213,7 @@ class ImageData:
             return
         self._decoded = stores
         self._notes.append(
-            f"Decoded images are kept for later epochs and runs (data.keep_decoded): {sum(sizes.values()) / 1e6:.1f} MB"
+            f"Decoded images are kept for later epochs and runs (data.keep_decoded): {megabytes(sum(sizes.values()))}"
             f" in {config.decoded_folder}, which may be deleted at any time."
         )
 

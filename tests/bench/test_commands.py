@@ -215,8 +215,8 @@ def test_the_framework_against_a_bare_loop(tmp_path: Path):
         100 * (f / b - 1) for b, f in zip(job["bare loop"]["seconds"], job["framework"]["seconds"], strict=True)
     )
     assert job["overhead_percent"]["median"] == pytest.approx(overhead[1])
-    shares = sorted(100 * d / f for d, f in zip(job["data"]["seconds"], job["framework"]["seconds"], strict=True))
-    assert job["data_percent"]["median"] == pytest.approx(shares[1])
+    shares = sorted(100 * d / f for d, f in zip(job["data wait"]["seconds"], job["framework"]["seconds"], strict=True))
+    assert job["data_wait_percent"]["median"] == pytest.approx(shares[1])
 
 
 def test_a_loop_that_reads_stored_features(
@@ -230,7 +230,7 @@ def test_a_loop_that_reads_stored_features(
     arguments = ["loop", "--job", "default", "--images", "images", "--batch", "4", "--rounds", "4", "--warmup", "2"]
     run(*arguments, *(f"--set={setting}" for setting in settings), "--json", "loop.json")
     (job,) = json.loads(Path("loop.json").read_text(encoding="utf-8"))["jobs"].values()
-    assert len(job["data"]["seconds"]) == len(job["framework"]["seconds"]) == 4
+    assert len(job["data wait"]["seconds"]) == len(job["framework"]["seconds"]) == 4
     printed = capsys.readouterr().out
     assert "data wait" in printed
     assert "bare loop" not in job
