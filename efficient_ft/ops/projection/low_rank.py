@@ -6,11 +6,13 @@ With A the analysis and S the synthesis matrix of a projection (R × L, see `ops
     ĝ = A g_y
     g_w = ĝᵀ x̂,    g_x = Sᵀ (ĝ w),    g_b = Σ g_y  (exact)
 
-(LBP-WHT, Algorithm 1.) Exact whenever SᵀA is the identity.
+(LBP-WHT, Algorithm 1.) Exact whenever SᵀA is the identity. Layers that read one tensor (q, k and v, or a gate and what
+it gates) have one x̂.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -37,7 +39,7 @@ def low_rank_linear(
         bias: (C_out,) or None.
         projection: over the N tokens (prefix tokens and grid) or H·W positions, or over the tokens left of each image.
     """
-    return _LowRankLinear.apply(*to_autocast_dtype(x, weight, bias), projection)
+    return _LowRankLinear.apply(*to_autocast_dtype(x, weight, bias), projection, weakref.ref(x))
 
 
 def low_rank_conv1x1(x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection) -> Tensor:
@@ -49,7 +51,7 @@ def low_rank_conv1x1(x: Tensor, weight: Tensor, bias: Tensor | None, projection:
         bias: (C_out,) or None.
         projection: over the H·W positions.
     """
-    return _LowRankConv1x1.apply(*to_autocast_dtype(x, weight, bias), projection)
+    return _LowRankConv1x1.apply(*to_autocast_dtype(x, weight, bias), projection, weakref.ref(x))
 
 
 class _LowRankLinear(torch.autograd.Function):
@@ -57,9 +59,9 @@ class _LowRankLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection | SubsetProjection
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection | SubsetProjection, read: Any
     ) -> Tensor:
-        _save(ctx, x if x.dim() == 3 else x.flatten(1, 2), weight, projection)
+        _save(ctx, x if x.dim() == 3 else x.flatten(1, 2), weight, projection, read)
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x, weight, bias)
 
@@ -70,15 +72,15 @@ class _LowRankLinear(torch.autograd.Function):
         g_x = None if gx_hat is None else ctx.projection.back(gx_hat, constants)
         if g_x is not None and g.dim() == 4:
             g_x = g_x.unflatten(1, g.shape[1:3])
-        return g_x, g_w, g_b, None
+        return g_x, g_w, g_b, None, None
 
 
 class _LowRankConv1x1(torch.autograd.Function):
     """A 1×1 convolution of maps (B, C, H, W)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection) -> Tensor:
-        _save(ctx, x.flatten(2).transpose(1, 2), weight, projection)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection, read: Any) -> Tensor:
+        _save(ctx, x.flatten(2).transpose(1, 2), weight, projection, read)
         with torch.autocast(x.device.type, enabled=False):
             return F.conv2d(x, weight, bias)
 
@@ -92,27 +94,51 @@ class _LowRankConv1x1(torch.autograd.Function):
             first = g.is_contiguous()
             g_x = ctx.projection.back(gx_hat, constants, channels_first=first)
             g_x = (g_x if first else g_x.transpose(1, 2)).unflatten(2, g.shape[2:])
-        return g_x, None if g_w is None else g_w[:, :, None, None], g_b, None
+        return g_x, None if g_w is None else g_w[:, :, None, None], g_b, None, None
 
 
-def _save(ctx: Any, x_BNC: Tensor, weight: Tensor, projection: Projection | SubsetProjection) -> None:
+class _LastProjected:
+    """The x̂ computed last, for the next layer if it reads the same tensor; held until then, or the backward pass."""
+
+    def __init__(self) -> None:
+        # One value, read and written at once: with several devices the backward pass has several threads.
+        self.held: tuple[weakref.ref[Tensor], tuple[Any, ...], Tensor | Packed] | None = None
+
+
+_last = _LastProjected()
+
+
+def _save(
+    ctx: Any, x_BNC: Tensor, weight: Tensor, projection: Projection | SubsetProjection, read: weakref.ref[Tensor]
+) -> None:
     """Save x̂ if the weight needs a gradient, the weight if x does, and the constants; never x.
 
-    x̂ is packed in a packed part of a model.
+    x̂ is packed in a packed part of a model. `read` is the tensor that the layer was called with.
     """
     ctx.projection = projection
     constants = projection.constants(x_BNC.device, x_BNC.dtype)
-    x_hat: Tensor | Packed | None = None
-    packing = current_packing()  # no mode sees what an autograd function saves
-    if ctx.needs_input_grad[1]:
-        kept = None if packing is None else packing.find_source(x_BNC)
-        if kept is not None:
-            x_hat = Packed(kept.tensors, partial(_projected, kept.unpack, projection))
-        else:
-            x_hat = projection.project(x_BNC, constants)
-            if packing is not None:
-                x_hat = packing.keep(x_hat, packing.policy.product, heads=-1)
+    x_hat = _x_hat(x_BNC, projection, constants, read) if ctx.needs_input_grad[1] else None
     save(ctx, x_hat, weight if ctx.needs_input_grad[0] else None, *constants.matrices)
+
+
+def _x_hat(
+    x_BNC: Tensor, projection: Projection | SubsetProjection, constants: Constants, read: weakref.ref[Tensor]
+) -> Tensor | Packed:
+    """Compute x̂, or what it is computed from, unless the layer before has read the same tensor."""
+    packing = current_packing()  # no mode sees what an autograd function saves
+    kept = None if packing is None else packing.find_source(x_BNC)
+    if kept is not None:
+        return Packed(kept.tensors, partial(_projected, kept.unpack, projection))
+    how = x_BNC._version, x_BNC.dtype, x_BNC.shape, projection, packing
+    held = _last.held
+    if held is not None and held[0]() is read() and held[1] == how:
+        if isinstance(held[2], Packed):
+            held[2].shared.add_user()
+        return held[2]
+    dense = projection.project(x_BNC, constants)
+    x_hat = dense if packing is None else packing.keep(dense, packing.policy.product, heads=-1)
+    _last.held = read, how, x_hat
+    return x_hat
 
 
 def _projected(unpack: Callable[..., Tensor], projection: Projection | SubsetProjection, *tensors: Tensor) -> Tensor:
@@ -123,6 +149,7 @@ def _projected(unpack: Callable[..., Tensor], projection: Projection | SubsetPro
 
 def _backward(ctx: Any, g_BNC: Tensor) -> tuple[Constants, Tensor | None, Tensor | None, Tensor | None]:
     """Return the constants, g_w (C_out, C_in), g_b (C_out,) and ĝw (B, R, C_in); None where it is not needed."""
+    _last.held = None
     x_hat, weight, *_ = load(ctx)
     constants = ctx.projection.constants(g_BNC.device, g_BNC.dtype)
     g_hat = ctx.projection.project(g_BNC, constants)

@@ -20,6 +20,8 @@ from efficient_ft.ops.projection import (
     low_rank_linear,
 )
 from tests.ops import reference
+from tests.ops.packed.cases import Counting, everywhere, packed, tensors
+from tests.ops.packed.cases import gradients as packed_gradients
 
 GRIDS = [(7, 7), (8, 8), (14, 14), (5, 9), (16, 16)]
 SELECT = {"l1": low_pass_l1, "linf": low_pass_linf}
@@ -221,6 +223,59 @@ def test_only_what_is_needed_is_computed_and_kept(needs):
     assert ((4, 3) in shapes) == needs[0]
     y.sum().backward()
     assert (x.grad is not None, weight.grad is not None, bias.grad is not None) == (*needs, True)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_layers_that_read_one_tensor_have_one_projection(autocast):
+    projection = WalshProjector(low_pass_l1(4)).projection((7, 7), 0, (3, 4))
+    x = case((7, 7), 0)[0].detach().float()
+    other = x.clone()
+    weights = [torch.randn(4, 3, requires_grad=True) for _ in range(3)]
+    saved = []
+
+    def run(*inputs):
+        saved.clear()
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+            torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+        ):
+            y = sum(low_rank_linear(t, w, None, projection).float() for t, w in zip(inputs, weights, strict=True))
+        x_hats = len({t.data_ptr() for t in saved if t.shape == (2, 10, 3)})
+        return x_hats, torch.autograd.grad(y.square().sum(), weights)
+
+    kept, shared = run(x, x, x)
+    assert kept == 1
+    kept, alternating = run(x, other, x)
+    assert kept == 3
+    for a, b in zip(shared, alternating, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_shared_projection_is_packed_once_and_unpacked_for_every_layer():
+    projection = WalshProjector(low_pass_l1(4)).projection((7, 7), 0, (3, 4))
+    x = case((7, 7), 0)[0].detach()
+    weights = tensors((4, 3), (4, 3), (4, 3))
+    counting = Counting()
+
+    def layers(x, *weights):
+        return torch.cat([low_rank_linear(x, w, None, projection) for w in weights], -1)
+
+    y = packed(layers, (x, *weights), everywhere(counting))
+    assert counting.shapes == [(2, 10, 3)]
+    for a, b in zip(packed_gradients(y, weights), packed_gradients(layers(x, *weights), weights), strict=True):
+        torch.testing.assert_close(a, b, **TOLERANCE)
+
+
+def test_a_tensor_changed_in_place_is_projected_again():
+    projection = WalshProjector(low_pass_l1(4)).projection((7, 7), 0, (3, 4))
+    x, weight, *_ = case((7, 7), 0)
+    x = x.detach()
+    first = low_rank_linear(x, weight, None, projection)
+    x.mul_(2)
+    second = low_rank_linear(x, weight, None, projection)
+    (before,) = torch.autograd.grad(first.sum(), weight)
+    (after,) = torch.autograd.grad(second.sum(), weight)
+    torch.testing.assert_close(after, 2 * before, **TOLERANCE)
 
 
 def test_gradcheck_at_full_rank():
