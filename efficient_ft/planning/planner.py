@@ -45,6 +45,8 @@ Attempt = Callable[[Sequence[str], int, float], Trial]
 _UNKNOWN_CLASSES = 1000
 #: A recipe fits if its growth may be this much above the predicted one, or above the one measured in a trial.
 MARGIN, TRIAL_MARGIN = 1.12, 1.1
+#: Bytes that a run takes and a trial of its recipe does not: it reads images, counts a step, evaluates and saves.
+_RUN_ONLY = 10 * 2**20
 #: The cosine of a gradient with the exact one from which on it counts as near exact.
 CLOSE = 0.98
 #: Recipes whose step times differ by less are equally fast.
@@ -103,11 +105,12 @@ class Option:
 
 @dataclass(frozen=True)
 class Excluded:
-    """A recipe that is not an option: its name, the reason, and the budget that it needs if it was counted."""
+    """A recipe that is not an option: its name, the reason, and its class and the budget it needs if it was counted."""
 
     name: str
     reason: str
     process_bytes: int | None = None
+    exactness: Exactness | None = None
 
 
 @dataclass(frozen=True)
@@ -305,7 +308,7 @@ class _Planner:
         if self.device.type == "cuda":  # the allocator rounds, and keeps blocks
             return round(1.1 * counted.peak_bytes)
         growth = predicted_growth(counted.step_bytes, counted.largest_bytes, self.allocator)
-        return self.base_bytes + added + counted.resident_bytes + growth
+        return self.base_bytes + _RUN_ONLY + added + counted.resident_bytes + growth
 
     def bound(self, option: Option) -> int:
         """The budget that an option needs: its peak, with a margin on the growth over a step."""
@@ -384,7 +387,7 @@ class _Planner:
                 continue
             tried = replace(
                 best,
-                measured_bytes=self.base_bytes + trial.peak_bytes,
+                measured_bytes=trial.peak_bytes + (0 if self.device.type == "cuda" else self.base_bytes + _RUN_ONLY),
                 step_seconds=trial.step_seconds,
                 timed=True,
             )
@@ -401,7 +404,7 @@ class _Planner:
         """The option as one that does not fit."""
         bound = self.bound(option)
         how = "may take" if option.measured_bytes is None else "took, in a trial and with a margin,"
-        return Excluded(option.name, f"its process {how} {bound / 1e9:.2f} GB", bound)
+        return Excluded(option.name, f"its process {how} {bound / 1e9:.2f} GB", bound, option.exactness)
 
     def _trial_seconds(self, option: Option, memory_bytes: int) -> float | None:
         """The seconds that a trial may take; None: its steps are too long, or the machine has no room for it now."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from efficient_ft.core.text import table
 from efficient_ft.planning.candidates import Exactness
 from efficient_ft.planning.planner import Option, Plan
@@ -57,7 +59,7 @@ def plan_text(plan: Plan, *, every: bool = False) -> str:
         lines += ["Recommended: " + plan.recommended.name, "  " + plan.recommended.command]
         lines[-1] += f" memory={_setting(plan.memory_bytes)}"
     elif plan.options:
-        lines.append("None of these is within the limits of time and loss. Allow more: time=, loss=.")
+        lines += _none_allowed(plan)
     else:
         lines.append(
             f"Nothing fits. The smallest budget that does is {_setting(plan.smallest_bytes)}, with {plan.smallest}."
@@ -78,6 +80,28 @@ def plan_text(plan: Plan, *, every: bool = False) -> str:
         lines += [f"  {'; '.join(names)}: {reason}" for reason, names in reasons.items()]
     lines += ["", f"Planned in {plan.seconds:.0f} s."]
     return "\n".join(lines)
+
+
+def _none_allowed(plan: Plan) -> list[str]:
+    """Why none of the recipes that fit is recommended, and what would allow one."""
+    lines = ["None of these is within the limits of time and loss."]
+    if any(option.exactness <= Exactness.NEAR for option in plan.options):
+        return [*lines, "The exact and near exact ones take too long: time=LONGER allows them."]
+    known = {o.name: max(o.points_lost.values()) for o in plan.options if o.points_lost}
+    if known:
+        name = min(known, key=known.__getitem__)
+        points = math.ceil(10 * known[name]) / 10
+        lines.append(f"{name} loses the least of those that were studied: loss={points:g} allows it.")
+    if len(known) < len(plan.options):
+        lines.append("What was never studied is not recommended; --json FILE has the command of each recipe.")
+    exact = [e for e in plan.excluded if e.exactness is not None and e.exactness <= Exactness.NEAR]
+    if exact:
+        least = min(exact, key=lambda e: e.process_bytes or 0)
+        assert least.exactness is not None
+        assert least.process_bytes is not None
+        kind = CLASSES[least.exactness]
+        lines.append(f"With memory={_setting(least.process_bytes)} a recipe fits that is {kind}: {least.name}.")
+    return lines
 
 
 def gigabytes(size: int) -> str:

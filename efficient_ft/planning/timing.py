@@ -24,7 +24,7 @@ from efficient_ft.training.optimizer import build_optimizer
 from efficient_ft.training.trainer import on_device, use_channels_last
 
 #: Steps timed, at most: in turn with other recipes, and in a trial.
-STEPS, TRIAL_STEPS = 8, 20
+STEPS, TRIAL_STEPS = 8, 60
 #: A trial takes no further step after these seconds and these steps: a process grows over its first steps.
 _ENOUGH, _FEW = 3.0, 6
 
