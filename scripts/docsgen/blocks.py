@@ -121,6 +121,39 @@ def gigabyte(file: str, page: Path) -> str:
     return table([*head, "process above the interpreter, MiB", "time / time of `full`"], rows)
 
 
+@block
+def plan_predictions(page: Path) -> str:
+    """How far the predictions of plans were off, and how many runs kept their budgets."""
+    data = records.load("plans")
+    cases = data["cases"]
+    trained = [case for case in cases if case["outcome"] == "measured"]
+    stopped = [case for case in cases if case["outcome"].startswith("not trained")]
+    above = len(stopped) + sum(case["process"][1] > case["memory_bytes"] for case in trained)
+    rows = []
+    for key, label in labels.PREDICTIONS.items():
+        off = sorted(abs(case[key][0] / case[key][1] - 1) for case in trained)
+        cells = [statistics.median(off), off[int(0.9 * (len(off) - 1))], off[-1]]
+        rows.append([label, *(f"{cell:.1%}".replace("%", " %") for cell in cells)])
+    seconds = [case["planning_seconds"] for case in cases if "planning_seconds" in case]
+    environment = data["environment"]
+    twice = [case["first"] for case in cases if "first" in case]
+    first = sorted(abs(case["step"][0] / case["step"][1] - 1) for case in twice)
+    text = (
+        f"{len(cases)} cases: in {len(trained)} the recipe recommended was trained; in the others nothing fit, or only"
+        f" recipes that lose more than a point or an unknown amount. **{above} of the"
+        f" {len(trained) + len(stopped)} runs took more than their budget.** A plan took"
+        f" {statistics.median(seconds):.0f} s (median), {max(seconds):.0f} s at most, on {environment['device']},"
+        f" {environment['threads']} threads, {environment['date'][:10]}."
+    )
+    if twice:
+        text += (
+            f" {len(twice)} cases were checked twice, since their step time was off by more than 15 % (by up to"
+            f" {first[-1]:.0%}): the machine was slower for minutes at a time. Their second measurement counts."
+        ).replace("%)", " %)")
+    head = ["predicted", "off by, median", "90 % are off by at most", "largest"]
+    return f"{table(head, rows)}\n\n{text} Record: `{records.path('plans')}`, with both."
+
+
 def _cosine(file: str, name: str) -> str:
     return cosine(records.recipe(file, name)["cosine"]["blocks"]["mean"])
 

@@ -68,6 +68,14 @@ MEMORY_FELT: dict[str, tuple[str, str | None]] = {
     "checkpointing": (MEMORY["checkpointing"], None),
 }
 
+#: What plans predict, by its key in the record.
+PREDICTIONS = {
+    "counted": "counted peak of a step",
+    "felt": "memory of the process above interpreter and libraries",
+    "predicted": "the same, from the count alone, without the plan's trial",
+    "step": "time of a step",
+}
+
 #: Recipes of the records of ViT-B in a gigabyte: everything trains, and a part.
 GIGABYTE = {
     "full": "`full`, AdamW in 32 bits",

@@ -44,6 +44,7 @@ FILES = {
     "adapters": "adapters_resnet50",
     "published": "published_rule",
     "costs": "table_costs",
+    "plans": "plans_cpu",
 }
 
 
