@@ -1,7 +1,8 @@
 """Plans: which recipes of a run fit a memory budget, what they cost, and what they lose."""
 
 from efficient_ft.planning.candidates import Candidate, Exactness
-from efficient_ft.planning.planner import Excluded, Option, Plan, make_plan
+from efficient_ft.planning.options import Excluded, Option
+from efficient_ft.planning.planner import Plan, make_plan
 from efficient_ft.planning.timing import Trial
 
 __all__ = ["Candidate", "Exactness", "Excluded", "Option", "Plan", "Trial", "make_plan"]

@@ -29,6 +29,7 @@ from efficient_ft.models import factory
 from efficient_ft.planning.candidates import Candidate, Exactness, candidates, split
 from efficient_ft.planning.closeness import Closeness
 from efficient_ft.planning.counting import Counted, Counter
+from efficient_ft.planning.options import Excluded, Option, preference, recommend, with_cosine, with_front
 from efficient_ft.planning.studies import points_lost
 from efficient_ft.planning.timing import Trial, step_seconds
 from efficient_ft.training.datamodule import missing_images, open_images, run_length
@@ -47,70 +48,12 @@ _UNKNOWN_CLASSES = 1000
 MARGIN, TRIAL_MARGIN = 1.12, 1.1
 #: Bytes that a run takes and a trial of its recipe does not: it reads images, counts a step, evaluates and saves.
 _RUN_ONLY = 10 * 2**20
-#: The cosine of a gradient with the exact one from which on it counts as near exact.
-CLOSE = 0.98
-#: Recipes whose step times differ by less are equally fast.
-_TIE = 1.03
 #: Seconds for counting, for timing, and for comparing gradients. A plan is done within a minute on two cores.
 _COUNTING, _TIMING, _COMPARING = 24.0, 8.0, 8.0
 #: Seconds that a step timed for a plan may take, and one of the recommended recipe; larger batches are timed in part.
 _STEP, _FINAL_STEP = 0.7, 4.0
 #: Seconds of the steps of a trial, of the longest step of a recipe that is tried, and trials of a plan.
 _TRIAL, _TRIED_STEP, _TRIALS = 9.0, 4.0, 2
-
-
-@dataclass(frozen=True)
-class Option:
-    """A recipe of a plan with what it costs and loses.
-
-    Attributes:
-        name: in tables.
-        arguments: of the command line, all that make the run.
-        exactness: its class.
-        counted: what a step takes.
-        process_bytes: predicted peak of the process (on a GPU: of the memory reserved on it).
-        measured_bytes: the same peak, measured in a trial of the recipe; None: it was not tried.
-        step_seconds: of an optimizer step; None: neither timed nor estimated.
-        timed: the step was timed here; False: the time is estimated from FLOPs.
-        fingerprint: of the run's configuration, by which its results are found again.
-        cosine: of the gradient with the exact one, over the parameters that the recipe trains, on the user's own
-            images; 1 where it is exact; None: not measured.
-        points_lost: by study: points of test accuracy below full fine-tuning, without the memory method.
-        on_front: no other option that fits is better in peak, step time and exactness at once.
-    """
-
-    name: str
-    arguments: tuple[str, ...]
-    exactness: Exactness
-    counted: Counted
-    process_bytes: int
-    fingerprint: str = ""
-    step_seconds: float | None = None
-    timed: bool = False
-    measured_bytes: int | None = None
-    cosine: float | None = None
-    points_lost: dict[str, float] = field(default_factory=dict)
-    on_front: bool = False
-
-    @property
-    def peak_bytes(self) -> int:
-        """The peak of the process as measured in a trial, or else as predicted."""
-        return self.process_bytes if self.measured_bytes is None else self.measured_bytes
-
-    @property
-    def command(self) -> str:
-        """The words of the command line that trains it."""
-        return "efficient-ft " + " ".join(f"'{a}'" if any(c in a for c in "[]{}, ") else a for a in self.arguments)
-
-
-@dataclass(frozen=True)
-class Excluded:
-    """A recipe that is not an option: its name, the reason, and its class and the budget it needs if it was counted."""
-
-    name: str
-    reason: str
-    process_bytes: int | None = None
-    exactness: Exactness | None = None
 
 
 @dataclass(frozen=True)
@@ -237,14 +180,14 @@ def make_plan(
     above = [option for _, option in found if id(option) not in kept]
     fitting = planner.with_times(fitting, min(clock.perf_counter() + _TIMING, end), say)
     fitting = planner.with_losses(fitting, min(clock.perf_counter() + _COMPARING, end), say)
-    options = sorted((option for _, option in fitting), key=_preference)
+    options = sorted((option for _, option in fitting), key=preference)
     limit = None if max_seconds is None or steps is None else max_seconds / steps
     best, options, refused = planner.with_trial(
-        options, lambda left: _recommend(left, loss, limit), memory_bytes, attempt, say
+        options, lambda left: recommend(left, loss, limit), memory_bytes, attempt, say
     )
     excluded += [*refused, *(planner.above_budget(option) for option in above)]
     least = min((option for _, option in found), key=planner.bound)
-    options = _with_front(options)
+    options = with_front(options)
     recommended = next((option for option in options if option.name == best), None)
     return Plan(
         memory_bytes,
@@ -441,15 +384,7 @@ class _Planner:
             if key not in by_methods and clock.perf_counter() < deadline:
                 by_methods[key] = closeness.cosine(config)
             measured[option.name] = by_methods.get(key)
-        return [(c, _with_cosine(o, measured.get(o.name))) for c, o in fitting]
-
-
-def _with_cosine(option: Option, cosine: float | None) -> Option:
-    """The option with a measured cosine; a gradient that is further from the exact one than supposed is approximate."""
-    if cosine is None:
-        return option
-    near = option.exactness is Exactness.NEAR and cosine < CLOSE
-    return replace(option, cosine=cosine, exactness=Exactness.APPROXIMATE if near else option.exactness)
+        return [(c, with_cosine(o, measured.get(o.name))) for c, o in fitting]
 
 
 def _run_steps(config: Config) -> int | None:
@@ -462,41 +397,3 @@ def _run_steps(config: Config) -> int | None:
 def _rough(candidate: Candidate, option: Option) -> tuple[int, float]:
     """Sorts options before their times are known: by class, then by FLOPs."""
     return option.exactness, option.counted.flops * candidate.time_factor * (1.02 if candidate.in_backward else 1)
-
-
-def _preference(option: Option) -> tuple[int, float, int]:
-    """Sorts options: by class, then by time, then by memory."""
-    return option.exactness, option.step_seconds or 0.0, option.peak_bytes
-
-
-def _with_front(options: list[Option]) -> list[Option]:
-    """Mark the options that no other one is better than in peak, step time and exactness at once."""
-
-    def values(o: Option) -> tuple[float, float, float]:
-        loss = float(o.exactness) if o.cosine is None else float(o.exactness) + (1 - o.cosine) / 2
-        return o.peak_bytes, o.step_seconds or 0.0, loss
-
-    def better(a: Option, b: Option) -> bool:
-        va, vb = values(a), values(b)
-        return va != vb and all(x <= y for x, y in zip(va, vb, strict=True))
-
-    return [replace(o, on_front=not any(better(other, o) for other in options)) for o in options]
-
-
-def _recommend(options: Sequence[Option], loss: float, step_limit: float | None) -> Option | None:
-    """The option of the best class within the limits, the fastest in it, exact or small where equally fast."""
-
-    def allowed(o: Option) -> bool:
-        if step_limit is not None and (o.step_seconds or 0.0) > step_limit:
-            return False
-        if o.exactness <= Exactness.NEAR:
-            return True
-        return bool(o.points_lost) and max(o.points_lost.values()) <= loss
-
-    left = [o for o in options if allowed(o)]
-    if not left:
-        return None
-    best = min(o.exactness for o in left)
-    left = [o for o in left if o.exactness == best]
-    fastest = min(o.step_seconds or 0.0 for o in left)
-    return min((o for o in left if (o.step_seconds or 0.0) <= fastest * _TIE), key=lambda o: o.peak_bytes)

@@ -19,10 +19,11 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.cost import executed
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
-from efficient_ft.planning import Candidate, Exactness, Option, Plan, Trial, make_plan, planner
+from efficient_ft.planning import Candidate, Exactness, Excluded, Option, Plan, Trial, make_plan, planner
 from efficient_ft.planning.calibration import FILE, calibration, calibration_text, record
 from efficient_ft.planning.candidates import candidates, split
 from efficient_ft.planning.counting import Counted, Counter, step_spec
+from efficient_ft.planning.options import recommend, with_cosine, with_front
 from efficient_ft.planning.studies import points_lost
 from efficient_ft.planning.text import plan_text
 from efficient_ft.planning.timing import try_recipe
@@ -138,24 +139,24 @@ def option(exactness: Exactness, gigabytes: float, seconds: float, **more: objec
 def test_the_fastest_of_the_best_class_is_recommended_and_the_smaller_of_equally_fast_ones() -> None:
     exact, slow = option(Exactness.EXACT, 3, 1.01), option(Exactness.EXACT, 2, 1.3)
     near, small = option(Exactness.NEAR, 1, 0.5), option(Exactness.EXACT, 2.5, 1.02)
-    assert planner._recommend([near, exact, slow, small], 1.0, None) == small
-    assert planner._recommend([near, exact, slow], 1.0, 0.7) == near
-    assert planner._recommend([exact, slow], 1.0, 0.7) is None
+    assert recommend([near, exact, slow, small], 1.0, None) == small
+    assert recommend([near, exact, slow], 1.0, 0.7) == near
+    assert recommend([exact, slow], 1.0, 0.7) is None
 
 
 def test_what_loses_too_much_or_is_not_known_is_not_recommended() -> None:
     lossy = option(Exactness.PART, 1, 1, points_lost={"a": 0.5, "b": 2.0})
-    assert planner._recommend([lossy], 1.0, None) is None
-    assert planner._recommend([lossy], 2.0, None) == lossy
-    assert planner._recommend([replace(lossy, points_lost={})], 100.0, None) is None
+    assert recommend([lossy], 1.0, None) is None
+    assert recommend([lossy], 2.0, None) == lossy
+    assert recommend([replace(lossy, points_lost={})], 100.0, None) is None
 
 
 def test_a_plan_without_a_recommendation_says_what_would_allow_one() -> None:
     studied = option(Exactness.PART, 1, 1, points_lost={"a": 0.5, "b": 2.04}, on_front=True)
     unknown = option(Exactness.PART, 0.9, 1, on_front=True)
-    above = planner.Excluded("low bits", "its process may take 1.50 GB", 1_500_000_000, Exactness.NEAR)
-    further = planner.Excluded("whole", "its process may take 2.50 GB", 2_500_000_000, Exactness.EXACT)
-    plan = planner.Plan(
+    above = Excluded("low bits", "its process may take 1.50 GB", 1_500_000_000, Exactness.NEAR)
+    further = Excluded("whole", "its process may take 2.50 GB", 2_500_000_000, Exactness.EXACT)
+    plan = Plan(
         1_200_000_000,
         1_200_000_000,
         0,
@@ -180,15 +181,15 @@ def test_a_plan_without_a_recommendation_says_what_would_allow_one() -> None:
 def test_the_front_has_what_nothing_else_is_better_than() -> None:
     a, b = option(Exactness.EXACT, 3, 1), option(Exactness.EXACT, 2, 2)
     worse, rough = option(Exactness.NEAR, 3, 2), option(Exactness.APPROXIMATE, 1, 1)
-    marked = planner._with_front([a, b, worse, rough])
+    marked = with_front([a, b, worse, rough])
     assert [one.on_front for one in marked] == [True, True, False, True]
 
 
 def test_a_gradient_further_from_the_exact_one_than_supposed_is_approximate() -> None:
     near = option(Exactness.NEAR, 1, 1)
-    assert planner._with_cosine(near, 0.95).exactness is Exactness.APPROXIMATE
-    assert planner._with_cosine(near, 0.999).exactness is Exactness.NEAR
-    assert planner._with_cosine(near, None) == near
+    assert with_cosine(near, 0.95).exactness is Exactness.APPROXIMATE
+    assert with_cosine(near, 0.999).exactness is Exactness.NEAR
+    assert with_cosine(near, None) == near
 
 
 # ------------------------------------------------------------------------------------------------ plans
