@@ -31,6 +31,7 @@ NETWORKS = {
     "efficientnet_lite0": ["model=timm", "model.name=tf_efficientnet_lite0", "model.image_size=128", "optim.lr=5e-4"],
 }
 _CACHED = ["trainer.cache_features=on", "trainer.views=2", "trainer.prefix=auto"]
+_CACHED_4 = ["trainer.cache_features=on", "trainer.views=4", "trainer.prefix=auto"]
 _LAST_BLOCKS = ["method=blocks", "method.blocks.blocks=[8,9,10,11]"]
 RECIPES = {
     "deit_tiny": {
@@ -50,6 +51,7 @@ RECIPES = {
         "last_stage": ["method=last_stage"],
         "last_stage, prefix": ["method=last_stage", "trainer.prefix=auto"],
         "last_stage, cached": ["method=last_stage", *_CACHED],
+        "last_stage, 4 views cached": ["method=last_stage", *_CACHED_4],
         "last_stage+lbp_dct": ["method=[last_stage,lbp_dct]"],
         "last_stage+lbp_dct, cached": ["method=[last_stage,lbp_dct]", *_CACHED],
     },
@@ -114,9 +116,13 @@ def train(settings: list[str], place: Path) -> tuple[list[tuple[float, float]], 
 def summary(recipes: dict[str, Any]) -> str:
     """A table of the accuracy at the end, and of the seconds until the target is reached."""
     ends = {name: [run["curve"][-1][1] for run in of["runs"]] for name, of in recipes.items()}
+    if not ends.get(BASELINE):
+        return f"There is no run of {BASELINE} yet, and so no accuracy to come near."
     target = SHARE * sum(ends[BASELINE]) / len(ends[BASELINE])
     rows = [["recipe", "accuracy", f"seconds to {target:.1%}", "seconds in all"]]
     for name, of in recipes.items():
+        if not of["runs"]:
+            continue
         reached = [next((at for at, accuracy in run["curve"] if accuracy >= target), None) for run in of["runs"]]
         found = [at for at in reached if at is not None]
         until = f"{sum(found) / len(found):.0f}" if len(found) == len(reached) else "not reached"

@@ -150,7 +150,7 @@ class TrainerConfig(Section):
     #: Store what the frozen part below all that trains computes; auto: where it saves time, see `training.features`.
     cache_features: Literal["off", "auto", "on"] = "off"
     #: With stored features: augmented views of each image; epoch e has view e mod this.
-    views: Count = 2
+    views: Count = 4
     #: Type of the stored values; int8: groups of 64 with a minimum and a step.
     cache_dtype: Literal["fp16", "fp32", "int8"] = "fp16"
     cache_folder: Name = "outputs/features"

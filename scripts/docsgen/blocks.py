@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from docsgen import cards, configuration, labels, printed, records, studies
+from docsgen import cards, configuration, curves, labels, printed, records, studies
 from docsgen.markdown import cosine, duration, table, times
 from docsgen.values import error, projector
 from efficient_ft.papers.published import COSTS
@@ -514,3 +514,16 @@ def alast_7_compared(name: str, page: Path) -> str:
 def study_conditions(name: str, page: Path) -> str:
     """How a study was run."""
     return studies.study_conditions(name)
+
+
+# ---------------------------------------------------------------------------------------------- time to accuracy
+@block
+def time_to_accuracy(network: str, page: Path) -> str:
+    """How long each recipe takes to come near full fine-tuning's accuracy."""
+    return curves.time_to_accuracy(network)
+
+
+@block
+def time_to_accuracy_conditions(network: str, page: Path) -> str:
+    """How these runs were made."""
+    return curves.conditions(network)

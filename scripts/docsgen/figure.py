@@ -1,6 +1,7 @@
 """The figures of the documentation, as SVGs whose lines follow from the records alone.
 
-``time-memory`` shows step time against memory, ``study-front`` accuracy against what a run costs.
+``time-memory`` shows step time against memory, ``study-front`` accuracy against what a run costs, ``time-to-accuracy``
+accuracy against the time since the training began.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from docsgen import records
+from docsgen import curves, labels, records
 from docsgen.studies import front, study_points
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -185,6 +186,45 @@ def _plain(axes: Any) -> None:
     axes.grid(color="#e4e4e4", linewidth=0.7, zorder=0)
 
 
+#: Titles of the networks in the figure of curves.
+NETWORKS = {"deit_tiny": "DeiT-Tiny, 112 px", "efficientnet_lite0": "EfficientNet-Lite0, 128 px"}
+
+
+def _curves_data() -> dict[str, Any]:
+    """The target and the curves of each network."""
+    return {
+        network: [curves.target(network), {name: recipe.curve for name, recipe in curves.recipes(network).items()}]
+        for network in records.load("accuracy")["networks"]
+    }
+
+
+def _curves(plt: Any) -> Any:
+    data = _curves_data()
+    figure, panels = plt.subplots(1, len(data), figsize=(2.4 + 3.6 * len(data), 4.0), squeeze=False)
+    for axes, (network, (target, of)) in zip(panels[0], data.items(), strict=True):
+        axes.axhline(100 * target, color="#999999", linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
+        for number, (name, curve) in enumerate(of.items()):
+            color = _BASE if name == curves.BASELINE else plt.get_cmap("tab10")(number)
+            style = "-" if name.endswith("cached") or name == curves.BASELINE else "--"
+            axes.plot(
+                [at for at, _ in curve],
+                [100 * accuracy for _, accuracy in curve],
+                color=color,
+                linestyle=style,
+                linewidth=1.3,
+                marker="o",
+                markersize=2.5,
+                label=labels.CURVES[name].replace("`", ""),
+                zorder=3,
+            )
+        axes.set(xscale="log", ylim=(100 * target - 25, None), title=NETWORKS[network])
+        axes.set_xlabel("seconds since the training began (log scale)")
+        axes.legend(loc="lower right", frameon=False, fontsize=7.5)
+        _plain(axes)
+    panels[0][0].set_ylabel("test accuracy, %")
+    return figure
+
+
 @dataclass(frozen=True)
 class Figure:
     """A figure: the name of its file, the numbers it shows, and what draws them."""
@@ -238,6 +278,7 @@ class Figure:
 FIGURES = (
     Figure("time-memory", _time_memory_data, _time_memory),
     Figure("study-front", lambda: study_points(STUDY), _study_front),
+    Figure("time-to-accuracy", _curves_data, _curves),
 )
 
 

@@ -179,3 +179,22 @@ ADAPTERS = {
     "lora_fa+back_razor_exact_gradient": "`[lora_fa,back_razor]`, `sparsity=0`, `value_dtype=same` (exact)",
     "lora_fa+mesa": "`[lora_fa,mesa]`",
 }
+
+#: Recipes of the time to accuracy.
+CURVES = {
+    "full": "`full`",
+    "full+lbp_dct": "`full` + `lbp_dct`",
+    "bitfit": "`bitfit`",
+    "lora_all": "`lora_all`",
+    "bsr": "`bsr`",
+    "blocks": "`blocks` 8–11",
+    "blocks, prefix": "`blocks` 8–11, `prefix=auto`",
+    "blocks, cached": "`blocks` 8–11, stored features",
+    "head, cached": "`head`, stored features",
+    "last_stage": "`last_stage`",
+    "last_stage, prefix": "`last_stage`, `prefix=auto`",
+    "last_stage, cached": "`last_stage`, stored features",
+    "last_stage, 4 views cached": "`last_stage`, stored features, 4 views",
+    "last_stage+lbp_dct": "`last_stage` + `lbp_dct`",
+    "last_stage+lbp_dct, cached": "`last_stage` + `lbp_dct`, stored features",
+}

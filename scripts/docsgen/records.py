@@ -45,6 +45,7 @@ FILES = {
     "published": "published_rule",
     "costs": "table_costs",
     "plans": "plans_cpu",
+    "accuracy": "time_to_accuracy_cpu",
 }
 
 

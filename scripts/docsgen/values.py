@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from docsgen import markdown, printed, records, studies
+from docsgen import curves, markdown, printed, records, studies
 
 VALUES: dict[str, Callable[..., str]] = {}
 
@@ -225,6 +226,20 @@ def study_run_with(name: str, row: str, tuned: str, setting: str) -> str:
 def study_times(name: str, row: str, cost: str) -> str:
     """How many times less than full fine-tuning a row costs: ``flops`` of the run or bytes ``saved``."""
     return f"{_point(name, 'full')[cost] / _point(name, row)[cost]:.1f}"
+
+
+@value
+def curve_faster(network: str, recipe: str, other: str) -> str:
+    """How many times less time all epochs of a recipe take than those of another one."""
+    one, two = curves.pair(network, recipe, other)
+    return f"{two.seconds / one.seconds:.1f}"
+
+
+@value
+def curve_points(network: str, recipe: str, other: str) -> str:
+    """By how many points a recipe's accuracy after the last epoch is above another one's."""
+    one, two = curves.pair(network, recipe, other)
+    return f"{100 * (statistics.mean(one.last) - statistics.mean(two.last)):+.1f}".replace("-", "−")
 
 
 def _point(name: str, row: str) -> dict[str, Any]:
