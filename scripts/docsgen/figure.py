@@ -218,6 +218,7 @@ def _curves(plt: Any) -> Any:
                 zorder=3,
             )
         axes.set(xscale="log", ylim=(100 * target - 25, None), title=NETWORKS[network])
+        _ticks(axes, [50, 100, 200, 500, 1000])
         axes.set_xlabel("seconds since the training began (log scale)")
         axes.legend(loc="lower right", frameon=False, fontsize=7.5)
         _plain(axes)

@@ -193,8 +193,8 @@ CURVES = {
     "head, cached": "`head`, stored features",
     "last_stage": "`last_stage`",
     "last_stage, prefix": "`last_stage`, `prefix=auto`",
-    "last_stage, cached": "`last_stage`, stored features",
+    "last_stage, cached": "`last_stage`, stored features, 2 views",
     "last_stage, 4 views cached": "`last_stage`, stored features, 4 views",
     "last_stage+lbp_dct": "`last_stage` + `lbp_dct`",
-    "last_stage+lbp_dct, cached": "`last_stage` + `lbp_dct`, stored features",
+    "last_stage+lbp_dct, cached": "`last_stage` + `lbp_dct`, stored features, 2 views",
 }
