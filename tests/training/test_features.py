@@ -226,7 +226,7 @@ def test_auto_stores_none_where_nothing_is_gained_and_says_why(
     reason: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    settings = {"trainer__cache_features": "auto", "trainer__epochs": 3, **changes}
+    settings = {"trainer__cache_features": "auto", "trainer__epochs": 3, "trainer__views": 2, **changes}
     results = run(small(**settings), tmp_path / "run")
     assert "features" not in results
     printed = capsys.readouterr().out
