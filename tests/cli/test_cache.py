@@ -12,6 +12,7 @@ from efficient_ft.cli.groups import CONF
 from efficient_ft.core.errors import UserError
 
 SETTINGS = [
+    "trainer.views=2",
     "model=vit_digits",
     "model.frozen_bn=true",
     "data=digits",
