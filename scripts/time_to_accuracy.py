@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from docsgen.curves import BASELINE, recorded
 
 from efficient_ft.core.text import table
 from efficient_ft.record.environment import environment
@@ -56,8 +59,8 @@ RECIPES = {
         "last_stage+lbp_dct, cached": ["method=[last_stage,lbp_dct]", *_CACHED],
     },
 }
-#: The recipe whose accuracy is to be approached, and the share of it.
-BASELINE, SHARE = "full", 0.95
+#: The share of the accuracy of `BASELINE` that is to be reached.
+SHARE = 0.95
 
 
 def main() -> None:
@@ -113,21 +116,17 @@ def train(settings: list[str], place: Path) -> tuple[list[tuple[float, float]], 
     return [(row["seconds"], row["test_accuracy"]) for row in rows if "test_accuracy" in row], seconds
 
 
-def summary(recipes: dict[str, Any]) -> str:
+def summary(of: dict[str, Any]) -> str:
     """A table of the accuracy at the end, and of the seconds until the target is reached."""
-    ends = {name: [run["curve"][-1][1] for run in of["runs"]] for name, of in recipes.items()}
-    if not ends.get(BASELINE):
+    recipes = recorded(of)
+    if BASELINE not in recipes:
         return f"There is no run of {BASELINE} yet, and so no accuracy to come near."
-    target = SHARE * sum(ends[BASELINE]) / len(ends[BASELINE])
-    rows = [["recipe", "accuracy", f"seconds to {target:.1%}", "seconds in all"]]
-    for name, of in recipes.items():
-        if not of["runs"]:
-            continue
-        reached = [next((at for at, accuracy in run["curve"] if accuracy >= target), None) for run in of["runs"]]
-        found = [at for at in reached if at is not None]
-        until = f"{sum(found) / len(found):.0f}" if len(found) == len(reached) else "not reached"
-        whole = sum(run["seconds"] for run in of["runs"]) / len(of["runs"])
-        rows.append([name, f"{sum(ends[name]) / len(ends[name]):.2%}", until, f"{whole:.0f}"])
+    target = SHARE * statistics.mean(recipes[BASELINE].last)
+    rows = [["recipe", "accuracy", f"seconds to {target:.1%}", "seconds of training"]]
+    for name, recipe in recipes.items():
+        until = recipe.until(target)
+        reached = "not reached" if until is None else f"{until:.0f}"
+        rows.append([name, f"{statistics.mean(recipe.last):.2%}", reached, f"{recipe.seconds:.0f}"])
     return table(rows)
 
 

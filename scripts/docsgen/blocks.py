@@ -467,18 +467,6 @@ def header(method: str, page: Path) -> str:
 
 
 @block
-def settings(method: str, page: Path) -> str:
-    """A method's settings, from its YAML files and its constructor."""
-    return cards.settings_table(method)
-
-
-@block
-def cost(method: str, page: Path) -> str:
-    """The cost of a method, counted and measured."""
-    return cards.cost_tables(method)
-
-
-@block
 def options(group: str, page: Path) -> str:
     """The options of a configuration group, with the first lines of their files."""
     rows = [[f"`{name}`", text] for name, text in configuration.options(group).items()]
@@ -492,38 +480,21 @@ def recipes(page: Path) -> str:
     return table(["folder", "data sets", "settings"], rows, left=3)
 
 
-@block
-def study_rows(*names: str, page: Path) -> str:
-    """The settings of the rows of the studies."""
-    return studies.study_rows(*names)
+def _without_page(function: Block) -> Block:
+    return lambda *arguments, page: function(*arguments)
 
 
-@block
-def study(name: str, page: Path) -> str:
-    """The outcome of a study in results/."""
-    return studies.study_table(name)
-
-
-@block
-def alast_7_compared(name: str, page: Path) -> str:
-    """ALaST's Table 7 and a study of its rows."""
-    return studies.alast_7_compared(name)
-
-
-@block
-def study_conditions(name: str, page: Path) -> str:
-    """How a study was run."""
-    return studies.study_conditions(name)
-
-
-# ---------------------------------------------------------------------------------------------- time to accuracy
-@block
-def time_to_accuracy(network: str, page: Path) -> str:
-    """How long each recipe takes to come near full fine-tuning's accuracy."""
-    return curves.time_to_accuracy(network)
-
-
-@block
-def time_to_accuracy_conditions(network: str, page: Path) -> str:
-    """How these runs were made."""
-    return curves.conditions(network)
+#: Blocks that other modules write.
+BLOCKS |= {
+    name: _without_page(function)
+    for name, function in {
+        "settings": cards.settings_table,
+        "cost": cards.cost_tables,
+        "study-rows": studies.study_rows,
+        "study": studies.study_table,
+        "alast-7-compared": studies.alast_7_compared,
+        "study-conditions": studies.study_conditions,
+        "time-to-accuracy": curves.time_to_accuracy,
+        "time-to-accuracy-conditions": curves.conditions,
+    }.items()
+}

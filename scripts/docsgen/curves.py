@@ -51,7 +51,11 @@ class Recipe:
 
 def recipes(network: str) -> dict[str, Recipe]:
     """The recipes that were run, by name."""
-    of: dict[str, Any] = records.load("accuracy")["networks"][network]["recipes"]
+    return recorded(records.load("accuracy")["networks"][network]["recipes"])
+
+
+def recorded(of: dict[str, Any]) -> dict[str, Recipe]:
+    """The recipes of a record that have runs, by name."""
     return {name: _recipe(name, recipe) for name, recipe in of.items() if recipe["runs"]}
 
 
