@@ -35,18 +35,17 @@ NETWORKS = {
 }
 _CACHED = ["trainer.cache_features=on", "trainer.views=2", "trainer.prefix=auto"]
 _CACHED_4 = ["trainer.cache_features=on", "trainer.views=4", "trainer.prefix=auto"]
-_LAST_BLOCKS = ["method=blocks", "method.blocks.blocks=[8,9,10,11]"]
+_UPPER_BLOCKS = ["method=blocks", "method.blocks.blocks=[6,7,8,9,10,11]", "optim.lr=5e-4", "optim.head_lr_mult=4"]
 RECIPES = {
     "deit_tiny": {
         "full": ["method=full"],
+        "upper half": _UPPER_BLOCKS,
+        "upper half, cached": [*_UPPER_BLOCKS, *_CACHED],
+        "bitfit": ["method=bitfit", "optim.lr=5e-3", "optim.head_lr_mult=1"],
         "full+lbp_dct": ["method=[full,lbp_dct]"],
-        "bitfit": ["method=bitfit", "optim.lr=2e-3", "optim.head_lr_mult=1"],
-        "lora_all": ["method=lora_all", "optim.lr=2e-3", "optim.head_lr_mult=1"],
-        "bsr": ["method=bsr", "optim.lr=5e-4"],
-        "blocks": _LAST_BLOCKS,
-        "blocks, prefix": [*_LAST_BLOCKS, "trainer.prefix=auto"],
-        "blocks, cached": [*_LAST_BLOCKS, *_CACHED],
+        "full+lora": ["method=[full,lora]", "optim.lr=2e-3", "optim.head_lr_mult=1"],
         "head, cached": ["method=head", "optim.lr=2e-3", "optim.head_lr_mult=1", *_CACHED],
+        "bsr": ["method=bsr", "optim.lr=1e-3", "optim.head_lr_mult=2"],
     },
     "efficientnet_lite0": {
         "full": ["method=full", "model.frozen_bn=false"],

@@ -49,6 +49,15 @@ def _of_timm(name: str) -> str:
     return f"timm has no {name} either.{did_you_mean(name, timm.list_models())}"
 
 
+def _new_argument(name: str, line: str) -> UserError:
+    """The advice for an argument of timm that the model's options do not have yet."""
+    from efficient_ft.models.timm_config import SET_ELSEWHERE
+
+    if name in SET_ELSEWHERE:
+        return UserError(f"{line}: timm's {name} is not set here. {SET_ELSEWHERE[name]}")
+    return UserError(f"{line}: a new argument for timm.create_model is added with a plus: +{line}")
+
+
 def group_options(loader: ConfigLoader, group: str) -> list[str]:
     """The options of a group, those in its subfolders too: ``lbp_wht/cars``."""
     inner = loader.get_group_options(group, ObjectType.GROUP)
@@ -141,7 +150,7 @@ def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error
         if present == "method":
             return SettingError("method", missing, methods, f"(in {line})")
         if present == "model.kwargs":
-            return UserError(f"{line}: a new argument for timm.create_model is added with a plus: +{line}")
+            return _new_argument(missing, line)
         if key in setting_names():
             # In the schema, but not in the chosen option: the check says why it has no place here.
             try:

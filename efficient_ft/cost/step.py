@@ -239,11 +239,16 @@ class TrainingStep:
         if self._optimizer is None:  # before a per-step selection freezes what does not train in the first step
             trainable = [p for p in self.model.parameters() if p.requires_grad]
             build = self._build_optimizer
-            self._optimizer = torch.optim.AdamW(trainable, lr=1e-5) if build is None else build(self.model)
+            self._optimizer = self._adamw(trainable) if build is None else build(self.model)
         self.methods.begin(self.steps)
         device, dtype = self.images.device.type, self.spec.dtype
         with torch.autocast(device, dtype=dtype, enabled=dtype is not None), self._replace(self.images) as images:
             _, self._loss = forward_and_loss(self.model, self.methods, images, self.labels, self.spec)
+
+    def _adamw(self, trainable: list[nn.Parameter]) -> torch.optim.Optimizer:
+        # Fused as in runs: torch's other form for CUDA makes temporary tensors as large as the parameters.
+        fused = self.device.type in ("cpu", "cuda") and self.spec.dtype is None
+        return torch.optim.AdamW(trainable, lr=1e-5, fused=fused)
 
     def backward(self) -> None:
         """Run the backward pass."""

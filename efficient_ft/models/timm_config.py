@@ -15,9 +15,9 @@ from efficient_ft.core.input_spec import InputSpec
 if TYPE_CHECKING:
     from efficient_ft.config.schema import ModelConfig
 
-# Arguments of timm that have a setting of their own. Those that name a file must not come from a run folder: early
-# versions of timm unpickle it.
-_SET_ELSEWHERE = {
+#: Arguments of timm that have a setting of their own, and which. Those that name a file must not come from a run
+#: folder: early versions of timm unpickle it.
+SET_ELSEWHERE = {
     "num_classes": "It follows from the data.",
     "pretrained": "Set model.pretrained instead.",
     "img_size": "Set model.image_size instead.",
@@ -65,8 +65,8 @@ def timm_kwargs(config: ModelConfig, cfg: PretrainedCfg, num_classes: int) -> di
     if config.drop_rate:
         kwargs["drop_rate"] = config.drop_rate
     for name in config.kwargs:
-        if name in _SET_ELSEWHERE:
-            raise SettingError(f"model.kwargs.{name}", config.kwargs[name], "unset", _SET_ELSEWHERE[name])
+        if name in SET_ELSEWHERE:
+            raise SettingError(f"model.kwargs.{name}", config.kwargs[name], "unset", SET_ELSEWHERE[name])
     kwargs.update(config.kwargs)
     return kwargs
 

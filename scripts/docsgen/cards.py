@@ -34,6 +34,9 @@ SELECT = (
 #: Measurements with plain full fine-tuning as baseline, and how their recipes are shown.
 MEASURED = {
     "memory": labels.MEMORY,
+    "memory_felt": {
+        name: label for name, (label, _) in labels.MEMORY_FELT.items() if name.startswith(("compact", "low_bit"))
+    },
     "tokens": labels.TOKENS,
     "stacked": labels.TOKENS,
     "methods": labels.METHODS,
@@ -320,5 +323,5 @@ def _measured(name: str) -> list[list[str]]:
 def _holds(methods: list[str], own: str, name: str) -> bool:
     """Whether a recipe is about the method: selections only where they stand alone."""
     if name in ("full", "last_stage"):
-        return methods == [f"{own}()"]
+        return len(methods) == 1 and methods[0].startswith(f"{own}(")
     return any(text.startswith(f"{own}(") for text in methods)

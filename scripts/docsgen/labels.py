@@ -96,6 +96,10 @@ GPU = {
     "back_razor_mesa": MEMORY["back_razor_mesa"],
     "checkpointing": MEMORY["checkpointing"],
     "checkpointing8": MEMORY["checkpointing_int8"],
+    "compact": "`compact`",
+    "low_bit": "`low_bit` (4 bits)",
+    "low_bit_3": "`low_bit`, `bits=3`",
+    "low_bit_2": "`low_bit`, `bits=2`",
 }
 
 TOKENS = {
@@ -134,6 +138,8 @@ LOW_RANK = {
     "LP-8": "`lbp_wht`, order 8",
     "DCT-4": "`lbp_dct`, order 4",
     "full-rank": "`lbp_wht`, order 15 (full rank: the plain layers)",
+    "prefix": "`lbp_wht`, order 4, `trainer.prefix=auto`",
+    "read": "`lbp_wht`, order 4, stored features",
 }
 
 _RENAMED = (
@@ -184,15 +190,14 @@ ADAPTERS = {
 CURVES = {
     "full": "`full`",
     "full+lbp_dct": "`full` + `lbp_dct`",
+    "full+lora": "`full` + `lora`",
     "bitfit": "`bitfit`",
-    "lora_all": "`lora_all`",
     "bsr": "`bsr`",
-    "blocks": "`blocks` 8–11",
-    "blocks, prefix": "`blocks` 8–11, `prefix=auto`",
-    "blocks, cached": "`blocks` 8–11, stored features",
-    "head, cached": "`head`, stored features",
+    "upper half": "`blocks` 6–11",
+    "upper half, cached": "`blocks` 6–11, stored features, 2 views",
+    "head, cached": "`head`, stored features, 2 views",
     "last_stage": "`last_stage`",
-    "last_stage, prefix": "`last_stage`, `prefix=auto`",
+    "last_stage, prefix": "`last_stage`, `trainer.prefix=auto`",
     "last_stage, cached": "`last_stage`, stored features, 2 views",
     "last_stage, 4 views cached": "`last_stage`, stored features, 4 views",
     "last_stage+lbp_dct": "`last_stage` + `lbp_dct`",

@@ -53,6 +53,7 @@ from tests.cli.program import call, composed
         (["method.lbp_dct.order=2"], r"method lbp_dct is not chosen .*'method=\[lbp_wht,lbp_dct\]'"),
         (["method=[lbp_wht,lbp_wht_published]"], r"lbp_wht and lbp_wht_published are variants of lbp_wht; name one"),
         (["method=[lbp_wht,lbp_wht]"], r"lbp_wht is named twice"),
+        (["model.kwargs.drop_rate=0.1"], r"timm's drop_rate is not set here\. Set model\.drop_rate instead\.$"),
         (["model.kwargs.depth=3"], r"with a plus: \+model\.kwargs\.depth=3$"),
         (["optim.lr=1,2"], r"several values\. To run each of them add -m; .*optim\.lr=\[1,2\]"),
         (["=3"], r"^=3: arguments have the form KEY=VALUE"),
