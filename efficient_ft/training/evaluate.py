@@ -24,6 +24,7 @@ from efficient_ft.record.results import DataReport, flatten
 from efficient_ft.training import export
 from efficient_ft.training.console import say
 from efficient_ft.training.datamodule import missing_images, open_images
+from efficient_ft.training.trainer import use_channels_last
 
 
 class Evaluated(TypedDict):
@@ -149,6 +150,8 @@ def accuracies(
         device: evaluates.
     """
     options = config.trainer
+    if use_channels_last(config, device):  # as in the training
+        model.to(memory_format=torch.channels_last)
     if isinstance(images, ImageData):
         return {
             split: accuracy(

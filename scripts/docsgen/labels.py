@@ -140,6 +140,8 @@ LOW_RANK = {
     "full-rank": "`lbp_wht`, order 15 (full rank: the plain layers)",
     "prefix": "`lbp_wht`, order 4, `trainer.prefix=auto`",
     "read": "`lbp_wht`, order 4, stored features",
+    "read-2": "`lbp_wht`, order 2, stored features",
+    "read-exact": "exact, stored features",
 }
 
 _RENAMED = (

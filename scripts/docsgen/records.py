@@ -31,6 +31,7 @@ FILES = {
     "masks": "tokens_masks_deit_small_cpu",
     "methods": "methods_efficientformer_l1_cpu",
     "step": "step_efficientformer_l1_cpu",
+    "step_features": "step_features_efficientformer_l1_cpu",
     "step_gpu": "step_efficientformer_l1_h200",
     "swin": "step_swinv2_small_cpu",
     "layer": "layer_cpu",

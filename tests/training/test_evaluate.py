@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
+import torch
 import yaml
 
 from efficient_ft.core.errors import UserError
@@ -42,6 +43,20 @@ def test_loading_precision_and_limits_may_be_changed(configuration, finished, mo
     }
     assert evaluate(finished[0], configuration(**changes))["accuracy"] == {"val": 0.5, "test": 0.5}
     assert seen == [(7, "bf16", 3)] * 2
+
+
+@pytest.mark.parametrize(("channels_last", "expected"), [(None, True), (False, False)])
+def test_maps_are_stored_as_in_the_training(configuration, finished, monkeypatch, channels_last, expected):
+    found = []
+
+    def accuracy(model, *arguments):
+        maps = [p for p in model.parameters() if p.ndim == 4]
+        found.append(bool(maps) and all(p.is_contiguous(memory_format=torch.channels_last) for p in maps))
+        return 0.5
+
+    monkeypatch.setattr("efficient_ft.training.evaluate.accuracy", accuracy)
+    evaluate(finished[0], configuration(trainer__channels_last=channels_last))
+    assert found == [expected] * 2
 
 
 @pytest.mark.parametrize(
