@@ -237,7 +237,7 @@ def test_settings_of_the_data_hold_for_every_data_set_of_a_row(capsys: pytest.Ca
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in table_names() if any(r.runs for r in published_table(name).rows)])
 def test_the_sweep_of_a_table_is_the_same_grid(name: str) -> None:
-    """``-m table=NAME`` composes, and has the runs of ``table NAME --run``, each with a folder of its own."""
+    """``-m table=NAME`` composes, and has the runs of ``table NAME --run``, those of every cell, each in its folder."""
     from efficient_ft.cli.compose import composed_jobs
     from efficient_ft.cli.groups import CONF, register
     from efficient_ft.cli.variants import folder_of
@@ -245,7 +245,12 @@ def test_the_sweep_of_a_table_is_the_same_grid(name: str) -> None:
     register()
     jobs = composed_jobs(CONF, "train", [f"table={name}", "data.root=DIR"], sweep=True)
     folders = [folder_of(job.config) for job in jobs]
-    assert len(folders) == len(set(folders)) == sum(len(row.runs) for row in published_table(name).rows)
+    rows = published_table(name).rows
+    assert len(folders) == len(set(folders)) == sum(len(row.runs) for row in rows)
+    added = re.compile(r"published=|(data|tasks\.\w+)\.root=")
+    ran = {frozenset(argument for argument in job.arguments if not added.match(argument)) for job in jobs}
+    assert ran == {frozenset(cell.arguments) for row in rows for cell in row.cells.values() if cell.arguments}
+    assert all(job.config.tasks or job.config.data.select_best_on == "test" for job in jobs)
 
 
 @pytest.mark.parametrize("name", ["bsr/3", "back_razor/2", pytest.param("bsr/5", marks=pytest.mark.slow)])

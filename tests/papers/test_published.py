@@ -71,16 +71,6 @@ def test_a_row_of_every_kind_composes(table: Any) -> None:
         assert config.method, row.name
 
 
-@pytest.mark.slow
-def test_every_cell_composes() -> None:
-    seen = {cell.arguments for *_, cell in CELLS if cell.arguments}
-    for arguments in seen:
-        (config,) = composed(*arguments)
-        if not config.tasks:
-            assert config.data.select_best_on == "test", arguments
-    assert len(seen) > 600
-
-
 def test_settings_are_those_of_the_row() -> None:
     def config(table: str, row: str, column: str) -> Any:
         cell = chosen_rows(published_table(table), [row])[0].cells[column]
