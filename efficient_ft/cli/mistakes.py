@@ -19,7 +19,7 @@ from efficient_ft.config.plain import plain, sentence
 from efficient_ft.config.renamed import RenamedSetting
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean
 
-# A loader copies all of its sources to list a group: a third of a second for the arguments of one job.
+# By loader and group: a loader copies all of its sources to list a group, .4 s for seven arguments.
 _OPTIONS: WeakKeyDictionary[ConfigLoader, dict[str, list[str]]] = WeakKeyDictionary()
 
 

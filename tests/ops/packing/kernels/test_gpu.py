@@ -6,6 +6,7 @@ Interpreted kernels are slow: the default set is a smoke test, the marker ``slow
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -90,10 +91,12 @@ def test_sparse_form_of_rows_longer_than_a_subsample_and_a_tile(kind, dtype, exa
     assert_same_packing(data(kind, (2, n), dtype, seed=n).to(DEVICE), sparsity, exact)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "kind", "exact"),  # every pair of two of them
-    [(dtype, kind, (a + b) % 2 == 0) for a, dtype in enumerate(DTYPES) for b, kind in enumerate(KINDS)],
+    ("dtype", "kind", "exact"),  # every pair of two of them is slow, the other half of the combinations exhaustive
+    [
+        pytest.param(*case, marks=pytest.mark.exhaustive if sum(at) % 2 else pytest.mark.slow)
+        for at, case in zip(product(range(3), range(6), range(2)), product(DTYPES, KINDS, [True, False]), strict=True)
+    ],
 )
 def test_sparse_form_of_all_kinds_of_long_rows(dtype, kind, exact):
     for n, sparsity in LONG:
