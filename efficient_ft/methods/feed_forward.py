@@ -11,15 +11,17 @@ from typing import Any
 
 import torch
 from timm.layers import mlp
+from timm.models.efficientformer import ConvMlpWithNorm
 from torch import Tensor, nn
 
 from efficient_ft.methods.forwards import OwnForward, put_around, take_away
+from efficient_ft.models.frozen_batch_norm import FROZEN
 
 #: Bytes of the widest tensor that a part may make.
 _PART_BYTES = 5 * 2**20
 
 #: Classes of timm whose forward pass treats the images of a batch independently.
-_KINDS = (mlp.Mlp, mlp.GluMlp, mlp.SwiGLU, mlp.ConvMlp, mlp.GlobalResponseNormMlp)
+_KINDS = (mlp.Mlp, mlp.GluMlp, mlp.SwiGLU, mlp.ConvMlp, mlp.GlobalResponseNormMlp, ConvMlpWithNorm)
 
 
 class FrozenFeedForward(OwnForward):
@@ -53,7 +55,9 @@ def _mixes(module: nn.Module) -> bool:
     """True if the module ties images of a batch together, or draws random numbers for them."""
     if not module.training:
         return False
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) or getattr(module, "p", 0) > 0
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return type(module) not in FROZEN.values()
+    return getattr(module, "p", 0) > 0
 
 
 def run_in_parts(model: nn.Module) -> None:

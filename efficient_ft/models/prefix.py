@@ -199,7 +199,8 @@ def find_prefix(model: nn.Module, images: Tensor) -> FrozenPrefix:
 
 def _find_prefix(model: nn.Module, images: Tensor) -> FrozenPrefix:
     trace = _Trace(model)
-    expected = trace.run(images)
+    trace.run(images)
+    expected = _seeded(model, images)  # without the trace's hooks: layers that have some may compute in another way
     end, reason = trace.first_that_matters()
     below = [call for call in trace.calls if 0 <= call.left <= end and trace.once(call)]
     ends = [call for call in below if isinstance(call.output, _Like) and call.output.shape[0] == len(images)]
@@ -229,14 +230,14 @@ class _Trace:
         #: The event before the first random number, and the module that drew it.
         self._drawn: tuple[int, str] | None = None
 
-    def run(self, images: Tensor) -> Tensor:
-        """Run the model, as `_seeded` does; returns its output."""
+    def run(self, images: Tensor) -> None:
+        """Run the model, as `_seeded` does."""
         handles = []
         for name, module in self._modules.items():
             handles.append(module.register_forward_pre_hook(lambda m, args, name=name: self._enter(name)))
             handles.append(module.register_forward_hook(lambda m, args, output: self._leave(output)))
         try:
-            return _seeded(self.model, images, self._start)
+            _seeded(self.model, images, self._start)
         finally:
             for handle in handles:
                 handle.remove()

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from timm.layers import mlp
+from timm.models.efficientformer import ConvMlpWithNorm
 from torch import Tensor, nn
 
 from efficient_ft.cost import executed
@@ -17,6 +18,14 @@ from efficient_ft.methods import feed_forward
 from efficient_ft.methods.feed_forward import run_in_parts, run_whole
 from efficient_ft.methods.forwards import forwards_of
 from efficient_ft.methods.selection.static import Full, HeadOnly
+from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
+
+
+def _conv_mlp_with_norm() -> nn.Module:
+    module = ConvMlpWithNorm(6, 20)
+    freeze_batch_norm(module)
+    return module
+
 
 MAKERS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: mlp.Mlp(6, 20),
@@ -25,6 +34,7 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
     "maps": lambda: mlp.Mlp(6, 20, use_conv=True),
     "conv": lambda: mlp.ConvMlp(6, 20),
     "response_norm": lambda: mlp.GlobalResponseNormMlp(6, 20),
+    "conv_norm": _conv_mlp_with_norm,
 }
 
 

@@ -18,6 +18,7 @@ class LBPDCT(LowRankBackward):
 
     Args:
         order: 1–15; keeps as many components as LBP-WHT's ``l1`` selection of that order (padding ``ortho``).
+        fused: as in `LBPWHT`.
 
     Raises:
         SettingError: `order` is not an integer from 1 to 15.
@@ -26,9 +27,9 @@ class LBPDCT(LowRankBackward):
 
     name = "lbp_dct"
 
-    def __init__(self, order: int = 4):
+    def __init__(self, order: int = 4, fused: bool = True):
         refuse_order(order, 15)
-        self.order = order
+        self.order, self.fused = order, fused
 
     def projector_for(self, layer: Layer) -> CosineProjector:
         return CosineProjector(self.order)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.declarations import Adds, Axis
+from efficient_ft.methods.fused_gelu import fuse_gelu, separate_gelu
 from efficient_ft.models.view import Layer, ModelView, Reason, Skipped, TokenLayout
 from efficient_ft.ops.projection import (
     Projection,
@@ -147,6 +148,7 @@ class LowRankBackward(Method):
         as_published: layers are projected even where the exact backward costs less, and a layer whose forward was never
             called stays exact.
         profiles: layers run with the exact backward first, and the subclass sets their projectors later.
+        fused: on a CPU GELU, and a frozen BatchNorm before it, run in one pass: see `methods.fused_gelu`.
 
     Raises:
         UserError: when applied: the model has no layer with a token grid, or a grid that the projector cannot project;
@@ -158,6 +160,7 @@ class LowRankBackward(Method):
     adds = frozenset({Adds.LOW_RANK_LAYERS})
     as_published: bool = False
     profiles: bool = False
+    fused: bool = True
 
     @abstractmethod
     def projector_for(self, layer: Layer) -> Projector:
@@ -200,13 +203,20 @@ class LowRankBackward(Method):
                 model.get_submodule(layer.reach).qkv_bias_separate = True  # type: ignore[assignment]
                 layer.module.low_rank_reach = layer.reach  # type: ignore[assignment]
         note = f"{len(exact)} layers left exact where that is cheaper"
+        notes = [note] if exact else []
+        if self.fused and (fused := fuse_gelu(model)):
+            notes.append(f"on a CPU {len(fused)} GELU layers run in one pass each way, with the BatchNorm before them")
         return Applied(
             self.name,
             tuple(layer.name for layer, *_ in chosen),
             {**skipped, **exact},
-            (note,) if exact else (),
+            tuple(notes),
             none_needed=note if exact else "",
         )
+
+    @property
+    def libraries(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("numba",) if self.fused else ()
 
     def _costs_more(self, layer: Layer, tokens: TokenLayout) -> str | None:
         """Return why a layer stays exact; None: it does not."""
@@ -223,6 +233,7 @@ class LowRankBackward(Method):
         return f"exact is cheaper: {exact / 1e6:.4g} MFLOPs against {low_rank / 1e6:.4g} at rank {projection.rank}"
 
     def _remove(self, model: nn.Module) -> None:
+        separate_gelu(model)
         for module in model.modules():
             if isinstance(module, LowRankLinear | LowRankConv2d):
                 reach = module.__dict__.pop("low_rank_reach", None)

@@ -1,0 +1,99 @@
+"""Model layers whose GELU, and the BatchNorm before it, are computed in one pass each way, on a CPU in training.
+
+Once the products of low-rank layers are small, the operations between them cost as much time: BatchNorm and GELU take
+four passes over the widest tensors of a network, and torch's GELU on a CPU is bound by arithmetic, not by memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from timm.models.efficientformer import ConvMlpWithNorm
+from torch import Tensor, nn
+from torch._C import _len_torch_function_stack
+
+from efficient_ft.methods.forwards import OwnForward, put_inside, take_away
+from efficient_ft.models.frozen_batch_norm import FrozenBatchNorm2d
+from efficient_ft.ops.gelu import batch_norm_gelu, gelu
+
+
+class FusedGelu(OwnForward):
+    """The forward pass of `nn.GELU` by `ops.gelu`."""
+
+    same_values = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return gelu(x) if _fits(self.module, x) and (x.is_contiguous() or _channels_last(x)) else self.within(x)
+
+
+class FusedNormGelu(OwnForward):
+    """The forward pass of a feed-forward network whose frozen BatchNorm and GELU are one operation."""
+
+    same_values = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        mlp: Any = self.module
+        norm = mlp.norm1
+        if type(norm) is not FrozenBatchNorm2d or _changed(norm) or not _exact(mlp.act) or _hooked(mlp.act):
+            return self.within(x)
+        x = mlp.fc1(x)
+        if _fits(mlp, x) and _channels_last(x):
+            assert norm.running_mean is not None
+            assert norm.running_var is not None
+            x = batch_norm_gelu(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.eps)
+        else:
+            x = mlp.act(norm(x))
+        x = mlp.fc2(mlp.drop(x))
+        return mlp.drop(mlp.norm2(x))
+
+
+def _fits(module: nn.Module, x: Tensor) -> bool:
+    """Whether the operation runs on `x`: on a CPU in training, and where no function mode keeps activations its way."""
+    return (
+        module.training
+        and x.device.type == "cpu"
+        and x.dtype == torch.float32
+        and not torch.compiler.is_compiling()
+        and _len_torch_function_stack() == 0
+    )
+
+
+def _exact(act: nn.Module) -> bool:
+    return type(act) is nn.GELU and act.approximate == "none"
+
+
+def _changed(norm: nn.Module) -> bool:
+    """Whether somebody has changed what a call of the layer does, or wants to see it."""
+    return "forward" in norm.__dict__ or _hooked(norm)
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
+def _channels_last(x: Tensor) -> bool:
+    return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+
+
+def fuse_gelu(model: nn.Module) -> list[str]:
+    """Let GELU, and frozen BatchNorm with it, run in one pass each way where they can.
+
+    Returns:
+        The names of the GELU layers.
+    """
+    names = []
+    for name, module in model.named_modules():
+        if type(module) is ConvMlpWithNorm:
+            put_inside(module, FusedNormGelu(module))
+        elif _exact(module):
+            names.append(name)
+            put_inside(module, FusedGelu(module))
+    return names
+
+
+def separate_gelu(model: nn.Module) -> None:
+    """Undo `fuse_gelu`."""
+    for module in model.modules():
+        take_away(module, FusedGelu)
+        take_away(module, FusedNormGelu)

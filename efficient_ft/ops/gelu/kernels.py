@@ -1,0 +1,75 @@
+"""CPU kernels of GELU in float32, compiled by numba. Optional: without numba torch's are used."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from efficient_ft.ops.packing.kernels.cpu import _run as run_in_threads
+
+_AT_A_TIME = 1 << 14  # values that a thread takes at a time
+_PIECES = 64  # of a map, each with sums of its own: a number that does not depend on the threads
+
+
+def supports(x: Tensor) -> bool:
+    """Return whether the kernels take this tensor."""
+    real = type(x) in (Tensor, torch.nn.Parameter)  # a fake tensor has no data
+    return real and x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() > 0 and _kernels() is not None
+
+
+def forward(x: Tensor, scale: Tensor | None, shift: Tensor | None, y: Tensor) -> None:
+    """Write GELU(x · scale + shift) to y.
+
+    Args:
+        x, y: dense and in the same layout, channels-last with a scale.
+        scale, shift: (C,), or both None.
+    """
+    if scale is None or shift is None:
+        _run(_kernels().forward(False), x, None, [x, y])
+    else:
+        _run(_kernels().forward(True), x, _AT_A_TIME // len(scale), [x, y, scale, shift], len(scale))
+
+
+def backward(
+    g: Tensor, x: Tensor, scale: Tensor | None, shift: Tensor | None, mean: Tensor | None, g_x: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """Write the gradient of x to g_x.
+
+    Args:
+        g, x, g_x: dense and in the same layout, channels-last with a scale.
+        scale, shift: (C,), or both None.
+        mean: (C,); None: no sums.
+
+    Returns:
+        With a mean: Σ h and Σ h · (x - mean), (C,), where h is the gradient of x · scale + shift.
+    """
+    if scale is None or shift is None:
+        _run(_kernels().backward(False, False), x, None, [g, x, g_x])
+        return None
+    n = len(scale)
+    if mean is None:
+        _run(_kernels().backward(True, False), x, _AT_A_TIME // n, [g, x, g_x, scale, shift], n)
+        return None
+    rows = x.numel() // n
+    at_a_time = -(-rows // _PIECES)
+    sums = x.new_empty(2, -(-rows // at_a_time), n)
+    _run(_kernels().backward(True, True), x, at_a_time, [g, x, g_x, scale, shift, mean, *sums], n)
+    of_shift, of_scale = sums.sum(1)
+    return of_shift, of_scale
+
+
+def _run(kernel: Any, x: Tensor, at_a_time: int | None, tensors: list[Tensor], n: int = 1) -> None:
+    rows, at_a_time = x.numel() // n, max(1, _AT_A_TIME if at_a_time is None else at_a_time)
+    run_in_threads(kernel, [-(-rows // at_a_time), at_a_time, rows, n, *(t.data_ptr() for t in tensors)])
+
+
+@functools.cache
+def _kernels() -> Any:
+    try:
+        from efficient_ft.ops.gelu import numba_kernels
+    except ImportError:
+        return None
+    return numba_kernels

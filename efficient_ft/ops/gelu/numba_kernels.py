@@ -1,0 +1,170 @@
+"""The loops of `gelu.kernels`, compiled by numba; importing this module needs numba.
+
+The job is a C function of one pointer, as in `packing.kernels.numba_kernels`. A row of a map in channels-last memory
+has one value per channel; rows of other tensors have one value, and neither scale nor shift.
+"""
+# mypy: ignore-errors
+# (numba's types, not Python's)
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numba import carray, float32, int32, njit
+
+from efficient_ft.ops.packing.kernels.numba_kernels import _address, _take, as_job
+
+# `contract`: a product and a sum become one operation where the processor has it. A vector and the elements that are
+# left over must be computed alike, so nothing else is relaxed.
+_jit: Any = njit(nogil=True, boundscheck=False, error_model="numpy", fastmath={"contract"})
+
+_SQRT_HALF = float32(0.5**0.5)
+_DENSITY = float32((2 * np.pi) ** -0.5)
+#: From here on erf is 1 in float32.
+_ONE = float32(3.92)
+
+
+@_jit
+def _erf(t):
+    """Compute erf(t) by a rational approximation in float32, that of the Eigen library."""
+    t = min(max(t, -_ONE), _ONE)
+    s = t * t
+    p = s * float32(-2.72614225801306e-10) + float32(2.77068142495902e-08)
+    p = s * p + float32(-2.10102402082508e-06)
+    p = s * p + float32(-5.69250639462346e-05)
+    p = s * p + float32(-7.34990630326855e-04)
+    p = s * p + float32(-2.95459980854025e-03)
+    p = s * p + float32(-1.60960333262415e-02)
+    q = s * float32(-1.45660718464996e-05) + float32(-2.13374055278905e-04)
+    q = s * q + float32(-1.68282697438203e-03)
+    q = s * q + float32(-7.37332916720468e-03)
+    q = s * q + float32(-1.42647390514189e-02)
+    return t * p / q
+
+
+@_jit
+def _cdf(u):
+    """Compute Φ(u)."""
+    t = u * _SQRT_HALF
+    e = _erf(t)
+    e = float32(1) if t >= _ONE else e
+    e = float32(-1) if t <= -_ONE else e
+    return float32(0.5) + float32(0.5) * e
+
+
+@_jit
+def _density(u):
+    """Compute φ(u): 2^k e^r with k an integer and r at most half of ln 2 in size, by a polynomial of degree 6."""
+    x = max(float32(-0.5) * u * u, float32(-87))
+    k = np.floor(x * float32(1.44269504088896341) + float32(0.5))
+    r = x - k * float32(0.693359375)
+    r = r + k * float32(2.12194440e-4)
+    y = r * float32(1 / 720) + float32(1 / 120)
+    y = r * y + float32(1 / 24)
+    y = r * y + float32(1 / 6)
+    y = r * y + float32(0.5)
+    y = r * y + float32(1)
+    y = r * y + float32(1)
+    return y * np.int32((int32(k) + int32(127)) << int32(23)).view(np.float32) * _DENSITY
+
+
+@_jit
+def _row(x, y):
+    for i in range(len(x)):
+        y[i] = x[i] * _cdf(x[i])
+
+
+@_jit
+def _affine_row(x, scale, shift, y):
+    for i in range(len(x)):
+        u = x[i] * scale[i] + shift[i]
+        y[i] = u * _cdf(u)
+
+
+@_jit
+def _row_gradient(g, x, g_x):
+    for i in range(len(x)):
+        g_x[i] = g[i] * (_cdf(x[i]) + x[i] * _density(x[i]))
+
+
+@_jit
+def _affine_row_gradient(g, x, scale, shift, g_x):
+    for i in range(len(x)):
+        u = x[i] * scale[i] + shift[i]
+        g_x[i] = g[i] * (_cdf(u) + u * _density(u)) * scale[i]
+
+
+@_jit
+def _affine_row_gradients(g, x, scale, shift, mean, g_x, of_shift, of_scale):
+    for i in range(len(x)):
+        u = x[i] * scale[i] + shift[i]
+        h = g[i] * (_cdf(u) + u * _density(u))
+        g_x[i] = h * scale[i]
+        of_shift[i] += h
+        of_scale[i] += h * (x[i] - mean[i])
+
+
+@functools.cache
+def forward(affine: bool) -> Any:
+    """Compile the job that computes GELU, some rows at a time; `affine`: of x · scale + shift."""
+
+    def gelu_job(pointer):
+        job = carray(pointer, 9)
+        jobs, at_a_time, rows, n = job[1], job[2], job[3], job[4]
+        size = rows * n
+        x = carray(_address(job[5]), (size,), np.float32)
+        y = carray(_address(job[6]), (size,), np.float32)
+        while True:
+            j = _take(job)
+            if j >= jobs:
+                break
+            first, last = j * at_a_time, min((j + 1) * at_a_time, rows)
+            if affine:
+                scale = carray(_address(job[7]), (n,), np.float32)
+                shift = carray(_address(job[8]), (n,), np.float32)
+                for r in range(first, last):
+                    _affine_row(x[r * n : (r + 1) * n], scale, shift, y[r * n : (r + 1) * n])
+            else:
+                _row(x[first * n : last * n], y[first * n : last * n])
+
+    return as_job(affine, cache=True)(gelu_job)
+
+
+@functools.cache
+def backward(affine: bool, sums: bool) -> Any:
+    """Compile the job of the gradient of x; `sums`: also those of scale and shift, a row of sums for each piece."""
+
+    def gelu_backward_job(pointer):
+        job = carray(pointer, 13)
+        jobs, at_a_time, rows, n = job[1], job[2], job[3], job[4]
+        size = rows * n
+        g = carray(_address(job[5]), (size,), np.float32)
+        x = carray(_address(job[6]), (size,), np.float32)
+        g_x = carray(_address(job[7]), (size,), np.float32)
+        while True:
+            j = _take(job)
+            if j >= jobs:
+                break
+            first, last = j * at_a_time, min((j + 1) * at_a_time, rows)
+            if not affine:
+                _row_gradient(g[first * n : last * n], x[first * n : last * n], g_x[first * n : last * n])
+                continue
+            scale = carray(_address(job[8]), (n,), np.float32)
+            shift = carray(_address(job[9]), (n,), np.float32)
+            if sums:
+                mean = carray(_address(job[10]), (n,), np.float32)
+                of_shift = carray(_address(job[11]), (jobs * n,), np.float32)[j * n : (j + 1) * n]
+                of_scale = carray(_address(job[12]), (jobs * n,), np.float32)[j * n : (j + 1) * n]
+                of_shift[:] = float32(0)
+                of_scale[:] = float32(0)
+                for r in range(first, last):
+                    a, b = r * n, (r + 1) * n
+                    _affine_row_gradients(g[a:b], x[a:b], scale, shift, mean, g_x[a:b], of_shift, of_scale)
+            else:
+                for r in range(first, last):
+                    a, b = r * n, (r + 1) * n
+                    _affine_row_gradient(g[a:b], x[a:b], scale, shift, g_x[a:b])
+
+    return as_job(affine, sums, cache=True)(gelu_backward_job)

@@ -1,0 +1,174 @@
+"""GELU and frozen BatchNorm in one pass: the gradients of the plain model, and only where that is allowed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from efficient_ft.cost import executed
+from efficient_ft.methods import fused_gelu
+from efficient_ft.methods.backprop.lbp_dct import LBPDCT
+from efficient_ft.methods.backprop.lbp_wht import LBPWHT
+from efficient_ft.methods.fused_gelu import fuse_gelu, separate_gelu
+from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
+
+
+@pytest.fixture
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    model = timm.create_model("efficientformer_l1", num_classes=3)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):  # those of a trained network are not 0 and 1
+            nn.init.normal_(module.running_mean, 0, 0.3)
+            nn.init.uniform_(module.running_var, 0.5, 2)
+            nn.init.normal_(module.bias, 0, 0.3)
+    freeze_batch_norm(model)
+    return model.to(memory_format=torch.channels_last).train()
+
+
+@contextmanager
+def calls() -> Iterator[list[str]]:
+    """The operations that run fused."""
+    seen: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("gelu", "batch_norm_gelu"):
+            operation = getattr(fused_gelu, name)
+
+            def call(*args: Tensor, of: str = name, run: object = operation) -> Tensor:
+                seen.append(of)
+                return run(*args)  # type: ignore[operator]
+
+            patch.setattr(fused_gelu, name, call)
+        yield seen
+
+
+class _Plain(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _images() -> Tensor:
+    return torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(1))
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(_images()).square().sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("trains", ["all", "last stage", "biases"])
+def test_gradients_are_those_of_the_plain_model(network: nn.Module, trains: str) -> None:
+    for name, p in network.named_parameters():
+        p.requires_grad_(
+            {"all": True, "last stage": name.startswith("stages.3"), "biases": name.endswith("bias")}[trains]
+        )
+    plain = _gradients(network)
+    assert len(fuse_gelu(network)) == 15
+    with calls() as seen:
+        fused = _gradients(network)
+    assert seen.count("batch_norm_gelu") == 14
+    assert seen.count("gelu") == 1
+    assert fused.keys() == plain.keys()
+    for name, g in fused.items():
+        assert (g - plain[name]).norm() <= 1e-4 * plain[name].norm() + 1e-6, name
+
+
+def test_evaluation_is_the_plain_models_bit_for_bit(network: nn.Module) -> None:
+    network.eval()
+    with torch.no_grad():
+        plain = network(_images())
+        fuse_gelu(network)
+        with calls() as seen:
+            assert torch.equal(network(_images()), plain)
+    assert not seen
+
+
+@pytest.mark.parametrize(
+    ("why", "expected"),
+    [
+        ("live statistics", {"gelu"}),
+        ("a hook of the user's", {"gelu"}),
+        ("a layer that is changed", {"gelu"}),
+        ("maps in torch's default layout", {"gelu"}),
+        ("bfloat16", set()),
+        ("a function mode", set()),
+        ("double precision", set()),
+    ],
+)
+def test_the_plain_operations_run_where_fusing_is_not_allowed(network: nn.Module, why: str, expected: set[str]) -> None:
+    fuse_gelu(network)
+    images = _images()
+    mode: Any = None
+    if why == "live statistics":
+        fresh = timm.create_model("efficientformer_l1", num_classes=3).to(memory_format=torch.channels_last).train()
+        fuse_gelu(fresh)
+        network = fresh
+    elif why == "a hook of the user's":
+        for module in network.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.register_forward_hook(lambda *_: None)
+    elif why == "a layer that is changed":
+        for module in network.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.__dict__["forward"] = lambda x: x
+    elif why == "maps in torch's default layout":
+        network.to(memory_format=torch.contiguous_format)
+    elif why == "bfloat16":
+        mode = torch.autocast("cpu", dtype=torch.bfloat16)
+    elif why == "a function mode":
+        mode = _Plain()
+    else:
+        network, images = network.double(), images.double()
+    with calls() as seen:
+        if mode is None:
+            network(images)
+        else:
+            with mode:
+                network(images)
+    assert set(seen) == expected
+
+
+def test_it_is_taken_out_again(network: nn.Module) -> None:
+    before = {name: set(module.__dict__) for name, module in network.named_modules()}
+    fuse_gelu(network)
+    twin = copy.deepcopy(network)
+    separate_gelu(network)
+    assert {name: set(module.__dict__) for name, module in network.named_modules()} == before
+    with calls() as seen:
+        twin(_images())
+    assert len(seen) == 15, "a copy runs it with its own modules"
+
+
+@pytest.mark.parametrize("method", [LBPWHT, LBPDCT])
+def test_low_rank_methods_fuse_unless_told_not_to(network: nn.Module, method: type[LBPWHT] | type[LBPDCT]) -> None:
+    plain = copy.deepcopy(network)
+    on, off = method(), method(fused=False)
+    assert any("15 GELU layers" in note for note in on.apply(network).notes)
+    assert on.libraries == ("numba",)
+    assert not off.apply(plain).notes
+    assert off.libraries == ()
+    assert not any("forward" in module.__dict__ for module in plain.modules())
+    on.remove(network)
+    assert not any("forward" in module.__dict__ for module in network.modules())
+
+
+def test_fewer_bytes_are_kept_and_no_other_flops_executed() -> None:
+    with torch.device("meta"):
+        model = timm.create_model("efficientformer_l1", num_classes=3).to(memory_format=torch.channels_last)
+    fused, apart = (executed(copy.deepcopy(model), 2, (224, 224), methods=[LBPWHT(fused=on)]) for on in (True, False))
+    assert (fused.forward_flops, fused.backward_flops) == (apart.forward_flops, apart.backward_flops)
+    # the hidden maps of the blocks of the model: 3, 2, 6 and 3 with BatchNorm, once instead of twice
+    maps = sum(
+        blocks * 4 * width * side**2
+        for blocks, width, side in zip((3, 2, 6, 3), (48, 96, 224, 448), (56, 28, 14, 7), strict=True)
+    )
+    assert 0.8 * 4 * maps < apart.saved_bytes - fused.saved_bytes < 1.2 * 4 * maps
