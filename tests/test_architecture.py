@@ -21,15 +21,16 @@ PACKAGE = "efficient_ft"
 #: The rooms from the bottom up: a room imports only from rooms before it, and from itself. `record` is the format of
 #: what a run leaves: training writes it and every tool that reads runs imports it, so it is below training.
 ROOMS = (
-    "core", "config", "ops", "optim", "models", "methods", "cost", "testing", "integrations", "data", "record",
+    "core", "config", "task", "ops", "optim", "models", "methods", "cost", "testing", "integrations", "data", "record",
     "training", "papers", "bench", "planning", "report", "cli",
 )  # fmt: skip
 #: Rooms that may import less than all that is before them.
 ONLY: dict[str, tuple[str, ...]] = {
+    "task": ("core",),
     "ops": ("core",),
     "optim": ("core", "ops"),
     "models": ("core", "config", "ops"),
-    "cost": ("core", "ops", "optim", "models"),  # it observes any step, and knows no method
+    "cost": ("core", "task", "ops", "optim", "models"),  # it observes any step, and knows no method
     "testing": ("core", "models", "methods", "cost"),
     "integrations": ("core", "optim", "models", "methods"),
     "data": ("core", "config"),

@@ -22,6 +22,7 @@ from efficient_ft.data import ImageData, class_count, missing_data
 from efficient_ft.methods.base import apply_methods
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
+from efficient_ft.task import TASKS
 from efficient_ft.training.module import build_optimizer
 from efficient_ft.training.run import run
 
@@ -201,6 +202,7 @@ def _bare_step(config: Config, device: torch.device | str) -> TrainingStep:
         label_smoothing=config.optim.label_smoothing,
         frozen_bn=config.model.frozen_bn,
         grad_clip_norm=config.optim.grad_clip_norm,
+        task=TASKS[config.task],
     )
     return TrainingStep(
         model,

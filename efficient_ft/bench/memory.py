@@ -20,6 +20,7 @@ from efficient_ft.cost import StepMemory, StepSpec, TrainingStep, executed
 from efficient_ft.methods.base import Method, apply_methods
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
+from efficient_ft.task import TASKS
 from efficient_ft.training.libraries import libraries, load
 from efficient_ft.training.optimizer import build_optimizer
 
@@ -76,6 +77,7 @@ def measure_memory(
         label_smoothing=config.optim.label_smoothing,
         frozen_bn=config.model.frozen_bn,
         grad_clip_norm=config.optim.grad_clip_norm,
+        task=TASKS[config.task],
     )
 
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:

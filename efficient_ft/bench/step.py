@@ -21,6 +21,7 @@ from efficient_ft.methods.base import Method, apply_methods
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
+from efficient_ft.task import TASKS
 from efficient_ft.training.features import PrefixInput, from_stored, measure_form, run_prefix
 from efficient_ft.training.optimizer import build_optimizer
 from efficient_ft.training.row_form import RowForm
@@ -161,7 +162,8 @@ def measure_steps(
             network = factory.random_model(config.model, num_classes)
             methods = build_methods(config)
             apply_methods(network, methods)
-            spec = StepSpec(batch_size, factory.input_of(config.model).size, config.trainer.precision)
+            size_of = factory.input_of(config.model).size
+            spec = StepSpec(batch_size, size_of, config.trainer.precision, task=TASKS[config.task])
             if on_cpu and recipe is not recipes[0]:  # as runs on a CPU do; the baseline stays as it comes from timm
                 network.to(memory_format=torch.channels_last)
             build = partial(build_optimizer, optim=config.optim, precision=config.trainer.precision)

@@ -1,16 +1,21 @@
-"""``efficient-ft predict RUN IMAGE...``: classes and probabilities of images, by a trained run."""
+"""``efficient-ft predict RUN IMAGE...``: classes and probabilities of images, or their masks, by a trained run."""
 
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from efficient_ft.core.errors import UserError
 
+if TYPE_CHECKING:
+    from efficient_ft.training.export import Trained
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the most probable classes of each image.
+    """Print the most probable classes of each image; of a segmentation, write the masks of the images.
 
     Args:
         arguments: the command line; default: that of this process.
@@ -34,6 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         trained.model.to(device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {device} cannot be used here: {str(error).splitlines()[0]}") from error
+    if trained.notes.get("task") == "segmentation":
+        _write_masks(trained, paths, options)
+        return
+    if options.out is not None or options.overlay:
+        raise UserError(f"--out and --overlay are for runs with task=segmentation; {options.run} predicts classes.")
     transform = Transform(trained.input)
     shown = min(options.top, len(trained.class_names))
     width = max(len(name) for name in trained.class_names)
@@ -46,15 +56,50 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(f"  {trained.class_names[int(label)]:{width}}  {float(probability):7.2%}")
 
 
+def _write_masks(trained: Trained, paths: Sequence[Path], options: argparse.Namespace) -> None:
+    """Write a mask for each image, with the ids of the training masks, and print the share of each class."""
+    import json
+
+    import numpy as np
+
+    from efficient_ft.data import read_image
+    from efficient_ft.training.predict_masks import mask_image, overlay, predict_mask
+
+    out = options.out or (options.run if options.run.is_dir() else options.run.parent) / "masks"
+    ids, names = json.loads(trained.notes["class_ids"]), trained.class_names
+    targets = {path: out / f"{path.stem}.png" for path in paths}
+    stem, count = Counter(path.stem for path in paths).most_common(1)[0]
+    if count > 1:
+        raise UserError(f"{count} images are named {stem}: their masks would be one file. Predict them in turn.")
+    inside = {path for path in paths if out.resolve() in path.resolve().parents}
+    if inside:
+        raise UserError(f"--out {out} holds the image {min(inside)}. Choose another folder.")
+    out.mkdir(parents=True, exist_ok=True)
+    for path, target in targets.items():
+        image = read_image(path)
+        indices = predict_mask(trained.model, image, trained.input)
+        mask_image(indices, ids).save(target)
+        if options.overlay:
+            overlay(image, indices, len(names)).save(target.with_name(f"{path.stem}_overlay.png"))
+        print(f"{path} -> {target}")
+        shares = np.bincount(indices.ravel(), minlength=len(names)) / indices.size
+        for number in np.argsort(-shares, kind="stable")[: options.top]:
+            if shares[number] > 0:
+                print(f"  {names[number]:{max(map(len, names))}}  {shares[number]:7.2%}")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="efficient-ft predict", description="Print classes and probabilities of images, by a trained run."
+        prog="efficient-ft predict",
+        description="Print classes and probabilities of images, or write their masks, by a trained run.",
     )
     parser.add_argument("run", type=Path, help="a run folder, or its model.safetensors")
     parser.add_argument("images", type=Path, nargs="+", metavar="IMAGE", help="image files, or folders of them")
     parser.add_argument("--task", help="for a run on several data sets: the one whose classes are predicted")
     parser.add_argument("--top", type=_count, default=5, metavar="K", help="classes shown per image (default 5)")
     parser.add_argument("--batch-size", type=_count, default=32, metavar="N", help="images at once (default 32)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the masks (default: RUN/masks)")
+    parser.add_argument("--overlay", action="store_true", help="also write the images with the classes' colors on them")
     parser.add_argument("--device", default=None, help="cpu, cuda, mps (default: cuda if there is one)")
     return parser
 

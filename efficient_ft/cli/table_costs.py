@@ -14,10 +14,12 @@ from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.sheet import Cell, render
 from efficient_ft.cost import Executed, executed
+from efficient_ft.data import class_count
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.papers.published import COSTS, MODELS, Row, Table, baseline_of, reason_of
 from efficient_ft.papers.rules import batch_and_unit, count_cost, count_settings
+from efficient_ft.task import TASKS
 
 #: Relative difference from the printed number above which a reason is given.
 TOLERANCE = 0.02
@@ -172,7 +174,12 @@ Counts = tuple[float | None, float | None]
 
 
 def _backward(table: Table, row: Row) -> Counts:
-    return None, None if not row.arguments else _executed(row.arguments).backward_flops / 1e6
+    return None, None if not row.arguments else _executed(_to_count(table, row)).backward_flops / 1e6
+
+
+def _to_count(table: Table, row: Row) -> tuple[str, ...]:
+    """The arguments with which the costs of a row are counted; empty if it cannot be run."""
+    return row.arguments and (*row.arguments, *table.count_at)
 
 
 #: BSR's Table 1: MiB of activations in fp32 for 196 patches and the class token, 384 channels, 6 heads, expansion 4.
@@ -192,7 +199,7 @@ def _memory(table: Table, row: Row) -> Counts:
         return rule, None
     # Kept activations, without parameters.
     batch, unit = batch_and_unit(table, row)
-    return rule, _executed(row.arguments).saved_bytes * batch / unit
+    return rule, _executed(_to_count(table, row)).saved_bytes * batch / unit
 
 
 def _reduction(of: Callable[[Table, Row], Counts], table: Table, row: Row) -> Counts:
@@ -207,7 +214,7 @@ def _gmacs(table: Table, row: Row) -> Counts:
     rule = None if found is None else count_cost(found).gmacs
     if not row.arguments:
         return rule, None
-    return rule, _executed(row.arguments).forward_flops / 2e9 * int(row.columns.get("batch") or 1)
+    return rule, _executed(_to_count(table, row)).forward_flops / 2e9 * int(row.columns.get("batch") or 1)
 
 
 def _compute(table: Table, row: Row) -> Counts:
@@ -215,7 +222,7 @@ def _compute(table: Table, row: Row) -> Counts:
     if not row.arguments:
         return None, None
     config = _configuration(row.arguments)
-    return None, _executed(row.arguments).flops * IMAGES[config.data.name] * config.trainer.epochs / 1e15
+    return None, _executed(_to_count(table, row)).flops * IMAGES[config.data.name] * config.trainer.epochs / 1e15
 
 
 def _parameters(table: Table, row: Row) -> Counts:
@@ -266,9 +273,9 @@ def count_ahead(
     needed: dict[tuple[str, ...], None] = {}
     for row in rows:
         if any(_COUNTED.get(column) not in (None, _measured, _parameters) for column in row.costs):
-            needed[row.arguments] = None
+            needed[_to_count(table, row)] = None
             if any(isinstance(_COUNTED.get(column), partial) for column in row.costs):  # a ratio to the baseline
-                needed[baseline_of(table, row)[1].arguments] = None
+                needed[_to_count(*baseline_of(table, row))] = None
     todo = [arguments for arguments in needed if arguments and arguments not in _known]
     if min(processes, len(todo)) < 2:
         for done, arguments in enumerate(todo, start=1):
@@ -293,7 +300,9 @@ def _counted(arguments: tuple[str, ...]) -> Executed:
     config = _configuration(arguments)
     profiles = [f"method.{name}.profile_steps=1" for name, own in config.method.items() if "profile_steps" in own]
     config = _configuration((*arguments, *profiles))
-    model = factory.random_model(config.model, 100)
+    classes = 100 if config.task == "classification" else class_count(config.data)
+    assert classes is not None
+    model = factory.random_model(config.model, classes)
     spec = factory.input_of(config.model)
     # FLOPs and kept bytes of an image do not depend on the batch.
     return executed(
@@ -304,6 +313,7 @@ def _counted(arguments: tuple[str, ...]) -> Executed:
         precision=config.trainer.precision,
         label_smoothing=config.optim.label_smoothing,
         frozen_bn=config.model.frozen_bn,
+        task=TASKS[config.task],
     )
 
 

@@ -67,6 +67,7 @@ def _check_together(config: Config) -> None:
             f"false for {model.name}, which has no published weights",
             "Or pass model.weights=FILE.",
         )
+    _check_task(config)
     for key, one in {f"tasks.{name}": one for name, one in config.tasks.items()}.items() or [("data", data)]:
         _check_data(key, one)
     if config.tasks:
@@ -104,6 +105,33 @@ def _check_together(config: Config) -> None:
         raise SettingError("trainer.max_steps", 0, "-1 (no limit) or an integer >= 1")
     if trainer.precision == "fp16" and trainer.accelerator == "cpu":
         raise SettingError("trainer.precision", "fp16", "fp32 or bf16 on the CPU")
+
+
+def _check_task(config: Config) -> None:
+    """Refuse a network or a data set of another task."""
+    masks = config.data.masks is not None
+    segmenter = config.model.encoder is not None or config.model.name.startswith("segformer_")
+    if config.task == "segmentation":
+        if not masks:
+            raise SettingError("data.name", config.data.name, "a data set with masks with task=segmentation", _MASKED)
+        if not segmenter:
+            raise SettingError("model.name", config.model.name, "a segmentation network", _SEGMENTERS)
+        if config.tasks:
+            raise SettingError("tasks", ", ".join(config.tasks), "none with task=segmentation")
+        if config.trainer.cache_features == "on":
+            raise SettingError("trainer.cache_features", "on", "off or auto with task=segmentation")
+        if config.trainer.prefix in ("folded", "bf16"):
+            raise SettingError("trainer.prefix", config.trainer.prefix, "fp32 or auto with task=segmentation")
+        low, high = config.data.masks.zoom if config.data.masks else (1, 1)
+        if low > high:
+            raise SettingError("data.masks.zoom", [low, high], "[smallest, largest]")
+    elif masks or segmenter:
+        what = f"data={config.data.name}" if masks else f"model.name={config.model.name}"
+        raise SettingError("task", config.task, f"segmentation with {what}", "Add task=segmentation.")
+
+
+_MASKED = "Choose data=camvid, cityscapes, voc2012_aug or mask_folder."
+_SEGMENTERS = "Choose model=segformer_b0, model=deeplabv3_mobilenetv2, or model=smp with model.encoder=NAME."
 
 
 def _check_data(key: str, data: DataConfig) -> None:

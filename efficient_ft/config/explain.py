@@ -96,8 +96,10 @@ def _leaves(node: dict[str, Any], whole: dict[str, Any], prefix: str = "") -> li
     """Full names of all settings below `node`."""
     names: list[str] = []
     for name, below in node.get("properties", {}).items():
-        below = resolved(below, whole)
-        names += _leaves(below, whole, f"{prefix}{name}.") if "properties" in below else [prefix + name]
+        # A section that may be null is one of two alternatives.
+        options = [resolved(one, whole) for one in below.get("anyOf", [below])]
+        sections = [one for one in options if "properties" in one]
+        names += [leaf for one in sections for leaf in _leaves(one, whole, f"{prefix}{name}.")] or [prefix + name]
     return names
 
 

@@ -42,6 +42,10 @@ def fingerprint(config: Config) -> str:
             del what["trainer"][setting]
     if config.trainer.prefix == "fp32":  # a later setting
         del what["trainer"]["prefix"]
+    if config.task == "classification":  # a later setting
+        del what["task"]
+    if config.model.encoder is None:  # a later setting
+        del what["model"]["encoder"]
     what["data"] = _content(config.data)
     if config.tasks:
         # As a list: the tasks take turns in their order.
@@ -53,10 +57,12 @@ def fingerprint(config: Config) -> str:
 def _content(data: DataConfig) -> dict[str, Any]:
     """The settings of a data set that affect a result."""
     what = data.model_dump(mode="json", exclude=_DATA_NO_EFFECT)
+    if data.masks is None:  # a later setting
+        del what["masks"]
     if data.train_on_val:  # a later setting: the runs from before it keep their folders
         del what["train_on_val"]
     # A published data set is the same in any place; a folder of images is identified by its path.
-    if data.name == "folder":
+    if data.name in ("folder", "mask_folder"):
         what["root"] = os.path.normpath(data.root)
     else:
         del what["root"]
@@ -83,7 +89,7 @@ def run_folder(config: Config, methods: Sequence[str] | None = None) -> str:
         methods: what its methods are called in the folder's name; None: their own names.
     """
     data: str = config.data.name
-    if data == "folder":
+    if data in ("folder", "mask_folder"):
         data = os.path.basename(os.path.normpath(config.data.root)) or data
     if config.tasks:
         data = "+".join(config.tasks)

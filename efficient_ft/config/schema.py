@@ -25,6 +25,8 @@ class ModelConfig(Section):
 
     name: Name
     pretrained: bool = True
+    #: With `name` a network of segmentation-models-pytorch: timm's name of its encoder.
+    encoder: Name | None = None
     #: Local file (.safetensors, .pth, .npz) in timm's names; used instead of a download.
     weights: str | None = None
     #: Pixels, or [height, width]; null: what the weights were trained at.
@@ -62,6 +64,21 @@ class AugmentConfig(Section):
     pick: Count | None = None
 
 
+class MaskConfig(Section):
+    """Settings of a segmentation data set alone: classes, ids without a label, sizes."""
+
+    #: Names of the classes with ids 0, 1, …; null: those of the data set, or of classes.txt.
+    classes: list[Name] | None = None
+    #: Further ids of pixels without a label, besides 255.
+    ignored: list[Annotated[int, Field(ge=0, lt=2**16)]] = Field(default_factory=list)
+    #: Training images are resized by a random factor in this range before a part is cut out.
+    zoom: tuple[Positive, Positive] = (0.5, 2.0)
+    #: (height, width) that images are resized to in evaluation; null: their own size.
+    resize: tuple[Count, Count] | None = None
+    #: In evaluation the network sees the whole image, or windows of the training size, whose logits are averaged.
+    evaluation: Literal["whole", "windows"] = "whole"
+
+
 class DataConfig(Section):
     """A data set: images, splits, loading and augmentation."""
 
@@ -76,6 +93,10 @@ class DataConfig(Section):
         "aircraft",
         "cars",
         "cub200",
+        "mask_folder",
+        "camvid",
+        "cityscapes",
+        "voc2012_aug",
     ]
     root: str = "./data"
     batch_size: Count = 64
@@ -90,6 +111,8 @@ class DataConfig(Section):
     train_on_val: bool = True
     on_corrupt: Literal["stop", "skip"] = "stop"
     augment: AugmentConfig = AugmentConfig()
+    #: Of a segmentation data set; null: images have classes, and no masks.
+    masks: MaskConfig | None = None
     download: bool = True
     #: Keep decoded and resized images on disk, for later epochs and runs; auto: if there is room.
     keep_decoded: Literal["off", "auto", "on"] = "auto"
@@ -193,6 +216,7 @@ class StepStatsConfig(Section):
 class Config(Section):
     """One run. `method` maps a method's name to its settings (the constructor's arguments, and `select`)."""
 
+    task: Literal["classification", "segmentation"] = "classification"
     model: ModelConfig
     #: With `tasks`: the first of them.
     data: DataConfig

@@ -33,3 +33,8 @@ def table(
     if rule:
         lines.insert(1, rule * (sum(wide) + len(gap) * (columns - 1)))
     return "\n".join(line.rstrip() for line in lines)
+
+
+def spelled(metric: str) -> str:
+    """The name of a metric as text: ``mean_iou`` → ``mean IoU``."""
+    return {"mean_iou": "mean IoU"}.get(metric, metric.replace("_", " "))

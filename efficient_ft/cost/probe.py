@@ -211,7 +211,9 @@ class Probe:
         return model, methods
 
     def _batch(self, images: int) -> tuple[Tensor, Tensor]:
-        return torch.randn(images, *self.spec.image_shape), torch.zeros(images, dtype=torch.long)
+        inputs, targets = self.spec.example(images)
+        assert isinstance(inputs, Tensor)
+        return inputs, targets
 
 
 def _applied(plain: tuple[nn.Module, StepMethods], tensors: dict[int, Tensor]) -> tuple[nn.Module, StepMethods]:

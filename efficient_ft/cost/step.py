@@ -9,17 +9,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.errors import SettingError
 from efficient_ft.cost.meter import storages
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
+from efficient_ft.task import Classification, Inputs, Task
 
 #: The autocast type of each precision; None: no autocast.
 AUTOCAST: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -35,6 +35,7 @@ class StepOptions(TypedDict, total=False):
     in_chans: int
     frozen_bn: bool
     grad_clip_norm: float | None
+    task: Task
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class StepSpec:
         in_chans: channels of the images.
         frozen_bn: BatchNorm layers use their running statistics, as runs do by default.
         grad_clip_norm: maximum norm of the whole gradient; None: no clipping. Plays no part in counts.
+        task: what the network returns, and its loss.
 
     Raises:
         SettingError: a value outside these ranges.
@@ -61,6 +63,7 @@ class StepSpec:
     in_chans: int = 3
     frozen_bn: bool = True
     grad_clip_norm: float | None = None
+    task: Task = field(default_factory=Classification)
 
     def __post_init__(self) -> None:
         if self.precision not in AUTOCAST:
@@ -74,10 +77,11 @@ class StepSpec:
         """The autocast type; None: no autocast."""
         return AUTOCAST[self.precision]
 
-    @property
-    def image_shape(self) -> tuple[int, ...]:
-        """(channels, height, width) of an image."""
-        return (self.in_chans, *self.input_size)
+    def example(self, batch_size: int, generator: torch.Generator | None = None) -> tuple[Inputs, Tensor]:
+        """Random inputs and targets of class 0."""
+        size = tuple(self.input_size)
+        inputs = self.task.example_inputs(batch_size, self.in_chans, size, generator)
+        return inputs, self.task.example_targets(batch_size, size)
 
 
 def require_positive(setting: str, value: int) -> None:
@@ -155,26 +159,23 @@ class StepMethods:
 
 
 def forward_and_loss(
-    model: nn.Module, methods: StepMethods, images: Tensor, labels: Tensor, spec: StepSpec
+    model: nn.Module, methods: StepMethods, inputs: Inputs, targets: Tensor, spec: StepSpec
 ) -> tuple[Tensor, Tensor]:
     """Run the forward pass and the loss of a step, under autocast.
 
     Args:
-        images: (B, C, H, W).
-        labels: (B,), class indices.
+        inputs: what the model takes: images (B, C, H, W).
+        targets: class indices, (B,), with further dimensions for the positions where the task has some.
 
     Returns:
-        The logits (B, classes) and the loss to minimize.
+        The logits and the loss to minimize.
 
     Raises:
         UserError: the model does not return logits.
     """
-    with torch.autocast(images.device.type, dtype=spec.dtype, enabled=spec.dtype is not None):
-        logits = model(images)
-        if not isinstance(logits, Tensor) or logits.ndim != 2:
-            found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-            raise UserError(f"{type(model).__name__} must return logits (images, classes), got {found}.")
-        loss = cross_entropy(logits, labels, label_smoothing=spec.label_smoothing)
+    with torch.autocast(targets.device.type, dtype=spec.dtype, enabled=spec.dtype is not None):
+        logits = spec.task.logits(model, inputs)
+        loss = spec.task.loss(logits, targets, spec.label_smoothing)
         return logits, methods.loss(loss)
 
 
@@ -226,8 +227,9 @@ class TrainingStep:
             freeze_batch_norm(self.model)
         self.methods = StepMethods(methods)
         generator = torch.Generator().manual_seed(0)
-        self.images = torch.randn(spec.batch_size, *spec.image_shape, generator=generator).to(self.device)
-        self.labels = torch.zeros(spec.batch_size, dtype=torch.long, device=self.device)
+        images, labels = spec.example(spec.batch_size, generator)
+        assert isinstance(images, Tensor)
+        self.images, self.labels = images.to(self.device), labels.to(self.device)
         self.steps = first_step
         self._loss: Tensor | None = None
         self._build_optimizer = build_optimizer

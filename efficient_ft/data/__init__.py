@@ -16,6 +16,7 @@ from efficient_ft.data.image_data import ImageData
 from efficient_ft.data.images import Transform, read_image
 from efficient_ft.data.round_robin import RoundRobinData, RoundRobinSampler
 from efficient_ft.data.sampler import CounterSampler
+from efficient_ft.data.segmentation_data import SegmentationData
 from efficient_ft.data.sources import class_count, missing_data, open_data, read_data
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "ImageData",
     "RoundRobinData",
     "RoundRobinSampler",
+    "SegmentationData",
     "Transform",
     "class_count",
     "missing_data",

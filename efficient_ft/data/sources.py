@@ -12,7 +12,10 @@ from efficient_ft.data.fetch import fetch
 from efficient_ft.data.folder import folder_classes, missing_folder, read_folder
 from efficient_ft.data.image_data import ImageData
 from efficient_ft.data.listing import Listing
+from efficient_ft.data.masks import MaskListing, missing_mask_folder, read_mask_folder
 from efficient_ft.data.published import PUBLISHED, PublishedSet, read_published
+from efficient_ft.data.published_masks import MASK_SETS
+from efficient_ft.data.segmentation_data import SegmentationData
 
 if TYPE_CHECKING:
     from efficient_ft.config.schema import DataConfig
@@ -26,8 +29,13 @@ def missing_data(config: DataConfig) -> str | None:
     """
     if config.name == "digits":
         return None
+    root = Path(config.root).expanduser()
     if config.name == "folder":
-        return missing_folder(Path(config.root).expanduser())
+        return missing_folder(root)
+    if config.name == "mask_folder":
+        return missing_mask_folder(root)
+    if config.name in MASK_SETS:
+        return MASK_SETS[config.name].missing(config.name, root)
     source = _published(config)
     return source.missing(config.name, source.root(config.root), config.download)
 
@@ -36,12 +44,20 @@ def class_count(config: DataConfig) -> int | None:
     """Count the classes without opening an image; None for a folder that does not exist."""
     if config.name == "digits":
         return 10
+    root = Path(config.root).expanduser()
     if config.name == "folder":
-        return folder_classes(Path(config.root).expanduser())
+        return folder_classes(root)
+    if config.name in MASK_SETS:
+        return len(MASK_SETS[config.name].classes.names)
+    if config.masks is not None:
+        try:
+            return len(_read_masks(config).classes.names)
+        except UserError:
+            return None
     return _published(config).classes
 
 
-def read_data(config: DataConfig) -> Listing:
+def read_data(config: DataConfig) -> Listing | MaskListing:
     """Fetch the files if necessary, and read the lists.
 
     Raises:
@@ -51,6 +67,8 @@ def read_data(config: DataConfig) -> Listing:
         return read_digits()
     if config.name == "folder":
         return read_folder(Path(config.root).expanduser())
+    if config.masks is not None:
+        return _read_masks(config)
     source = _published(config)
     root = source.root(config.root)
     problem = source.missing(config.name, root, config.download)
@@ -60,7 +78,7 @@ def read_data(config: DataConfig) -> Listing:
     return read_published(config.name, root)
 
 
-def open_data(config: DataConfig, input: InputSpec, seed: int) -> ImageData:
+def open_data(config: DataConfig, input: InputSpec, seed: int) -> ImageData | SegmentationData:
     """Fetch the files if necessary, read the lists, and split.
 
     Args:
@@ -71,7 +89,23 @@ def open_data(config: DataConfig, input: InputSpec, seed: int) -> ImageData:
     Raises:
         UserError: the data are missing, damaged, or cannot be split as configured.
     """
-    return ImageData(read_data(config), config, input, seed)
+    listing = read_data(config)
+    if isinstance(listing, MaskListing):
+        return SegmentationData(listing, config, input, seed)
+    return ImageData(listing, config, input, seed)
+
+
+def _read_masks(config: DataConfig) -> MaskListing:
+    """The lists of a segmentation data set."""
+    root, masks = Path(config.root).expanduser(), config.masks
+    if config.name not in MASK_SETS:
+        assert masks is not None, "refused by `config.check`"
+        return read_mask_folder(root, masks.classes, masks.ignored)
+    source = MASK_SETS[config.name]
+    problem = source.missing(config.name, root)
+    if problem is not None:
+        raise UserError(problem)
+    return source.read(source.root(root))
 
 
 def _published(config: DataConfig) -> PublishedSet:

@@ -1,4 +1,7 @@
-"""Classifiers by timm's names, with pretrained weights, with those of a local file, or with random ones."""
+"""Networks by name, with pretrained weights, with those of a local file, or with random ones.
+
+Classifiers have timm's names; for segmentation networks see `models.segmentation`.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,18 @@ from timm.models import PretrainedCfg
 from torch import nn
 
 from efficient_ft.core.errors import SettingError, first_line
+from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.models.hub import fetch_weights, missing_weights
+from efficient_ft.models.segmentation import (
+    build_segmenter,
+    input_of_segmenter,
+    is_segmenter,
+    load_segmenter,
+    weights_cfg,
+)
 from efficient_ft.models.tasks import give_heads, zero_parameters
-from efficient_ft.models.timm_config import build, image_size, input_of, pretrained_cfg, timm_kwargs
+from efficient_ft.models.timm_config import build, image_size, pretrained_cfg, timm_kwargs
+from efficient_ft.models.timm_config import input_of as input_of_classifier
 from efficient_ft.models.view import view
 from efficient_ft.models.weights import load_weights, read_state_dict
 
@@ -26,8 +38,17 @@ __all__ = ["create_model", "input_of", "missing_weights", "random_model", "read_
 log = logging.getLogger(__name__)
 
 
+def input_of(config: ModelConfig) -> InputSpec:
+    """Size, normalization and interpolation of a network's images.
+
+    Raises:
+        SettingError: an unknown model, or `model.mean` or `model.std` without one value per channel.
+    """
+    return input_of_segmenter(config) if is_segmenter(config) else input_of_classifier(config)
+
+
 def create_model(config: ModelConfig, num_classes: int | Mapping[str, int]) -> nn.Module:
-    """Create the classifier `config.name` with its weights, in fp32 on the CPU.
+    """Create the network `config.name` with its weights, in fp32 on the CPU.
 
     Args:
         config: the `model` section of the configuration.
@@ -42,7 +63,7 @@ def create_model(config: ModelConfig, num_classes: int | Mapping[str, int]) -> n
         model = create_model(config, next(iter(num_classes.values())))
         give_heads(model, num_classes, zero=config.zero_head)
         return model
-    cfg = pretrained_cfg(config)
+    cfg = weights_cfg(config) if is_segmenter(config) else pretrained_cfg(config)
     random = random_model(config, num_classes)
     if config.weights is None and not config.pretrained:
         log.warning(
@@ -53,8 +74,11 @@ def create_model(config: ModelConfig, num_classes: int | Mapping[str, int]) -> n
             _zero_head(random)
         return random
     path = fetch_weights(config, cfg) if config.weights is None else Path(config.weights).expanduser()
-    model, new_heads = load_weights(config, timm_kwargs(config, cfg, num_classes), random, cfg, path)
-    _record_input_size(config, model)
+    if is_segmenter(config):
+        model, new_heads = load_segmenter(config, num_classes, path)
+    else:
+        model, new_heads = load_weights(config, timm_kwargs(config, cfg, num_classes), random, cfg, path)
+        _record_input_size(config, model)
     if new_heads:
         if config.zero_head:
             _zero_head(model)
@@ -84,6 +108,8 @@ def random_model(config: ModelConfig, num_classes: int | Mapping[str, int]) -> n
         model = random_model(config, next(iter(num_classes.values())))
         give_heads(model, num_classes)
         return model
+    if is_segmenter(config):
+        return build_segmenter(config, num_classes)
     cfg = pretrained_cfg(config)
     model = build(config, timm_kwargs(config, cfg, num_classes))
     _check_image_size(config, cfg, model)

@@ -22,6 +22,7 @@ row is run, where our runs deviate from the paper, and misprints:
     notes: [...]                                    # misprints and inconsistencies of the paper
     reason: ...                                     # why nothing of the table can be run; instead of settings
     counted: true                                   # its costs are counted all the same
+    count_at: ["model.image_size=[256,512]"]        # settings with which costs are counted, besides those of a run
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ DATA = {
     "aircraft": "aircraft",
     "cars": "cars",
     "cub": "cub200",
+    "cityscapes": "cityscapes",
+    "voc12a": "voc2012_aug",
 }
 
 #: Printed numbers other than accuracies, with their units as printed.
@@ -173,6 +176,7 @@ class Table:
         notes: misprints and inconsistencies.
         reason: why nothing of it can be run, or None.
         counted: its costs are counted although nothing of it is run.
+        count_at: arguments with which its costs are counted, besides those of a run.
     """
 
     name: str
@@ -184,6 +188,7 @@ class Table:
     notes: tuple[str, ...] = field(default=())
     reason: str | None = None
     counted: bool = False
+    count_at: tuple[str, ...] = ()
 
 
 def reason_of(table: str, row: Row, column: str) -> str | None:
@@ -283,6 +288,7 @@ def published_table(name: str) -> Table:
         notes=notes,
         reason=about.get("reason"),
         counted=bool(about.get("counted")),
+        count_at=tuple(about.get("count_at", ())),
     )
 
 

@@ -17,6 +17,7 @@ from efficient_ft.methods.base import Method
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.models.view import view
+from efficient_ft.task import TASKS
 from efficient_ft.training.optimizer import build_optimizer
 
 
@@ -148,4 +149,5 @@ def step_spec(config: Config) -> StepSpec:
         in_chans=len(spec.mean),
         frozen_bn=config.model.frozen_bn,
         grad_clip_norm=config.optim.grad_clip_norm,
+        task=TASKS[config.task],
     )

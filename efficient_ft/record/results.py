@@ -156,12 +156,14 @@ class BestLast(TypedDict):
 class Accuracy(BestLast):
     """Accuracy on `split`, the split that chose the best epoch; with several tasks the mean, and that of each task.
 
-    `test` is that of the best epoch's weights on the test images, None if there are none.
+    `test` is that of the best epoch's weights on the test images, None if there are none. In a segmentation it is the
+    mean IoU, and `metric` says so.
     """
 
     split: str
     test: float | None
     tasks: NotRequired[dict[str, BestLast]]
+    metric: NotRequired[str]
 
 
 def final_accuracy(accuracy: Mapping[str, Any]) -> float:
@@ -191,12 +193,17 @@ class TaskData(TypedDict):
 
 
 class DataReport(TypedDict):
-    """`TaskData` of the run's data set; with several tasks the sum, the mean and each task's."""
+    """`TaskData` of the run's data set; with several tasks the sum, the mean and each task's.
+
+    `scores` are further measures by split: of a segmentation pixel accuracy and the IoU of each class by name (None:
+    neither masks nor predictions have it).
+    """
 
     splits: NotRequired[dict[str, int]]
     skipped: int
     digest: NotRequired[str]
     accuracy: dict[str, float]
+    scores: NotRequired[dict[str, Any]]
     tasks: NotRequired[dict[str, TaskData]]
 
 

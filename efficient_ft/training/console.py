@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_only
 
-from efficient_ft.core.text import table
+from efficient_ft.core.text import spelled, table
 
 
 def rank() -> int:
@@ -177,7 +177,7 @@ def _seen(limit: int, settings: dict[str, Any], data: dict[str, Any]) -> str:
 def _accuracy_rows(accuracy: dict[str, Any], data: dict[str, Any], published: float | None) -> list[list[str]]:
     """Best and last on the split that chose the best epoch; the best weights' on the test split; and `published`."""
     tasks, split = accuracy.get("tasks", {}), accuracy["split"]
-    rows = [["accuracy", "best", "last"]]
+    rows = [[spelled(accuracy.get("metric", "accuracy")), "best", "last"]]
     rows += [[f"{task}, {split}", f"{of['best']:.2%}", f"{of['last']:.2%}"] for task, of in tasks.items()]
     rows.append([f"{'mean, ' if tasks else ''}{split}", f"{accuracy['best']:.2%}", f"{accuracy['last']:.2%}"])
     tested = data["accuracy"].get("test")

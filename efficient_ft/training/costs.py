@@ -19,6 +19,7 @@ from efficient_ft.models.tasks import tasks_of
 from efficient_ft.record.results import CostReport, ExecutedCost, StepCost
 from efficient_ft.training.console import cost_table, say
 from efficient_ft.training.optimizer import build_optimizer
+from efficient_ft.training.run_task import run_task
 
 #: Number of classes for `cost_only` if the data set is not there to count them: that of ImageNet.
 _UNKNOWN_CLASSES = 1000
@@ -91,6 +92,7 @@ def cost_report(
         precision=config.trainer.precision,
         label_smoothing=config.optim.label_smoothing,
         in_chans=len(spec.mean),
+        task=run_task(config),
         frozen_bn=config.model.frozen_bn,
         device=device,
         grad_clip_norm=config.optim.grad_clip_norm,

@@ -12,10 +12,14 @@ from torch.utils.data import DataLoader
 from efficient_ft.config import Config, data_configs
 from efficient_ft.core.errors import SettingError
 from efficient_ft.core.input_spec import InputSpec
-from efficient_ft.data import ImageData, RoundRobinData, missing_data, open_data
+from efficient_ft.data import ImageData, RoundRobinData, SegmentationData, missing_data, open_data
 
 if TYPE_CHECKING:
     from efficient_ft.training.features import RunFeatures
+
+
+#: The data of a run: one data set, or several in turn.
+OpenedData = ImageData | SegmentationData | RoundRobinData
 
 
 def missing_images(config: Config) -> list[str]:
@@ -24,7 +28,7 @@ def missing_images(config: Config) -> list[str]:
     return [message for message in found if message is not None]
 
 
-def open_images(config: Config, spec: InputSpec) -> ImageData | RoundRobinData:
+def open_images(config: Config, spec: InputSpec) -> OpenedData:
     """Open the data set or data sets of the run, transformed to the network's input.
 
     Args:
@@ -40,11 +44,13 @@ def open_images(config: Config, spec: InputSpec) -> ImageData | RoundRobinData:
     parts = {}
     for task, data in config.tasks.items():
         with _settings_of_task(task):
-            parts[task] = open_data(data, spec, config.seed)
+            opened = open_data(data, spec, config.seed)
+            assert isinstance(opened, ImageData), "refused by `config.check`"
+            parts[task] = opened
     return RoundRobinData(parts, config.trainer.grad_accum_steps)
 
 
-def keep_decoded(images: ImageData | RoundRobinData, epochs: int) -> None:
+def keep_decoded(images: OpenedData, epochs: int) -> None:
     """Keep decoded images on disk, as `ImageData.keep_decoded`, of each data set of the run.
 
     Args:
@@ -54,7 +60,7 @@ def keep_decoded(images: ImageData | RoundRobinData, epochs: int) -> None:
     Raises:
         SettingError: as `ImageData.keep_decoded`; with several tasks named as in `open_images`.
     """
-    if isinstance(images, ImageData):
+    if not isinstance(images, RoundRobinData):
         images.keep_decoded(epochs)
         return
     for task, part in images.parts.items():
@@ -73,7 +79,7 @@ def _settings_of_task(task: str) -> Iterator[None]:
         raise
 
 
-def run_length(config: Config, images: ImageData | RoundRobinData, world: int) -> tuple[int, int]:
+def run_length(config: Config, images: OpenedData, world: int) -> tuple[int, int]:
     """Epochs and optimizer steps of the run. Batches left over at the end of an epoch make a step.
 
     Args:
@@ -101,7 +107,7 @@ class RunDataModule(L.LightningDataModule):
 
     features: RunFeatures | None = None
 
-    def __init__(self, images: ImageData | RoundRobinData) -> None:
+    def __init__(self, images: OpenedData) -> None:
         super().__init__()
         self.images = images
 

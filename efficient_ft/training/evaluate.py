@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -10,27 +11,29 @@ import lightning.pytorch as L
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from torchmetrics.classification import MulticlassAccuracy
 
 from efficient_ft.config import Config, DataConfig, data_configs
 from efficient_ft.core.errors import UserError
-from efficient_ft.core.text import table
+from efficient_ft.core.text import spelled, table
 from efficient_ft.cost.executed import AUTOCAST
-from efficient_ft.data import ImageData, RoundRobinData
+from efficient_ft.data import ImageData, RoundRobinData, SegmentationData
 from efficient_ft.models.tasks import tasks_of
 from efficient_ft.record.config_file import read_config
 from efficient_ft.record.formats import PASS_A_RUN, USE_ITS_VERSION
 from efficient_ft.record.results import DataReport, flatten
+from efficient_ft.task import Task
 from efficient_ft.training import export
 from efficient_ft.training.console import say
-from efficient_ft.training.datamodule import missing_images, open_images
+from efficient_ft.training.datamodule import OpenedData, missing_images, open_images
+from efficient_ft.training.run_task import run_task
 from efficient_ft.training.trainer import use_channels_last
 
 
 class Evaluated(TypedDict):
-    """Accuracy by split (with several tasks the mean), and that of each task."""
+    """Accuracy (or the task's metric) by split (with several data sets the mean), that of each, further measures."""
 
     accuracy: dict[str, float]
+    scores: NotRequired[dict[str, dict[str, Any]]]
     tasks: NotRequired[dict[str, dict[str, float]]]
 
 
@@ -67,13 +70,18 @@ def evaluate(run: Path, config: Config | None = None) -> Evaluated:
             " of the same classes."
         )
     trainer = L.Trainer(accelerator=config.trainer.accelerator, devices=1, logger=False, enable_checkpointing=False)
-    found = accuracies(config, trained.model, images, trainer.strategy.root_device)
-    rows = [["accuracy", "", "images"]]
+    device = trainer.strategy.root_device
+    metric = run_task(config).metric
+    rows = [[spelled(metric), "", "images"]]
     result: Evaluated
-    if isinstance(images, ImageData):
-        rows += [[split, f"{value:.2%}", str(images.splits[split])] for split, value in found.items()]
-        result = {"accuracy": found}
+    if not isinstance(images, RoundRobinData):
+        each = split_scores(config, trained.model, images, device)
+        rows += [[split, f"{of[metric]:.2%}", str(images.splits[split])] for split, of in each.items()]
+        result = {"accuracy": {split: of[metric] for split, of in each.items()}}
+        if config.task != "classification":
+            result["scores"] = {split: named(of, images.class_names) for split, of in each.items()}
     else:
+        found = accuracies(config, trained.model, images, device)
         for task, part in images.parts.items():
             rows += [[f"{task} {s}", f"{value:.2%}", str(part.splits[s])] for s, value in found[task].items()]
         result = {"accuracy": mean_accuracies(found), "tasks": found}
@@ -112,59 +120,78 @@ def _fixed(config: Config, other: Config) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def accuracy(
-    model: nn.Module, loader: DataLoader, classes: int, device: torch.device, precision: str, limit: int | None = None
-) -> float:
-    """Top-1 accuracy, a fraction.
+def scores(
+    task: Task,
+    model: nn.Module,
+    loader: DataLoader,
+    classes: int,
+    device: torch.device,
+    precision: str,
+    limit: int | None = None,
+) -> dict[str, float]:
+    """The measures of a task, fractions.
 
     Args:
+        task: of the run.
         model: moved to `device` and set to evaluation mode.
-        loader: batches of (images, labels).
+        loader: batches of (inputs, targets).
         classes: the number of classes.
         device: evaluates.
         precision: ``fp32``, or the type of autocast: ``bf16``, ``fp16``.
         limit: the number of batches; None: all.
     """
     model.eval().to(device)
-    # In this process only: other processes of the run may have ended.
-    metric = MulticlassAccuracy(classes, average="micro", validate_args=False, sync_on_compute=False).to(device)
+    found = task.scores(classes, local=True).to(device)  # other processes of the run may have ended
     dtype = AUTOCAST[precision]
-    for number, (images, labels) in enumerate(loader):
+    for number, (inputs, targets) in enumerate(loader):
         if number == limit:
             break
         with torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext():
-            logits = model(images.to(device, non_blocking=True))
-        metric.update(logits.float(), labels.to(device, non_blocking=True))
-    return float(metric.compute())
+            logits = task.evaluation_logits(model, inputs.to(device, non_blocking=True))
+        found.update(logits.float(), targets.to(device, non_blocking=True))
+    return found.compute()
 
 
-def accuracies(
-    config: Config, model: nn.Module, images: ImageData | RoundRobinData, device: torch.device
-) -> dict[str, Any]:
-    """Accuracy by split, or by task and split.
+def split_scores(
+    config: Config, model: nn.Module, images: ImageData | SegmentationData, device: torch.device
+) -> dict[str, dict[str, float]]:
+    """The measures of one data set, by split.
 
     Args:
         config: its precision and number of batches count.
-        model: the network; with several tasks it is switched to each.
-        images: the images.
+        model: the network.
+        images: the data set.
         device: evaluates.
     """
     options = config.trainer
     if use_channels_last(config, device):  # as in the training
         model.to(memory_format=torch.channels_last)
-    if isinstance(images, ImageData):
-        return {
-            split: accuracy(
-                model,
-                images.eval_loader(split),
-                images.num_classes,
-                device,
-                options.precision,
-                options.limit_eval_batches,
-            )
-            for split in ("val", "test")
-            if split in images.splits
-        }
+    return {
+        split: scores(
+            run_task(config),
+            model,
+            images.eval_loader(split),
+            images.num_classes,
+            device,
+            options.precision,
+            options.limit_eval_batches,
+        )
+        for split in ("val", "test")
+        if split in images.splits
+    }
+
+
+def accuracies(config: Config, model: nn.Module, images: OpenedData, device: torch.device) -> dict[str, Any]:
+    """The task's metric by split, or by data set and split.
+
+    Args:
+        config, device: as for `split_scores`.
+        model: the network; with several data sets it is switched to each.
+        images: the data.
+    """
+    if not isinstance(images, RoundRobinData):
+        metric = run_task(config).metric
+        return {split: of[metric] for split, of in split_scores(config, model, images, device).items()}
     switch, found = tasks_of(model), {}
     assert switch is not None
     for task, part in images.parts.items():
@@ -179,18 +206,28 @@ def mean_accuracies(found: dict[str, dict[str, float]]) -> dict[str, float]:
     return {split: sum(of[split] for of in found.values()) / len(found) for split in splits}
 
 
-def data_report(config: Config, folder: Path, images: ImageData | RoundRobinData, device: torch.device) -> DataReport:
+def named(scores: dict[str, float], class_names: Sequence[str]) -> dict[str, Any]:
+    """Measures of a segmentation, with the IoU of each class by its name."""
+    each = {name: scores.get(f"iou_{k}") for k, name in enumerate(class_names)}
+    return {**{k: v for k, v in scores.items() if not k.startswith("iou_")}, "iou": each}
+
+
+def data_report(config: Config, folder: Path, images: OpenedData, device: torch.device) -> DataReport:
     """Sizes of the splits, corrupt images left out, and the accuracy of model.safetensors as written on every split."""
     trained = export.load(folder)
-    found = accuracies(config, trained.model, images, device)
     report = images.report()
-    if isinstance(images, ImageData):
-        return {
+    if not isinstance(images, RoundRobinData):
+        of_splits, metric = split_scores(config, trained.model, images, device), run_task(config).metric
+        one: DataReport = {
             "splits": report["splits"],
             "skipped": report["skipped_count"],
             "digest": report["digest"],
-            "accuracy": found,
+            "accuracy": {split: of[metric] for split, of in of_splits.items()},
         }
+        if config.task != "classification":
+            one["scores"] = {split: named(of, images.class_names) for split, of in of_splits.items()}
+        return one
+    found = accuracies(config, trained.model, images, device)
     each: Any = {
         task: {
             "splits": of["splits"],

@@ -74,6 +74,7 @@ def save(
     added = [m for m in in_order(methods) if not m.merges or (adapted and m.axis == "selection")]
     about = {
         "architecture": model.name,
+        **({} if model.encoder is None else {"encoder": model.encoder}),
         "model_kwargs": model.kwargs,
         "class_names": class_names,
         "image_size": list(input.size),
@@ -127,6 +128,7 @@ def load(run: Path, task: str | None = None) -> Trained:
     size = (values["image_size"][0], values["image_size"][1])
     config = ModelConfig(
         name=about["architecture"],
+        encoder=about.get("encoder"),
         pretrained=False,
         weights=str(file),
         image_size=size,
@@ -156,7 +158,11 @@ def load(run: Path, task: str | None = None) -> Trained:
         model=model.eval(),
         class_names=names,
         input=InputSpec(size, tuple(values["mean"]), tuple(values["std"]), about["interpolation"]),
-        notes={k: v for k, v in about.items() if k not in (*known, "format", "architecture", "interpolation", "added")},
+        notes={
+            k: v
+            for k, v in about.items()
+            if k not in (*known, "format", "architecture", "encoder", "interpolation", "added")
+        },
         tasks=tasks,
     )
 

@@ -85,6 +85,7 @@ def define_metrics(experiment: Any) -> None:
     """Tell wandb which value of a metric is the run's: the highest accuracy, the lowest loss, the last total."""
     for split in ("val", "test"):
         experiment.define_metric(f"{split}_accuracy*", summary="max")
+        experiment.define_metric(f"{split}_mean_iou", summary="max")
         experiment.define_metric(f"{split}_loss*", summary="min")
     for name in ("train_loss", "flops", "seconds", "images", "joules"):
         experiment.define_metric(name, summary="last")

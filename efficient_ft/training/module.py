@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import MeanMetric
-from torchmetrics.classification import MulticlassAccuracy
 
 from efficient_ft.core.errors import DivergedError
 from efficient_ft.core.seeding import seed_of, seed_step
 from efficient_ft.models.tasks import tasks_of
 from efficient_ft.training.console import say
 from efficient_ft.training.optimizer import build_optimizer, lr_factor
+from efficient_ft.training.run_task import run_task
 
 if TYPE_CHECKING:
     from efficient_ft.config import Config
@@ -36,21 +35,22 @@ READ_EVERY = 50
 
 
 class Evaluation(NamedTuple):
-    """Accuracy (a fraction) and mean loss of one evaluation."""
+    """The task's metric (accuracy, a fraction) and the mean loss of one evaluation, and the task's further measures."""
 
     accuracy: float
     loss: float
+    more: Mapping[str, float] = {}
 
 
 class FineTuner(L.LightningModule):
-    """Fine-tune `network` by cross-entropy.
+    """Fine-tune `network` by the loss of its task.
 
     A batch is (images, labels); with several tasks (images, labels, task), and the loss is that of the task's
     classifier; with stored features (images or stored rows, labels, numbers of the rows). `MethodCallback` applies the
     methods before the optimizer is built.
 
     Args:
-        network: a classifier: images (B, 3, H, W) → logits (B, classes).
+        network: images (B, 3, H, W) → logits, as the task has them.
         config: the run's configuration.
         num_classes: the number of classes; with several tasks (`models.tasks`) that of each task.
         total_steps: optimizer steps of the whole run, for the schedule.
@@ -74,8 +74,9 @@ class FineTuner(L.LightningModule):
         self.total_steps = total_steps
         self.tasks = tasks_of(network)
         counts = [num_classes] if isinstance(num_classes, int) else list(num_classes.values())
-        # One metric per task; as modules, so that Lightning moves them to the device.
-        self.accuracy: Any = nn.ModuleList(MulticlassAccuracy(n, average="micro", validate_args=False) for n in counts)
+        self.task = run_task(config)
+        # One metric per data set; as modules, so that Lightning moves them to the device.
+        self.scores: Any = nn.ModuleList(self.task.scores(n) for n in counts)
         self.eval_loss: Any = nn.ModuleList(MeanMetric() for _ in counts)
         #: The last evaluation; with several tasks the mean, and each task's.
         self.evaluated: Evaluation | None = None
@@ -109,8 +110,8 @@ class FineTuner(L.LightningModule):
         if self.tasks is not None:
             (self.tasks.active,) = more
         with self._input(images, more) as x:
-            logits = self.model(x)
-        return F.cross_entropy(logits, labels, label_smoothing=self.config.optim.label_smoothing)
+            logits = self.task.logits(self.model, x)
+        return self.task.loss(logits, labels, self.config.optim.label_smoothing)
 
     def _input(self, images: Tensor, more: Sequence[Any]) -> AbstractContextManager[Tensor]:
         """Yield the network's input for a batch, inside a ``with`` block."""
@@ -183,18 +184,20 @@ class FineTuner(L.LightningModule):
         if self.tasks is not None:
             self.tasks.active = self.tasks.names[dataloader_idx]
         with self._input(images, more) as x:
-            logits = self.model(x).float()
-        self.accuracy[dataloader_idx].update(logits, labels)
+            logits = self.task.evaluation_logits(self.model, x).float()
+        self.scores[dataloader_idx].update(logits, labels)
         self._keep_range(dataloader_idx, logits.argmax(1), labels)
-        self.eval_loss[dataloader_idx].update(F.cross_entropy(logits, labels), weight=len(labels))
+        self.eval_loss[dataloader_idx].update(self.task.loss(logits, labels), weight=len(labels))
 
     def on_validation_epoch_end(self) -> None:
-        accuracies, losses = ([float(m.compute()) for m in of] for of in (self.accuracy, self.eval_loss))
-        self.evaluated = Evaluation(sum(accuracies) / len(accuracies), sum(losses) / len(losses))
+        scores, losses = [one.compute() for one in self.scores], [float(one.compute()) for one in self.eval_loss]
+        accuracies = [one.pop(self.task.metric) for one in scores]
+        more = scores[0] if self.tasks is None else {}
+        self.evaluated = Evaluation(sum(accuracies) / len(accuracies), sum(losses) / len(losses), more)
         if self.tasks is not None:
             each = map(Evaluation, accuracies, losses)
             self.evaluated_tasks = dict(zip(self.tasks.names, each, strict=True))
-        for metric in (*self.accuracy, *self.eval_loss):
+        for metric in (*self.scores, *self.eval_loss):
             metric.reset()
         self._warn_if_constant()
 
@@ -212,8 +215,8 @@ class FineTuner(L.LightningModule):
         constant = [low for low, high, first, last in ranges if low == high and first != last]
         if constant and not self._constant:
             say(
-                f"warning: epoch {self.current_epoch + 1}: every image of the evaluation is predicted as class"
-                f" {constant[0]}, so the network does not tell the images apart. {' '.join(likely_causes(self))}"
+                f"warning: epoch {self.current_epoch + 1}: every {self.task.item} of the evaluation is predicted as"
+                f" class {constant[0]}, so the network does not tell them apart. {' '.join(likely_causes(self))}"
             )
         self._constant = bool(constant)
 

@@ -9,6 +9,7 @@ import lightning.pytorch as L
 from lightning.pytorch.utilities import rank_zero_only
 from tqdm import tqdm
 
+from efficient_ft.core.text import spelled
 from efficient_ft.training.module import FineTuner
 
 
@@ -48,7 +49,7 @@ class ProgressBar(L.Callback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, FineTuner)
         if pl_module.evaluated is not None:
-            self._text = f" · accuracy {pl_module.evaluated.accuracy:.1%}"
+            self._text = f" · {spelled(pl_module.task.metric)} {pl_module.evaluated.accuracy:.1%}"
 
     def _close(self) -> None:
         if self._bar is not None:

@@ -23,7 +23,7 @@ from efficient_ft.config import Config, data_configs, image_folders
 from efficient_ft.core.allocator import allocator_in_use
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.process_memory import resident_bytes
-from efficient_ft.data import ImageData, read_data
+from efficient_ft.data import ImageData, SegmentationData, read_data
 from efficient_ft.integrations.lightning import MethodCallback
 from efficient_ft.methods.base import Applied, plain_state_dict
 from efficient_ft.methods.build import build_methods
@@ -60,8 +60,10 @@ from efficient_ft.training.folder import (
 from efficient_ft.training.loggers import close_loggers, start_loggers, write_summary
 from efficient_ft.training.memory import MemoryMeter, accumulated_gradients
 from efficient_ft.training.module import FineTuner
+from efficient_ft.training.predict_masks import write_examples
 from efficient_ft.training.progress import ProgressBar
 from efficient_ft.training.recorder import Recorder, stop_on_interrupt
+from efficient_ft.training.run_task import run_task
 from efficient_ft.training.step_stats import StepStats
 from efficient_ft.training.totals import Totals
 from efficient_ft.training.trainer import build_trainer, use_channels_last, world_size
@@ -129,6 +131,8 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
             notes: dict[str, Any] = {"epoch": epoch, "accuracy": accuracy, "split": images.best_split}
             if recorder.best_tasks:
                 notes["task_accuracy"] = recorder.best_tasks
+            if isinstance(images, SegmentationData):
+                notes |= {"task": config.task, "metric": run_task(config).metric, "class_ids": list(images.classes.ids)}
             weights = plain_state_dict(network, methods, copy_weights=False)
             export.save(folder / export.NAME, weights, config.model, names, spec, notes, methods)
 
@@ -186,6 +190,8 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
     cost = cost_report(config, network, methods, spec, images.num_classes, device, config.cost.steps, allowed)
     gradients = accumulated_gradients(network, config.trainer.grad_accum_steps)
     felt = memory.report(cost["executed"]["step_peak_bytes"], gradients)
+    if config.task != "classification":
+        accuracy["metric"] = module.task.metric
     results: Results = {
         "format": FORMAT,
         "accuracy": {**accuracy, "test": data["accuracy"].get("test")},
@@ -214,6 +220,8 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
         budget = budget_of(config)
         if budget is not None and predicted is not None:
             felt["budget_bytes"], felt["predicted_peak_bytes"] = budget, predicted
+    if isinstance(images, SegmentationData):
+        write_examples(folder, images, device)
     write_summary(loggers, results)
     write_results(folder, results)
     say(results_text(dict(results), folder))

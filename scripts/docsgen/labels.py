@@ -201,6 +201,7 @@ CURVES = {
     "head, cached": "`head`, stored features, 2 views",
     "last_stage": "`last_stage`",
     "last_stage, prefix": "`last_stage`, `trainer.prefix=auto`",
+    "last_stage, again": "`last_stage`, measured again",
     "last_stage, cached": "`last_stage`, stored features, 2 views",
     "last_stage, 4 views cached": "`last_stage`, stored features, 4 views",
     "last_stage+lbp_dct": "`last_stage` + `lbp_dct`",

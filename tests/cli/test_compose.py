@@ -15,13 +15,26 @@ def options(group: str) -> list[str]:
     return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
 
 
+#: What options of another task need besides.
+OF_SEGMENTATION = {
+    **dict.fromkeys(("segformer_b0", "deeplabv3_mobilenetv2", "smp"), ("task=segmentation", "data=camvid")),
+    **dict.fromkeys(
+        ("camvid", "cityscapes", "voc2012_aug", "mask_folder"), ("task=segmentation", "model=segformer_b0")
+    ),
+}
+NAMED = {
+    "timm": ["model.name=resnet18"],
+    "smp": ["model.name=unet", "model.encoder=resnet18"],
+    "mask_folder": ["data.root=images"],
+}
+
+
 @pytest.mark.parametrize("group", ["model", "data", "tasks", "optim", "trainer", "logger", "recipe", "from_scratch"])
 def test_every_option_of_every_group_composes(group: str) -> None:
     for option in options(group):
-        named = ["model.name=resnet18"] if option == "timm" else []
-        (config,) = composed(f"{group}={option}", *named)
+        (config,) = composed(f"{group}={option}", *OF_SEGMENTATION.get(option, ()), *NAMED.get(option, ()))
         if group in ("data", "optim", "logger"):
-            assert option.partition("_")[0] == getattr(config, group).name
+            assert getattr(config, group).name in (option, option.partition("_")[0])
 
 
 def test_every_model_is_known_to_timm_with_its_weights() -> None:
@@ -29,9 +42,9 @@ def test_every_model_is_known_to_timm_with_its_weights() -> None:
 
     import efficient_ft.models.factory  # noqa: F401  registers ours
 
-    for option in set(options("model")) - {"timm", "vit_digits"}:
-        (config,) = composed(f"model={option}", "data=cifar10")
-        name = config.model.name
+    for option in set(options("model")) - {"timm", "vit_digits", "smp", "segformer_b0"}:
+        (config,) = composed(f"model={option}", *OF_SEGMENTATION.get(option, ["data=cifar10"]))
+        name = config.model.encoder or config.model.name
         assert name in timm.list_pretrained(f"{name.partition('.')[0]}.*"), option
         assert (config.model.pretrained, config.model.select) == (True, "last_stage")
 
@@ -265,7 +278,7 @@ def test_another_folder_of_configurations_is_looked_into_first(tmp_path: Path) -
 def test_every_recipe_says_where_its_values_come_from_and_composes(recipe: str) -> None:
     paper, _, data = recipe.partition("/")
     given = [f"data={data}"] if data else ["tasks=bsr_moe"]
-    (config,) = composed("model=deit_tiny", *given, f"recipe={recipe}")
+    (config,) = composed(*OF_SEGMENTATION.get(data, ["model=deit_tiny"]), *given, f"recipe={recipe}")
     text = " ".join((CONF / "recipe" / f"{recipe}.yaml").read_text(encoding="utf-8").replace("\n#", " ").split())
     assert "Printed: " in text or "where the paper prints" in text or "The paper prints" in text
     assert config.optim.name in text.lower() or "Printed: nothing" in text or paper.endswith("_code")

@@ -8,11 +8,13 @@ from pathlib import Path
 import yaml
 
 from efficient_ft.config import DataConfig
+from efficient_ft.config.schema import MaskConfig
 from efficient_ft.data import (
     class_count,
     open_data,
 )
 from efficient_ft.data.published import PUBLISHED
+from efficient_ft.data.published_masks import MASK_SETS
 from tests.data.pictures import SPEC
 
 Make = Callable[..., Path]
@@ -31,10 +33,16 @@ def test_classes_are_counted_without_opening_an_image(folders: Make, data_config
 
 def test_every_data_set_has_a_configuration_that_holds_all_settings() -> None:
     files = {path.stem: yaml.safe_load(path.read_text()) for path in CONF.glob("*.yaml")}
-    assert set(files) == {"folder", "digits", *PUBLISHED}
+    assert set(files) == {"folder", "digits", "mask_folder", *PUBLISHED, *MASK_SETS}
     for name, settings in files.items():
         assert settings["name"] == name
-        assert set(settings) == set(DataConfig.model_fields)
+        masks = settings.get("masks")
+        assert {*settings, "masks"} == set(DataConfig.model_fields)
+        assert (masks is not None) == (name == "mask_folder" or name in MASK_SETS)
+        settings["root"] = settings["root"].replace("???", "images")
         config = DataConfig(**settings)
         assert config.select_best_on == "val", "choosing on the test split is a recipe's business"
-        assert set(settings["augment"]) == set(type(config.augment).model_fields)
+        if masks is None:
+            assert set(settings["augment"]) == set(type(config.augment).model_fields)
+        else:
+            assert set(masks) == set(MaskConfig.model_fields)

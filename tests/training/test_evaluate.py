@@ -30,11 +30,11 @@ def test_without_a_configuration_it_is_the_stored_one(finished):
 def test_loading_precision_and_limits_may_be_changed(configuration, finished, monkeypatch):
     seen = []
 
-    def accuracy(model, loader, classes, device, precision, limit):
+    def scores(task, model, loader, classes, device, precision, limit):
         seen.append((loader.batch_size, precision, limit))
-        return 0.5
+        return {"accuracy": 0.5}
 
-    monkeypatch.setattr("efficient_ft.training.evaluate.accuracy", accuracy)
+    monkeypatch.setattr("efficient_ft.training.evaluate.scores", scores)
     changes = {
         "data__eval_batch_size": 7,
         "trainer__precision": "bf16",
@@ -49,12 +49,12 @@ def test_loading_precision_and_limits_may_be_changed(configuration, finished, mo
 def test_maps_are_stored_as_in_the_training(configuration, finished, monkeypatch, channels_last, expected):
     found = []
 
-    def accuracy(model, *arguments):
+    def scores(task, model, *arguments):
         maps = [p for p in model.parameters() if p.ndim == 4]
         found.append(bool(maps) and all(p.is_contiguous(memory_format=torch.channels_last) for p in maps))
-        return 0.5
+        return {"accuracy": 0.5}
 
-    monkeypatch.setattr("efficient_ft.training.evaluate.accuracy", accuracy)
+    monkeypatch.setattr("efficient_ft.training.evaluate.scores", scores)
     evaluate(finished[0], configuration(trainer__channels_last=channels_last))
     assert found == [expected] * 2
 

@@ -6,7 +6,9 @@ single 8×8 block. Source of the scheme: LBP-WHT (see `lbp_wht`); the projector 
 
 from __future__ import annotations
 
-from efficient_ft.methods.backprop.low_rank import LowRankBackward, refuse_order
+from collections.abc import Sequence
+
+from efficient_ft.methods.backprop.low_rank import LowRankBackward, refuse_order, refuse_skip
 from efficient_ft.methods.registry import register
 from efficient_ft.models.view import Layer
 from efficient_ft.ops.projection import CosineProjector
@@ -18,7 +20,7 @@ class LBPDCT(LowRankBackward):
 
     Args:
         order: 1–15; keeps as many components as LBP-WHT's ``l1`` selection of that order (padding ``ortho``).
-        fused: as in `LBPWHT`.
+        skip, fused: as in `LBPWHT`.
 
     Raises:
         SettingError: `order` is not an integer from 1 to 15.
@@ -27,9 +29,10 @@ class LBPDCT(LowRankBackward):
 
     name = "lbp_dct"
 
-    def __init__(self, order: int = 4, fused: bool = True):
+    def __init__(self, order: int = 4, skip: Sequence[str] | None = None, fused: bool = True):
         refuse_order(order, 15)
-        self.order, self.fused = order, fused
+        refuse_skip(skip)
+        self.order, self.skip, self.fused = order, skip, fused
 
     def projector_for(self, layer: Layer) -> CosineProjector:
         return CosineProjector(self.order)

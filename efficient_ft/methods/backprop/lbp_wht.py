@@ -7,6 +7,7 @@ full rank and closer to the exact gradient at every rank we measured; `padding="
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from efficient_ft.core.distributed import all_reduce_sum
 from efficient_ft.core.errors import SettingError
-from efficient_ft.methods.backprop.low_rank import LowRank, LowRankBackward, refuse_order
+from efficient_ft.methods.backprop.low_rank import LowRank, LowRankBackward, refuse_order, refuse_skip
 from efficient_ft.methods.base import Applied
 from efficient_ft.methods.registry import register
 from efficient_ft.models.view import Layer, ModelView
@@ -37,6 +38,7 @@ class LBPWHT(LowRankBackward):
         as_published: as the authors ran it: a qkv whose forward was never called (SwinV2) stays exact, and layers
             are projected even where that costs more than the exact backward (talking heads).
         profile_steps: optimizer steps that ``lhe`` profiles.
+        skip: parts of the names of layers that stay exact (``attention``, ``mlp.fc2`` has two: ``mlp``, ``fc2``).
         fused: on a CPU compute GELU, and a frozen BatchNorm before it, in one pass each way: less time and fewer bytes,
             and about 100 MiB for the compiler of the kernels (numba).
 
@@ -54,6 +56,7 @@ class LBPWHT(LowRankBackward):
         padding: Padding = "ortho",
         as_published: bool = False,
         profile_steps: int = 16,
+        skip: Sequence[str] | None = None,
         fused: bool = True,
     ):
         if bases not in ORDERS:
@@ -63,9 +66,10 @@ class LBPWHT(LowRankBackward):
             raise SettingError("padding", padding, ("ortho", "zero", "reflect"))
         if type(profile_steps) is not int or profile_steps < 1:
             raise SettingError("profile_steps", profile_steps, "an integer >= 1")
+        refuse_skip(skip)
         self.bases, self.order, self.padding = bases, order, padding
         self.as_published, self.profile_steps = as_published, profile_steps
-        self.profiles, self.fused = bases == "lhe", fused
+        self.profiles, self.skip, self.fused = bases == "lhe", skip, fused
         self._steps = 0
         self._layers: dict[str, LowRank] = {}
         self._restored: dict[str, Any] | None = None

@@ -7,6 +7,7 @@ evaluation. So a changed model can be copied, pickled, saved and changed back.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,6 +130,12 @@ def _profiled(y: Tensor, how: LowRank, grid: tuple[int, int], tokens: Tokens | N
     return y
 
 
+def refuse_skip(skip: Sequence[str] | None) -> None:
+    """Raise SettingError unless `skip` is None or a list of texts."""
+    if skip is not None and (isinstance(skip, str) or not all(isinstance(part, str) for part in skip)):
+        raise SettingError("skip", skip, "null or a list of parts of names, such as [attention,fc2]")
+
+
 def refuse_order(order: int, largest: int, where: str = "") -> None:
     """Raise SettingError unless `order` is an integer from 1 to `largest`."""
     if type(order) is not int or not 1 <= order <= largest:
@@ -148,6 +155,7 @@ class LowRankBackward(Method):
         as_published: layers are projected even where the exact backward costs less, and a layer whose forward was never
             called stays exact.
         profiles: layers run with the exact backward first, and the subclass sets their projectors later.
+        skip: parts of names (between dots): layers that have one stay exact.
         fused: on a CPU GELU, and a frozen BatchNorm before it, run in one pass: see `methods.fused_gelu`.
 
     Raises:
@@ -161,6 +169,7 @@ class LowRankBackward(Method):
     as_published: bool = False
     profiles: bool = False
     fused: bool = True
+    skip: Sequence[str] | None = None
 
     @abstractmethod
     def projector_for(self, layer: Layer) -> Projector:
@@ -188,6 +197,8 @@ class LowRankBackward(Method):
             elif type(layer.module) not in CHANGED:
                 detail = f"its class {type(layer.module).__name__} has a forward of its own"
                 skipped[layer.name] = Skipped(Reason.OTHER_FORM, detail)
+            elif not set(self.skip or ()).isdisjoint(layer.name.split(".")):
+                skipped[layer.name] = Skipped(Reason.NOT_CHOSEN, f"left exact (method.{self.name}.skip)")
             elif layer.reach is not None and self.as_published:
                 detail = "left exact, as published (its forward was never called)"
                 skipped[layer.name] = Skipped(Reason.AS_PUBLISHED, detail)

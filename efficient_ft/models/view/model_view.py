@@ -36,7 +36,7 @@ class ModelView:
         stage_extras: other modules of each stage (downsampling).
         blocks: all blocks.
         head: the classifier modules.
-        tail: top-level modules that run after the last stage (norms, head).
+        tail: modules that run after the last stage (norms, decoder, head).
         prefix_tokens: class, distillation and register tokens.
     """
 

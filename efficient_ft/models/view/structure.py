@@ -1,4 +1,8 @@
-"""The structure of a timm classifier, from its attributes alone: stages, blocks, stem, head, normalizations."""
+"""The structure of a network, from its attributes alone: stages, blocks, stem, head, normalizations.
+
+A timm classifier has its stages at its top. In networks of transformers and segmentation-models-pytorch they are in an
+encoder (``encoder.model.blocks``, ``segformer.stages``, ``bert.encoder.layer``), with decoder or classifier after it.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +25,17 @@ def above(model: nn.Module, name: str) -> Iterator[nn.Module]:
         module = getattr(module, part) if hasattr(module, part) else module[int(part)]  # type: ignore[index]
 
 
+#: Where networks without timm's `get_classifier` have their last layer.
+_CLASSIFIERS = ("segmentation_head", "decode_head.classifier", "classifier", "score")
+
+
 def classifiers(model: nn.Module) -> list[nn.Module]:
-    """Return the classifier modules of a timm model."""
+    """Return the classifier modules of a model."""
     get_classifier: Any = getattr(model, "get_classifier", None)
-    found = None if get_classifier is None else get_classifier()
+    if get_classifier is None:
+        modules_of = dict(model.named_modules())
+        return [modules_of[name] for name in _CLASSIFIERS if name in modules_of][:1]
+    found = get_classifier()
     modules = list(found) if isinstance(found, tuple | list) else [found]
     return [m for m in modules if isinstance(m, nn.Module) and not isinstance(m, nn.Identity)]
 
@@ -36,7 +47,7 @@ def names_of(model: nn.Module, modules: Iterable[nn.Module]) -> tuple[str, ...]:
 
 
 def stem_of(model: nn.Module) -> str | None:
-    """Return the name of the top-level module that holds the first convolution."""
+    """Return the name of the top-level module that holds the first convolution; in an encoder, of the convolution."""
     cfg = getattr(model, "pretrained_cfg", None) or {}
     first = cfg.get("first_conv")
     if isinstance(first, tuple | list):
@@ -46,17 +57,24 @@ def stem_of(model: nn.Module) -> str | None:
     if first is None:
         return None
     top = first.split(".")[0]
-    return first if top in ("blocks", "stages", "layers", "features") else top
+    if top in ("blocks", "stages", "layers", "features"):
+        return first
+    return first if f"{holder_of(model)}.".startswith(f"{top}.") else top
 
 
 def stages_of(
     model: nn.Module,
 ) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """Return blocks of each stage, its other modules (downsampling), and the top-level modules that hold them."""
-    for top in ("blocks", "stages", "layers"):
-        container = getattr(model, top, None)
-        if not isinstance(container, nn.ModuleList | nn.Sequential) or not len(container):
-            continue
+    """Return blocks of each stage, its other modules (downsampling), and the modules that hold them, by full name."""
+    holder = holder_of(model)
+    inside = f"{holder}." if holder else ""
+    owner = model.get_submodule(holder)
+    held = _containers(owner)
+    if not held:
+        return (), (), ()
+    if len(held) == 1 and held[0] in _CONTAINERS:
+        top = f"{inside}{held[0]}"
+        container = getattr(owner, held[0])
         children = [(f"{top}.{n}", m) for n, m in container.named_children() if _has_parameters(m)]
         if all(_is_stage(m) for _, m in children):
             return (*_split_stages(children), (top,))
@@ -64,10 +82,37 @@ def stages_of(
         cuts = [round(len(names) * k / 4) for k in range(5)]
         quarters = tuple(tuple(names[a:b]) for a, b in itertools.pairwise(cuts) if b > a)
         return quarters, tuple(() for _ in quarters), (top,)
-    layers = [(f"layer{k}", getattr(model, f"layer{k}")) for k in range(1, 9) if hasattr(model, f"layer{k}")]
-    if layers:
-        return (*_split_stages(layers), tuple(n for n, _ in layers))
-    return (), (), ()
+    layers = [(f"{inside}{name}", getattr(owner, name)) for name in held]
+    return (*_split_stages(layers), tuple(n for n, _ in layers))
+
+
+#: Attributes that hold stages or blocks.
+_CONTAINERS = ("blocks", "stages", "layers", "layer")
+#: Or stages that are attributes each: ``layer1``, ``stages_0``.
+_NUMBERED = re.compile(r"(layer[1-8]|stages_\d|layers_\d)")
+#: An encoder is looked for down to this depth below the model.
+_DEPTH = 2
+
+
+def holder_of(model: nn.Module) -> str:
+    """Return the full name of the encoder that holds the stages or blocks; empty: the model itself does, or nothing.
+
+    An encoder is looked for only in networks that are no classifiers of timm.
+    """
+    if hasattr(model, "get_classifier") or _containers(model):
+        return ""
+    names = [n for n, _ in model.named_modules() if n and n.count(".") < _DEPTH and not n.startswith("decode")]
+    found = (n for n in sorted(names, key=lambda n: n.count(".")) if _containers(model.get_submodule(n)))
+    return next(found, "")
+
+
+def _containers(module: nn.Module) -> list[str]:
+    """The names of the submodules that hold stages or blocks, or are the stages."""
+    for name in _CONTAINERS:
+        container = getattr(module, name, None)
+        if isinstance(container, nn.ModuleList | nn.Sequential) and len(container):
+            return [name]
+    return [name for name, _ in module.named_children() if _NUMBERED.fullmatch(name)]
 
 
 def _is_stage(module: nn.Module) -> bool:
@@ -95,10 +140,18 @@ def _split_stages(
 
 
 def after(model: nn.Module, container: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the top-level modules registered after the stages: timm registers them in the order they run."""
-    names = [n for n, _ in model.named_children()]
-    last = max((names.index(c) for c in container), default=len(names))
-    return tuple(n for n in names[last + 1 :] if _has_parameters(getattr(model, n)))
+    """Return the modules registered after the stages, at the top and in their encoder: in the order they run."""
+    found: list[str] = []
+    around = container[0].split(".")[:-1] if container else []
+    for depth in range(len(around), -1, -1):
+        inside = ".".join(around[:depth])
+        holder = model.get_submodule(inside)
+        names = [n for n, _ in holder.named_children()]
+        within = {c.split(".")[depth] for c in container}
+        last = max((names.index(c) for c in within), default=len(names))
+        rest = (n for n in names[last + 1 :] if _has_parameters(getattr(holder, n)))
+        found += [f"{inside}.{n}" if inside else n for n in rest]
+    return tuple(found)
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -1,0 +1,150 @@
+"""Readers of published segmentation data sets. Their files come from a copy of yours: none may be fetched without an
+account, or is hosted by its publisher as one archive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from efficient_ft.core.errors import UserError
+from efficient_ft.data.images import printable
+from efficient_ft.data.masks import IGNORED, Classes, MaskListing, MaskSamples, read_mask_folder
+
+#: Brostow, Fauqueur, Cipolla, "Semantic object classes in video", 2009: the eleven classes that are evaluated.
+_CAMVID = (
+    "sky", "building", "pole", "road", "pavement", "tree", "sign_symbol", "fence", "car", "pedestrian", "bicyclist",
+)  # fmt: skip
+_VOC = (
+    "background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "diningtable",
+    "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor",
+)  # fmt: skip
+#: The 19 classes that are evaluated, by their ids in ``*_gtFine_labelIds.png``.
+_CITYSCAPES = {
+    7: "road", 8: "sidewalk", 11: "building", 12: "wall", 13: "fence", 17: "pole", 19: "traffic light",
+    20: "traffic sign", 21: "vegetation", 22: "terrain", 23: "sky", 24: "person", 25: "rider", 26: "car", 27: "truck",
+    28: "bus", 31: "train", 32: "motorcycle", 33: "bicycle",
+}  # fmt: skip
+_CITYSCAPES_IDS = 34
+
+
+@dataclass(frozen=True)
+class MaskSet:
+    """A published segmentation data set.
+
+    Attributes:
+        title: its name.
+        folder: the folder below `data.root` that it is in by default.
+        classes: of its masks.
+        contents: what the folder has, relative paths.
+        read: lists its splits.
+        source: where it comes from.
+    """
+
+    title: str
+    folder: str
+    classes: Classes
+    contents: tuple[str, ...]
+    read: Callable[[Path], MaskListing]
+    source: str
+
+    def root(self, root: Path) -> Path:
+        """The data set's folder: `root` itself, or the one in it."""
+        inside = root / self.folder
+        return inside if inside.is_dir() else root
+
+    def missing(self, name: str, root: Path) -> str | None:
+        """Say which files are missing and what belongs where; None: none are."""
+        folder = self.root(root)
+        absent = [entry for entry in self.contents if not (folder / entry).exists()]
+        if not absent:
+            return None
+        return (
+            f"data={name} ({self.title}): {printable(folder.absolute())} has no {', '.join(absent)}.\n"
+            f"Get it from {self.source} and set data.root to the folder with {', '.join(self.contents)}."
+        )
+
+
+def _camvid(root: Path) -> MaskListing:
+    return read_mask_folder(root, None if (root / "classes.txt").is_file() else (*_CAMVID, "void"))
+
+
+def _voc(root: Path) -> MaskListing:
+    lists = root / "ImageSets" / "Segmentation"
+    train = next((lists / name for name in ("trainaug.txt", "train_aug.txt") if (lists / name).is_file()), None)
+    if train is None:
+        raise UserError(f"{printable(lists.absolute())} has no trainaug.txt, the list of the augmented training set.")
+    parts = [_listed(root, _names(file)) for file in (train, lists / "val.txt")]
+    return MaskListing(MASK_SETS["voc2012_aug"].classes, parts[0], None, parts[1], _on_val("Pascal VOC 2012"))
+
+
+def _names(file: Path) -> list[str]:
+    return [line.split()[0] for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def _listed(root: Path, names: Sequence[str]) -> MaskSamples:
+    """Images and masks by the names in a list; some lists have paths, of which the last part counts."""
+    stems = [Path(name).stem for name in names]
+    images = [str(root / "JPEGImages" / f"{stem}.jpg") for stem in stems]
+    masks = [str(root / "SegmentationClassAug" / f"{stem}.png") for stem in stems]
+    return _existing(MaskSamples(images, masks))
+
+
+def _cityscapes(root: Path) -> MaskListing:
+    parts = []
+    for split in ("train", "val"):
+        images = sorted((root / "leftImg8bit" / split).glob("*/*_leftImg8bit.png"))
+        masks = [
+            root / "gtFine" / split / image.parent.name / image.name.replace("_leftImg8bit", "_gtFine_labelIds")
+            for image in images
+        ]
+        if not images:
+            raise UserError(f"{printable((root / 'leftImg8bit' / split).absolute())} has no CITY/*_leftImg8bit.png.")
+        parts.append(_existing(MaskSamples(list(map(str, images)), list(map(str, masks)))))
+    return MaskListing(MASK_SETS["cityscapes"].classes, parts[0], None, parts[1], _on_val("Cityscapes"))
+
+
+def _existing(samples: MaskSamples) -> MaskSamples:
+    for path in (*samples.images, *samples.masks):
+        if not Path(path).is_file():
+            raise UserError(f"{printable(path)}: no such file. The copy of the data set is incomplete.")
+    return samples
+
+
+def _on_val(title: str) -> list[str]:
+    return [
+        f"The labels of {title}'s test images are not public: as in the papers, its validation images are tested on."
+    ]
+
+
+MASK_SETS: dict[str, MaskSet] = {
+    "camvid": MaskSet(
+        "CamVid",
+        "camvid",
+        Classes(_CAMVID, tuple(range(len(_CAMVID))), frozenset({len(_CAMVID), IGNORED})),
+        ("train/images", "train/masks"),
+        _camvid,
+        "http://mi.eng.cam.ac.uk/research/projects/VideoRec/CamVid/, as train, val and test with images/ and masks/",
+    ),
+    "voc2012_aug": MaskSet(
+        "Pascal VOC 2012, augmented",
+        "VOCdevkit/VOC2012",
+        Classes(_VOC, tuple(range(len(_VOC)))),
+        ("JPEGImages", "SegmentationClassAug", "ImageSets/Segmentation/val.txt"),
+        _voc,
+        "http://host.robots.ox.ac.uk/pascal/VOC/voc2012/ and http://home.bharathh.info/pubs/codes/SBD/download.html",
+    ),
+    "cityscapes": MaskSet(
+        "Cityscapes",
+        "cityscapes",
+        Classes(
+            tuple(_CITYSCAPES.values()),
+            tuple(_CITYSCAPES),
+            frozenset({IGNORED, *(i for i in range(_CITYSCAPES_IDS) if i not in _CITYSCAPES)}),
+        ),
+        ("leftImg8bit/train", "gtFine/train", "leftImg8bit/val", "gtFine/val"),
+        _cityscapes,
+        "https://www.cityscapes-dataset.com (an account is needed)",
+    ),
+}

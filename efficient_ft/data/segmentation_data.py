@@ -1,0 +1,271 @@
+"""A segmentation data set opened for training: its splits and their loaders, of images with masks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as VF
+from tqdm import tqdm
+
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.data.image_data import Split
+from efficient_ft.data.images import printable, read_image
+from efficient_ft.data.loader import Loader, LoadFailure, make_loader, sample_seed
+from efficient_ft.data.masks import IGNORED, Classes, MaskListing, MaskSamples, hold_out, read_mask
+from efficient_ft.data.sampler import CounterSampler
+
+if TYPE_CHECKING:
+    from efficient_ft.config.schema import DataConfig, MaskConfig
+
+#: Images of an evaluation are padded to multiples of this, the largest stride of an encoder.
+_STRIDE = 32
+
+
+class MaskTransform:
+    """Transform images and masks together.
+
+    Training: the image is resized by a random factor, a random part of the network's size is cut out (padded where the
+    image is smaller; padding has no label), and half of the images are mirrored. Evaluation: the whole image.
+
+    Args:
+        input: the network's size in training, and its normalization.
+        masks: the settings of the transform.
+        flip: mirror half of the images left to right.
+        training: False: that of evaluation.
+    """
+
+    def __init__(self, input: InputSpec, masks: MaskConfig, flip: bool, training: bool) -> None:
+        self.input, self._training, self._zoom = input, training, masks.zoom
+        self._mean = torch.tensor(input.mean).view(-1, 1, 1)
+        self._std = torch.tensor(input.std).view(-1, 1, 1)
+        self._resize = None if masks.resize is None else [-(-side // _STRIDE) * _STRIDE for side in masks.resize]
+        fill: Any = {tv_tensors.Image: [round(255 * m) for m in input.mean], tv_tensors.Mask: IGNORED}
+        steps = [v2.RandomCrop(list(input.size), pad_if_needed=True, fill=fill)]
+        self._part = v2.Compose([*steps, v2.RandomHorizontalFlip()] if flip else steps)
+
+    def __call__(self, image: Image.Image, mask: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Return uint8 (3, H, W) and uint8 (H, W)."""
+        pixels = tv_tensors.Image(VF.pil_to_tensor(image))
+        target = tv_tensors.Mask(torch.from_numpy(mask.copy())[None])
+        if not self._training:
+            return (pixels if self._resize is None else VF.resize(pixels, self._resize, antialias=True)), target[0]
+        low, high = self._zoom
+        factor = low + (high - low) * float(torch.rand(()))
+        size = [max(round(side * factor), 1) for side in mask.shape]
+        # Masks are resized to the nearest pixel, and padded without a label.
+        pixels, target = self._part(VF.resize(pixels, size, antialias=True), VF.resize(target, size))
+        return pixels, target[0]
+
+    def batch(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Stack images and masks, padded to a common size: float32 (B, 3, H, W), normalized, and int64 (B, H, W)."""
+        sizes = [pixels.shape[-2:] for pixels, _ in pairs]
+        stride = 1 if self._training else _STRIDE
+        height, width = (-(-max(size[k] for size in sizes) // stride) * stride for k in (0, 1))
+        whole = (max(target.shape[k] for _, target in pairs) for k in (0, 1))
+        # A mask covers what its image covers, also where the image was resized.
+        tall, wide = whole if self._resize is not None and not self._training else (height, width)
+        images = torch.stack([_padded(self._normalized(pixels), height, width, 0.0) for pixels, _ in pairs])
+        targets = torch.stack([_padded(target.as_subclass(Tensor), tall, wide, IGNORED) for _, target in pairs])
+        return images, targets.long()
+
+    def _normalized(self, pixels: Tensor) -> Tensor:
+        return pixels.as_subclass(Tensor).float().div_(255).sub_(self._mean).div_(self._std)
+
+
+def _padded(x: Tensor, height: int, width: int, value: float) -> Tensor:
+    """Pad (..., h, w) at the right and the bottom."""
+    return F.pad(x, (0, width - x.shape[-1], 0, height - x.shape[-2]), value=value)
+
+
+class MaskDataset(Dataset[tuple[Tensor, Tensor]]):
+    """The images and masks of a split by (epoch, index), augmented by (seed, epoch, index) only."""
+
+    def __init__(self, samples: MaskSamples, classes: Classes, transform: MaskTransform, seed: int) -> None:
+        self._samples, self._classes, self._transform, self._seed = samples, classes, transform, seed
+        self._table = classes.table
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def read(self, index: int) -> tuple[Image.Image, np.ndarray]:
+        """Read an image and its mask.
+
+        Raises:
+            UserError: one of the files cannot be used.
+        """
+        image = read_image(self._samples.images[index])
+        return image, read_mask(self._samples.masks[index], self._classes, image.size, self._table)
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor] | LoadFailure:
+        """Load a batch: float32 (B, 3, H, W) and int64 (B, H, W), or the failure to read one of its files."""
+        state = torch.default_generator.get_state()  # see `loader.SplitDataset`
+        try:
+            pairs = []
+            for epoch, index in keys:
+                torch.default_generator.manual_seed(sample_seed(self._seed, epoch, index))
+                pairs.append(self._transform(*self.read(index)))
+            return self._transform.batch(pairs)
+        except UserError as error:
+            return LoadFailure(str(error))
+        finally:
+            torch.default_generator.set_state(state)
+
+
+class SegmentationData:
+    """A segmentation data set ready for training and evaluation, with the interface of `ImageData`.
+
+    Args:
+        listing: the lists of the data set.
+        config: the `data` section of the configuration, with `masks`.
+        input: the network's input: the size of training crops, and the normalization.
+        seed: of the run; decides the validation split, the order and the augmentation.
+
+    Attributes:
+        classes: with the ids of the masks.
+        class_names: by index.
+        best_split: the split on which the best epoch is selected.
+
+    Raises:
+        SettingError: a setting does not fit the data set.
+        UserError: the data set cannot be split, or too few readable images remain.
+    """
+
+    def __init__(self, listing: MaskListing, config: DataConfig, input: InputSpec, seed: int) -> None:
+        assert config.masks is not None
+        self._config, self._seed, self._notes = config, seed, list(listing.notes)
+        self.classes, self.class_names = listing.classes, list(listing.classes.names)
+        self._digest = listing.digest()
+        self._transforms = {
+            training: MaskTransform(input, config.masks, config.augment.flip, training) for training in (True, False)
+        }
+        self._skipped: dict[str, str] = {}
+        self.best_split: Split = config.select_best_on
+        train, val, test = listing.train, listing.val, listing.test
+        if self.best_split == "test":
+            if test is None:
+                raise SettingError("data.select_best_on", "test", "val", "There are no test images.")
+            self._notes.append("The best epoch is selected on the test images (data.select_best_on=test).")
+        elif val is None:
+            if not 0 < config.val_fraction < 1 or len(train) < 2:
+                raise SettingError(
+                    "data.val_fraction", config.val_fraction, "> 0 and < 1 for a data set without validation images"
+                )
+            train, val = hold_out(train, config.val_fraction, seed)
+        parts = {"train": train, "val": val, "test": test}
+        self._parts = {name: part for name, part in parts.items() if part is not None}
+        if config.on_corrupt == "skip":
+            self._parts = {name: self._readable(name, part) for name, part in self._parts.items()}
+            if self._skipped:
+                self._notes.append(f"{len(self._skipped)} unusable images are left out (data.on_corrupt=skip).")
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return len(self.class_names)
+
+    @property
+    def splits(self) -> dict[str, int]:
+        """Number of images by split."""
+        return {name: len(part) for name, part in self._parts.items()}
+
+    def _dataset(self, split: str, training: bool) -> MaskDataset:
+        return MaskDataset(self._parts[split], self.classes, self._transforms[training], self._seed)
+
+    def _readable(self, name: str, part: MaskSamples) -> MaskSamples:
+        """The samples whose files can be used; the others are recorded in `_skipped`."""
+        images = MaskDataset(part, self.classes, self._transforms[False], self._seed)
+
+        def problem(index: int) -> str | None:
+            try:
+                images.read(index)
+            except UserError as error:
+                return str(error)
+            return None
+
+        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+            reasons = list(
+                tqdm(
+                    pool.map(problem, range(len(part))),
+                    total=len(part),
+                    desc=f"reading {name}",
+                    leave=False,
+                    disable=None,
+                )
+            )
+        self._skipped.update({part.images[i]: why for i, why in enumerate(reasons) if why is not None})
+        left = [i for i, why in enumerate(reasons) if why is None]
+        if not left:
+            raise UserError(f"No usable image is left in the {name} split (data.on_corrupt=skip). Replace its files.")
+        return part.take(left)
+
+    def train_loader(
+        self, rank: int = 0, world: int = 1, wrap: Callable[[MaskDataset], Dataset[Any]] = lambda images: images
+    ) -> Loader:
+        """Load shuffled, augmented batches of `data.batch_size` for one of `world` processes, as `ImageData` does."""
+        sampler = CounterSampler(len(self._parts["train"]), self._seed, rank, world)
+        size = self._config.batch_size
+        drop_last = len(sampler) > size and len(sampler) % size == 1
+        return make_loader(wrap(self._dataset("train", True)), sampler, self._config.num_workers, size, drop_last)
+
+    def eval_loader(
+        self,
+        split: Split,
+        rank: int = 0,
+        world: int = 1,
+        wrap: Callable[[MaskDataset], Dataset[Any]] = lambda images: images,
+    ) -> Loader:
+        """Load batches of a split in one fixed order, each image once over all processes, whole.
+
+        Raises:
+            UserError: the data set has no such split.
+        """
+        if split not in self._parts:
+            have = [name for name in self._parts if name != "train"]
+            raise UserError(f"This data set has no {split} images. It has {' and '.join(have)} images.")
+        sampler = CounterSampler(len(self._parts[split]), self._seed, rank, world, shuffle=False)
+        batch_size = self._config.eval_batch_size or self._config.batch_size
+        return make_loader(wrap(self._dataset(split, False)), sampler, self._config.num_workers, batch_size)
+
+    def examples(self, count: int) -> list[tuple[Image.Image, np.ndarray]]:
+        """Some images with their masks, evenly spread over the test images, or those that choose the best epoch."""
+        split = "test" if "test" in self._parts else self.best_split
+        images, size = self._dataset(split, False), len(self._parts[split])
+        return [images.read(i) for i in sorted({round(k * (size - 1) / max(count - 1, 1)) for k in range(count)})]
+
+    def keep_decoded(self, epochs: int) -> None:
+        """Keep nothing: crops come from images of their own size. ``data.keep_decoded=on`` is refused.
+
+        Raises:
+            SettingError: with ``data.keep_decoded=on``.
+        """
+        if self._config.keep_decoded == "on":
+            raise SettingError("data.keep_decoded", "on", "auto or off with task=segmentation")
+
+    def content_digest(self) -> str:
+        """Hex digits of the training images and of those that choose the best epoch, with their masks."""
+        return "".join(self._parts[split].content_digest() for split in ("train", self.best_split))
+
+    def report(self) -> dict[str, Any]:
+        """Return what a run records of its data, as `ImageData.report` does."""
+        return {
+            "name": self._config.name,
+            "classes": self.num_classes,
+            "splits": self.splits,
+            "best_split": self.best_split,
+            "digest": self._digest,
+            "skipped_count": len(self._skipped),
+            "skipped": {printable(path): reason for path, reason in self._skipped.items()},
+            "notes": list(self._notes),
+        }

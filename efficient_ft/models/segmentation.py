@@ -1,0 +1,244 @@
+"""Segmentation networks: Segformer, of transformers, and the encoder–decoder networks of segmentation-models-pytorch.
+
+Segformer comes from transformers (Apache-2.0): the encoder of the same name in segmentation-models-pytorch is under a
+license for non-commercial use. Encoders are timm's (``tu-NAME``), with timm's weights.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from timm.models import PretrainedCfg
+from torch import Tensor, nn
+
+from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
+from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.models.timm_config import pretrained_cfg
+from efficient_ft.models.weights import read_state_dict
+
+if TYPE_CHECKING:
+    from efficient_ft.config.schema import ModelConfig
+
+#: Channels by stage, blocks by stage and the decoder's channels: Xie et al., "SegFormer", NeurIPS 2021, Table 6.
+SEGFORMERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
+    "segformer_b0": ((32, 64, 160, 256), (2, 2, 2, 2), 256),
+    "segformer_b1": ((64, 128, 320, 512), (2, 2, 2, 2), 256),
+    "segformer_b2": ((64, 128, 320, 512), (3, 4, 6, 3), 768),
+    "segformer_b3": ((64, 128, 320, 512), (3, 4, 18, 3), 768),
+    "segformer_b4": ((64, 128, 320, 512), (3, 8, 27, 3), 768),
+    "segformer_b5": ((64, 128, 320, 512), (3, 6, 40, 3), 768),
+}
+
+_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+#: Pixels of a side that a network is trained at by default.
+_SIZE = 512
+
+#: Arguments of the networks that have a setting of their own, and which.
+_SET_ELSEWHERE = {
+    "classes": "It follows from the data.",
+    "num_labels": "It follows from the data.",
+    "encoder_name": "Set model.encoder instead.",
+    "encoder_weights": "Set model.pretrained or model.weights instead.",
+    "activation": "The loss takes logits.",
+    "aux_params": "There is no second output.",
+}
+
+
+def is_segmenter(config: ModelConfig) -> bool:
+    """Whether a model configuration names a segmentation network."""
+    return config.encoder is not None or config.name in SEGFORMERS
+
+
+def input_of_segmenter(config: ModelConfig) -> InputSpec:
+    """The size of training crops, and the normalization, of a segmentation network.
+
+    Raises:
+        SettingError: an unknown encoder.
+    """
+    mean, std = _IMAGENET
+    if config.encoder is not None:
+        cfg = encoder_cfg(config)
+        mean, std = tuple(cfg.mean), tuple(cfg.std)  # type: ignore[assignment]
+    size = _SIZE if config.image_size is None else config.image_size
+    pair = (size, size) if isinstance(size, int) else size
+    return InputSpec(pair, config.mean or mean, config.std or std, "bilinear")
+
+
+def encoder_cfg(config: ModelConfig) -> PretrainedCfg:
+    """timm's record of the encoder.
+
+    Raises:
+        SettingError: timm has no such model.
+    """
+    try:
+        return pretrained_cfg(config.model_copy(update={"name": config.encoder}))
+    except SettingError as error:
+        error.setting = "model.encoder"
+        error.args = (str(error).replace("model.name", "model.encoder", 1),)
+        raise
+
+
+def weights_cfg(config: ModelConfig) -> PretrainedCfg:
+    """Where the pretrained weights are: of Segformer trained on ADE20K, or those of the encoder.
+
+    Raises:
+        SettingError: an unknown encoder.
+    """
+    if config.encoder is not None:
+        return encoder_cfg(config)
+    size = 640 if config.name == "segformer_b5" else 512
+    name = config.name.removeprefix("segformer_")
+    repository = f"nvidia/segformer-{name}-finetuned-ade-{size}-{size}"
+    return PretrainedCfg(architecture=config.name, hf_hub_id=repository)
+
+
+def build_segmenter(config: ModelConfig, classes: int, encoder: dict[str, Tensor] | None = None) -> nn.Module:
+    """Build a segmentation network: images (B, 3, H, W) to logits (B, classes, h, w), or an object that has them.
+
+    Args:
+        config: the `model` section of the configuration.
+        classes: number of classes.
+        encoder: weights of the encoder in timm's names; None: random ones.
+
+    Raises:
+        SettingError: an unknown network, or an argument that has a setting of its own.
+        UserError: a library is missing, or the network refuses an argument.
+    """
+    for name in config.kwargs:
+        if name in _SET_ELSEWHERE:
+            raise SettingError(f"model.kwargs.{name}", config.kwargs[name], "unset", _SET_ELSEWHERE[name])
+    network = _segformer(config, classes) if config.encoder is None else _encoder_decoder(config, classes, encoder)
+    _note_input(config, network)
+    return network
+
+
+def _segformer(config: ModelConfig, classes: int) -> nn.Module:
+    network, about = _segformer_class(config, classes)
+    return network(about)
+
+
+def _segformer_class(config: ModelConfig, classes: int) -> tuple[Any, Any]:
+    """transformers' class of the network, and its configuration."""
+    try:
+        from transformers import SegformerConfig, SegformerForSemanticSegmentation
+    except ImportError:
+        raise UserError(
+            f"model.name={config.name} needs transformers: pip install 'efficient-ft[segmentation]'."
+        ) from None
+    channels, depths, decoder = SEGFORMERS[config.name]
+    make: Any = SegformerConfig
+    settings = {"hidden_sizes": channels, "depths": depths, "decoder_hidden_size": decoder, **config.kwargs}
+    about = make(
+        num_labels=classes,
+        drop_path_rate=config.drop_path_rate,
+        classifier_dropout_prob=config.drop_rate,
+        **settings,
+    )
+    return SegformerForSemanticSegmentation, about
+
+
+def _encoder_decoder(config: ModelConfig, classes: int, encoder: dict[str, Tensor] | None) -> nn.Module:
+    try:
+        import segmentation_models_pytorch as smp
+    except ImportError:
+        raise UserError(
+            f"model.name={config.name} needs segmentation-models-pytorch: pip install 'efficient-ft[segmentation]'."
+        ) from None
+    known = sorted(smp.MODEL_ARCHITECTURES_MAPPING)
+    if config.name not in known:
+        hint = did_you_mean(config.name, known).strip() or None
+        raise SettingError("model.name", config.name, f"one of {', '.join(known)}, with model.encoder", hint)
+    if config.drop_rate:
+        hint = "These networks have their own: model.kwargs.decoder_aspp_dropout in DeepLabV3."
+        raise SettingError("model.drop_rate", config.drop_rate, "0 with model.encoder", hint)
+    cfg = encoder_cfg(config)
+    arguments: dict[str, Any] = dict(config.kwargs)
+    if encoder is not None:
+        arguments["pretrained_cfg_overlay"] = {"state_dict": encoder, "custom_load": False}
+    if config.drop_path_rate:
+        arguments["drop_path_rate"] = config.drop_path_rate
+    try:
+        network: nn.Module = smp.create_model(
+            config.name,
+            encoder_name=f"tu-{cfg.architecture}",
+            encoder_weights=None if encoder is None else True,
+            classes=classes,
+            **arguments,
+        )
+    except (TypeError, ValueError, AssertionError, RuntimeError, KeyError) as error:
+        raise UserError(
+            f"model.name={config.name} cannot be built with model.encoder={config.encoder} and {config.kwargs}:"
+            f" {first_line(error)}. Change model.encoder or model.kwargs."
+        ) from error
+    if encoder is not None:  # timm keeps the tensors in its record
+        record: Any = network.encoder.model.pretrained_cfg  # type: ignore[union-attr]
+        record["state_dict"] = None
+    return network
+
+
+def load_segmenter(config: ModelConfig, classes: int, path: Path) -> tuple[nn.Module, str]:
+    """Build a segmentation network with the weights of a file: its own, or timm's of its encoder.
+
+    Args:
+        config: the `model` section of the configuration.
+        classes: number of classes.
+        path: a file that `read_state_dict` reads.
+
+    Returns:
+        The network, and what is newly initialized in words ("" if all weights are the file's).
+
+    Raises:
+        SettingError: the file does not exist, cannot be read, or does not fit.
+    """
+    weights = {k: v.float() if v.is_floating_point() else v for k, v in read_state_dict(path).items()}
+    if config.encoder is None:
+        return _load_segformer(config, classes, path, weights)
+    network = build_segmenter(config, classes)
+    own = network.state_dict()
+    if not any(name.startswith("encoder.") for name in weights):
+        network = build_segmenter(config, classes, weights)
+        unchanged = sum(name.removeprefix("encoder.model.") in weights for name in own)
+        if not unchanged:
+            raise _does_not_fit(config, path, sorted(weights)[:4], "unexpected")
+        return network, "the decoder and its head"
+    head = "segmentation_head."
+    new = [n for n in own if n.startswith(head) and (n not in weights or weights[n].shape != own[n].shape)]
+    weights.update({n: own[n] for n in new})
+    wrong = [n for n in own if n not in weights or weights[n].shape != own[n].shape]
+    if wrong or weights.keys() - own.keys():
+        raise _does_not_fit(config, path, wrong or sorted(weights.keys() - own.keys()), "missing or of another shape")
+    network.load_state_dict(weights)
+    return network, head.rstrip(".") if new else ""
+
+
+def _load_segformer(config: ModelConfig, classes: int, path: Path, weights: dict[str, Tensor]) -> tuple[nn.Module, str]:
+    """Load by transformers, which knows the names of earlier versions."""
+    network, about = _segformer_class(config, classes)
+    loaded, found = network.from_pretrained(
+        None, config=about, state_dict=weights, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    new = sorted({name for name, *_ in found["mismatched_keys"]} | set(found["missing_keys"]))
+    wrong = [name for name in new if not name.startswith("decode_head.classifier.")]
+    unexpected = sorted(found["unexpected_keys"])
+    if wrong or unexpected:
+        what = "missing or of another shape" if wrong else "unexpected"
+        raise _does_not_fit(config, path, wrong or unexpected, what)
+    _note_input(config, loaded)
+    return loaded, "decode_head.classifier" if new else ""
+
+
+def _note_input(config: ModelConfig, network: nn.Module) -> None:
+    """Note the size at which the view of the network looks at it, as timm's models do."""
+    size = input_of_segmenter(config).size
+    network.pretrained_cfg = {"architecture": config.name, "input_size": (3, *size)}  # type: ignore[assignment]
+
+
+def _does_not_fit(config: ModelConfig, path: Path, names: list[str], what: str) -> SettingError:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return SettingError(
+        "model.weights",
+        path,
+        f"a file that fits model.name={config.name}",
+        f"It may belong to another model: {what}: {', '.join(names[:4])}{more}.",
+    )

@@ -1,0 +1,65 @@
+"""Semantic segmentation: one class per pixel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from efficient_ft.task.base import IGNORED, Inputs, Scores, Task, at_size
+
+
+class Segmentation(Task):
+    """Logits (B, classes, h, w), brought to the size of the masks; cross-entropy over labeled pixels; mean IoU.
+
+    Args:
+        window: (h, w): in evaluation the network sees windows of this size, which overlap by a third or more, and the
+            logits of a pixel are their mean over its windows; None: the whole image.
+    """
+
+    name = "segmentation"
+    metric = "mean_iou"
+    item = "pixel"
+    _dimensions = 4
+    _shape = "(images, classes, height, width)"
+
+    def loss(self, logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
+        logits = at_size(logits, targets)
+        total = F.cross_entropy(logits, targets, ignore_index=IGNORED, label_smoothing=label_smoothing, reduction="sum")
+        return total / (targets != IGNORED).sum().clamp(min=1)  # a crop may have no labeled pixel
+
+    def __init__(self, window: tuple[int, int] | None = None) -> None:
+        self._window = window
+
+    def evaluation_logits(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        if self._window is None:
+            return self.logits(model, inputs)
+        assert isinstance(inputs, Tensor)
+        height, width = inputs.shape[-2:]
+        h, w = min(self._window[0], height), min(self._window[1], width)
+        total: Tensor | None = None
+        count = inputs.new_zeros(1, 1, height, width)
+        for top in _starts(height, h):
+            for left in _starts(width, w):
+                part = inputs[..., top : top + h, left : left + w]
+                logits = at_size(self.logits(model, part), part[:, 0])
+                if total is None:
+                    total = logits.new_zeros(*logits.shape[:2], height, width)
+                total[..., top : top + h, left : left + w] += logits
+                count[..., top : top + h, left : left + w] += 1
+        assert total is not None
+        return total / count
+
+    def scores(self, num_classes: int, *, local: bool = False) -> Scores:
+        from efficient_ft.task.metrics import Overlap
+
+        return Overlap(num_classes, IGNORED, local)
+
+    def example_targets(self, batch_size: int, input_size: tuple[int, ...]) -> Tensor:
+        return torch.zeros(batch_size, *input_size, dtype=torch.long)
+
+
+def _starts(length: int, window: int) -> list[int]:
+    """Where windows begin: evenly spread, at most two thirds of a window from one to the next."""
+    steps = max(-(-3 * (length - window) // (2 * window)), 1)
+    return sorted({round((length - window) * k / steps) for k in range(steps + 1)})
