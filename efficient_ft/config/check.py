@@ -122,7 +122,13 @@ def _check_task(config: Config) -> None:
             raise SettingError("trainer.cache_features", "on", "off or auto with task=segmentation")
         if config.trainer.prefix in ("folded", "bf16"):
             raise SettingError("trainer.prefix", config.trainer.prefix, "fp32 or auto with task=segmentation")
-        low, high = config.data.masks.zoom if config.data.masks else (1, 1)
+        assert config.data.masks is not None
+        for setting in ("classes", "ignored"):
+            value = getattr(config.data.masks, setting)
+            if value and config.data.name != "mask_folder":
+                known = "left out, since the data set has its own"
+                raise SettingError(f"data.masks.{setting}", value, known, "Or use data=mask_folder.")
+        low, high = config.data.masks.zoom
         if low > high:
             raise SettingError("data.masks.zoom", [low, high], "[smallest, largest]")
     elif masks or segmenter:

@@ -73,6 +73,8 @@ class MaskConfig(Section):
     ignored: list[Annotated[int, Field(ge=0, lt=2**16)]] = Field(default_factory=list)
     #: Training images are resized by a random factor in this range before a part is cut out.
     zoom: tuple[Positive, Positive] = (0.5, 2.0)
+    #: Mirror half of the training images left to right.
+    flip: bool = True
     #: (height, width) that images are resized to in evaluation; null: their own size.
     resize: tuple[Count, Count] | None = None
     #: In evaluation the network sees the whole image, or windows of the training size, whose logits are averaged.

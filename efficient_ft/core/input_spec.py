@@ -1,8 +1,11 @@
-"""The input of a network: size and normalization of its images. Known by models, provided by data."""
+"""Facts that models and data share: size and normalization of a network's images, and the label of unlabeled pixels."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+#: The label of pixels that have none, in the targets of a segmentation.
+IGNORED = 255
 
 
 @dataclass(frozen=True)

@@ -3,39 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.data.decoded import DecodedImages
 from efficient_ft.data.fetch import megabytes
-from efficient_ft.data.images import Transform, printable, read_image
+from efficient_ft.data.images import Transform, read_image
 from efficient_ft.data.listing import Listing, Samples, stratified_split
-from efficient_ft.data.loader import Loader, SplitDataset, make_loader
+from efficient_ft.data.loader import SplitDataset
+from efficient_ft.data.opened import OpenedData
 from efficient_ft.data.row_store import require_room
-from efficient_ft.data.sampler import CounterSampler
 
 if TYPE_CHECKING:
     from efficient_ft.config.schema import DataConfig
 
-Split = Literal["val", "test"]
-#: Returns the data set that a loader loads, given that of the images.
-Wrap = Callable[[SplitDataset], Dataset[Any]]
 
-
-def _unchanged(images: SplitDataset) -> Dataset[Any]:
-    return images
-
-
-class ImageData:
+class ImageData(OpenedData[Samples, SplitDataset]):
     """A data set ready for training and evaluation.
 
     Args:
@@ -56,36 +46,21 @@ class ImageData:
     """
 
     def __init__(self, listing: Listing, config: DataConfig, input: InputSpec, seed: int) -> None:
+        super().__init__(config, seed, listing.class_names, listing.digest(), listing.notes)
         augment = config.augment
-        self._config, self._seed = config, seed
         self._train_transform = Transform(
             input, augment.name, augment.scale, augment.flip, augment.resize, augment.vertical_flip, augment.pick
         )
         self.transform_eval = Transform(input)
-        self.class_names = list(listing.class_names)
-        self._notes = list(listing.notes)
-        self._digest = listing.digest()
-        self._skipped: dict[str, str] = {}
         if config.on_corrupt == "skip":
             listing = self._without_corrupt(listing)
         self._decoded: dict[str, DecodedImages] = {}
-        self.best_split: Split = config.select_best_on
         self._parts = self._split(listing)
         train = len(self._parts["train"])
         if train < config.batch_size:
             self._notes.append(
                 f"Batches hold all {train} training images, fewer than data.batch_size={config.batch_size}."
             )
-
-    @property
-    def num_classes(self) -> int:
-        """Number of classes."""
-        return len(self.class_names)
-
-    @property
-    def splits(self) -> dict[str, int]:
-        """Number of images by split."""
-        return {name: len(part) for name, part in self._parts.items()}
 
     def _split(self, listing: Listing) -> dict[str, Samples]:
         config = self._config
@@ -140,45 +115,8 @@ class ImageData:
             self._notes.append(f"{len(self._skipped)} unreadable images are left out (data.on_corrupt=skip).")
         return replace(listing, **parts)
 
-    def train_loader(self, rank: int = 0, world: int = 1, wrap: Wrap = _unchanged) -> Loader:
-        """Load shuffled, augmented batches of `data.batch_size` for one of `world` processes.
-
-        `loader.sampler` is a `CounterSampler`. The last batch may be smaller; a last batch of one image is dropped,
-        since BatchNorm fails on it.
-
-        Args:
-            rank: of the process.
-            world: number of processes.
-            wrap: returns the data set that is loaded, given that of the images.
-        """
-        sampler = CounterSampler(len(self._parts["train"]), self._seed, rank, world)
-        size = self._config.batch_size
-        drop_last = len(sampler) > size and len(sampler) % size == 1
-        images = self._images("train", self._train_transform)
-        return make_loader(wrap(images), sampler, self._config.num_workers, size, drop_last)
-
-    def eval_loader(self, split: Split, rank: int = 0, world: int = 1, wrap: Wrap = _unchanged) -> Loader:
-        """Load batches of a split in one fixed order, without augmentation, each image once over all processes.
-
-        Args:
-            split: the split.
-            rank: of the process.
-            world: number of processes.
-            wrap: as in `train_loader`.
-
-        Raises:
-            UserError: the data set has no such split.
-        """
-        if split not in self._parts:
-            have = [name for name in self._parts if name != "train"]
-            raise UserError(f"This data set has no {split} images. It has {' and '.join(have)} images.")
-        part = self._parts[split]
-        sampler = CounterSampler(len(part), self._seed, rank, world, shuffle=False)
-        images = self._images(split, self.transform_eval)
-        batch_size = self._config.eval_batch_size or self._config.batch_size
-        return make_loader(wrap(images), sampler, self._config.num_workers, batch_size)
-
-    def _images(self, split: str, transform: Transform) -> SplitDataset:
+    def _dataset(self, split: str, *, training: bool) -> SplitDataset:
+        transform = self._train_transform if training else self.transform_eval
         return SplitDataset(self._parts[split], transform, self._seed, self._decoded.get(split))
 
     def keep_decoded(self, epochs: int) -> None:
@@ -216,27 +154,6 @@ class ImageData:
             f"Decoded images are kept for later epochs and runs (data.keep_decoded): {megabytes(sum(sizes.values()))}"
             f" in {config.decoded_folder}, which may be deleted at any time."
         )
-
-    def content_digest(self) -> str:
-        """Hex digits of the training images and of those that choose the best epoch, see `Samples.content_digest`."""
-        return "".join(self._parts[split].content_digest() for split in ("train", self.best_split))
-
-    def report(self) -> dict[str, Any]:
-        """Return what a run records of its data, in plain containers.
-
-        Sizes, splits, `Listing.digest`, the unreadable files left out (`skipped`: path → reason), and notes for a
-        person.
-        """
-        return {
-            "name": self._config.name,
-            "classes": self.num_classes,
-            "splits": self.splits,
-            "best_split": self.best_split,
-            "digest": self._digest,
-            "skipped_count": len(self._skipped),
-            "skipped": {printable(path): reason for path, reason in self._skipped.items()},
-            "notes": list(self._notes),
-        }
 
 
 def find_unreadable(paths: list[str], split: str = "") -> dict[str, str]:

@@ -15,10 +15,9 @@ import numpy as np
 from PIL import Image
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.data.images import EXTENSIONS, printable
 
-#: The value of pixels without a label in a target.
-IGNORED = 255
 #: Names of ids in classes.txt that are no class.
 _NO_CLASS = frozenset({"void", "unlabeled", "unlabelled", "ignore", "ignored"})
 _SPLITS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}

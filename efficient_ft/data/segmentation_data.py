@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -19,18 +19,17 @@ from torchvision.transforms.v2 import functional as VF
 from tqdm import tqdm
 
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.core.input_spec import InputSpec
-from efficient_ft.data.image_data import Split
-from efficient_ft.data.images import printable, read_image
-from efficient_ft.data.loader import Loader, LoadFailure, make_loader, sample_seed
-from efficient_ft.data.masks import IGNORED, Classes, MaskListing, MaskSamples, hold_out, read_mask
-from efficient_ft.data.sampler import CounterSampler
+from efficient_ft.core.input_spec import IGNORED, InputSpec
+from efficient_ft.data.images import read_image
+from efficient_ft.data.loader import LoadFailure, sample_seed
+from efficient_ft.data.masks import Classes, MaskListing, MaskSamples, hold_out, read_mask
+from efficient_ft.data.opened import OpenedData
 
 if TYPE_CHECKING:
     from efficient_ft.config.schema import DataConfig, MaskConfig
 
-#: Images of an evaluation are padded to multiples of this, the largest stride of an encoder.
-_STRIDE = 32
+#: Whole images are padded to multiples of this, the largest stride of an encoder.
+STRIDE = 32
 
 
 class MaskTransform:
@@ -42,18 +41,17 @@ class MaskTransform:
     Args:
         input: the network's size in training, and its normalization.
         masks: the settings of the transform.
-        flip: mirror half of the images left to right.
         training: False: that of evaluation.
     """
 
-    def __init__(self, input: InputSpec, masks: MaskConfig, flip: bool, training: bool) -> None:
+    def __init__(self, input: InputSpec, masks: MaskConfig, training: bool) -> None:
         self.input, self._training, self._zoom = input, training, masks.zoom
         self._mean = torch.tensor(input.mean).view(-1, 1, 1)
         self._std = torch.tensor(input.std).view(-1, 1, 1)
-        self._resize = None if masks.resize is None else [-(-side // _STRIDE) * _STRIDE for side in masks.resize]
+        self._resize = None if masks.resize is None else [-(-side // STRIDE) * STRIDE for side in masks.resize]
         fill: Any = {tv_tensors.Image: [round(255 * m) for m in input.mean], tv_tensors.Mask: IGNORED}
         steps = [v2.RandomCrop(list(input.size), pad_if_needed=True, fill=fill)]
-        self._part = v2.Compose([*steps, v2.RandomHorizontalFlip()] if flip else steps)
+        self._part = v2.Compose([*steps, v2.RandomHorizontalFlip()] if masks.flip else steps)
 
     def __call__(self, image: Image.Image, mask: np.ndarray) -> tuple[Tensor, Tensor]:
         """Return uint8 (3, H, W) and uint8 (H, W)."""
@@ -71,7 +69,7 @@ class MaskTransform:
     def batch(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Stack images and masks, padded to a common size: float32 (B, 3, H, W), normalized, and int64 (B, H, W)."""
         sizes = [pixels.shape[-2:] for pixels, _ in pairs]
-        stride = 1 if self._training else _STRIDE
+        stride = 1 if self._training else STRIDE
         height, width = (-(-max(size[k] for size in sizes) // stride) * stride for k in (0, 1))
         whole = (max(target.shape[k] for _, target in pairs) for k in (0, 1))
         # A mask covers what its image covers, also where the image was resized.
@@ -123,8 +121,8 @@ class MaskDataset(Dataset[tuple[Tensor, Tensor]]):
             torch.default_generator.set_state(state)
 
 
-class SegmentationData:
-    """A segmentation data set ready for training and evaluation, with the interface of `ImageData`.
+class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
+    """A segmentation data set ready for training and evaluation.
 
     Args:
         listing: the lists of the data set.
@@ -144,14 +142,9 @@ class SegmentationData:
 
     def __init__(self, listing: MaskListing, config: DataConfig, input: InputSpec, seed: int) -> None:
         assert config.masks is not None
-        self._config, self._seed, self._notes = config, seed, list(listing.notes)
-        self.classes, self.class_names = listing.classes, list(listing.classes.names)
-        self._digest = listing.digest()
-        self._transforms = {
-            training: MaskTransform(input, config.masks, config.augment.flip, training) for training in (True, False)
-        }
-        self._skipped: dict[str, str] = {}
-        self.best_split: Split = config.select_best_on
+        super().__init__(config, seed, listing.classes.names, listing.digest(), listing.notes)
+        self.classes = listing.classes
+        self._transforms = {training: MaskTransform(input, config.masks, training) for training in (True, False)}
         train, val, test = listing.train, listing.val, listing.test
         if self.best_split == "test":
             if test is None:
@@ -170,17 +163,7 @@ class SegmentationData:
             if self._skipped:
                 self._notes.append(f"{len(self._skipped)} unusable images are left out (data.on_corrupt=skip).")
 
-    @property
-    def num_classes(self) -> int:
-        """Number of classes."""
-        return len(self.class_names)
-
-    @property
-    def splits(self) -> dict[str, int]:
-        """Number of images by split."""
-        return {name: len(part) for name, part in self._parts.items()}
-
-    def _dataset(self, split: str, training: bool) -> MaskDataset:
+    def _dataset(self, split: str, *, training: bool) -> MaskDataset:
         return MaskDataset(self._parts[split], self.classes, self._transforms[training], self._seed)
 
     def _readable(self, name: str, part: MaskSamples) -> MaskSamples:
@@ -210,38 +193,10 @@ class SegmentationData:
             raise UserError(f"No usable image is left in the {name} split (data.on_corrupt=skip). Replace its files.")
         return part.take(left)
 
-    def train_loader(
-        self, rank: int = 0, world: int = 1, wrap: Callable[[MaskDataset], Dataset[Any]] = lambda images: images
-    ) -> Loader:
-        """Load shuffled, augmented batches of `data.batch_size` for one of `world` processes, as `ImageData` does."""
-        sampler = CounterSampler(len(self._parts["train"]), self._seed, rank, world)
-        size = self._config.batch_size
-        drop_last = len(sampler) > size and len(sampler) % size == 1
-        return make_loader(wrap(self._dataset("train", True)), sampler, self._config.num_workers, size, drop_last)
-
-    def eval_loader(
-        self,
-        split: Split,
-        rank: int = 0,
-        world: int = 1,
-        wrap: Callable[[MaskDataset], Dataset[Any]] = lambda images: images,
-    ) -> Loader:
-        """Load batches of a split in one fixed order, each image once over all processes, whole.
-
-        Raises:
-            UserError: the data set has no such split.
-        """
-        if split not in self._parts:
-            have = [name for name in self._parts if name != "train"]
-            raise UserError(f"This data set has no {split} images. It has {' and '.join(have)} images.")
-        sampler = CounterSampler(len(self._parts[split]), self._seed, rank, world, shuffle=False)
-        batch_size = self._config.eval_batch_size or self._config.batch_size
-        return make_loader(wrap(self._dataset(split, False)), sampler, self._config.num_workers, batch_size)
-
     def examples(self, count: int) -> list[tuple[Image.Image, np.ndarray]]:
         """Some images with their masks, evenly spread over the test images, or those that choose the best epoch."""
         split = "test" if "test" in self._parts else self.best_split
-        images, size = self._dataset(split, False), len(self._parts[split])
+        images, size = self._dataset(split, training=False), len(self._parts[split])
         return [images.read(i) for i in sorted({round(k * (size - 1) / max(count - 1, 1)) for k in range(count)})]
 
     def keep_decoded(self, epochs: int) -> None:
@@ -252,20 +207,3 @@ class SegmentationData:
         """
         if self._config.keep_decoded == "on":
             raise SettingError("data.keep_decoded", "on", "auto or off with task=segmentation")
-
-    def content_digest(self) -> str:
-        """Hex digits of the training images and of those that choose the best epoch, with their masks."""
-        return "".join(self._parts[split].content_digest() for split in ("train", self.best_split))
-
-    def report(self) -> dict[str, Any]:
-        """Return what a run records of its data, as `ImageData.report` does."""
-        return {
-            "name": self._config.name,
-            "classes": self.num_classes,
-            "splits": self.splits,
-            "best_split": self.best_split,
-            "digest": self._digest,
-            "skipped_count": len(self._skipped),
-            "skipped": {printable(path): reason for path, reason in self._skipped.items()},
-            "notes": list(self._notes),
-        }

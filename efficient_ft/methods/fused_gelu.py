@@ -76,13 +76,19 @@ def _channels_last(x: Tensor) -> bool:
     return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
 
 
-def fuse_gelu(model: nn.Module) -> list[str]:
+def fuse_gelu(model: nn.Module, *, everywhere: bool = True) -> list[str]:
     """Let GELU, and frozen BatchNorm with it, run in one pass each way where they can.
+
+    Args:
+        model: is changed.
+        everywhere: False: only if the model has feed-forward networks with BatchNorm before GELU.
 
     Returns:
         The names of the GELU layers.
     """
-    names = []
+    names: list[str] = []
+    if not everywhere and not any(type(module) is ConvMlpWithNorm for module in model.modules()):
+        return names
     for name, module in model.named_modules():
         if type(module) is ConvMlpWithNorm:
             put_inside(module, FusedNormGelu(module))

@@ -6,6 +6,7 @@ license for non-commercial use. Encoders are timm's (``tu-NAME``), with timm's w
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ _SET_ELSEWHERE = {
 
 def is_segmenter(config: ModelConfig) -> bool:
     """Whether a model configuration names a segmentation network."""
-    return config.encoder is not None or config.name in SEGFORMERS
+    return config.encoder is not None or config.name.startswith("segformer_")
 
 
 def input_of_segmenter(config: ModelConfig) -> InputSpec:
@@ -126,6 +127,8 @@ def _segformer_class(config: ModelConfig, classes: int) -> tuple[Any, Any]:
         raise UserError(
             f"model.name={config.name} needs transformers: pip install 'efficient-ft[segmentation]'."
         ) from None
+    if config.name not in SEGFORMERS:
+        raise SettingError("model.name", config.name, list(SEGFORMERS))
     channels, depths, decoder = SEGFORMERS[config.name]
     make: Any = SegformerConfig
     settings = {"hidden_sizes": channels, "depths": depths, "decoder_hidden_size": decoder, **config.kwargs}
@@ -197,11 +200,13 @@ def load_segmenter(config: ModelConfig, classes: int, path: Path) -> tuple[nn.Mo
     network = build_segmenter(config, classes)
     own = network.state_dict()
     if not any(name.startswith("encoder.") for name in weights):
-        network = build_segmenter(config, classes, weights)
-        unchanged = sum(name.removeprefix("encoder.model.") in weights for name in own)
-        if not unchanged:
-            raise _does_not_fit(config, path, sorted(weights)[:4], "unexpected")
-        return network, "the decoder and its head"
+        # timm loads what it finds; its features have ``stages_0`` for ``stages.0``.
+        inside = [n.removeprefix("encoder.model.") for n in own if n.startswith("encoder.model.")]
+        names = {re.sub(r"^([a-z]+)_(\d+)\.", r"\1.\2.", n) for n in inside if not n.endswith("num_batches_tracked")}
+        missing = sorted(names - weights.keys())
+        if missing:
+            raise _does_not_fit(config, path, missing, "missing")
+        return build_segmenter(config, classes, weights), "the decoder and its head"
     head = "segmentation_head."
     new = [n for n in own if n.startswith(head) and (n not in weights or weights[n].shape != own[n].shape)]
     weights.update({n: own[n] for n in new})

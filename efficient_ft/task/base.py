@@ -12,9 +12,6 @@ from torch.nn import functional as F
 
 from efficient_ft.core.errors import UserError
 
-#: The class of pixels without a label.
-IGNORED = 255
-
 #: What a network is given: a batch of images, or several tensors by the names of its arguments.
 Inputs = Tensor | Mapping[str, Tensor]
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from efficient_ft.task.base import IGNORED, Inputs, Scores, Task, at_size
+from efficient_ft.core.input_spec import IGNORED
+from efficient_ft.task.base import Inputs, Scores, Task, at_size
 
 
 class Segmentation(Task):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 #: The data of a run: one data set, or several in turn.
-OpenedData = ImageData | SegmentationData | RoundRobinData
+RunData = ImageData | SegmentationData | RoundRobinData
 
 
 def missing_images(config: Config) -> list[str]:
@@ -28,7 +28,7 @@ def missing_images(config: Config) -> list[str]:
     return [message for message in found if message is not None]
 
 
-def open_images(config: Config, spec: InputSpec) -> OpenedData:
+def open_images(config: Config, spec: InputSpec) -> RunData:
     """Open the data set or data sets of the run, transformed to the network's input.
 
     Args:
@@ -50,7 +50,7 @@ def open_images(config: Config, spec: InputSpec) -> OpenedData:
     return RoundRobinData(parts, config.trainer.grad_accum_steps)
 
 
-def keep_decoded(images: OpenedData, epochs: int) -> None:
+def keep_decoded(images: RunData, epochs: int) -> None:
     """Keep decoded images on disk, as `ImageData.keep_decoded`, of each data set of the run.
 
     Args:
@@ -79,7 +79,7 @@ def _settings_of_task(task: str) -> Iterator[None]:
         raise
 
 
-def run_length(config: Config, images: OpenedData, world: int) -> tuple[int, int]:
+def run_length(config: Config, images: RunData, world: int) -> tuple[int, int]:
     """Epochs and optimizer steps of the run. Batches left over at the end of an epoch make a step.
 
     Args:
@@ -107,7 +107,7 @@ class RunDataModule(L.LightningDataModule):
 
     features: RunFeatures | None = None
 
-    def __init__(self, images: OpenedData) -> None:
+    def __init__(self, images: RunData) -> None:
         super().__init__()
         self.images = images
 

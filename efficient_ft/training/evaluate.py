@@ -24,7 +24,7 @@ from efficient_ft.record.results import DataReport, flatten
 from efficient_ft.task import Task
 from efficient_ft.training import export
 from efficient_ft.training.console import say
-from efficient_ft.training.datamodule import OpenedData, missing_images, open_images
+from efficient_ft.training.datamodule import RunData, missing_images, open_images
 from efficient_ft.training.run_task import run_task
 from efficient_ft.training.trainer import use_channels_last
 
@@ -181,7 +181,7 @@ def split_scores(
     }
 
 
-def accuracies(config: Config, model: nn.Module, images: OpenedData, device: torch.device) -> dict[str, Any]:
+def accuracies(config: Config, model: nn.Module, images: RunData, device: torch.device) -> dict[str, Any]:
     """The task's metric by split, or by data set and split.
 
     Args:
@@ -212,7 +212,7 @@ def named(scores: dict[str, float], class_names: Sequence[str]) -> dict[str, Any
     return {**{k: v for k, v in scores.items() if not k.startswith("iou_")}, "iou": each}
 
 
-def data_report(config: Config, folder: Path, images: OpenedData, device: torch.device) -> DataReport:
+def data_report(config: Config, folder: Path, images: RunData, device: torch.device) -> DataReport:
     """Sizes of the splits, corrupt images left out, and the accuracy of model.safetensors as written on every split."""
     trained = export.load(folder)
     report = images.report()

@@ -12,16 +12,15 @@ from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 
-from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.core.input_spec import IGNORED, InputSpec
 from efficient_ft.data import SegmentationData, Transform
-from efficient_ft.data.masks import IGNORED, class_colors
+from efficient_ft.data.masks import class_colors
+from efficient_ft.data.segmentation_data import STRIDE
 from efficient_ft.record.files import write_atomically
 from efficient_ft.task import Segmentation
 from efficient_ft.task.base import at_size
 from efficient_ft.training import export
 
-#: Images are padded to multiples of this, the largest stride of an encoder.
-_STRIDE = 32
 #: Share of the color in an overlay.
 _OPACITY = 0.5
 
@@ -38,7 +37,7 @@ def predict_mask(model: nn.Module, image: Image.Image, input: InputSpec) -> np.n
     device = next(model.parameters()).device
     pixels = Transform(InputSpec(input.size, input.mean, input.std)).normalize([image]).to(device)
     height, width = pixels.shape[-2:]
-    pixels = F.pad(pixels, (0, -width % _STRIDE, 0, -height % _STRIDE))
+    pixels = F.pad(pixels, (0, -width % STRIDE, 0, -height % STRIDE))
     logits = at_size(Segmentation().logits(model, pixels), pixels[:, 0])
     found: np.ndarray = logits[0, :, :height, :width].argmax(0).to(torch.uint8).cpu().numpy()
     return found

@@ -84,7 +84,7 @@ def test_processes_count_the_same_as_one(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("weights", [True, False])
 def test_runs_need_data_and_weights(monkeypatch: pytest.MonkeyPatch, weights: bool) -> None:
     monkeypatch.setattr(needs, "present", lambda data, root: (data, root) == ("cifar10", "elsewhere"))
-    monkeypatch.setattr(needs, "_weights", lambda model: weights)
+    monkeypatch.setattr(needs, "_weights", lambda model, of_task: weights)
     state = needs.state_of(published_table("bsr/3"), "elsewhere")
     assert state == (
         "costs; 3 of 6 runs: not in elsewhere: cifar100"
@@ -97,7 +97,7 @@ def test_the_list_says_what_the_data_in_a_folder_allow(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(needs, "present", lambda data, root: (data, root) == ("cifar10", "DIR"))
-    monkeypatch.setattr(needs, "_weights", lambda model: True)
+    monkeypatch.setattr(needs, "_weights", lambda model, of_task: True)
     listed = {row["table"]: row["here"] for row in csv.DictReader(io.StringIO(
         printed(capsys, "data.root=DIR", "--form", "csv")))}  # fmt: skip
     assert listed["bsr/3"] == "costs; 3 of 6 runs: not in DIR: cifar100"

@@ -9,8 +9,9 @@ import pytest
 from PIL import Image
 
 from efficient_ft.core.errors import UserError
-from efficient_ft.data.masks import IGNORED, Classes, class_colors, read_mask, read_mask_folder
-from tests.data.mask_pictures import DISK, NAMES, VOID, picture, write_folder
+from efficient_ft.core.input_spec import IGNORED
+from efficient_ft.data.masks import Classes, class_colors, read_mask, read_mask_folder
+from tests.data.mask_pictures import DISK, VOID, picture, write_folder
 
 CLASSES = Classes(("background", "square", "disk"), (0, 1, 3), frozenset({2, IGNORED}))
 
@@ -129,4 +130,3 @@ def test_colors_are_those_of_pascal_voc_and_differ() -> None:
     colors = class_colors(254)
     assert colors[:3].tolist() == [[128, 0, 0], [0, 128, 0], [128, 128, 0]]
     assert len({tuple(color) for color in colors.tolist()}) == 254
-    assert len(NAMES) == 4

@@ -10,8 +10,9 @@ from PIL import Image
 
 from efficient_ft.config.schema import DataConfig, MaskConfig
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.data import class_count, missing_data, read_data
-from efficient_ft.data.masks import IGNORED, MaskListing, read_mask
+from efficient_ft.data.masks import MaskListing, read_mask
 from tests.data.mask_pictures import write_folder
 
 

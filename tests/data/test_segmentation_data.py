@@ -12,9 +12,8 @@ from PIL import Image
 
 from efficient_ft.config.schema import DataConfig, MaskConfig
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.core.input_spec import IGNORED, InputSpec
 from efficient_ft.data import SegmentationData, class_count, missing_data, open_data
-from efficient_ft.data.masks import IGNORED
 from tests.data.mask_pictures import write_folder
 
 SPEC = InputSpec((32, 40), (0.5, 0.4, 0.3), (0.25, 0.25, 0.25), "bilinear")
@@ -84,7 +83,7 @@ def test_augmentation_depends_on_seed_epoch_and_index_only(folder: Path) -> None
 
 def test_without_zoom_and_flip_a_large_crop_is_the_padded_image(folder: Path) -> None:
     data = open_data(
-        _config(folder, {"zoom": (1.0, 1.0)}, augment={"name": "none", "flip": False}),
+        _config(folder, {"zoom": (1.0, 1.0), "flip": False}),
         InputSpec((48, 64), SPEC.mean, SPEC.std, "bilinear"),
         0,
     )

@@ -161,10 +161,23 @@ def test_low_rank_methods_fuse_unless_told_not_to(network: nn.Module, method: ty
     assert not any("forward" in module.__dict__ for module in network.modules())
 
 
+@pytest.mark.parametrize(("fused", "expected"), [(None, 0), (True, 2), (False, 0)])
+def test_networks_without_batch_norm_are_fused_only_if_asked_for(fused: bool | None, expected: int) -> None:
+    model = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=3)
+    method = LBPWHT(fused=fused)
+    assert method.libraries == (() if fused is False else ("numba",)), "before the model is known"
+    method.apply(model)
+    assert sum("forward" in module.__dict__ for module in model.modules()) == expected
+    assert method.libraries == (("numba",) if expected else ())
+
+
 def test_fewer_bytes_are_kept_and_no_other_flops_executed() -> None:
     with torch.device("meta"):
         model = timm.create_model("efficientformer_l1", num_classes=3).to(memory_format=torch.channels_last)
-    fused, apart = (executed(copy.deepcopy(model), 2, (224, 224), methods=[LBPWHT(fused=on)]) for on in (True, False))
+    fused, apart = (
+        executed(copy.deepcopy(model), 2, (224, 224), methods=[LBPWHT(fused=None if on else False)])
+        for on in (True, False)
+    )
     assert (fused.forward_flops, fused.backward_flops) == (apart.forward_flops, apart.backward_flops)
     # the hidden maps of the blocks of the model: 3, 2, 6 and 3 with BatchNorm, once instead of twice
     maps = sum(

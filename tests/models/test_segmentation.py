@@ -202,6 +202,18 @@ def test_an_encoder_from_timms_weights(tmp_path: Path, caplog: pytest.LogCapture
     assert "newly initialized for 4 classes: the decoder and its head" in caplog.text
 
 
+@pytest.mark.parametrize("encoder", ["convnext_atto", "resnet18"])
+def test_an_encoder_without_some_of_its_weights_is_refused(tmp_path: Path, encoder: str) -> None:
+    weights = timm.create_model(encoder, num_classes=9).state_dict()
+    save_file(weights, tmp_path / "whole.safetensors")
+    gone = next(name for name in reversed(weights) if "3" in name and name.endswith("weight"))
+    save_file({k: v for k, v in weights.items() if k != gone}, tmp_path / "part.safetensors")
+    made = encoder_decoder(encoder=encoder)
+    factory.create_model(made.model_copy(update={"weights": str(tmp_path / "whole.safetensors")}), 4)
+    with pytest.raises(SettingError, match=rf"another model: missing: {re.escape(gone)}"):
+        factory.create_model(made.model_copy(update={"weights": str(tmp_path / "part.safetensors")}), 4)
+
+
 @pytest.mark.parametrize("made", [config(kwargs=SMALL), encoder_decoder()], ids=["segformer", "unet"])
 def test_weights_of_another_network_are_refused(tmp_path: Path, made: ModelConfig) -> None:
     save_file({"fc.weight": torch.zeros(2, 2)}, tmp_path / "w.safetensors")
@@ -215,6 +227,7 @@ def test_weights_of_another_network_are_refused(tmp_path: Path, made: ModelConfi
     ("made", "expected"),
     [
         (encoder_decoder("unnet"), r"model\.name must be one of .*Did you mean"),
+        (config("segformer_b9"), r"model\.name must be one of segformer_b0, .*got segformer_b9"),
         (encoder_decoder(encoder="resnet1"), r"model\.encoder must be a classifier of timm"),
         (encoder_decoder(drop_rate=0.1), r"model\.drop_rate must be 0 with model\.encoder"),
         (encoder_decoder(kwargs={"classes": 3}), r"model\.kwargs\.classes must be unset"),

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.task import TASKS, Classification, Segmentation
-from efficient_ft.task.base import IGNORED
 from efficient_ft.task.segmentation import _starts
 
 CLASSES = 4

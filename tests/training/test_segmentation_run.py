@@ -14,7 +14,6 @@ from PIL import Image
 
 from efficient_ft.cli import predict
 from efficient_ft.config import Config, check
-from efficient_ft.config.identity import fingerprint
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.record.rows import MetricsFile
 from efficient_ft.task import Segmentation
@@ -47,7 +46,6 @@ def segmentation(images: Path) -> Callable[..., Config]:
             "root": str(images),
             "batch_size": 6,
             "num_workers": 0,
-            "augment": {"name": "none"},
             "masks": {"zoom": [0.8, 1.25]},
         }
         plain = plain_config(**changes)
@@ -201,6 +199,10 @@ def test_windows_evaluate_too(trained: tuple[Path, Config, dict[str, Any]]) -> N
         ({"task": "classification"}, "task must be segmentation with data=mask_folder"),
         ({"trainer": {"cache_features": "on"}}, "trainer.cache_features must be off or auto with task=segmentation"),
         ({"trainer": {"prefix": "folded"}}, "trainer.prefix must be fp32 or auto with task=segmentation"),
+        (
+            {"data": {"name": "camvid", "masks": {"ignored": [3]}}},
+            r"data.masks.ignored must be left out, since",
+        ),
         ({"data": {"masks": {"zoom": [2.0, 1.0]}}}, r"data.masks.zoom must be \[smallest, largest\]"),
     ],
 )
@@ -213,10 +215,3 @@ def test_settings_of_another_task_are_refused(
         plain[key] = {**plain[key], **value} if inside else value
     with pytest.raises(SettingError, match=expected):
         check(plain)
-
-
-def test_runs_of_classifiers_keep_their_folders() -> None:
-    """The fingerprint of a configuration from before there were tasks."""
-    assert "task" in plain_config() or fingerprint(check(plain_config())) == fingerprint(
-        check({**plain_config(), "task": "classification"})
-    )

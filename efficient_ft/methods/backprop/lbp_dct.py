@@ -29,7 +29,7 @@ class LBPDCT(LowRankBackward):
 
     name = "lbp_dct"
 
-    def __init__(self, order: int = 4, skip: Sequence[str] | None = None, fused: bool = True):
+    def __init__(self, order: int = 4, skip: Sequence[str] | None = None, fused: bool | None = None):
         refuse_order(order, 15)
         refuse_skip(skip)
         self.order, self.skip, self.fused = order, skip, fused

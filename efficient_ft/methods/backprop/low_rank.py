@@ -156,7 +156,8 @@ class LowRankBackward(Method):
             called stays exact.
         profiles: layers run with the exact backward first, and the subclass sets their projectors later.
         skip: parts of names (between dots): layers that have one stay exact.
-        fused: on a CPU GELU, and a frozen BatchNorm before it, run in one pass: see `methods.fused_gelu`.
+        fused: whether GELU, and a frozen BatchNorm before it, run in one pass on a CPU (see `methods.fused_gelu`);
+            None: in networks that have BatchNorm before GELU.
 
     Raises:
         UserError: when applied: the model has no layer with a token grid, or a grid that the projector cannot project;
@@ -168,7 +169,8 @@ class LowRankBackward(Method):
     adds = frozenset({Adds.LOW_RANK_LAYERS})
     as_published: bool = False
     profiles: bool = False
-    fused: bool = True
+    fused: bool | None = None
+    _fuses: bool | None = None  # whether GELU layers of the model run fused; None: not applied yet
     skip: Sequence[str] | None = None
 
     @abstractmethod
@@ -215,8 +217,10 @@ class LowRankBackward(Method):
                 layer.module.low_rank_reach = layer.reach  # type: ignore[assignment]
         note = f"{len(exact)} layers left exact where that is cheaper"
         notes = [note] if exact else []
-        if self.fused and (fused := fuse_gelu(model)):
-            notes.append(f"on a CPU {len(fused)} GELU layers run in one pass each way, with the BatchNorm before them")
+        fused = [] if self.fused is False else fuse_gelu(model, everywhere=self.fused is True)
+        self._fuses = bool(fused)
+        if fused:
+            notes.append(f"on a CPU {len(fused)} GELU layers run in one pass each way (method.{self.name}.fused)")
         return Applied(
             self.name,
             tuple(layer.name for layer, *_ in chosen),
@@ -227,7 +231,8 @@ class LowRankBackward(Method):
 
     @property
     def libraries(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("numba",) if self.fused else ()
+        # Before the model is known a prediction counts it unless it is switched off.
+        return () if self.fused is False or self._fuses is False else ("numba",)
 
     def _costs_more(self, layer: Layer, tokens: TokenLayout) -> str | None:
         """Return why a layer stays exact; None: it does not."""

@@ -1,0 +1,140 @@
+"""The base of opened data sets: splits, their loaders, and the record of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+
+from torch.utils.data import Dataset
+
+from efficient_ft.core.errors import UserError
+from efficient_ft.data.images import printable
+from efficient_ft.data.loader import Loader, make_loader
+from efficient_ft.data.sampler import CounterSampler
+
+if TYPE_CHECKING:
+    from efficient_ft.config.schema import DataConfig
+
+Split = Literal["val", "test"]
+
+
+class Part(Protocol):
+    """The samples of a split."""
+
+    def __len__(self) -> int: ...
+
+    def content_digest(self) -> str:
+        """Hex digits that tell any change apart."""
+
+
+_Part = TypeVar("_Part", bound=Part)
+_Dataset = TypeVar("_Dataset", bound=Dataset[Any])
+
+
+def _unchanged(dataset: Any) -> Any:
+    return dataset
+
+
+class OpenedData(ABC, Generic[_Part, _Dataset]):
+    """A data set ready for training and evaluation.
+
+    A subclass sets `_parts`, and implements `_dataset`.
+
+    Args:
+        config: the `data` section of the configuration.
+        seed: of the run; decides the validation split, the order and the augmentation.
+        class_names: by label.
+        digest: of the lists.
+        notes: facts that a user should know, one sentence each.
+
+    Attributes:
+        class_names: by label.
+        best_split: the split on which the best epoch is selected.
+    """
+
+    _parts: Mapping[str, _Part]
+
+    def __init__(
+        self, config: DataConfig, seed: int, class_names: Sequence[str], digest: str, notes: Sequence[str]
+    ) -> None:
+        self._config, self._seed, self._digest = config, seed, digest
+        self.class_names, self._notes = list(class_names), list(notes)
+        self._skipped: dict[str, str] = {}
+        self.best_split: Split = config.select_best_on
+
+    @abstractmethod
+    def _dataset(self, split: str, *, training: bool) -> _Dataset:
+        """The samples of a split, augmented in training."""
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return len(self.class_names)
+
+    @property
+    def splits(self) -> dict[str, int]:
+        """Number of images by split: `train`, and `val` and/or `test`."""
+        return {name: len(part) for name, part in self._parts.items()}
+
+    def train_loader(
+        self, rank: int = 0, world: int = 1, wrap: Callable[[_Dataset], Dataset[Any]] = _unchanged
+    ) -> Loader:
+        """Load shuffled, augmented batches of `data.batch_size` for one of `world` processes.
+
+        `loader.sampler` is a `CounterSampler`. The last batch may be smaller; a last batch of one image is dropped,
+        since BatchNorm fails on it.
+
+        Args:
+            rank: of the process.
+            world: number of processes.
+            wrap: returns the data set that is loaded, given that of the images.
+        """
+        sampler = CounterSampler(len(self._parts["train"]), self._seed, rank, world)
+        size = self._config.batch_size
+        drop_last = len(sampler) > size and len(sampler) % size == 1
+        dataset = self._dataset("train", training=True)
+        return make_loader(wrap(dataset), sampler, self._config.num_workers, size, drop_last)
+
+    def eval_loader(
+        self, split: Split, rank: int = 0, world: int = 1, wrap: Callable[[_Dataset], Dataset[Any]] = _unchanged
+    ) -> Loader:
+        """Load batches of a split in one fixed order, without augmentation, each image once over all processes.
+
+        Args:
+            split: the split.
+            rank: of the process.
+            world: number of processes.
+            wrap: as in `train_loader`.
+
+        Raises:
+            UserError: the data set has no such split.
+        """
+        if split not in self._parts:
+            have = [name for name in self._parts if name != "train"]
+            raise UserError(f"This data set has no {split} images. It has {' and '.join(have)} images.")
+        sampler = CounterSampler(len(self._parts[split]), self._seed, rank, world, shuffle=False)
+        batch_size = self._config.eval_batch_size or self._config.batch_size
+        dataset = self._dataset(split, training=False)
+        return make_loader(wrap(dataset), sampler, self._config.num_workers, batch_size)
+
+    def content_digest(self) -> str:
+        """Hex digits of the training samples and of those that choose the best epoch."""
+        return "".join(self._parts[split].content_digest() for split in ("train", self.best_split))
+
+    def report(self) -> dict[str, Any]:
+        """Return what a run records of its data, in plain containers.
+
+        Sizes, splits, the digest of the lists, the unusable files left out (`skipped`: path → reason), and notes for a
+        person.
+        """
+        return {
+            "name": self._config.name,
+            "classes": self.num_classes,
+            "splits": self.splits,
+            "best_split": self.best_split,
+            "digest": self._digest,
+            "skipped_count": len(self._skipped),
+            "skipped": {printable(path): reason for path, reason in self._skipped.items()},
+            "notes": list(self._notes),
+        }
