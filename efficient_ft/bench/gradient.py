@@ -87,7 +87,7 @@ def measure_gradients(
     overrides.append(f"trainer.precision={precision}")
     configs = {recipe.name: configure(model, [*overrides, *recipe.overrides]) for recipe in recipes}
     config = next(iter(configs.values())).model
-    size = factory.input_of(config).size
+    size = factory.input_of(config).image_size
     measured, classes = _batches(images, config, num_classes, batch_size, batches, seed, device)
     plain = _plain_network(config, classes, weights is None, seed, device)
     inside = _inside_blocks(view(plain))
@@ -152,7 +152,7 @@ def _batches(
         num_classes = len(folder.classes)
     else:
         generator = torch.Generator().manual_seed(seed)
-        size = factory.input_of(config).size
+        size = factory.input_of(config).image_size
         batches = [
             (
                 torch.randn(batch_size, 3, *size, generator=generator),

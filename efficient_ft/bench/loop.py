@@ -75,7 +75,7 @@ class PacedLoader:
             data = time.perf_counter() - asked
             bare = 0.0
             if self._bare is not None:
-                self._bare.images, self._bare.labels = (t.to(self._bare.device) for t in batch)
+                self._bare.inputs, self._bare.labels = (t.to(self._bare.device) for t in batch)
                 self._wait()
                 start = time.perf_counter()
                 self._bare()

@@ -60,9 +60,10 @@ def present(data: str, root: str = "./data") -> bool:
     """Whether the files of a published data set are in `root`."""
     from efficient_ft.data.published import PUBLISHED
     from efficient_ft.data.published_masks import MASK_SETS
+    from efficient_ft.data.published_texts import TEXT_SETS
 
     if data in MASK_SETS:
         return MASK_SETS[data].missing(data, Path(root)) is None
-    source = PUBLISHED[data]
+    source = TEXT_SETS[data] if data in TEXT_SETS else PUBLISHED[data]
     folder = source.root(root)
     return all(archive.state(folder) not in ("absent", "partial", "broken") for archive in source.archives)

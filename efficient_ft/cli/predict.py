@@ -1,34 +1,34 @@
-"""``efficient-ft predict RUN IMAGE...``: classes and probabilities of images, or their masks, by a trained run."""
+"""``efficient-ft predict RUN FILE...``: classes of images or texts, or masks of images, by a trained run."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from efficient_ft.core.errors import UserError
+from efficient_ft.core.errors import UserError, first_line
 
 if TYPE_CHECKING:
+    from efficient_ft.task import Inputs
     from efficient_ft.training.export import Trained
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the most probable classes of each image; of a segmentation, write the masks of the images.
+    """Print the most probable classes of each image or line of text; of a segmentation, write the masks of the images.
 
     Args:
         arguments: the command line; default: that of this process.
 
     Raises:
-        UserError: no such run, image or device; an image that cannot be read.
+        UserError: no such run, file or device; a file that cannot be read.
     """
     options = _parser().parse_args(arguments)
-    paths = list(_image_files(options.images))
 
     import torch
 
-    from efficient_ft.data import Transform
     from efficient_ft.training import export
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -40,20 +40,52 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {device} cannot be used here: {str(error).splitlines()[0]}") from error
     if trained.notes.get("task") == "segmentation":
-        _write_masks(trained, paths, options)
+        _write_masks(trained, list(_image_files(options.files)), options)
         return
     if options.out is not None or options.overlay:
         raise UserError(f"--out and --overlay are for runs with task=segmentation; {options.run} predicts classes.")
-    transform = Transform(trained.input)
+    is_text = trained.input.tokenizer is not None
+    items: list[Any] = _lines(trained, options) if is_text else list(_image_files(options.files))
     shown = min(options.top, len(trained.class_names))
     width = max(len(name) for name in trained.class_names)
-    for start in range(0, len(paths), options.batch_size):
-        batch = paths[start : start + options.batch_size]
-        found = export.probabilities(trained.model, torch.stack([transform(path) for path in batch]))
-        for path, row in zip(batch, found, strict=True):
-            print(path)
+    for start in range(0, len(items), options.batch_size):
+        batch = items[start : start + options.batch_size]
+        for item, row in zip(batch, export.probabilities(trained.model, _inputs(trained, batch)), strict=True):
+            print(item)
             for probability, label in zip(*row.topk(shown), strict=True):
                 print(f"  {trained.class_names[int(label)]:{width}}  {float(probability):7.2%}")
+
+
+def _inputs(trained: Trained, items: Sequence[Any]) -> Inputs:
+    """The network's input of some image files, or lines of text."""
+    import torch
+
+    from efficient_ft.data import Transform
+
+    if trained.input.tokenizer is not None:
+        return trained.input.tokenizer.batch([line.split("\t") for line in items], trained.input.size[0])
+    transform = Transform(trained.input)
+    return torch.stack([transform(path) for path in items])
+
+
+def _lines(trained: Trained, options: argparse.Namespace) -> list[str]:
+    """The lines of the files that are not empty; ``-`` is the standard input."""
+    columns = int(trained.notes.get("columns", 1))
+    lines: list[str] = []
+    for path in options.files:
+        try:
+            text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} cannot be read as UTF-8 text ({first_line(error)}).") from error
+        for number, line in enumerate(text.splitlines(), 1):
+            if line.strip():
+                if len(line.split("\t")) != columns:
+                    form = "FIRST<tab>SECOND" if columns == 2 else "one text, without tabs"
+                    raise UserError(f"{path}, line {number}: this run takes lines of the form {form}.")
+                lines.append(line)
+    if not lines:
+        raise UserError(f"{', '.join(map(str, options.files))}: no line of text.")
+    return lines
 
 
 def _write_masks(trained: Trained, paths: Sequence[Path], options: argparse.Namespace) -> None:
@@ -91,13 +123,21 @@ def _write_masks(trained: Trained, paths: Sequence[Path], options: argparse.Name
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="efficient-ft predict",
-        description="Print classes and probabilities of images, or write their masks, by a trained run.",
+        description="Print classes and probabilities of images or texts, or write masks of images, by a trained run.",
     )
     parser.add_argument("run", type=Path, help="a run folder, or its model.safetensors")
-    parser.add_argument("images", type=Path, nargs="+", metavar="IMAGE", help="image files, or folders of them")
+    parser.add_argument(
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="image files, or folders of them; for a run with task=text files of lines (- is the standard input)",
+    )
     parser.add_argument("--task", help="for a run on several data sets: the one whose classes are predicted")
-    parser.add_argument("--top", type=_count, default=5, metavar="K", help="classes shown per image (default 5)")
-    parser.add_argument("--batch-size", type=_count, default=32, metavar="N", help="images at once (default 32)")
+    parser.add_argument("--top", type=_count, default=5, metavar="K", help="classes shown of each (default 5)")
+    parser.add_argument(
+        "--batch-size", type=_count, default=32, metavar="N", help="images or texts at once (default 32)"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the masks (default: RUN/masks)")
     parser.add_argument("--overlay", action="store_true", help="also write the images with the classes' colors on them")
     parser.add_argument("--device", default=None, help="cpu, cuda, mps (default: cuda if there is one)")

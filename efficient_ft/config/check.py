@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from efficient_ft.config.explain import mistake, show
 from efficient_ft.config.renamed import refuse_renamed
-from efficient_ft.config.schema import Config, DataConfig, OptimConfig
+from efficient_ft.config.schema import Config, DataConfig, MaskConfig, OptimConfig
 from efficient_ft.core.errors import SettingError
 from efficient_ft.core.in_backward import Wrong, refuse_in_backward
 from efficient_ft.core.units import parse_bytes
@@ -108,36 +108,64 @@ def _check_together(config: Config) -> None:
 
 
 def _check_task(config: Config) -> None:
-    """Refuse a network or a data set of another task."""
-    masks = config.data.masks is not None
-    segmenter = config.model.encoder is not None or config.model.name.startswith("segformer_")
-    if config.task == "segmentation":
-        if not masks:
-            raise SettingError("data.name", config.data.name, "a data set with masks with task=segmentation", _MASKED)
-        if not segmenter:
-            raise SettingError("model.name", config.model.name, "a segmentation network", _SEGMENTERS)
-        if config.tasks:
-            raise SettingError("tasks", ", ".join(config.tasks), "none with task=segmentation")
-        if config.trainer.cache_features == "on":
-            raise SettingError("trainer.cache_features", "on", "off or auto with task=segmentation")
-        if config.trainer.prefix in ("folded", "bf16"):
-            raise SettingError("trainer.prefix", config.trainer.prefix, "fp32 or auto with task=segmentation")
-        assert config.data.masks is not None
-        for setting in ("classes", "ignored"):
-            value = getattr(config.data.masks, setting)
-            if value and config.data.name != "mask_folder":
-                known = "left out, since the data set has its own"
-                raise SettingError(f"data.masks.{setting}", value, known, "Or use data=mask_folder.")
-        low, high = config.data.masks.zoom
-        if low > high:
-            raise SettingError("data.masks.zoom", [low, high], "[smallest, largest]")
-    elif masks or segmenter:
-        what = f"data={config.data.name}" if masks else f"model.name={config.model.name}"
-        raise SettingError("task", config.task, f"segmentation with {what}", "Add task=segmentation.")
+    """Refuse a network or a data set of another task, and settings without meaning in this one."""
+    task, data, model, trainer = config.task, config.data, config.model, config.trainer
+    of_data = "segmentation" if data.masks is not None else "text" if data.text is not None else "classification"
+    segmenter = model.encoder is not None or model.name.startswith("segformer_")
+    of_model = "text" if model.max_length is not None else "segmentation" if segmenter else "classification"
+    if task == "classification":
+        for of, what in ((of_data, f"data={data.name}"), (of_model, f"model.name={model.name}")):
+            if of != task:
+                raise SettingError("task", task, f"{of} with {what}", f"Add task={of}.")
+        return
+    data_of, model_of = _CHOICES[task]
+    if of_data != task:
+        raise SettingError("data.name", data.name, f"a data set {data_of[0]} with task={task}", data_of[1])
+    if of_model != task:
+        raise SettingError("model.name", model.name, f"{model_of[0]} with task={task}", model_of[1])
+    if config.tasks:
+        raise SettingError("tasks", ", ".join(config.tasks), f"none with task={task}")
+    if trainer.cache_features == "on":
+        raise SettingError("trainer.cache_features", "on", f"off or auto with task={task}")
+    if trainer.prefix in ("folded", "bf16"):
+        raise SettingError("trainer.prefix", trainer.prefix, f"fp32 or auto with task={task}")
+    if data.masks is not None:
+        _check_masks(data.name, data.masks)
+    if task == "text":
+        for name, value in (("image_size", model.image_size), ("mean", model.mean), ("std", model.std)):
+            if value is not None:
+                hint = "The length of texts is model.max_length." if name == "image_size" else "Texts have no colors."
+                raise SettingError(f"model.{name}", show(value), "null with task=text", hint)
 
 
-_MASKED = "Choose data=camvid, cityscapes, voc2012_aug or mask_folder."
-_SEGMENTERS = "Choose model=segformer_b0, model=deeplabv3_mobilenetv2, or model=smp with model.encoder=NAME."
+#: For the tasks other than classification: what its data sets and its networks are, and which there are.
+_CHOICES = {
+    "segmentation": (
+        ("with masks", "Choose data=camvid, cityscapes, voc2012_aug or mask_folder."),
+        (
+            "a segmentation network",
+            "Choose model=segformer_b0, model=deeplabv3_mobilenetv2, or model=smp with model.encoder=NAME.",
+        ),
+    ),
+    "text": (
+        ("of texts", "Choose data=rte or text_folder."),
+        (
+            "a text classifier",
+            "Choose model=bert_base, distilbert_base, bert_tiny, or model=text with model.weights=DIR.",
+        ),
+    ),
+}
+
+
+def _check_masks(name: str, masks: MaskConfig) -> None:
+    for setting in ("classes", "ignored"):
+        value = getattr(masks, setting)
+        if value and name != "mask_folder":
+            known = "left out, since the data set has its own"
+            raise SettingError(f"data.masks.{setting}", value, known, "Or use data=mask_folder.")
+    low, high = masks.zoom
+    if low > high:
+        raise SettingError("data.masks.zoom", [low, high], "[smallest, largest]")
 
 
 def _check_data(key: str, data: DataConfig) -> None:

@@ -31,7 +31,7 @@ def mistake(
     key, value, node = prefix, typing.cast(Any, plain), whole
     for part in loc:
         name = str(part)
-        node = resolved(node, whole)
+        node = _section(node, whole) if isinstance(value, Mapping) else resolved(node, whole)
         below = node.get("properties")
         if below is None and isinstance(value, Mapping) and isinstance(node.get("additionalProperties"), dict):
             below = dict.fromkeys(value, node["additionalProperties"])  # names chosen by the user
@@ -83,6 +83,12 @@ def resolved(node: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
     """Return the definition that a node of the JSON schema `whole` refers to, or the node itself."""
     reference = node.get("$ref")
     return whole["$defs"][reference.rpartition("/")[2]] if reference else node
+
+
+def _section(node: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
+    """The definition of a section; of one that may be null, the branch that is none."""
+    options = [resolved(one, whole) for one in node.get("anyOf", [])]
+    return next((one for one in options if "properties" in one), resolved(node, whole))
 
 
 @functools.cache

@@ -28,6 +28,9 @@ _NO_EFFECT: dict[str, Any] = {
     "trainer": {"progress", "accelerator", "cache_folder", "cache_limit"},
 }
 
+#: Data sets that are identified by their place.
+OWN_FOLDERS = ("folder", "mask_folder", "text_folder")
+
 _DATA_NO_EFFECT = {"num_workers", "download", "eval_batch_size", "keep_decoded", "decoded_folder", "decoded_limit"}
 
 
@@ -44,6 +47,8 @@ def fingerprint(config: Config) -> str:
         del what["trainer"]["prefix"]
     if config.task == "classification":  # a later setting
         del what["task"]
+    if config.model.max_length is None:  # a later setting
+        del what["model"]["max_length"]
     if config.model.encoder is None:  # a later setting
         del what["model"]["encoder"]
     what["data"] = _content(config.data)
@@ -59,10 +64,12 @@ def _content(data: DataConfig) -> dict[str, Any]:
     what = data.model_dump(mode="json", exclude=_DATA_NO_EFFECT)
     if data.masks is None:  # a later setting
         del what["masks"]
+    if data.text is None:  # a later setting
+        del what["text"]
     if data.train_on_val:  # a later setting: the runs from before it keep their folders
         del what["train_on_val"]
     # A published data set is the same in any place; a folder of images is identified by its path.
-    if data.name in ("folder", "mask_folder"):
+    if data.name in OWN_FOLDERS:
         what["root"] = os.path.normpath(data.root)
     else:
         del what["root"]
@@ -89,7 +96,7 @@ def run_folder(config: Config, methods: Sequence[str] | None = None) -> str:
         methods: what its methods are called in the folder's name; None: their own names.
     """
     data: str = config.data.name
-    if data in ("folder", "mask_folder"):
+    if data in OWN_FOLDERS:
         data = os.path.basename(os.path.normpath(config.data.root)) or data
     if config.tasks:
         data = "+".join(config.tasks)

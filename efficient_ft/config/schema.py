@@ -29,6 +29,8 @@ class ModelConfig(Section):
     encoder: Name | None = None
     #: Local file (.safetensors, .pth, .npz) in timm's names; used instead of a download.
     weights: str | None = None
+    #: With `name` a text classifier of transformers: tokens of a text, longer ones are cut; null: it takes images.
+    max_length: Annotated[int, Field(ge=8)] | None = None
     #: Pixels, or [height, width]; null: what the weights were trained at.
     image_size: Count | tuple[Count, Count] | None = None
     drop_path_rate: Fraction = 0.0
@@ -81,8 +83,17 @@ class MaskConfig(Section):
     evaluation: Literal["whole", "windows"] = "whole"
 
 
+class TextConfig(Section):
+    """Settings of a data set of texts alone: the columns of its files."""
+
+    #: The column of the text, or the two columns of a pair.
+    columns: Annotated[list[Name], Field(min_length=1, max_length=2)] = ["text"]
+    #: The column of the class.
+    label: Name = "label"
+
+
 class DataConfig(Section):
-    """A data set: images, splits, loading and augmentation."""
+    """A data set: images or texts, splits, loading and augmentation."""
 
     name: Literal[
         "folder",
@@ -99,6 +110,8 @@ class DataConfig(Section):
         "camvid",
         "cityscapes",
         "voc2012_aug",
+        "text_folder",
+        "rte",
     ]
     root: str = "./data"
     batch_size: Count = 64
@@ -115,6 +128,8 @@ class DataConfig(Section):
     augment: AugmentConfig = AugmentConfig()
     #: Of a segmentation data set; null: images have classes, and no masks.
     masks: MaskConfig | None = None
+    #: Of a data set of texts; null: it has images.
+    text: TextConfig | None = None
     download: bool = True
     #: Keep decoded and resized images on disk, for later epochs and runs; auto: if there is room.
     keep_decoded: Literal["off", "auto", "on"] = "auto"
@@ -218,7 +233,7 @@ class StepStatsConfig(Section):
 class Config(Section):
     """One run. `method` maps a method's name to its settings (the constructor's arguments, and `select`)."""
 
-    task: Literal["classification", "segmentation"] = "classification"
+    task: Literal["classification", "segmentation", "text"] = "classification"
     model: ModelConfig
     #: With `tasks`: the first of them.
     data: DataConfig

@@ -1,8 +1,12 @@
-"""Facts that models and data share: size and normalization of a network's images, and the label of unlabeled pixels."""
+"""Facts that models and data share: what a network takes, and the label of unlabeled pixels."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from efficient_ft.core.tokenizer import Tokenizer
 
 #: The label of pixels that have none, in the targets of a segmentation.
 IGNORED = 255
@@ -10,16 +14,27 @@ IGNORED = 255
 
 @dataclass(frozen=True)
 class InputSpec:
-    """Size and normalization of the images that a network takes.
+    """The input of a network: size and normalization of images, or the length of texts and their tokenizer.
 
     Args:
-        size: height and width in pixels.
-        mean: per channel (red, green, blue; or one of gray), of values in [0, 1].
+        size: height and width in pixels; or of texts the largest number of tokens, alone.
+        mean: per channel (red, green, blue; or one of gray), of values in [0, 1]; of texts empty.
         std: per channel, of values in [0, 1].
         interpolation: a name of torchvision's `InterpolationMode`, e.g. ``bicubic``.
+        tokenizer: of texts; None: that of the model.
     """
 
-    size: tuple[int, int]
+    size: tuple[int, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
     interpolation: str = "bicubic"
+    tokenizer: Tokenizer | None = None
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """(height, width) of images."""
+        height, width = self.size
+        return height, width
+
+    def __str__(self) -> str:
+        return "×".join(map(str, self.size)) + (" tokens" if len(self.size) == 1 else "")

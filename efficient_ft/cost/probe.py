@@ -24,6 +24,7 @@ from efficient_ft.cost.meter import LayerFlops, LiveTensor, Meter, Phase, SavedT
 from efficient_ft.cost.step import BuildOptimizer, StepMethods, StepSpec, forward_and_loss
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 from efficient_ft.optim import state_tensors
+from efficient_ft.task import Inputs, tensors_of
 
 #: Images in the batch of the warm-up steps, which run on real tensors.
 WARMUP_IMAGES = 2
@@ -163,16 +164,17 @@ class Probe:
         self,
         model: nn.Module,
         methods: StepMethods,
-        batch: tuple[Tensor, Tensor],
+        batch: tuple[Inputs, Tensor],
         optimizer: torch.optim.Optimizer | None,
         layers: bool,
         backward: bool,
     ) -> WatchedStep:
         """Forward, loss and backward under the meter."""
         state = [*model.parameters(), *model.buffers()]
+        tensors = [*tensors_of(batch[0]), batch[1]]
         model_state = storages(state)
         moments = [] if optimizer is None else state_tensors(optimizer)
-        meter = Meter([*state, *batch], layers=model if layers else None, outside=moments)
+        meter = Meter([*state, *tensors], layers=model if layers else None, outside=moments)
         hook = SavedTensors()
         with meter:
             with hook:
@@ -187,7 +189,7 @@ class Probe:
             saved={key: nbytes for key, nbytes in saved.items() if key not in model_state},
             created={k: made for k, made in created.items() if k in saved or k not in outputs},
             model_bytes=sum(model_state.values()),
-            batch_bytes=sum(storages(batch).values()),
+            batch_bytes=sum(storages(tensors).values()),
             peak=meter.peak,
             largest=meter.largest,
             optimizer_bytes=None if optimizer is None else sum(storages(moments).values()),
@@ -210,10 +212,8 @@ class Probe:
             freeze_batch_norm(model)
         return model, methods
 
-    def _batch(self, images: int) -> tuple[Tensor, Tensor]:
-        inputs, targets = self.spec.example(images)
-        assert isinstance(inputs, Tensor)
-        return inputs, targets
+    def _batch(self, images: int) -> tuple[Inputs, Tensor]:
+        return self.spec.example(images)
 
 
 def _applied(plain: tuple[nn.Module, StepMethods], tensors: dict[int, Tensor]) -> tuple[nn.Module, StepMethods]:

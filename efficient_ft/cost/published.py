@@ -26,6 +26,7 @@ These are not the costs of an executed step (`executed`): they are for compariso
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,11 +37,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.cost.meter import storage_id
 from efficient_ft.cost.probe import FakeCopyOnCPU
-from efficient_ft.cost.step import require_image_size, require_positive
+from efficient_ft.cost.step import StepSpec, require_image_size, require_positive
 from efficient_ft.models.view import projections_in, view
+from efficient_ft.models.view.probe import in_words, takes_tokens
+from efficient_ft.task import Classification, TextClassification, tensors_of
 
 VALUE = 4
 """Bytes of a value in fp32."""
@@ -189,15 +192,22 @@ def parameter_bytes(model: nn.Module) -> int:
     return sum(p.numel() * (VALUE if p.requires_grad else 1) for p in model.parameters())
 
 
-def peak(running: Sequence[Operation], keeping: Keeping = DENSE) -> tuple[float, str]:
-    """Bytes of activations per image at the operation where they peak, and its name."""
+def peak(running: Sequence[Operation], keeping: Keeping = DENSE, dense: str | None = None) -> tuple[float, str]:
+    """Bytes of activations per image at the operation where they peak, and its name.
+
+    Args:
+        running: the operations.
+        keeping: how activations are kept, where they are not dense: see `published`.
+        dense: operations whose name has this pattern stay dense in addition.
+    """
     everywhere = not any(op.kind == "attention" for op in running)
     earlier, most, at = 0.0, 0.0, ""
     for op in running:
         now = op.tmp + earlier + op.residual
         if now > most:
             most, at = now, op.name
-        earlier += op.saved * _share(op, keeping if everywhere or op.in_block else DENSE)
+        packed = (everywhere or op.in_block) and not (dense and re.search(dense, op.name))
+        earlier += op.saved * _share(op, keeping if packed else DENSE)
     return most, at
 
 
@@ -227,41 +237,43 @@ def operations(
     rule: Rule = TINYTL_RULE,
     blocks: Sequence[str] | None = None,
 ) -> list[Operation]:
-    """List the operations of one forward pass over one image, in order, on fake tensors.
+    """List the operations of one forward pass over one image, or text, in order, on fake tensors.
 
     Args:
-        model, input_size, in_chans, rule: as in `published`.
+        model, input_size, in_chans, rule: as in `published`; of a text model `input_size` is (tokens,).
         blocks: names of the model's blocks, if they are known already; None: those its view recognizes.
 
     Raises:
         SettingError: an image size or number of channels that is out of range.
         UserError: `model` cannot be run on images of that size.
     """
-    require_image_size(input_size)
-    require_positive("in_chans", in_chans)
+    if not takes_tokens(model):
+        require_image_size(input_size)
+    StepSpec(1, input_size, in_chans=in_chans)  # refuses what is out of range
     if blocks is None:
-        blocks = view(model, (input_size[0], input_size[1])).blocks
+        blocks = view(model, tuple(input_size)).blocks
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.inference_mode(False), torch.enable_grad():
         with FakeCopyOnCPU(mode):
             probe = copy.deepcopy(model)
         probe.eval()  # the rule ignores dropout, and methods of the memory axis act in training only
-        image = torch.empty(1, in_chans, *input_size, dtype=next(probe.parameters()).dtype)
-        trace = _Trace(probe, blocks, image, rule)
+        task = TextClassification() if takes_tokens(model) else Classification()
+        inputs = task.example_inputs(1, in_chans, tuple(input_size))
+        if isinstance(inputs, Tensor):
+            inputs = inputs.to(next(probe.parameters()).dtype)
+        trace = _Trace(probe, blocks, tensors_of(inputs), rule)
         try:
             with trace:
-                probe(image)
+                probe(inputs) if isinstance(inputs, Tensor) else probe(**inputs)
         except (AssertionError, RuntimeError, ValueError) as error:
-            height, width = input_size
-            raise UserError(
-                f"{type(model).__name__} cannot be run on images of {height}×{width}: {str(error).splitlines()[0]}"
-            ) from error
+            size = in_words(tuple(input_size))
+            raise UserError(f"{type(model).__name__} cannot be run on {size}: {first_line(error)}") from error
     return trace.operations
 
 
 class _Trace(TorchFunctionMode):
     """Record the `operations` on values computed from the images."""
 
-    def __init__(self, model: nn.Module, blocks: Sequence[str], image: Tensor, rule: Rule) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[str], inputs: Sequence[Tensor], rule: Rule) -> None:
         super().__init__()
         self.operations: list[Operation] = []
         self._rule = rule
@@ -271,8 +283,8 @@ class _Trace(TorchFunctionMode):
         self._blocks = frozenset(blocks)
         # By storage: the number of operations when it was last written. The tensors are held so that no storage is
         # reused; on fake tensors that costs nothing.
-        self._made = {storage_id(image): 0}
-        self._held = [image]
+        self._made = {storage_id(x): 0 for x in inputs}
+        self._held = list(inputs)
         self._probabilities: set[int] = set()
         for name, module in model.named_modules():
             for parameter in module.parameters(recurse=False):

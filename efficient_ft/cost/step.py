@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from efficient_ft.core.errors import SettingError
 from efficient_ft.cost.meter import storages
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
-from efficient_ft.task import Classification, Inputs, Task
+from efficient_ft.task import Classification, Inputs, Task, moved, tensors_of
 
 #: The autocast type of each precision; None: no autocast.
 AUTOCAST: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,7 +44,7 @@ class StepSpec:
 
     Args:
         batch_size: images in the batch.
-        input_size: (height, width) of the images in pixels.
+        input_size: (height, width) of the images in pixels; of texts (tokens,).
         precision: ``fp32``, or ``bf16`` or ``fp16`` for autocast in that type.
         label_smoothing: of the cross-entropy.
         in_chans: channels of the images.
@@ -68,8 +68,11 @@ class StepSpec:
     def __post_init__(self) -> None:
         if self.precision not in AUTOCAST:
             raise SettingError("precision", self.precision, list(AUTOCAST))
-        require_image_size(self.input_size)
-        require_positive("in_chans", self.in_chans)
+        if len(self.input_size) == 1:
+            require_positive("input_size", self.input_size[0])
+        else:
+            require_image_size(self.input_size)
+            require_positive("in_chans", self.in_chans)
         require_positive("batch_size", self.batch_size)
 
     @property
@@ -164,7 +167,7 @@ def forward_and_loss(
     """Run the forward pass and the loss of a step, under autocast.
 
     Args:
-        inputs: what the model takes: images (B, C, H, W).
+        inputs: what the model takes: images (B, C, H, W), or tensors by name.
         targets: class indices, (B,), with further dimensions for the positions where the task has some.
 
     Returns:
@@ -207,7 +210,7 @@ class TrainingStep:
         device: where the step runs.
         first_step: number of the first step.
         build_optimizer: builds the optimizer over the model's trainable parameters; None: AdamW.
-        replace: gives, for a ``with`` block, what to pass to the model for the images; None: the images.
+        replace: gives, for a ``with`` block, what to pass to the model for the inputs; None: the inputs.
     """
 
     def __init__(
@@ -219,7 +222,7 @@ class TrainingStep:
         device: torch.device | str = "cpu",
         first_step: int = 0,
         build_optimizer: BuildOptimizer | None = None,
-        replace: Callable[[Tensor], AbstractContextManager[Tensor]] | None = None,
+        replace: Callable[[Any], AbstractContextManager[Any]] | None = None,
     ) -> None:
         self.spec, self.device = spec, torch.device(device)
         self.model = model.to(self.device).train()
@@ -227,9 +230,8 @@ class TrainingStep:
             freeze_batch_norm(self.model)
         self.methods = StepMethods(methods)
         generator = torch.Generator().manual_seed(0)
-        images, labels = spec.example(spec.batch_size, generator)
-        assert isinstance(images, Tensor)
-        self.images, self.labels = images.to(self.device), labels.to(self.device)
+        inputs, labels = spec.example(spec.batch_size, generator)
+        self.inputs, self.labels = moved(inputs, self.device), labels.to(self.device)
         self.steps = first_step
         self._loss: Tensor | None = None
         self._build_optimizer = build_optimizer
@@ -243,9 +245,9 @@ class TrainingStep:
             build = self._build_optimizer
             self._optimizer = self._adamw(trainable) if build is None else build(self.model)
         self.methods.begin(self.steps)
-        device, dtype = self.images.device.type, self.spec.dtype
-        with torch.autocast(device, dtype=dtype, enabled=dtype is not None), self._replace(self.images) as images:
-            _, self._loss = forward_and_loss(self.model, self.methods, images, self.labels, self.spec)
+        device, dtype = self.labels.device.type, self.spec.dtype
+        with torch.autocast(device, dtype=dtype, enabled=dtype is not None), self._replace(self.inputs) as inputs:
+            _, self._loss = forward_and_loss(self.model, self.methods, inputs, self.labels, self.spec)
 
     def _adamw(self, trainable: list[nn.Parameter]) -> torch.optim.Optimizer:
         # Fused as in runs: torch's other form for CUDA makes temporary tensors as large as the parameters.
@@ -280,7 +282,8 @@ class TrainingStep:
 
     def cuda_peak(self) -> int:
         """Peak bytes of one forward and backward pass on CUDA, as `Measured.peak_bytes` defines them."""
-        own = sum(storages([*self.model.parameters(), *self.model.buffers(), self.images, self.labels]).values())
+        batch = [*tensors_of(self.inputs), self.labels]
+        own = sum(storages([*self.model.parameters(), *self.model.buffers(), *batch]).values())
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)

@@ -1,4 +1,4 @@
-"""Images for training: published data sets, a user's own folders, and their loaders.
+"""Images and texts for training: published data sets, a user's own folders, and their loaders.
 
 >>> data = open_data(config.data, InputSpec((32, 32), (0.5,) * 3, (0.5,) * 3), seed=0)
 >>> for images, labels in data.train_loader(): ...
@@ -17,7 +17,8 @@ from efficient_ft.data.images import Transform, read_image
 from efficient_ft.data.round_robin import RoundRobinData, RoundRobinSampler
 from efficient_ft.data.sampler import CounterSampler
 from efficient_ft.data.segmentation_data import SegmentationData
-from efficient_ft.data.sources import class_count, missing_data, open_data, read_data
+from efficient_ft.data.sources import class_count, missing_data, open_data, open_texts, read_data
+from efficient_ft.data.text_data import TextData
 
 __all__ = [
     "CounterSampler",
@@ -25,10 +26,12 @@ __all__ = [
     "RoundRobinData",
     "RoundRobinSampler",
     "SegmentationData",
+    "TextData",
     "Transform",
     "class_count",
     "missing_data",
     "open_data",
+    "open_texts",
     "read_data",
     "read_image",
 ]

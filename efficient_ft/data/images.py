@@ -80,7 +80,9 @@ class Transform:
         size = list(input.size)
         self.input = input
         self._gray = channels == 1
-        self.resize_size = input.size if resize == "input" else None if resize == "none" else (int(resize), int(resize))
+        self.resize_size = (
+            input.image_size if resize == "input" else None if resize == "none" else (int(resize), int(resize))
+        )
         self._resize = None if self.resize_size is None else v2.Resize(list(self.resize_size), interpolation=mode)
         steps: list[torch.nn.Module] = []
         if augment == "resize_crop":
@@ -93,7 +95,7 @@ class Transform:
             raise SettingError("data.augment.pick", pick, f"null, or from 1 to {len(steps)}, the crop and the flips on")
         self._augment = v2.Compose(steps) if steps else None
         if pick is not None and pick < len(steps):
-            self._augment = _Pick(steps, pick, None if self.resize_size == input.size else v2.Resize(size, mode))
+            self._augment = _Pick(steps, pick, None if self.resize_size == input.image_size else v2.Resize(size, mode))
         self._mean = torch.tensor(input.mean, dtype=torch.float32).view(channels, 1, 1)
         self._std = torch.tensor(input.std, dtype=torch.float32).view(channels, 1, 1)
 

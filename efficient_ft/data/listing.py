@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -102,14 +103,28 @@ class Listing:
         return found.hexdigest()
 
 
-def stratified_split(samples: Samples, fraction: float, seed: int) -> tuple[Samples, Samples]:
+class Labeled(Protocol):
+    """Samples with one label each."""
+
+    labels: np.ndarray
+
+    def __len__(self) -> int: ...
+
+    def take(self: _Samples, indices: np.ndarray) -> _Samples:
+        """Return the samples at `indices`, in that order."""
+
+
+_Samples = TypeVar("_Samples", bound=Labeled)
+
+
+def stratified_split(samples: _Samples, fraction: float, seed: int) -> tuple[_Samples, _Samples]:
     """Hold out a fraction of every class.
 
-    Of a class with at least two images at least one is held out and at least one kept. The choice within a class
-    depends on the seed and on that class's images only: a new image in one class moves no image of another.
+    Of a class with at least two samples at least one is held out and at least one kept. The choice within a class
+    depends on the seed and on that class's samples only: a new one in one class moves none of another.
 
     Args:
-        samples: the images to split.
+        samples: the samples to split.
         fraction: share held out of each class, in 0–1.
         seed: of the choice.
 
@@ -135,6 +150,6 @@ def _size(path: str) -> bytes:
         return b"? "
 
 
-def hold_out_test(samples: Samples) -> tuple[Samples, Samples]:
-    """Hold out a fifth of every class as a test split, the same images in all runs. Returns (train, test)."""
+def hold_out_test(samples: _Samples) -> tuple[_Samples, _Samples]:
+    """Hold out a fifth of every class as a test split, the same samples in all runs. Returns (train, test)."""
     return stratified_split(samples, _TEST_FRACTION, _TEST_SEED)

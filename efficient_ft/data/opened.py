@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from torch.utils.data import Dataset
 
-from efficient_ft.core.errors import UserError
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.data.images import printable
 from efficient_ft.data.loader import Loader, make_loader
 from efficient_ft.data.sampler import CounterSampler
@@ -74,7 +74,7 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
 
     @property
     def splits(self) -> dict[str, int]:
-        """Number of images by split: `train`, and `val` and/or `test`."""
+        """Number of samples by split: `train`, and `val` and/or `test`."""
         return {name: len(part) for name, part in self._parts.items()}
 
     def train_loader(
@@ -117,6 +117,18 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         batch_size = self._config.eval_batch_size or self._config.batch_size
         dataset = self._dataset(split, training=False)
         return make_loader(wrap(dataset), sampler, self._config.num_workers, batch_size)
+
+    def keep_decoded(self, epochs: int) -> None:
+        """Keep decoded images on disk, where a data set can; here nothing is kept.
+
+        Args:
+            epochs: of the run.
+
+        Raises:
+            SettingError: with ``data.keep_decoded=on``.
+        """
+        if self._config.keep_decoded == "on":
+            raise SettingError("data.keep_decoded", "on", "auto or off with this data set")
 
     def content_digest(self) -> str:
         """Hex digits of the training samples and of those that choose the best epoch."""

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torchvision import datasets
 
@@ -39,18 +40,21 @@ class PublishedSet:
         classes: the number of classes.
         folder: the subfolder that holds everything; `data.root` may also be this folder.
         archives: the files.
-        read: lists the samples below the root; may raise any exception on damaged lists.
+        read: lists the samples below the root; of texts it takes `data.text` as well. May raise any exception on
+            damaged lists.
         intact: checks the unpacked files against the publisher's checksums, where there are any.
         by_hand: the reason why it cannot be downloaded; None if it can.
+        alternatives: other data, for messages.
     """
 
     title: str
     classes: int
     folder: str
     archives: tuple[Archive, ...]
-    read: Callable[[Path], Listing]
+    read: Callable[..., Any]
     intact: Callable[[Path], bool] | None = None
     by_hand: str | None = None
+    alternatives: str = _ALTERNATIVES
 
     def root(self, root: str | os.PathLike[str]) -> Path:
         """Return the folder that contains `folder`, also if `root` names `folder`."""
@@ -79,14 +83,14 @@ class PublishedSet:
             if archive.state(root) == "broken" and self.by_hand is None:
                 return (
                     f"data={name}: {(root / str(archive.unpacks)).absolute()} is incomplete, it lacks "
-                    f"{', '.join(archive.lacks(root))}. Delete that folder and run again. {_ALTERNATIVES}"
+                    f"{', '.join(archive.lacks(root))}. Delete that folder and run again. {self.alternatives}"
                 )
         if not absent:
             if self.intact is None or self.pending(root) or self.intact(root):
                 return None
             return (
                 f"data={name}: files in {(root / self.folder).absolute()} are damaged (their checksums differ). "
-                f"Delete that folder and run again. {_ALTERNATIVES}"
+                f"Delete that folder and run again. {self.alternatives}"
             )
         if self.by_hand is not None:
             why = self.by_hand
@@ -103,7 +107,7 @@ class PublishedSet:
             lines.append(f"  {archive.describe(root)}")
             if archive.url is not None:
                 lines.append(f"    from {archive.url}")
-        return "\n".join([*lines, _ALTERNATIVES])
+        return "\n".join([*lines, self.alternatives])
 
 
 def read_published(name: str, root: Path) -> Listing:

@@ -198,12 +198,3 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
         split = "test" if "test" in self._parts else self.best_split
         images, size = self._dataset(split, training=False), len(self._parts[split])
         return [images.read(i) for i in sorted({round(k * (size - 1) / max(count - 1, 1)) for k in range(count)})]
-
-    def keep_decoded(self, epochs: int) -> None:
-        """Keep nothing: crops come from images of their own size. ``data.keep_decoded=on`` is refused.
-
-        Raises:
-            SettingError: with ``data.keep_decoded=on``.
-        """
-        if self._config.keep_decoded == "on":
-            raise SettingError("data.keep_decoded", "on", "auto or off with task=segmentation")

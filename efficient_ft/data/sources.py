@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.core.tokenizer import Tokenizer
 from efficient_ft.data.digits import read_digits
 from efficient_ft.data.fetch import fetch
 from efficient_ft.data.folder import folder_classes, missing_folder, read_folder
@@ -15,7 +16,10 @@ from efficient_ft.data.listing import Listing
 from efficient_ft.data.masks import MaskListing, missing_mask_folder, read_mask_folder
 from efficient_ft.data.published import PUBLISHED, PublishedSet, read_published
 from efficient_ft.data.published_masks import MASK_SETS
+from efficient_ft.data.published_texts import TEXT_SETS
 from efficient_ft.data.segmentation_data import SegmentationData
+from efficient_ft.data.text_data import TextData
+from efficient_ft.data.texts import TextListing, missing_text_folder, read_texts
 
 if TYPE_CHECKING:
     from efficient_ft.config.schema import DataConfig
@@ -34,6 +38,8 @@ def missing_data(config: DataConfig) -> str | None:
         return missing_folder(root)
     if config.name == "mask_folder":
         return missing_mask_folder(root)
+    if config.name == "text_folder":
+        return missing_text_folder(root)
     if config.name in MASK_SETS:
         return MASK_SETS[config.name].missing(config.name, root)
     source = _published(config)
@@ -54,10 +60,15 @@ def class_count(config: DataConfig) -> int | None:
             return len(_read_masks(config).classes.names)
         except UserError:
             return None
+    if config.name == "text_folder":
+        try:
+            return len(_read_texts(config).class_names)
+        except UserError:
+            return None
     return _published(config).classes
 
 
-def read_data(config: DataConfig) -> Listing | MaskListing:
+def read_data(config: DataConfig) -> Listing | MaskListing | TextListing:
     """Fetch the files if necessary, and read the lists.
 
     Raises:
@@ -69,17 +80,50 @@ def read_data(config: DataConfig) -> Listing | MaskListing:
         return read_folder(Path(config.root).expanduser())
     if config.masks is not None:
         return _read_masks(config)
+    if config.text is not None:
+        return _read_texts(config)
     source = _published(config)
+    root = _fetched(config, source)
+    return read_published(config.name, root)
+
+
+def _fetched(config: DataConfig, source: PublishedSet) -> Path:
+    """Fetch the files of a published data set if necessary; return the folder that contains its own."""
     root = source.root(config.root)
     problem = source.missing(config.name, root, config.download)
     if problem is not None:
         raise UserError(problem)
     fetch(source.pending(root), root)
-    return read_published(config.name, root)
+    return root
+
+
+def _read_texts(config: DataConfig) -> TextListing:
+    """The lists of a data set of texts."""
+    assert config.text is not None, "refused by `config.check`"
+    if config.name == "text_folder":
+        return read_texts(Path(config.root).expanduser(), config.text)
+    source = TEXT_SETS[config.name]
+    found: TextListing = source.read(_fetched(config, source), config.text)
+    return found
+
+
+def open_texts(config: DataConfig, tokenizer: Tokenizer, max_length: int, seed: int) -> TextData:
+    """Fetch the files of a data set of texts if necessary, read the lists, and split.
+
+    Args:
+        config: the `data` section of the configuration.
+        tokenizer: of the network.
+        max_length: the largest number of tokens.
+        seed: of the run; decides the validation split and the order.
+
+    Raises:
+        UserError: the data are missing, damaged, or cannot be split as configured.
+    """
+    return TextData(_read_texts(config), config, tokenizer, max_length, seed)
 
 
 def open_data(config: DataConfig, input: InputSpec, seed: int) -> ImageData | SegmentationData:
-    """Fetch the files if necessary, read the lists, and split.
+    """Fetch the files of a data set of images if necessary, read the lists, and split.
 
     Args:
         config: the `data` section of the configuration.
@@ -92,6 +136,7 @@ def open_data(config: DataConfig, input: InputSpec, seed: int) -> ImageData | Se
     listing = read_data(config)
     if isinstance(listing, MaskListing):
         return SegmentationData(listing, config, input, seed)
+    assert isinstance(listing, Listing)
     return ImageData(listing, config, input, seed)
 
 
@@ -109,6 +154,8 @@ def _read_masks(config: DataConfig) -> MaskListing:
 
 
 def _published(config: DataConfig) -> PublishedSet:
+    if config.name in TEXT_SETS:
+        return TEXT_SETS[config.name]
     if config.name not in PUBLISHED:
         raise SettingError("data.name", config.name, ["folder", "digits", *PUBLISHED])
     return PUBLISHED[config.name]

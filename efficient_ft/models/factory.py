@@ -1,6 +1,6 @@
 """Networks by name, with pretrained weights, with those of a local file, or with random ones.
 
-Classifiers have timm's names; for segmentation networks see `models.segmentation`.
+Classifiers of images have timm's names; for segmentation networks see `models.segmentation`, for texts `models.text`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from efficient_ft.models.segmentation import (
     weights_cfg,
 )
 from efficient_ft.models.tasks import give_heads, zero_parameters
+from efficient_ft.models.text import build_text, input_of_text, is_text, load_text
 from efficient_ft.models.timm_config import build, image_size, pretrained_cfg, timm_kwargs
 from efficient_ft.models.timm_config import input_of as input_of_classifier
 from efficient_ft.models.view import view
@@ -39,11 +40,13 @@ log = logging.getLogger(__name__)
 
 
 def input_of(config: ModelConfig) -> InputSpec:
-    """Size, normalization and interpolation of a network's images.
+    """Size, normalization and interpolation of a network's images; or the length of its texts.
 
     Raises:
         SettingError: an unknown model, or `model.mean` or `model.std` without one value per channel.
     """
+    if is_text(config):
+        return input_of_text(config)
     return input_of_segmenter(config) if is_segmenter(config) else input_of_classifier(config)
 
 
@@ -63,7 +66,6 @@ def create_model(config: ModelConfig, num_classes: int | Mapping[str, int]) -> n
         model = create_model(config, next(iter(num_classes.values())))
         give_heads(model, num_classes, zero=config.zero_head)
         return model
-    cfg = weights_cfg(config) if is_segmenter(config) else pretrained_cfg(config)
     random = random_model(config, num_classes)
     if config.weights is None and not config.pretrained:
         log.warning(
@@ -73,12 +75,22 @@ def create_model(config: ModelConfig, num_classes: int | Mapping[str, int]) -> n
         if config.zero_head:
             _zero_head(random)
         return random
+    if is_text(config):
+        model, new_heads = load_text(config, num_classes)
+        path: Path | str = config.weights or config.name
+        return _loaded(config, model, num_classes, new_heads, path)
+    cfg = weights_cfg(config) if is_segmenter(config) else pretrained_cfg(config)
     path = fetch_weights(config, cfg) if config.weights is None else Path(config.weights).expanduser()
     if is_segmenter(config):
         model, new_heads = load_segmenter(config, num_classes, path)
     else:
         model, new_heads = load_weights(config, timm_kwargs(config, cfg, num_classes), random, cfg, path)
         _record_input_size(config, model)
+    return _loaded(config, model, num_classes, new_heads, path)
+
+
+def _loaded(config: ModelConfig, model: nn.Module, num_classes: int, new_heads: str, path: Path | str) -> nn.Module:
+    """Say which parts of a network are new, and prepare these."""
     if new_heads:
         if config.zero_head:
             _zero_head(model)
@@ -108,6 +120,8 @@ def random_model(config: ModelConfig, num_classes: int | Mapping[str, int]) -> n
         model = random_model(config, next(iter(num_classes.values())))
         give_heads(model, num_classes)
         return model
+    if is_text(config):
+        return build_text(config, num_classes)
     if is_segmenter(config):
         return build_segmenter(config, num_classes)
     cfg = pretrained_cfg(config)

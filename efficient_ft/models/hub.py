@@ -13,6 +13,7 @@ from timm.models import PretrainedCfg
 from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.core.network import unreachable
 from efficient_ft.models.segmentation import is_segmenter, weights_cfg
+from efficient_ft.models.text import is_text, missing_text
 from efficient_ft.models.timm_config import pretrained_cfg
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ def missing_weights(config: ModelConfig) -> str | None:
     Raises:
         SettingError: an unknown model.
     """
+    if is_text(config):
+        return missing_text(config)
     cfg = weights_cfg(config) if is_segmenter(config) else pretrained_cfg(config)
     if config.weights is not None:
         if Path(config.weights).expanduser().is_file():

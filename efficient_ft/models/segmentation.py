@@ -174,6 +174,12 @@ def _encoder_decoder(config: ModelConfig, classes: int, encoder: dict[str, Tenso
             f"model.name={config.name} cannot be built with model.encoder={config.encoder} and {config.kwargs}:"
             f" {first_line(error)}. Change model.encoder or model.kwargs."
         ) from error
+    size = input_of_segmenter(config).size
+    stride = int(getattr(network.encoder, "output_stride", 1))  # type: ignore[union-attr]
+    if getattr(network, "requires_divisible_input_shape", True) and any(side % stride for side in size):
+        near = " or ".join(str(side) for side in (size[0] // stride * stride, -(-size[0] // stride) * stride) if side)
+        allowed = f"a multiple of {stride} with model.name={config.name}"
+        raise SettingError("model.image_size", config.image_size, allowed, f"Use {near}.")
     if encoder is not None:  # timm keeps the tensors in its record
         record: Any = network.encoder.model.pretrained_cfg  # type: ignore[union-attr]
         record["state_dict"] = None

@@ -67,6 +67,8 @@ DATA = {
     "cub": "cub200",
     "cityscapes": "cityscapes",
     "voc12a": "voc2012_aug",
+    "voc": "voc2012_aug",
+    "rte": "rte",
 }
 
 #: Printed numbers other than accuracies, with their units as printed.

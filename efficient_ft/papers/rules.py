@@ -15,17 +15,16 @@ What a row trains and drops follows from its columns. Nothing is trained or run:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal
 
-import timm
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
-import efficient_ft.models.proxyless  # noqa: F401  registers proxyless_mobile
 from efficient_ft.cost.published import (
     BSR_RULE,
     DENSE,
@@ -44,15 +43,9 @@ from efficient_ft.methods.base import make_trainable
 from efficient_ft.methods.selection.static import Selection
 from efficient_ft.models.marks import marks_of
 from efficient_ft.models.view import is_norm, view
+from efficient_ft.papers.networks import network
 from efficient_ft.papers.published import Row, Table, rule_of
 
-#: timm's names of the papers' models; others are timm's own.
-_ARCHITECTURES = {
-    "vit_b": "vit_base_patch16_224",
-    "vit_b_moe": "vit_base_patch16_224",
-    "deit_s": "deit_small_patch16_224",
-    "proxylessnas_mobile": "proxyless_mobile",
-}
 _RULES = {"tinytl": TINYTL_RULE, "bsr": BSR_RULE}
 _UNITS = {"MiB": 2**20, "MB": 10**6}
 
@@ -77,13 +70,13 @@ class CountSettings:
     """The settings by which a paper's rule counts one row.
 
     Attributes:
-        architecture: timm's name of the model.
+        architecture: the paper's name of the model, or timm's.
         batch_size: images.
         methods: applied to the model one after the other.
         keeping: how activations are kept.
         rule: of the paper.
         unit: bytes in the unit of memory.
-        size: of the square images, in pixels.
+        input_size: (height, width) of the images in pixels; (tokens,) of the texts.
         classes: of the model.
         frozen_norms: scales and shifts do not train, as in Back Razor's CNNs.
         parameters: parameters count: trained ones 4 bytes, frozen ones 1 (``rule``), all of them 1 (``one_byte``), or
@@ -91,6 +84,8 @@ class CountSettings:
         by_name: indices of blocks of which the published count unfroze `named_alike`.
         experts: multiply-adds are those of linear layers and the patch embedding, without attention's products and
             blocks 3, 7 and 11's feed-forward networks or experts (BSR, Table 6).
+        dense: operations whose name has this pattern stay dense.
+        left_out: operations whose name has this pattern are not counted.
         note: how the row has to be counted.
     """
 
@@ -100,12 +95,14 @@ class CountSettings:
     keeping: Keeping = DENSE
     rule: Rule = TINYTL_RULE
     unit: int = 2**20
-    size: int = 224
+    input_size: tuple[int, ...] = (224, 224)
     classes: int = 100
     frozen_norms: bool = False
     parameters: Literal["rule", "one_byte", "none"] = "rule"
     by_name: tuple[int, ...] = ()
     experts: bool = False
+    dense: str | None = None
+    left_out: str | None = None
     note: str = ""
 
     def model(self) -> nn.Module:
@@ -146,7 +143,11 @@ class _Settings(BaseModel):
     experts: bool = False
     drop_at: tuple[int, ...] | None = None
     keep_rate: float | None = None
+    tokens: int | None = None
+    dense: str | None = None
+    left_out: str | None = None
     note: str = ""
+    sparsity: float | None = None
     underived: bool = False
 
 
@@ -175,20 +176,22 @@ def count_settings(table: Table, row: Row) -> CountSettings | None:
     if method == "mesa":
         keeping = MESA
     elif method.startswith("back_razor"):
-        keeping = back_razor(float(columns["sparsity"]), settings.value_bytes, settings.norm_bytes)
+        keeping = back_razor(settings.sparsity or float(columns["sparsity"]), settings.value_bytes, settings.norm_bytes)
     return CountSettings(
-        architecture=_ARCHITECTURES.get(columns["model"], columns["model"]),
+        architecture=columns["model"],
         batch_size=batch_size,
         methods=(TinyTL, *methods) if settings.with_tinytl else methods,
         keeping=keeping,
         rule=_RULES[settings.rule],
         unit=unit,
-        size=int(columns.get("resolution") or 224),
+        input_size=(int(columns.get("resolution") or 224),) * 2 if settings.tokens is None else (settings.tokens,),
         classes=settings.classes,
         frozen_norms=settings.frozen_norms,
         parameters=settings.parameters,
         by_name=blocks if settings.named_alike else (),
         experts=settings.experts,
+        dense=settings.dense,
+        left_out=settings.left_out,
         note=settings.note,
     )
 
@@ -217,7 +220,7 @@ def _bsr(
 
 def count_cost(of: CountSettings) -> CountedCost:
     """Count `of` by its rule."""
-    plain = _operations(of.architecture, of.classes, of.methods, of.frozen_norms, of.size, of.rule)
+    plain = _operations(of.architecture, of.classes, of.methods, of.frozen_norms, of.input_size, of.rule)
     memory = as_listed = _memory(of, plain.operations, plain.parameter_bytes)
     if alike := named_alike(plain.frozen, of.by_name):
         model = of.model()
@@ -225,7 +228,7 @@ def count_cost(of: CountSettings) -> CountedCost:
             model.get_parameter(name).requires_grad_(True)
         # The published count goes by each weight if a layer is linear or a normalization, but lets no gradient pass
         # through attention and GELU before the first block listed, even if something trains there.
-        trains = operations(model, (of.size, of.size), rule=of.rule, blocks=_blocks(of.architecture, of.size))
+        trains = operations(model, of.input_size, rule=of.rule, blocks=_blocks(of.architecture, of.input_size))
         both = [t if t.kind in ("product", "norm") else p for t, p in zip(trains, plain.operations, strict=True)]
         memory = _memory(of, both, parameter_bytes(model))
     macs = plain.operations
@@ -246,12 +249,13 @@ def named_alike(names: Iterable[str], blocks: Sequence[int]) -> list[str]:
 def _memory(of: CountSettings, running: Sequence[Operation], of_parameters: int) -> float:
     if of.parameters != "rule":
         of_parameters = sum(p.numel() for p in of.model().parameters()) if of.parameters == "one_byte" else 0
-    return (peak(running, of.keeping)[0] * of.batch_size + of_parameters) / of.unit
+    counted = [op for op in running if not (of.left_out and re.search(of.left_out, op.name))]
+    return (peak(counted, of.keeping, of.dense)[0] * of.batch_size + of_parameters) / of.unit
 
 
 def _model(architecture: str, classes: int, methods: Sequence[Callable[[], Any]], frozen_norms: bool) -> nn.Module:
+    model = network(architecture, classes)
     with torch.device("meta"):
-        model = timm.create_model(architecture, num_classes=classes)
         for method in (make() for make in methods):
             if isinstance(method, Selection) and marks_of(model):
                 # The papers compare selections on a network that contains TinyTL's modules, frozen.
@@ -280,16 +284,16 @@ def _operations(
     classes: int,
     methods: tuple[Callable[[], Any], ...],
     frozen_norms: bool,
-    size: int,
+    size: tuple[int, ...],
     rule: Rule,
 ) -> _Operations:
     model = _model(architecture, classes, methods, frozen_norms)
     frozen = tuple(name for name, p in model.named_parameters() if not p.requires_grad)
-    found = operations(model, (size, size), rule=rule, blocks=_blocks(architecture, size))
+    found = operations(model, size, rule=rule, blocks=_blocks(architecture, size))
     return _Operations(tuple(found), parameter_bytes(model), frozen)
 
 
 @cache
-def _blocks(architecture: str, size: int) -> tuple[str, ...]:
+def _blocks(architecture: str, size: tuple[int, ...]) -> tuple[str, ...]:
     """Names of the plain model's blocks, which methods do not change."""
-    return view(_model(architecture, 2, (), False), (size, size)).blocks
+    return view(_model(architecture, 2, (), False), size).blocks

@@ -118,7 +118,7 @@ def try_recipe(config: Config, num_classes: int, max_seconds: float) -> Trial:
             step.forward()
             step.backward()
             for _ in range(1, config.trainer.grad_accum_steps):
-                forward_and_loss(step.model, step.methods, step.images, step.labels, step.spec)[1].backward()
+                forward_and_loss(step.model, step.methods, step.inputs, step.labels, step.spec)[1].backward()
             step.update()
             wait()
             seconds.append(time.perf_counter() - begin)

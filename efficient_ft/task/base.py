@@ -16,6 +16,18 @@ from efficient_ft.core.errors import UserError
 Inputs = Tensor | Mapping[str, Tensor]
 
 
+def tensors_of(inputs: Inputs) -> list[Tensor]:
+    """The tensors of a batch of inputs."""
+    return list(inputs.values()) if isinstance(inputs, Mapping) else [inputs]
+
+
+def moved(inputs: Inputs, device: torch.device | str) -> Inputs:
+    """Move a batch of inputs to a device."""
+    if isinstance(inputs, Mapping):
+        return {name: x.to(device, non_blocking=True) for name, x in inputs.items()}
+    return inputs.to(device, non_blocking=True)
+
+
 def at_size(logits: Tensor, targets: Tensor) -> Tensor:
     """Resize logits (B, classes, h, w) to the size of masks (B, H, W), bilinearly."""
     if logits.shape[-2:] == targets.shape[-2:]:
@@ -95,7 +107,7 @@ class Task(ABC):
     def example_inputs(
         self, batch_size: int, channels: int, input_size: tuple[int, ...], generator: torch.Generator | None = None
     ) -> Inputs:
-        """Random inputs of a batch: images (B, C, H, W)."""
+        """Random inputs of a batch: images (B, C, H, W), or token ids and their mask (B, L) by name."""
         return torch.randn(batch_size, channels, *input_size, generator=generator)
 
 

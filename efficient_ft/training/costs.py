@@ -39,10 +39,9 @@ def cost_only(config: Config) -> dict[str, Any]:
     spec = factory.input_of(config.model)
     network = factory.random_model(config.model, classes)
     report = cost_report(config, network, build_methods(config), spec, classes, torch.device("cpu"), steps=0)
-    height, width = spec.size
     shown = classes if isinstance(classes, int) else "+".join(map(str, classes.values()))
     say(
-        f"{config.model.name}, {height}×{width}, {shown} classes, batch {config.data.batch_size},"
+        f"{config.model.name}, {spec}, {shown} classes, batch {config.data.batch_size},"
         f" {config.trainer.precision}; counted, not timed\n\n"
         + cost_table(dict(report), "+".join(config.method), config.data.batch_size)
     )

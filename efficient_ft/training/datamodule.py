@@ -1,4 +1,4 @@
-"""The images of a run: opened as the configuration asks, and handed to Lightning at the place where the run is."""
+"""The images or texts of a run: opened as the configuration asks, and handed to Lightning where the run is."""
 
 from __future__ import annotations
 
@@ -12,14 +12,23 @@ from torch.utils.data import DataLoader
 from efficient_ft.config import Config, data_configs
 from efficient_ft.core.errors import SettingError
 from efficient_ft.core.input_spec import InputSpec
-from efficient_ft.data import ImageData, RoundRobinData, SegmentationData, missing_data, open_data
+from efficient_ft.data import (
+    ImageData,
+    RoundRobinData,
+    SegmentationData,
+    TextData,
+    missing_data,
+    open_data,
+    open_texts,
+)
+from efficient_ft.models.text import tokenizer_of
 
 if TYPE_CHECKING:
     from efficient_ft.training.features import RunFeatures
 
 
 #: The data of a run: one data set, or several in turn.
-RunData = ImageData | SegmentationData | RoundRobinData
+RunData = ImageData | SegmentationData | TextData | RoundRobinData
 
 
 def missing_images(config: Config) -> list[str]:
@@ -39,6 +48,9 @@ def open_images(config: Config, spec: InputSpec) -> RunData:
         SettingError: a setting of a data set cannot be used; with several tasks it is named ``tasks.<task>.<setting>``.
         UserError: the images are missing, damaged, or cannot be split as asked.
     """
+    if config.task == "text":
+        tokenizer = spec.tokenizer or tokenizer_of(config.model)
+        return open_texts(config.data, tokenizer, spec.size[0], config.seed)
     if not config.tasks:
         return open_data(config.data, spec, config.seed)
     parts = {}

@@ -16,12 +16,12 @@ from efficient_ft.config import Config, DataConfig, data_configs
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.text import spelled, table
 from efficient_ft.cost.executed import AUTOCAST
-from efficient_ft.data import ImageData, RoundRobinData, SegmentationData
+from efficient_ft.data import ImageData, RoundRobinData, SegmentationData, TextData
 from efficient_ft.models.tasks import tasks_of
 from efficient_ft.record.config_file import read_config
 from efficient_ft.record.formats import PASS_A_RUN, USE_ITS_VERSION
 from efficient_ft.record.results import DataReport, flatten
-from efficient_ft.task import Task
+from efficient_ft.task import Task, moved
 from efficient_ft.training import export
 from efficient_ft.training.console import say
 from efficient_ft.training.datamodule import RunData, missing_images, open_images
@@ -72,13 +72,13 @@ def evaluate(run: Path, config: Config | None = None) -> Evaluated:
     trainer = L.Trainer(accelerator=config.trainer.accelerator, devices=1, logger=False, enable_checkpointing=False)
     device = trainer.strategy.root_device
     metric = run_task(config).metric
-    rows = [[spelled(metric), "", "images"]]
+    rows = [[spelled(metric), "", "texts" if config.task == "text" else "images"]]
     result: Evaluated
     if not isinstance(images, RoundRobinData):
         each = split_scores(config, trained.model, images, device)
         rows += [[split, f"{of[metric]:.2%}", str(images.splits[split])] for split, of in each.items()]
         result = {"accuracy": {split: of[metric] for split, of in each.items()}}
-        if config.task != "classification":
+        if config.task == "segmentation":
             result["scores"] = {split: named(of, images.class_names) for split, of in each.items()}
     else:
         found = accuracies(config, trained.model, images, device)
@@ -147,13 +147,13 @@ def scores(
         if number == limit:
             break
         with torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext():
-            logits = task.evaluation_logits(model, inputs.to(device, non_blocking=True))
+            logits = task.evaluation_logits(model, moved(inputs, device))
         found.update(logits.float(), targets.to(device, non_blocking=True))
     return found.compute()
 
 
 def split_scores(
-    config: Config, model: nn.Module, images: ImageData | SegmentationData, device: torch.device
+    config: Config, model: nn.Module, images: ImageData | SegmentationData | TextData, device: torch.device
 ) -> dict[str, dict[str, float]]:
     """The measures of one data set, by split.
 
@@ -224,7 +224,7 @@ def data_report(config: Config, folder: Path, images: RunData, device: torch.dev
             "digest": report["digest"],
             "accuracy": {split: of[metric] for split, of in of_splits.items()},
         }
-        if config.task != "classification":
+        if config.task == "segmentation":
             one["scores"] = {split: named(of, images.class_names) for split, of in of_splits.items()}
         return one
     found = accuracies(config, trained.model, images, device)

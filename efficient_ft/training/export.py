@@ -19,12 +19,15 @@ from efficient_ft import __version__
 from efficient_ft.config import ModelConfig
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.core.tokenizer import Tokenizer
 from efficient_ft.methods import METHODS
 from efficient_ft.methods.base import Method, in_order
 from efficient_ft.models.factory import create_model, random_model, read_state_dict
 from efficient_ft.models.tasks import tasks_of
+from efficient_ft.models.text import TOKENIZER
 from efficient_ft.record.files import write_atomically
 from efficient_ft.record.formats import OtherVersionError
+from efficient_ft.task import Classification, Inputs, TextClassification, moved
 
 NAME = "model.safetensors"
 
@@ -36,7 +39,7 @@ class Trained:
     Attributes:
         model: in evaluation mode, on the CPU; its parameters require no gradient.
         class_names: by output index; with several tasks those of the chosen task.
-        input: size and normalization of the images.
+        input: size and normalization of the images; or length and tokenizer of the texts.
         notes: further metadata of the file: epoch, accuracy, split.
         tasks: class names by task, where there are several; `models.tasks.tasks_of(model).active` is the task that the
             model works on.
@@ -77,7 +80,7 @@ def save(
         **({} if model.encoder is None else {"encoder": model.encoder}),
         "model_kwargs": model.kwargs,
         "class_names": class_names,
-        "image_size": list(input.size),
+        "image_size": list(input.size),  # of texts the number of tokens, alone
         "mean": list(input.mean),
         "std": list(input.std),
         "interpolation": input.interpolation,
@@ -85,6 +88,8 @@ def save(
         "added": [{"method": m.name, "settings": m.settings()} for m in added],
         "efficient_ft": __version__,
     }
+    if input.tokenizer is not None:
+        about |= {TOKENIZER: input.tokenizer.dumps()}
     metadata = {"format": "pt", **{k: v if isinstance(v, str) else json.dumps(v) for k, v in about.items()}}
     separate = _without_shared_storages(weights)
 
@@ -125,13 +130,15 @@ def load(run: Path, task: str | None = None) -> Trained:
     about = _metadata(run, file)
     known = ("model_kwargs", "class_names", "image_size", "mean", "std")
     values = {k: json.loads(about[k]) for k in known}
-    size = (values["image_size"][0], values["image_size"][1])
+    size = tuple(values["image_size"])
+    tokenizer = Tokenizer.loads(about[TOKENIZER]) if TOKENIZER in about else None
     config = ModelConfig(
         name=about["architecture"],
         encoder=about.get("encoder"),
         pretrained=False,
         weights=str(file),
-        image_size=size,
+        image_size=None if tokenizer else size,
+        max_length=size[0] if tokenizer else None,
         kwargs=values["model_kwargs"],
     )
     added = [_noted_method(file, part) for part in json.loads(about.get("added", "[]"))]
@@ -157,11 +164,11 @@ def load(run: Path, task: str | None = None) -> Trained:
     return Trained(
         model=model.eval(),
         class_names=names,
-        input=InputSpec(size, tuple(values["mean"]), tuple(values["std"]), about["interpolation"]),
+        input=InputSpec(size, tuple(values["mean"]), tuple(values["std"]), about["interpolation"], tokenizer),
         notes={
             k: v
             for k, v in about.items()
-            if k not in (*known, "format", "architecture", "encoder", "interpolation", "added")
+            if k not in (*known, "format", "architecture", "encoder", "interpolation", "added", TOKENIZER)
         },
         tasks=tasks,
     )
@@ -200,7 +207,9 @@ def _noted_method(file: Path, part: dict[str, Any]) -> Method:
 
 
 @torch.inference_mode()
-def probabilities(model: nn.Module, images: Tensor) -> Tensor:
-    """Images (B, 3, H, W) → probabilities (B, classes) on the CPU; computed on the model's device."""
+def probabilities(model: nn.Module, inputs: Inputs) -> Tensor:
+    """Images (B, 3, H, W), or tensors of texts by name → probabilities (B, classes) on the CPU; computed on the model's
+    device."""
     device = next(model.parameters()).device
-    return model(images.to(device)).float().softmax(-1).cpu()
+    task = Classification() if isinstance(inputs, Tensor) else TextClassification()
+    return task.logits(model, moved(inputs, device)).float().softmax(-1).cpu()

@@ -12,6 +12,7 @@ checkpoint holds the last weights. With several tasks the best epoch has the hig
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ from efficient_ft.config import Config, data_configs, image_folders
 from efficient_ft.core.allocator import allocator_in_use
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.process_memory import resident_bytes
-from efficient_ft.data import ImageData, SegmentationData, read_data
+from efficient_ft.data import ImageData, SegmentationData, TextData, read_data
 from efficient_ft.integrations.lightning import MethodCallback
 from efficient_ft.methods.base import Applied, plain_state_dict
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
+from efficient_ft.models.text import portable
 from efficient_ft.optim import SteppedInBackward
 from efficient_ft.record import config_file
 from efficient_ft.record import results as results_file
@@ -125,6 +127,8 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
     network = factory.create_model(config.model, images.num_classes)
     methods = build_methods(config)
     names = images.class_names
+    if isinstance(images, TextData):
+        spec = replace(spec, tokenizer=images.tokenizer)
 
     def keep_best(module: L.LightningModule, epoch: int, accuracy: float) -> None:
         if module.global_rank == 0:
@@ -133,8 +137,11 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
                 notes["task_accuracy"] = recorder.best_tasks
             if isinstance(images, SegmentationData):
                 notes |= {"task": config.task, "metric": run_task(config).metric, "class_ids": list(images.classes.ids)}
+            if isinstance(images, TextData):
+                notes |= {"task": config.task, "columns": images.columns}
             weights = plain_state_dict(network, methods, copy_weights=False)
-            export.save(folder / export.NAME, weights, config.model, names, spec, notes, methods)
+            model = portable(config.model, network)
+            export.save(folder / export.NAME, weights, model, names, spec, notes, methods)
 
     name = run_id(folder)
     epochs, total_steps = run_length(config, images, world_size(config))
@@ -190,7 +197,7 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
     cost = cost_report(config, network, methods, spec, images.num_classes, device, config.cost.steps, allowed)
     gradients = accumulated_gradients(network, config.trainer.grad_accum_steps)
     felt = memory.report(cost["executed"]["step_peak_bytes"], gradients)
-    if config.task != "classification":
+    if config.task == "segmentation":
         accuracy["metric"] = module.task.metric
     results: Results = {
         "format": FORMAT,

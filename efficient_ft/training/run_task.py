@@ -11,5 +11,5 @@ def run_task(config: Config) -> Task:
     """The task of a run, as its configuration asks for it."""
     masks = config.data.masks
     if config.task == "segmentation" and masks is not None and masks.evaluation == "windows":
-        return Segmentation(input_of(config.model).size)
+        return Segmentation(input_of(config.model).image_size)
     return TASKS[config.task]

@@ -14,6 +14,7 @@ from efficient_ft.cost.run_flops import RunFlops
 from efficient_ft.methods.base import Method
 from efficient_ft.record.energy import EnergyMeter
 from efficient_ft.record.results import RunTotals
+from efficient_ft.task import tensors_of
 
 #: Optimizer steps whose median time is reported, the last ones.
 LAST_STEPS = 1000
@@ -85,9 +86,10 @@ class Totals(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        images, _, *task = batch
-        self._images += len(images) * self._world
-        self._flops.begin(self._batches, " ".join([*map(str, images.shape), *map(str, task)]))
+        inputs, targets, *task = batch
+        self._images += len(targets) * self._world
+        shape = tensors_of(inputs)[0].shape
+        self._flops.begin(self._batches, " ".join([*map(str, shape), *map(str, task)]))
         self._batch_started = time.perf_counter()
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -8,7 +8,7 @@ from efficient_ft.papers.published import DATA, PAPERS, Row, published_table
 
 _DATA = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "flowers": "Flowers", "food": "Food", "pets": "Pets",
          "cars": "Cars", "aircraft": "Aircraft", "cub": "CUB",
-         "cityscapes": "Cityscapes", "voc12a": "VOC12A"}  # fmt: skip
+         "cityscapes": "Cityscapes", "voc12a": "VOC12A", "voc": "VOC", "rte": "RTE"}  # fmt: skip
 assert _DATA.keys() == DATA.keys()
 
 _MODELS = {"deit_t": "DeiT-T", "deit_s": "DeiT-S", "vit_b": "ViT-B/16", "resnet50": "ResNet-50"}

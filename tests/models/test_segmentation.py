@@ -43,6 +43,16 @@ def segformer() -> nn.Module:
     return factory.random_model(config(image_size=(256, 512)), 21)
 
 
+def test_image_sizes_that_the_encoder_cannot_divide_are_refused() -> None:
+    def deeplab(size: tuple[int, int]) -> ModelConfig:
+        return encoder_decoder("deeplabv3", image_size=size, kwargs={"encoder_output_stride": 16})
+
+    with pytest.raises(SettingError, match=r"model\.image_size must be a multiple of 16 .*, got \(70, 96\)\. Use 64 or 80"):
+        factory.random_model(deeplab((70, 96)), 3)
+    factory.random_model(deeplab((80, 48)), 3)
+    factory.random_model(encoder_decoder(image_size=(70, 96)), 3)  # resizes inside
+
+
 def test_segformer_as_methods_see_it(segformer: nn.Module) -> None:
     found = view(segformer)
     assert found.name == "segformer_b0"

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from efficient_ft.methods.backprop.low_rank import LowRankBackward, refuse_order, refuse_skip
+from efficient_ft.methods.backprop.low_rank import LowRankBackward, refuse_order
 from efficient_ft.methods.registry import register
+from efficient_ft.methods.skip import refuse_skip
 from efficient_ft.models.view import Layer
 from efficient_ft.ops.projection import CosineProjector
 

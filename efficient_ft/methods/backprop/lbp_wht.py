@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from efficient_ft.core.distributed import all_reduce_sum
 from efficient_ft.core.errors import SettingError
-from efficient_ft.methods.backprop.low_rank import LowRank, LowRankBackward, refuse_order, refuse_skip
+from efficient_ft.methods.backprop.low_rank import LowRank, LowRankBackward, refuse_order
 from efficient_ft.methods.base import Applied
 from efficient_ft.methods.registry import register
+from efficient_ft.methods.skip import refuse_skip
 from efficient_ft.models.view import Layer, ModelView
 from efficient_ft.ops.projection import BLOCK, Padding, Pairs, WalshProjector, low_pass_l1, low_pass_linf, lowest_first
 
@@ -38,7 +39,7 @@ class LBPWHT(LowRankBackward):
         as_published: as the authors ran it: a qkv whose forward was never called (SwinV2) stays exact, and layers
             are projected even where that costs more than the exact backward (talking heads).
         profile_steps: optimizer steps that ``lhe`` profiles.
-        skip: parts of the names of layers that stay exact (``attention``, ``mlp.fc2`` has two: ``mlp``, ``fc2``).
+        skip: parts of the names of layers that stay exact: ``attention``, ``fc2``, ``mlp.fc2``; ``*`` is any part.
         fused: on a CPU compute GELU, and a frozen BatchNorm before it, in one pass each way: less time and fewer bytes,
             and about 100 MiB for the compiler of the kernels (numba). None: only in networks that have BatchNorm
             before GELU (EfficientFormer), where it gains most.

@@ -18,6 +18,7 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.declarations import Adds, Axis
 from efficient_ft.methods.fused_gelu import fuse_gelu, separate_gelu
+from efficient_ft.methods.skip import is_skipped
 from efficient_ft.models.view import Layer, ModelView, Reason, Skipped, TokenLayout
 from efficient_ft.ops.projection import (
     Projection,
@@ -130,12 +131,6 @@ def _profiled(y: Tensor, how: LowRank, grid: tuple[int, int], tokens: Tokens | N
     return y
 
 
-def refuse_skip(skip: Sequence[str] | None) -> None:
-    """Raise SettingError unless `skip` is None or a list of texts."""
-    if skip is not None and (isinstance(skip, str) or not all(isinstance(part, str) for part in skip)):
-        raise SettingError("skip", skip, "null or a list of parts of names, such as [attention,fc2]")
-
-
 def refuse_order(order: int, largest: int, where: str = "") -> None:
     """Raise SettingError unless `order` is an integer from 1 to `largest`."""
     if type(order) is not int or not 1 <= order <= largest:
@@ -155,7 +150,7 @@ class LowRankBackward(Method):
         as_published: layers are projected even where the exact backward costs less, and a layer whose forward was never
             called stays exact.
         profiles: layers run with the exact backward first, and the subclass sets their projectors later.
-        skip: parts of names (between dots): layers that have one stay exact.
+        skip: layers whose names have one of these parts stay exact (`methods.skip`).
         fused: whether GELU, and a frozen BatchNorm before it, run in one pass on a CPU (see `methods.fused_gelu`);
             None: in networks that have BatchNorm before GELU.
 
@@ -199,7 +194,7 @@ class LowRankBackward(Method):
             elif type(layer.module) not in CHANGED:
                 detail = f"its class {type(layer.module).__name__} has a forward of its own"
                 skipped[layer.name] = Skipped(Reason.OTHER_FORM, detail)
-            elif not set(self.skip or ()).isdisjoint(layer.name.split(".")):
+            elif is_skipped(layer.name, self.skip):
                 skipped[layer.name] = Skipped(Reason.NOT_CHOSEN, f"left exact (method.{self.name}.skip)")
             elif layer.reach is not None and self.as_published:
                 detail = "left exact, as published (its forward was never called)"

@@ -6,6 +6,7 @@ Backpropagation", NeurIPS 2022.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -14,6 +15,8 @@ from efficient_ft.core.errors import SettingError
 from efficient_ft.methods.declarations import Adds
 from efficient_ft.methods.memory.packing import DENSE_FORWARD, ActivationPacking
 from efficient_ft.methods.registry import register
+from efficient_ft.methods.skip import is_skipped, refuse_skip
+from efficient_ft.models.view import ModelView, Reason, Skipped
 from efficient_ft.ops.packed import Policy
 from efficient_ft.ops.packing import Dense, EightBits, Half, Packer, Sparse
 
@@ -44,6 +47,7 @@ class BackRazor(ActivationPacking):
             training also computes with the pruned tensors. The formulas of the backward pass are the same: pruning
             passes gradients straight through. Evaluation stays dense, so that the two differ only in the forward pass
             of training, and the exported model is what is evaluated.
+        skip: parts of the names of layers that stay dense: ``decoder``, ``mlp.fc2``; ``*`` is any part.
 
     Raises:
         SettingError: a value outside these, or ``prune=both`` with ``attention=fused`` or ``value_dtype=int8``.
@@ -60,6 +64,7 @@ class BackRazor(ActivationPacking):
         recompute_inputs: bool = True,
         threshold: Literal["exact", "sampled"] = "sampled",
         prune: Literal["backward", "both"] = "backward",
+        skip: Sequence[str] | None = None,
     ):
         super().__init__()
         if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0 <= sparsity < 1:
@@ -78,9 +83,14 @@ class BackRazor(ActivationPacking):
             raise SettingError("prune", prune, f"backward with {other}", "The control prunes, it does not round.")
         self.sparsity, self.value_dtype, self.norm_saves = sparsity, value_dtype, norm_saves
         self.attention, self.recompute_inputs = attention, recompute_inputs
-        self.threshold, self.prune = threshold, prune
+        refuse_skip(skip)
+        self.threshold, self.prune, self.skip = threshold, prune, skip
         if prune == "both":
             self.conflicts = {Adds.LOW_RANK_LAYERS: f"prune=both: {DENSE_FORWARD}"}
+
+    def _left_plain(self, view: ModelView) -> dict[str, Skipped]:
+        why = Skipped(Reason.NOT_CHOSEN, f"left dense (method.{self.name}.skip)")
+        return {name: why for name, _ in view.model.named_modules() if is_skipped(name, self.skip)}
 
     def policy(self) -> Policy:
         half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.value_dtype)

@@ -18,7 +18,7 @@ from efficient_ft.methods.base import Applied
 from efficient_ft.methods.forwards import put_around
 from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod
 from efficient_ft.models.view import ModelView, Reason, Skipped, is_norm
-from efficient_ft.models.view.probe import BATCH, batch_for, fake_copy
+from efficient_ft.models.view.probe import BATCH, call, fake_copy
 from efficient_ft.ops.packed import (
     DenseKept,
     PackedOperations,
@@ -187,7 +187,7 @@ def _dense_bytes(model: nn.Module, view: ModelView, packing: PackingState) -> di
     state.dense.exclude([*copied.parameters(), *copied.buffers()])
     try:
         with mode:
-            copied.train()(batch_for(model, view.image_size))
+            call(copied.train(), view.image_size)
     except Exception:  # the model's own code may raise anything on fake tensors; the report is then shorter
         return {}
     found = {name: size / BATCH for name, size in state.dense.bytes_of.items()}

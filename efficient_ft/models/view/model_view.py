@@ -12,7 +12,7 @@ from torch import nn
 from efficient_ft.core.errors import UserError
 from efficient_ft.models.marks import added_modules, is_inside, routed_modules
 from efficient_ft.models.view.layers import Layer
-from efficient_ft.models.view.probe import Probed, layout_of, probe
+from efficient_ft.models.view.probe import Probed, layout_of, probe, takes_tokens
 from efficient_ft.models.view.reason import Reason, Skipped
 from efficient_ft.models.view.structure import above, after, classifiers, names_of, stages_of, stem_of
 
@@ -31,7 +31,7 @@ class ModelView:
 
     Attributes:
         model: the model; a view never changes it.
-        image_size: (H, W) in pixels of the forward pass.
+        image_size: (H, W) in pixels of the forward pass; of a text model (tokens,).
         stages: the blocks of each stage, in order; an isotropic transformer is cut into four equal stages.
         stage_extras: other modules of each stage (downsampling).
         blocks: all blocks.
@@ -40,7 +40,7 @@ class ModelView:
         prefix_tokens: class, distillation and register tokens.
     """
 
-    def __init__(self, model: nn.Module, image_size: tuple[int, int] | None = None) -> None:
+    def __init__(self, model: nn.Module, image_size: tuple[int, ...] | None = None) -> None:
         self.model = model
         self.image_size = image_size or default_image_size(model)
         self.stages, self.stage_extras, container = stages_of(model)
@@ -125,19 +125,25 @@ class ModelView:
         return (*extras, *self.stages[-1], *self.tail)
 
 
-def view(model: nn.Module, image_size: tuple[int, int] | None = None) -> ModelView:
+def view(model: nn.Module, image_size: tuple[int, ...] | None = None) -> ModelView:
     """Look at `model`, which is not changed.
 
     Args:
-        model: a classifier that takes (B, channels, H, W) images.
-        image_size: (H, W) in pixels; by default the model's own.
+        model: takes images (B, channels, H, W), or the token ids of texts.
+        image_size: (H, W) in pixels, or (tokens,); by default the model's own.
     """
     return ModelView(model, image_size)
 
 
-def default_image_size(model: nn.Module) -> tuple[int, int]:
-    """(H, W) the model was built for: its patch embedding's, else its pretrained configuration's, else 224 × 224."""
+def default_image_size(model: nn.Module) -> tuple[int, ...]:
+    """(H, W) the model was built for: its patch embedding's, else its pretrained configuration's, else 224 × 224.
+
+    Of a text model (tokens,): those of its record, else as many as it has positions.
+    """
     size = getattr(getattr(model, "patch_embed", None), "img_size", None)
     if size is None:
-        size = (getattr(model, "pretrained_cfg", None) or {}).get("input_size", (3, 224, 224))[-2:]
-    return (int(size[0]), int(size[1])) if isinstance(size, tuple | list) else (int(size), int(size))
+        usual = (3, 224, 224)
+        if takes_tokens(model):
+            usual = (int(getattr(model.config, "max_position_embeddings", 512)),)  # type: ignore[union-attr,arg-type,assignment]
+        size = (getattr(model, "pretrained_cfg", None) or {}).get("input_size", usual)[-2:]
+    return tuple(map(int, size)) if isinstance(size, tuple | list) else (int(size), int(size))

@@ -85,19 +85,36 @@ def fake_copy(original: Any) -> tuple[FakeTensorMode, Any]:
         return mode, copy.deepcopy(original)
 
 
-def batch_for(model: nn.Module, size: tuple[int, int]) -> Tensor:
-    """Return an empty batch of `BATCH` images of (H, W) pixels for `model`; to be called in the mode of its copy."""
+def takes_tokens(model: nn.Module) -> bool:
+    """Whether a model takes token ids, as text models of transformers do."""
+    return getattr(model, "main_input_name", None) == "input_ids"
+
+
+def call(model: nn.Module, size: tuple[int, ...]) -> Any:
+    """Run `model` on an empty batch of images of (H, W) pixels, or texts of (L,) tokens, in the mode of its copy."""
+    if takes_tokens(model):
+        ids = torch.zeros(BATCH, *size, device=next(model.parameters()).device, dtype=torch.long)
+        return model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    return model(_images_for(model, size))
+
+
+def in_words(size: tuple[int, ...]) -> str:
+    """The input of a model in words."""
+    return f"texts of {size[0]} tokens" if len(size) == 1 else f"images of {size[0]}×{size[1]}"
+
+
+def _images_for(model: nn.Module, size: tuple[int, ...]) -> Tensor:
     first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
     channels = first.in_channels * first.groups if isinstance(first, nn.Conv2d) and first.groups == 1 else 3
     parameter = next(model.parameters())
     return torch.empty(BATCH, channels, *size, device=parameter.device, dtype=parameter.dtype)
 
 
-def probe(model: nn.Module, size: tuple[int, int]) -> Probed:
-    """Run a fake copy of `model` on images of (H, W) pixels; `model` is not changed.
+def probe(model: nn.Module, size: tuple[int, ...]) -> Probed:
+    """Run a fake copy of `model` on images of (H, W) pixels, or texts of (L,) tokens; `model` is not changed.
 
     Raises:
-        UserError: the model cannot be run on an image of that size.
+        UserError: the model cannot be run on an input of that size.
     """
     mode, fake = fake_copy(model)
     fake.eval()
@@ -128,10 +145,10 @@ def probe(model: nn.Module, size: tuple[int, int]) -> Probed:
         functions.watch(name, module)
     try:
         with mode, torch.no_grad(), token_reduction_suspended(), functions:
-            fake(batch_for(model, size))
+            call(fake, size)
     except Exception as error:
         raise UserError(
-            f"{type(model).__name__} cannot be run on images of {size[0]}×{size[1]}: {str(error).splitlines()[0]}"
+            f"{type(model).__name__} cannot be run on {in_words(size)}: {(str(error).splitlines() or [''])[0]}"
         ) from error
     return Probed(inputs, reach, {name: frozenset(found) for name, found in functions.found.items()})
 

@@ -1,0 +1,81 @@
+"""The tokenizer of a text model: texts, or pairs of them, to token ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    import tokenizers
+
+#: Sequences of a batch are padded to a multiple of this, so that batches have few different lengths.
+MULTIPLE = 8
+
+
+class Tokenizer:
+    """Turns texts into the inputs of a network, cut and padded.
+
+    Args:
+        tokenizer: of the library tokenizers.
+        inputs: names of the network's inputs: ``input_ids``, ``attention_mask``, and ``token_type_ids`` where it has
+            them.
+        pad: id and text of the token that pads.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, inputs: Sequence[str], pad: tuple[int, str]) -> None:
+        self._tokenizer, self.inputs, self.pad = tokenizer, tuple(inputs), pad
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+
+    def __getstate__(self) -> str:
+        return self.dumps()
+
+    def __setstate__(self, state: str) -> None:
+        self.__dict__.update(Tokenizer.loads(state).__dict__)
+
+    @property
+    def size(self) -> int:
+        """Number of tokens."""
+        return self._tokenizer.get_vocab_size()
+
+    def lengths(self, texts: Sequence[Sequence[str]]) -> list[int]:
+        """Number of tokens of each text or pair, the special ones included."""
+        return [len(encoding) for encoding in self._encode(texts)]
+
+    def batch(self, texts: Sequence[Sequence[str]], max_length: int) -> dict[str, Tensor]:
+        """Encode texts, or pairs, as int64 (B, L) by the names of `inputs`; L is at most `max_length`.
+
+        Of a pair that is too long the longer text is cut first.
+        """
+        self._tokenizer.enable_truncation(max_length, strategy="longest_first")
+        try:
+            found = self._encode(texts)
+        finally:
+            self._tokenizer.no_truncation()
+        length = min(-(-max(map(len, found)) // MULTIPLE) * MULTIPLE, max_length)
+        number, text = self.pad
+        for encoding in found:
+            encoding.pad(length, pad_id=number, pad_token=text)
+        parts = {"input_ids": "ids", "attention_mask": "attention_mask", "token_type_ids": "type_ids"}
+        return {name: torch.tensor([getattr(encoding, parts[name]) for encoding in found]) for name in self.inputs}
+
+    def _encode(self, texts: Sequence[Sequence[str]]) -> list[Any]:
+        items = [tuple(text) if len(text) > 1 else text[0] for text in texts]
+        return self._tokenizer.encode_batch(items)  # type: ignore[arg-type]
+
+    def dumps(self) -> str:
+        """The tokenizer as text, for `loads`."""
+        return json.dumps({"tokenizer": self._tokenizer.to_str(), "inputs": self.inputs, "pad": self.pad})
+
+    @staticmethod
+    def loads(text: str) -> Tokenizer:
+        """Read what `dumps` has written."""
+        import tokenizers
+
+        about = json.loads(text)
+        number, name = about["pad"]
+        return Tokenizer(tokenizers.Tokenizer.from_str(about["tokenizer"]), about["inputs"], (number, name))

@@ -1,0 +1,53 @@
+"""Readers of published data sets of texts."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from efficient_ft.config.schema import TextConfig
+from efficient_ft.core.errors import UserError
+from efficient_ft.data.fetch import Archive
+from efficient_ft.data.images import printable
+from efficient_ft.data.published import PublishedSet
+from efficient_ft.data.texts import TextListing, listing_of, read_rows
+
+#: Rows of the splits of RTE.
+_RTE = {"train": ("train.tsv", 2490), "test": ("dev.tsv", 277)}
+
+
+def _read_rte(root: Path, settings: TextConfig) -> TextListing:
+    """Wang et al., "GLUE", ICLR 2019: does the first sentence entail the second?"""
+    folder, found = root / "RTE", {}
+    for split, (name, count) in _RTE.items():
+        rows = list(read_rows(folder / name, settings, quoting=csv.QUOTE_NONE))  # quotes are part of the texts
+        if len(rows) != count:
+            raise UserError(
+                f"{printable((folder / name).absolute())} has {len(rows)} rows, not {count}. Remove the folder and run"
+                " again to fetch it."
+            )
+        found[split] = rows
+    listing = listing_of(found, folder)
+    listing.notes.append(
+        "The labels of RTE's test texts are not public: as in the papers, its validation texts are tested on."
+    )
+    return listing
+
+
+TEXT_SETS: dict[str, PublishedSet] = {
+    "rte": PublishedSet(
+        "RTE (GLUE)",
+        2,
+        "RTE",
+        (
+            Archive(
+                "RTE.zip",
+                unpacks="RTE",
+                url="https://dl.fbaipublicfiles.com/glue/data/RTE.zip",
+                contents=("train.tsv", "dev.tsv"),
+            ),
+        ),
+        _read_rte,
+        alternatives="Or use data=text_folder data.root=FILE (your own texts, .csv, .tsv or .jsonl).",
+    ),
+}

@@ -1,0 +1,28 @@
+"""Layers that a method leaves as they are, by parts of their names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from efficient_ft.core.errors import SettingError
+
+
+def refuse_skip(skip: Sequence[str] | None) -> None:
+    """Raise SettingError unless `skip` is None or a list of texts."""
+    if skip is not None and (isinstance(skip, str) or not all(isinstance(part, str) and part for part in skip)):
+        raise SettingError("skip", skip, "null or a list of parts of names, such as [attention,fc2]")
+
+
+def is_skipped(name: str, skip: Sequence[str] | None) -> bool:
+    """Whether a part of `name`, or several in a row, are in `skip`: ``mlp.fc2`` has ``mlp``, ``fc2`` and ``mlp.fc2``.
+
+    ``*`` is any part: ``layer.*.output``.
+    """
+    parts = name.split(".")
+    for pattern in skip or ():
+        wanted = pattern.split(".")
+        for start in range(len(parts) - len(wanted) + 1):
+            if all(map(fnmatchcase, parts[start:], wanted)):
+                return True
+    return False

@@ -1,0 +1,376 @@
+"""Text classifiers, of transformers: by a name of ours, from a repository of the hub, or from a local folder.
+
+A local folder is one that transformers' ``save_pretrained`` writes: ``config.json``, ``model.safetensors`` and the
+files of the tokenizer.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
+from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.core.network import unreachable
+from efficient_ft.core.tokenizer import Tokenizer
+from efficient_ft.models.weights import read_state_dict
+
+if TYPE_CHECKING:
+    from efficient_ft.config.schema import ModelConfig
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A pretrained network whose architecture is known without its files.
+
+    Attributes:
+        repository: on the hub.
+        type: of transformers' configuration.
+        changes: where the architecture differs from the default of that type.
+    """
+
+    repository: str
+    type: str
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+def _bert(layers: int, width: int, heads: int) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * width,
+    }
+
+
+TEXT_MODELS: dict[str, KnownModel] = {
+    "bert_base": KnownModel("google-bert/bert-base-uncased", "bert"),
+    # Turc et al., "Well-Read Students Learn Better", 2019.
+    "bert_small": KnownModel("google/bert_uncased_L-4_H-512_A-8", "bert", _bert(4, 512, 8)),
+    "bert_tiny": KnownModel("google/bert_uncased_L-2_H-128_A-2", "bert", _bert(2, 128, 2)),
+    "distilbert_base": KnownModel("distilbert/distilbert-base-uncased", "distilbert"),
+    "roberta_base": KnownModel(
+        "FacebookAI/roberta-base",
+        "roberta",
+        {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5},
+    ),
+}
+
+#: Files of a repository or folder, groups of which one each is needed.
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_NEEDED = (("config.json",), _WEIGHTS, ("tokenizer.json", "vocab.txt", "vocab.json"))
+_OPTIONAL = ("tokenizer_config.json", "special_tokens_map.json", "merges.txt", "added_tokens.json")
+
+#: Metadata of a run's model.safetensors: the tokenizer.
+TOKENIZER = "tokenizer"
+
+#: Arguments of the networks that have a setting of their own, and which.
+_SET_ELSEWHERE = {"num_labels": "It follows from the data.", "id2label": "It follows from the data."}
+
+_ALTERNATIVES = "Or use model.weights=DIR, a local folder with these files."
+
+
+def is_text(config: ModelConfig) -> bool:
+    """Whether a model configuration names a text classifier."""
+    return config.max_length is not None
+
+
+def input_of_text(config: ModelConfig) -> InputSpec:
+    """The largest number of tokens of a text; the tokenizer is not read."""
+    assert config.max_length is not None
+    return InputSpec((config.max_length,), (), ())
+
+
+def build_text(config: ModelConfig, classes: int) -> nn.Module:
+    """Build a text classifier with random weights.
+
+    Args:
+        config: the `model` section of the configuration.
+        classes: number of classes.
+
+    Raises:
+        SettingError: an unknown network, argument, or `model.max_length` beyond the network's positions.
+        UserError: transformers is missing, or the files that describe the network are.
+    """
+    auto = _transformers(config)
+    model = auto.AutoModelForSequenceClassification.from_config(_architecture(config, classes))
+    return _noted(config, model)
+
+
+def load_text(config: ModelConfig, classes: int) -> tuple[nn.Module, str]:
+    """Build a text classifier with the weights of its repository, of a local folder, or of a file.
+
+    Args:
+        config: the `model` section of the configuration.
+        classes: number of classes.
+
+    Returns:
+        The network, and what is newly initialized in words ("" if all weights are the file's).
+
+    Raises:
+        SettingError: as `build_text`; the weights do not fit.
+        UserError: as `build_text`; files cannot be fetched or read.
+    """
+    auto, about = _transformers(config), _architecture(config, classes)
+    source = _local(config)
+    with torch.device("meta"):
+        kind: Any = type(auto.AutoModelForSequenceClassification.from_config(about))
+    weights = read_state_dict(source) if source.is_file() else None
+    try:
+        model, found = kind.from_pretrained(
+            None if source.is_file() else str(source),
+            config=about,
+            state_dict=weights,
+            dtype="float32",
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            local_files_only=True,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"{source}: the weights cannot be read ({first_line(error)}).") from error
+    new = sorted({name for name, *_ in found["mismatched_keys"]} | set(found["missing_keys"]))
+    base = f"{model.base_model_prefix}."
+    wrong = [name for name in new if name.startswith(base) and ".pooler." not in name]
+    if wrong:
+        more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        raise SettingError(
+            "model.weights",
+            source,
+            f"weights that fit model.name={config.name}",
+            f"They may belong to another model: missing or of another shape: {', '.join(wrong[:4])}{more}.",
+        )
+    return _noted(config, model), ", ".join(sorted({name.rpartition(".")[0] for name in new}))
+
+
+def tokenizer_of(config: ModelConfig) -> Tokenizer:
+    """Read the tokenizer of a network.
+
+    Raises:
+        UserError: transformers is missing, or the files of the tokenizer are, or are damaged.
+    """
+    auto = _transformers(config)
+    source = _local(config, tokenizer=True)
+    if source.is_file():
+        return Tokenizer.loads(str(_metadata(source)[TOKENIZER]))
+    try:
+        fast = auto.AutoTokenizer.from_pretrained(str(source), use_fast=True, local_files_only=True)
+        if fast.pad_token_id is None:
+            raise ValueError("it has no token that pads")
+        return Tokenizer(
+            fast.backend_tokenizer,
+            [name for name in fast.model_input_names if name in ("input_ids", "attention_mask", "token_type_ids")],
+            (fast.pad_token_id, fast.pad_token),
+        )
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, ImportError) as error:
+        raise UserError(f"{source}: the tokenizer cannot be read ({first_line(error)}).") from error
+
+
+#: Entries of transformers' configuration that are no part of the architecture.
+_NO_ARCHITECTURE = (
+    "architectures",
+    "dtype",
+    "id2label",
+    "label2id",
+    "model_type",
+    "torch_dtype",
+    "transformers_version",
+)
+
+
+def portable(config: ModelConfig, model: nn.Module) -> ModelConfig:
+    """The configuration of a network that says the same without the files that `config` names.
+
+    Args:
+        config: the `model` section of the configuration.
+        model: the network made of it.
+    """
+    own = config.weights is not None and Path(config.weights).expanduser().is_dir()
+    if not is_text(config) or (config.name in TEXT_MODELS and not own):
+        return config
+    about: Any = model.config
+    usual = _transformers(config).AutoConfig.for_model(about.model_type).to_dict()
+    kwargs = {
+        name: value
+        for name, value in about.to_dict().items()
+        if name not in _NO_ARCHITECTURE and not name.startswith("_") and usual.get(name) != value
+    }
+    return config.model_copy(update={"name": about.model_type, "kwargs": kwargs})
+
+
+def missing_text(config: ModelConfig) -> str | None:
+    """Say which files of a text classifier are missing; see `models.hub.missing_weights`."""
+    if config.weights is not None:
+        path = Path(config.weights).expanduser()
+        if path.is_dir():
+            lacking = [" or ".join(group) for group in _NEEDED if not any((path / name).is_file() for name in group)]
+            allowed = "a folder with config.json, model.safetensors and the files of the tokenizer"
+            hint = f"It has no {', '.join(lacking)}."
+            return str(SettingError("model.weights", config.weights, allowed, hint)) if lacking else None
+        if not path.is_file():
+            return str(SettingError("model.weights", config.weights, "an existing folder or file"))
+        if TOKENIZER in _metadata(path):
+            return None
+    repository = _repository(config)
+    if repository is None:
+        return (
+            f"model.name={config.name} is a kind of network without published weights. Use model.weights=DIR, a local"
+            f" folder with its files, or one of {', '.join(TEXT_MODELS)}."
+        )
+    absent = [group for group in _needed(config) if _cached(repository, group) is None]
+    if not absent:
+        return None
+    from huggingface_hub import hf_hub_url
+
+    url = hf_hub_url(repository, absent[0][0])
+    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
+    why = "HF_HUB_OFFLINE is set" if offline else unreachable(url, accept_404=True)
+    if why is None:
+        return None
+    files = ", ".join(" or ".join(group) for group in absent)
+    return (
+        f"Files of {config.name} ({files}) cannot be fetched from {url.partition('/resolve/')[0]} ({why}).\n"
+        f"Download them on a machine with a network. {_ALTERNATIVES}"
+    )
+
+
+def _needed(config: ModelConfig) -> tuple[tuple[str, ...], ...]:
+    """The groups of files that come from the repository."""
+    has_weights = config.weights is not None or not config.pretrained
+    return tuple(group for group in _NEEDED if not (has_weights and group == _WEIGHTS))
+
+
+def _repository(config: ModelConfig) -> str | None:
+    """The repository on the hub; None: the name is that of an architecture."""
+    if config.name in TEXT_MODELS:
+        return TEXT_MODELS[config.name].repository
+    return config.name if "/" in config.name else None
+
+
+def _cached(repository: str, names: tuple[str, ...]) -> str | None:
+    """The first of these files in the hub's local cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = (try_to_load_from_cache(repository, name) for name in names)
+    return next((path for path in found if isinstance(path, str)), None)
+
+
+def _local(config: ModelConfig, tokenizer: bool = False) -> Path:
+    """The local folder (or, of `model.weights`, file) of the network, fetched if necessary.
+
+    Args:
+        config: the `model` section of the configuration.
+        tokenizer: the tokenizer is read: a file without one is passed over for the repository.
+
+    Raises:
+        UserError: files are missing.
+    """
+    path = None if config.weights is None else Path(config.weights).expanduser()
+    if path is not None and path.is_file() and not (tokenizer and TOKENIZER not in _metadata(path)):
+        return path
+    missing = missing_text(config)
+    if missing is not None:
+        raise UserError(missing)
+    if path is not None and path.is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+
+    repository = _repository(config)
+    assert repository is not None
+    cached = [_cached(repository, names) for names in _needed(config)]
+    if all(cached):
+        return Path(str(cached[0])).parent
+    wanted = [name for names in _needed(config) for name in names if name != _WEIGHTS[1]]
+    try:
+        folder = Path(snapshot_download(repository, allow_patterns=[*wanted, *_OPTIONAL]))
+        if _WEIGHTS in _needed(config) and not (folder / _WEIGHTS[0]).is_file():
+            folder = Path(snapshot_download(repository, allow_patterns=[*wanted, *_OPTIONAL, _WEIGHTS[1]]))
+        return folder
+    except Exception as error:  # the hub's errors share no narrower base with the transport's
+        raise UserError(
+            f"The files of {config.name} cannot be fetched: {first_line(error)}. {_ALTERNATIVES}"
+        ) from error
+
+
+def _metadata(file: Path) -> dict[str, str]:
+    """The metadata of a .safetensors file; of others none."""
+    if file.suffix != ".safetensors":
+        return {}
+    try:
+        with safe_open(file, "pt") as opened:
+            return dict(opened.metadata() or {})
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} cannot be read ({error}).") from error
+
+
+def _transformers(config: ModelConfig) -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise UserError(f"model.name={config.name} needs transformers: pip install 'efficient-ft[text]'.") from None
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def _architecture(config: ModelConfig, classes: int) -> Any:
+    """transformers' configuration of the network, with `model.kwargs`."""
+    auto = _transformers(config)
+    known = TEXT_MODELS.get(config.name)
+    changes: dict[str, Any] = {}
+    if config.weights is not None and Path(config.weights).expanduser().is_dir():
+        about = _read_architecture(config, Path(config.weights).expanduser())
+    elif known is not None:
+        about, changes = auto.AutoConfig.for_model(known.type), known.changes
+    elif "/" in config.name:
+        about = _read_architecture(config, _local(config.model_copy(update={"pretrained": False})))
+    else:
+        mapping = auto.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
+        if config.name not in mapping:
+            hint = did_you_mean(config.name, [*TEXT_MODELS, *mapping]).strip()
+            allowed = f"{', '.join(TEXT_MODELS)}, a repository OWNER/NAME of the hub, or a kind of network"
+            raise SettingError("model.name", config.name, allowed, hint or None)
+        about = auto.AutoConfig.for_model(config.name)
+    for name, value in {**changes, **config.kwargs}.items():
+        if name in _SET_ELSEWHERE:
+            raise SettingError(f"model.kwargs.{name}", value, "unset", _SET_ELSEWHERE[name])
+        if not hasattr(about, name):
+            names = [n for n in about.to_dict() if n not in _SET_ELSEWHERE]
+            hint = did_you_mean(name, names).strip() or "They are those of transformers' configuration of it."
+            raise SettingError(f"model.kwargs.{name}", value, f"an argument of {about.model_type}", hint)
+        setattr(about, name, value)
+    about.num_labels = classes
+    if config.drop_rate or config.drop_path_rate:
+        name = "drop_rate" if config.drop_rate else "drop_path_rate"
+        hint = "These networks have their own: model.kwargs.hidden_dropout_prob in BERT."
+        raise SettingError(f"model.{name}", getattr(config, name), "0 with task=text", hint)
+    most = _positions(about)
+    assert config.max_length is not None
+    if most is not None and config.max_length > most:
+        raise SettingError("model.max_length", config.max_length, f"at most {most}, the positions of {config.name}")
+    return about
+
+
+def _read_architecture(config: ModelConfig, folder: Path) -> Any:
+    try:
+        return _transformers(config).AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{folder}/config.json cannot be used ({first_line(error)}).") from error
+
+
+def _positions(about: Any) -> int | None:
+    """The largest number of tokens; RoBERTa's positions start after the number of the token that pads."""
+    most = getattr(about, "max_position_embeddings", None)
+    offset = about.pad_token_id + 1 if about.model_type in ("roberta", "camembert", "xlm-roberta") else 0
+    return None if not isinstance(most, int) or most < 1 else most - offset
+
+
+def _noted(config: ModelConfig, model: nn.Module) -> nn.Module:
+    """Note the length at which the view of the network looks at it, as timm's models do."""
+    model.pretrained_cfg = {"architecture": config.name, "input_size": input_of_text(config).size}  # type: ignore[assignment]
+    return model

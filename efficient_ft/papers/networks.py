@@ -1,0 +1,67 @@
+"""The networks whose costs the papers print, on the meta device: timm's, and those that timm does not have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import timm
+import torch
+from timm.models._efficientnet_blocks import InvertedResidual
+from torch import nn
+from torch.nn import functional as F
+
+import efficient_ft.models.proxyless  # noqa: F401  registers proxyless_mobile
+from efficient_ft.config.schema import ModelConfig
+from efficient_ft.models.factory import random_model
+
+#: timm's names of the papers' models; others are timm's own, or in `_OTHERS`.
+_TIMM = {
+    "vit_b": "vit_base_patch16_224",
+    "vit_b_moe": "vit_base_patch16_224",
+    "deit_s": "deit_small_patch16_224",
+    "proxylessnas_mobile": "proxyless_mobile",
+}
+
+_OTHERS = {
+    "bert_base": ModelConfig(name="bert_base", pretrained=False, max_length=512),
+    "deeplabv3_mobilenet": ModelConfig(
+        name="deeplabv3",
+        encoder="mobilenetv2_100",
+        pretrained=False,
+        image_size=224,
+        kwargs={"encoder_output_stride": 16, "decoder_atrous_rates": [6, 12, 18]},
+    ),
+}
+
+
+def network(architecture: str, classes: int) -> nn.Module:
+    """Make a network of the papers, or of timm, on the meta device.
+
+    Args:
+        architecture: the paper's name, or timm's.
+        classes: number of classes.
+    """
+    if architecture not in _OTHERS:
+        with torch.device("meta"):
+            return timm.create_model(_TIMM.get(architecture, architecture), num_classes=classes)
+    model = random_model(_OTHERS[architecture], classes).to("meta")
+    if architecture == "deeplabv3_mobilenet":
+        _pad_before_widening(model)
+    return model
+
+
+def _pad_before_widening(model: nn.Module) -> None:
+    """Pad the map before the 1×1 convolution of a block that widens it, not in the depthwise convolution after it.
+
+    So the widened maps, and what is kept of them, are larger. Back Razor's Table 5 fits this form of MobileNetV2 (what
+    can be packed takes 8280 MiB by the table, 8318 MiB so, 7528 MiB with padding in the depthwise convolution).
+    """
+
+    def pad(by: int) -> Any:
+        return lambda _, args: (F.pad(args[0], (by, by, by, by)), *args[1:])
+
+    for module in model.modules():
+        if isinstance(module, InvertedResidual):
+            depthwise: Any = module.conv_dw
+            (by, _), depthwise.padding = depthwise.padding, (0, 0)
+            module.conv_pw.register_forward_pre_hook(pad(by))

@@ -1,0 +1,247 @@
+"""Text classifiers: their view, weights in every form, and the exactness of methods on them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import BertForSequenceClassification
+
+from efficient_ft.config.schema import ModelConfig
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.cost import executed
+from efficient_ft.methods import METHODS
+from efficient_ft.methods.memory.back_razor import BackRazor
+from efficient_ft.methods.memory.checkpointing import Checkpointing
+from efficient_ft.methods.memory.low_bit import LowBit
+from efficient_ft.models import factory
+from efficient_ft.models.text import TEXT_MODELS, portable, tokenizer_of
+from efficient_ft.models.view import view
+from efficient_ft.task import TextClassification
+from tests.models.text_models import SMALL, VOCABULARY, write_model
+
+TASK = TextClassification()
+
+
+def config(name: str = "bert", **changes: Any) -> ModelConfig:
+    return ModelConfig(**{"name": name, "pretrained": False, "max_length": 32, "kwargs": SMALL, **changes})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("bert"))
+
+
+def from_folder(folder: Path, **changes: Any) -> ModelConfig:
+    return config(**{"pretrained": True, "weights": str(folder), "kwargs": {}, **changes})
+
+
+@pytest.mark.parametrize("name", list(TEXT_MODELS))
+def test_known_networks_have_blocks_and_a_head(name: str) -> None:
+    with torch.device("meta"):
+        model = factory.random_model(config(name, max_length=512 if name != "roberta_base" else 510, kwargs={}), 3)
+    found = view(model)
+    assert found.name == name
+    assert len(found.stages) == min(4, len(found.blocks))
+    assert found.head in (("classifier",),)
+    assert found.last_stage()[-1] == "classifier"
+    parameters = sum(p.numel() for p in model.parameters()) / 1e6
+    sizes = {"bert_base": 109.5, "bert_small": 28.8, "bert_tiny": 4.4, "distilbert_base": 67.0, "roberta_base": 124.6}
+    assert parameters == pytest.approx(sizes[name], abs=0.2)
+
+
+def test_bert_as_methods_see_it() -> None:
+    found = view(factory.random_model(config(), 2))
+    assert found.blocks == tuple(f"bert.encoder.layer.{k}" for k in range(4))
+    assert found.last_stage() == ("bert.encoder.layer.3", "bert.pooler", "classifier")
+    assert found.image_size == (32,)
+    assert all(layer.tokens is None for layer in found.layers)
+    assert {layer.in_attention for layer in found.layers if ".attention." in layer.name} == {True}
+
+
+def test_weights_of_a_folder_are_those_of_transformers(folder: Path) -> None:
+    model = factory.create_model(from_folder(folder), 3)
+    theirs: Any = BertForSequenceClassification
+    own = theirs.from_pretrained(str(folder), num_labels=3)
+    own.classifier.load_state_dict(model.get_submodule("classifier").state_dict())  # each has a new one
+    inputs = TASK.example_inputs(2, 0, (16,))
+    inputs = {name: x.clamp(max=len(VOCABULARY) - 1) for name, x in inputs.items()}  # type: ignore[union-attr]
+    with torch.no_grad():
+        torch.testing.assert_close(TASK.logits(model.eval(), inputs), own.eval()(**inputs).logits)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_file_of_weights_replaces_those_of_the_name(folder: Path, tmp_path: Path) -> None:
+    other = factory.create_model(from_folder(folder), 2)
+    nn.init.normal_(other.get_submodule("classifier").weight)  # type: ignore[arg-type]
+    save_file({k: v.contiguous() for k, v in other.state_dict().items()}, tmp_path / "own.safetensors")
+    again = factory.create_model(config(weights=str(tmp_path / "own.safetensors")), 2)
+    for name, value in again.state_dict().items():
+        torch.testing.assert_close(value, other.state_dict()[name], rtol=0, atol=0)
+    wider = factory.create_model(config(weights=str(tmp_path / "own.safetensors")), 5)
+    assert wider.get_submodule("classifier").weight.shape == (5, 32)
+
+
+def test_the_tokenizer_is_that_of_the_folder(folder: Path) -> None:
+    found = tokenizer_of(from_folder(folder))
+    assert found.size == len(VOCABULARY)
+    assert found.inputs == ("input_ids", "token_type_ids", "attention_mask")
+    assert found.batch([("The Apple",)], 8)["input_ids"][0, :4].tolist() == [
+        2,
+        VOCABULARY.index("the"),
+        VOCABULARY.index("apple"),
+        3,
+    ]
+
+
+def test_a_portable_configuration_needs_no_folder(folder: Path) -> None:
+    model = factory.create_model(from_folder(folder), 3)
+    found = portable(from_folder(folder), model)
+    assert found.name == "bert"
+    again = factory.random_model(found.model_copy(update={"weights": None}), 3)
+    assert {n: p.shape for n, p in again.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
+    assert found.kwargs.items() >= {k: v for k, v in SMALL.items() if k != "vocab_size"}.items()
+    plain = config("bert_base", kwargs={})
+    assert portable(plain, factory.random_model(plain.model_copy(update={"kwargs": SMALL}), 2)) == plain
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_length": 65}, r"model\.max_length must be at most 64, the positions of bert, got 65"),
+        ({"kwargs": {"hidden_sise": 8}}, r"model\.kwargs\.hidden_sise must be an argument of bert.*'hidden_size'"),
+        ({"kwargs": {"num_labels": 3}}, r"model\.kwargs\.num_labels must be unset"),
+        ({"drop_rate": 0.1}, r"model\.drop_rate must be 0 with task=text.*hidden_dropout_prob"),
+        ({"name": "brt_base"}, r"model\.name must be bert_base, .* Did you mean 'bert_base'\?"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        factory.random_model(config(**changes), 2)
+
+
+def test_missing_files_are_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert factory.missing_weights(from_folder(folder)) is None
+    assert "an existing folder or file" in str(factory.missing_weights(from_folder(tmp_path / "none")))
+    part = tmp_path / "part"
+    part.mkdir()
+    (part / "config.json").write_bytes((folder / "config.json").read_bytes())
+    message = str(factory.missing_weights(from_folder(part)))
+    assert "It has no model.safetensors or pytorch_model.bin, tokenizer.json or vocab.txt or vocab.json." in message
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    message = str(factory.missing_weights(config("bert_base", pretrained=True)))
+    assert "google-bert/bert-base-uncased" in message
+    assert "model.weights=DIR" in message
+    assert "a kind of network without published weights" in str(factory.missing_weights(config(pretrained=True)))
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE"):
+        tokenizer_of(config("bert_base"))
+
+
+def test_weights_of_another_network_are_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"missing or of another shape: bert\."):
+        factory.create_model(from_folder(folder, kwargs={"hidden_size": 64}), 2)
+    save_file({"blocks.0.weight": torch.zeros(2)}, tmp_path / "vit.safetensors")
+    with pytest.raises(SettingError, match=r"model\.weights must be weights that fit model\.name=bert"):
+        factory.create_model(config(weights=str(tmp_path / "vit.safetensors")), 2)
+    broken = write_model(tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"\0" * 20)
+    with pytest.raises(UserError, match="the weights cannot be read"):
+        factory.create_model(from_folder(broken), 2)
+    (broken / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config\.json cannot be used"):
+        factory.create_model(from_folder(broken), 2)
+
+
+# ------------------------------------------------------------------------------------------ methods
+def gradients(model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Gradients of the loss on a batch of texts of different lengths, with dropout drawn from `seed`."""
+    generator = torch.Generator().manual_seed(1)
+    inputs: Any = TASK.example_inputs(4, 0, (24,), generator)
+    inputs["attention_mask"][1, 10:] = 0
+    inputs["attention_mask"][2, 3:] = 0
+    torch.manual_seed(seed)
+    model.zero_grad(set_to_none=True)
+    TASK.loss(TASK.logits(model.train(), inputs), torch.tensor([0, 1, 2, 0])).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        lambda: BackRazor(sparsity=0.0, value_dtype="same", threshold="exact"),
+        lambda: BackRazor(sparsity=0.0, value_dtype="same", norm_saves="input", recompute_inputs=False),
+        Checkpointing,
+    ],
+    ids=["back_razor", "back_razor as published", "checkpointing"],
+)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_methods_that_lose_nothing_have_the_exact_gradients(method: Any, dropout: float) -> None:
+    torch.manual_seed(0)
+    kwargs = {**SMALL, "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": 0.0}
+    plain = factory.random_model(config(kwargs=kwargs), 3).double()
+    changed = copy.deepcopy(plain)
+    method().apply(changed)
+    exact, found = gradients(plain), gradients(changed)
+    assert exact.keys() == found.keys()
+    for name, gradient in exact.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_low_bit_is_near_the_exact_gradient() -> None:
+    torch.manual_seed(0)
+    kwargs = {**SMALL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    plain = factory.random_model(config(kwargs=kwargs), 3)
+    changed = copy.deepcopy(plain)
+    LowBit(bits=8).apply(changed)
+    exact, found = (torch.cat([g.flatten() for g in gradients(m).values()]) for m in (plain, changed))
+    assert torch.cosine_similarity(exact, found, dim=0) > 0.99
+    assert not torch.equal(exact, found)
+
+
+def test_what_is_left_dense_keeps_its_own_bytes() -> None:
+    model = factory.random_model(config(), 3)
+    skip = ["intermediate", "layer.*.output"]
+    whole, part, plain = (
+        executed(copy.deepcopy(model), 2, (32,), task=TASK, methods=methods).saved_bytes
+        for methods in ([BackRazor()], [BackRazor(skip=skip)], [])
+    )
+    assert whole < part < plain
+    method = BackRazor(skip=skip)
+    applied = method.apply(copy.deepcopy(model))
+    left = {name for name, why in applied.skipped.items() if "method.back_razor.skip" in str(why)}
+    assert {name.split(".", 4)[-1] for name in left} == {"intermediate.dense", "output.dense", "output.LayerNorm"}
+    assert "bert.encoder.layer.0.attention.output.dense" in applied.touched
+
+
+#: Methods that need a grid of patches or another family of networks.
+REFUSED = {
+    "alast", "bsr", "bsr_moe", "evit", "lbp_dct", "lbp_wht", "patch_dropout", "repnet", "tinytl", "tome", "moe",
+}  # fmt: skip
+SETTINGS: dict[str, dict[str, Any]] = {
+    "blocks": {"blocks": [1, 3]},
+    "top_layers": {"num_layers": 2},
+    "uniform_layers": {"num_layers": 2},
+}
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_every_method_serves_texts_or_says_why_not(name: str) -> None:
+    model = factory.random_model(config(), 3)
+    method = METHODS[name](**SETTINGS.get(name, {}))
+    if name in REFUSED:
+        with pytest.raises(UserError, match=r"\S+ .{20}"):
+            method.apply(model)
+        return
+    applied = method.apply(model)
+    assert applied.touched
+    model.zero_grad(set_to_none=True)
+    loss = TASK.loss(TASK.logits(model.train(), TASK.example_inputs(2, 0, (16,))), torch.tensor([0, 2]))
+    loss.backward()
+    trained = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is not None]
+    assert trained
