@@ -74,6 +74,7 @@ def test_steps_with_the_prefix_in_another_form_or_read(
     assert "With trainer.cache_features=on FLOPs and bytes are those of a step" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_memory_of_recipes_each_in_its_own_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "memory.json"
     arguments = "memory --model vit_digits --batch 256 --classes 10 --steps 2 --warmup 1 --threads 1"
@@ -98,6 +99,7 @@ def test_memory_of_recipes_each_in_its_own_process(tmp_path: Path, capsys: pytes
     assert "# measuring the memory of full" in printed
 
 
+@pytest.mark.slow
 def test_memory_with_an_optimizer_without_state(tmp_path: Path):
     file = tmp_path / "memory.json"
     arguments = "memory --model vit_digits --batch 2 --optim sgd --steps 1 --warmup 0 full:optim.momentum=0 --json"

@@ -149,6 +149,7 @@ def test_finished_means_the_same_settings(tmp_path: Path) -> None:
         assert jobs.finished(tmp_path, config) is None
 
 
+@pytest.mark.slow
 def test_rows_of_an_experiment_a_table_and_paired_values_are_sweeps(program: Path) -> None:
     paired = ["method=zip(lbp_wht,lbp_wht_published)", "method.lbp_wht.order=zip(2,3)", "optim.lr=0.1,0.2"]
     done = call(program, "-m", *paired, "trainer.progress=false")

@@ -216,6 +216,7 @@ def test_a_report_takes_the_accuracy_on_the_test_images_and_names_what_it_cannot
     assert re.search(r"Not read: deit_t.alast acc_flowers seed=2: .*not valid JSON", shown)
 
 
+@pytest.mark.slow
 def test_the_images_that_costs_are_counted_for_are_those_that_train() -> None:
     """The recipes train on the 1,020 training images of Flowers-102, not on the 2,040 with those of validation."""
     rows = [row for n in range(1, 8) for row in published_table(f"alast/{n}").rows if "compute_pflops" in row.costs]

@@ -136,6 +136,7 @@ def test_the_choice_is_reported_and_keeps_to_the_budget() -> None:
     assert chosen(method).forms == kept, "no second profile"
 
 
+@pytest.mark.slow
 def test_a_group_that_is_set_is_kept() -> None:
     model, method = model_of("vit"), LowBit("auto", 3.6, group=32, rounding="stochastic", attention="unfused")
     method.apply(model)
@@ -177,6 +178,7 @@ def test_micro_batches_are_measured_once() -> None:
     assert one.state_dict() == two.state_dict()
 
 
+@pytest.mark.slow
 def test_steps_without_a_gradient_are_not_counted() -> None:
     """A head of zeros passes no gradient on; an overflow in fp16 passes on infinities."""
     model, method = model_of("vit"), LowBit("auto", 3.5)

@@ -171,6 +171,7 @@ def test_networks_without_batch_norm_are_fused_only_if_asked_for(fused: bool | N
     assert method.libraries == (("numba",) if expected else ())
 
 
+@pytest.mark.slow
 def test_fewer_bytes_are_kept_and_no_other_flops_executed() -> None:
     with torch.device("meta"):
         model = timm.create_model("efficientformer_l1", num_classes=3).to(memory_format=torch.channels_last)

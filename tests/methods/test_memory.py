@@ -130,6 +130,7 @@ def test_low_rank_backward_packs_its_projected_input(name: str, derive: bool) ->
     assert largest_difference(expected, gradients(packed, name)) > 1e-2
 
 
+@pytest.mark.slow
 def test_every_stack_keeps_less_than_its_parts() -> None:
     model = timm.create_model("deit_tiny_patch16_224", depth=4)
 

@@ -47,7 +47,9 @@ def test_image_sizes_that_the_encoder_cannot_divide_are_refused() -> None:
     def deeplab(size: tuple[int, int]) -> ModelConfig:
         return encoder_decoder("deeplabv3", image_size=size, kwargs={"encoder_output_stride": 16})
 
-    with pytest.raises(SettingError, match=r"model\.image_size must be a multiple of 16 .*, got \(70, 96\)\. Use 64 or 80"):
+    with pytest.raises(
+        SettingError, match=r"model\.image_size must be a multiple of 16 .*, got \(70, 96\)\. Use 64 or 80"
+    ):
         factory.random_model(deeplab((70, 96)), 3)
     factory.random_model(deeplab((80, 48)), 3)
     factory.random_model(encoder_decoder(image_size=(70, 96)), 3)  # resizes inside
@@ -108,6 +110,7 @@ def _numbers(segformer: nn.Module, *methods: Any) -> float:
     return counted.backward_flops / 1e6
 
 
+@pytest.mark.slow
 def test_backward_flops_of_the_published_table(segformer: nn.Module) -> None:
     """LBP-WHT, Table 3, at 256×512.
 

@@ -210,6 +210,7 @@ def test_a_plan_with_room_recommends_plain_fine_tuning() -> None:
     assert series["exact"].y == [one.step_seconds for one in found.options if one.exactness is Exactness.EXACT]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("three")
 def test_a_tight_budget_excludes_and_names_the_smallest_that_would_do() -> None:
     wide = a_plan()
@@ -269,6 +270,7 @@ def test_the_recommended_recipe_is_tried() -> None:
     assert "the recommended recipe took a few steps in a process of its own" in text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("three")
 def test_a_recipe_that_does_not_keep_the_budget_in_its_trial_gives_way_to_the_next() -> None:
     wide = a_plan()
@@ -305,6 +307,7 @@ def test_a_recipe_that_does_not_keep_the_budget_in_its_trial_gives_way_to_the_ne
     assert "its trial failed: killed by SIGKILL, likely for lack of memory" in {one.reason for one in found.excluded}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("three")
 def test_steps_that_are_too_long_and_machines_without_room_have_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     def attempt(*arguments: object) -> Trial:
@@ -330,6 +333,7 @@ def test_a_trial_takes_steps_of_the_whole_batch() -> None:
     assert trial.peak_bytes > 2**20, "the network and its step"
 
 
+@pytest.mark.slow
 def test_a_split_batch_fits_where_the_whole_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "candidates", few(["full"]))
     monkeypatch.setattr(planner._Planner, "fits", lambda self, o, memory: o.counted.resident_bytes <= memory)
@@ -340,6 +344,7 @@ def test_a_split_batch_fits_where_the_whole_does_not(monkeypatch: pytest.MonkeyP
     assert "trainer.grad_accum_steps=2" in found.options[0].arguments
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("three")
 def test_the_library_function_is_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     found = efficient_ft.plan(*SETTINGS, memory="900GB")
@@ -376,6 +381,7 @@ def test_what_rows_lost_comes_from_the_finished_studies() -> None:
     assert points_lost(None) == points_lost("no such row") == {}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("three")
 def test_predictions_stand_next_to_what_runs_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from efficient_ft.training.run import run

@@ -77,6 +77,7 @@ def test_the_bases_that_a_profile_chose_continue(tmp_path, configuration):
     assert len(of_broken["chosen"]) > 4
 
 
+@pytest.mark.slow
 def test_the_bits_that_a_profile_chose_continue(tmp_path, configuration):
     """``bits=auto`` stopped while it profiles (2 steps of 3) and again after it has chosen (6)."""
     method = {"full": {}, "low_bit": {"bits": "auto", "budget": 3.3, "profile_steps": 3}}
