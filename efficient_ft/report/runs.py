@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections import defaultdict
 from collections.abc import Sequence
@@ -32,9 +33,17 @@ from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.results import final_accuracy, flatten
 from efficient_ft.record.rows import MetricsFile
 from efficient_ft.report.record import read
+from efficient_ft.task import TASKS
+from efficient_ft.training.predict_masks import EXAMPLES
 
 #: Points of a curve, at most: 200 runs fit into a page that opens at once.
 MAX_POINTS = 120
+
+#: Runs whose predictions are shown, at most.
+MAX_PICTURES = 20
+
+#: Keys of metrics.jsonl that are the task's metric.
+METRICS = tuple(f"{split}_{metric}" for split in ("val", "test") for metric in {t.metric: 0 for t in TASKS.values()})
 
 #: Costs that accuracy is drawn against, by the columns of `record.collection.run_rows`.
 COSTS = (
@@ -63,9 +72,28 @@ def write_runs_page(paths: Sequence[Path], out: Path) -> Path:
         title=escape(f"{title}: {roots}"),
         about=escape(f"Accuracy is that of the best epoch's weights, on {_splits(found)}. Costs are executed counts."),
         data=held.replace("</", "<\\/"),
+        pictures=_pictures(found.runs),
     )
     write_text_atomically(out / "report.html", text)
     return out / "report.html"
+
+
+def _pictures(runs: Sequence[Run]) -> str:
+    """The predictions of segmentations on some test images, as HTML; of the first runs if there are many."""
+    have = [(run, name) for run, name in zip(runs, names_of(runs), strict=True) if (run.path / EXAMPLES).is_file()]
+    if not have:
+        return ""
+    parts = ["<h2>Predictions</h2>"]
+    for run, name in have[:MAX_PICTURES]:
+        source = base64.b64encode((run.path / EXAMPLES).read_bytes()).decode()
+        caption = f"{escape(name)}: test images, their masks, and the predictions laid over the images."
+        parts.append(
+            f'<figure><img src="data:image/png;base64,{source}" alt="{escape(name)}">\n'
+            f"<figcaption>{caption}</figcaption></figure>"
+        )
+    if len(have) > MAX_PICTURES:
+        parts.append(f"<p>{len(have) - MAX_PICTURES} further runs have {EXAMPLES} in their folders.</p>")
+    return "\n".join(parts)
 
 
 def collect_paths(paths: Sequence[Path]) -> Collection:
@@ -190,7 +218,7 @@ def _curve_rows(folder: Path) -> list[dict[str, float]]:
             "seconds": row.get("seconds"),
             "images": row.get("images"),
             "loss": row.get("train_loss") if windows else row.get("train_loss_epoch"),
-            "accuracy %": next((100 * v for k, v in row.items() if k in ("val_accuracy", "test_accuracy")), None),
+            "accuracy %": next((100 * v for k, v in row.items() if k in METRICS), None),
         }
         points.append({key: float(f"{value:.5g}") for key, value in values.items() if value is not None})
     # Each curve has its own points: rows of steps are many more than those of epochs.

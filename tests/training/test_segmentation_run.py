@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,13 @@ from PIL import Image
 from efficient_ft.cli import predict
 from efficient_ft.config import Config, check
 from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.record.results import read_results
 from efficient_ft.record.rows import MetricsFile
+from efficient_ft.report import write_runs_page
 from efficient_ft.task import Segmentation
 from efficient_ft.training import export
 from efficient_ft.training.evaluate import evaluate
+from efficient_ft.training.predict_masks import EXAMPLES
 from efficient_ft.training.run import run
 from tests.data.mask_pictures import BACKGROUND, DISK, SQUARE, write_folder
 from tests.training.runs import assert_same_run, interrupted_at, plain_config
@@ -117,6 +122,20 @@ def test_masks_of_new_images_have_the_ids_of_the_training_masks(
     printed = capsys.readouterr().out
     assert "background" in printed
     assert f"{tmp_path / 'out' / '000.png'}" in printed
+
+
+def test_the_page_of_runs_shows_predictions_and_the_curve(
+    trained: tuple[Path, Config, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, *_ = trained
+    page = write_runs_page([folder], tmp_path).read_text(encoding="utf-8")
+    (source,) = re.findall(r'<img src="data:image/png;base64,([^"]+)"', page)
+    assert base64.b64decode(source) == (folder / EXAMPLES).read_bytes()
+    (held,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page)
+    (shown,) = json.loads(held)["runs"]
+    curve = [row["accuracy %"] for row in shown["rows"] if "accuracy %" in row]
+    assert len(curve) == 12
+    assert max(curve) == pytest.approx(100 * read_results(folder)["accuracy"]["best"], rel=1e-3)
 
 
 def test_masks_are_not_written_over_images(
