@@ -26,6 +26,7 @@ from efficient_ft.methods.base import apply_methods
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.models.view import ModelView, view
+from efficient_ft.task import moved
 
 
 @dataclass
@@ -160,7 +161,7 @@ def _batches(
             )
             for _ in range(count)
         ]
-    return [(x.to(device), y.to(device)) for x, y in batches], num_classes
+    return [(moved(x, device), y.to(device)) for x, y in batches], num_classes
 
 
 def _plain_network(

@@ -12,14 +12,16 @@ from torch import Tensor, nn
 from efficient_ft.core.errors import UserError
 from efficient_ft.cost.step import StepMethods, StepSpec, forward_and_loss
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
+from efficient_ft.task import Classification, Inputs, Task, tensors_of
 
-#: Images (B, C, H, W) and their class indices (B,).
-Batch = tuple[Tensor, Tensor]
+#: Inputs of a network and their targets: images (B, C, H, W) and class indices (B,).
+Batch = tuple[Inputs, Tensor]
+_CLASSIFICATION = Classification()
 Gradients = dict[str, Tensor]
 
 
 class StepGradients(NamedTuple):
-    """The gradients of one step, and the accuracy on its batch."""
+    """The gradients of one step, and the accuracy (the task's metric) on its batch."""
 
     accuracy: float
     gradients: Gradients
@@ -34,17 +36,19 @@ def step_gradients(
     inputs: Sequence[str] = (),
     precision: str = "fp32",
     seed: int | None = None,
+    task: Task = _CLASSIFICATION,
 ) -> StepGradients:
-    """Compute the gradients of a training step that moves no parameter: cross-entropy, BatchNorm statistics frozen.
+    """Compute the gradients of a training step that moves no parameter: the task's loss, BatchNorm statistics frozen.
 
     Args:
-        model: a classifier, put in training mode.
-        batch: images and labels on the model's device.
+        model: a network of the task, put in training mode.
+        batch: its inputs and targets on the model's device.
         methods: the methods applied to `model`. Their own losses are left out: the exact gradient has none.
         step: number of the step for the methods.
         inputs: names of modules at whose input the gradient is taken too.
         precision: ``fp32``, ``bf16`` or ``fp16``.
         seed: of torch's generators, set before the step; None: not set.
+        task: what the network returns, and its loss.
 
     Returns:
         The gradient of every parameter that has one, by the plain model's names, and as ``input:NAME`` those at the
@@ -59,7 +63,7 @@ def step_gradients(
 
         return model.get_submodule(name).register_forward_pre_hook(before)
 
-    images, labels = batch
+    given, targets = batch
     taking_part = StepMethods(methods)
     handles = [watch(name) for name in inputs]
     model.train()
@@ -68,9 +72,10 @@ def step_gradients(
     if seed is not None:
         torch.manual_seed(seed)
     taking_part.begin(step)
-    spec = StepSpec(len(images), tuple(images.shape[-2:]), precision)
+    size = tuple(given.shape[-2:]) if isinstance(given, Tensor) else tuple(tensors_of(given)[0].shape[1:])
+    spec = StepSpec(len(targets), size, precision, task=task)
     try:
-        logits, loss = forward_and_loss(model, StepMethods(), images, labels, spec)
+        logits, loss = forward_and_loss(model, StepMethods(), given, targets, spec)
         loss.backward()
     finally:
         for handle in handles:
@@ -80,7 +85,9 @@ def step_gradients(
         if parameter.grad is not None:
             found[name.replace(".base_layer", "")] = parameter.grad.detach()  # peft's name for the layer it adapts
     model.zero_grad(set_to_none=True)
-    return StepGradients((logits.argmax(1) == labels).float().mean().item(), found)
+    scores = task.scores(logits.shape[1], local=True).to(logits.device)
+    scores.update(logits.detach().float(), targets)
+    return StepGradients(scores.compute()[task.metric], found)
 
 
 def error_and_cosine(

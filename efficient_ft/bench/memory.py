@@ -117,6 +117,7 @@ def measure_memory(
             precision=spec.precision,
             label_smoothing=spec.label_smoothing,
             frozen_bn=spec.frozen_bn,
+            task=spec.task,
         )
     return {
         "methods": [repr(method) for method in methods],

@@ -88,7 +88,7 @@ class PartsTimer:
             start = time.perf_counter()
             with torch.no_grad(), torch.autocast(self.step.device.type, dtype=dtype, enabled=dtype is not None):
                 try:
-                    self._plain(self.step.inputs)
+                    self.step.spec.task.logits(self._plain, self.step.inputs)
                 except _PrefixEnds:
                     self._wait()
             seconds["prefix inference"] = time.perf_counter() - start
@@ -174,6 +174,7 @@ def measure_steps(
                 methods=methods,
                 build_optimizer=build,
                 precision=spec.precision,
+                task=spec.task,
             )
             step = steps[recipe.name] = TrainingStep(
                 network,

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from efficient_ft.core.allocator import CHOICES, restart_with, use_allocator
 from efficient_ft.core.errors import SettingError, UserError
 
@@ -235,7 +237,24 @@ def _configure(model: str | None, overrides: Sequence[str]) -> Config:
         known = (CONF / "model" / f"{model}.yaml").is_file()
         chosen = [f"model={model}"] if known else ["model=timm", f"model.name={model}"]
         chosen.append("model.pretrained=false")
+        chosen += _task_of(CONF / "model" / f"{model}.yaml", overrides) if known else []
     return configurations(CONF, "train", [*chosen, *overrides], sweep=False)[0]
+
+
+#: The task and data of the networks that are no classifiers of images; no data are read.
+_TASKS = {
+    "segmentation": ["task=segmentation", "data=mask_folder", "data.root=none"],
+    "text": ["task=text", "data=text_folder", "data.root=none"],
+}
+
+
+def _task_of(option: Path, overrides: Sequence[str]) -> list[str]:
+    """Settings of the task of a model's option, unless `overrides` name it."""
+    about = yaml.safe_load(option.read_text(encoding="utf-8"))
+    name = "text" if about.get("max_length") else "segmentation"
+    if not (about.get("max_length") or about.get("encoder") or str(about["name"]).startswith("segformer_")):
+        return []
+    return [] if any(word.startswith("task=") for word in overrides) else _TASKS[name]
 
 
 def _step(options: argparse.Namespace) -> dict[str, Any]:

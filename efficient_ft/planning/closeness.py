@@ -13,7 +13,9 @@ from efficient_ft.methods.base import apply_methods
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.models.view import view
+from efficient_ft.task import moved
 from efficient_ft.training.datamodule import open_images
+from efficient_ft.training.run_task import run_task
 
 #: Images of the batch.
 IMAGES = 4
@@ -30,15 +32,16 @@ class Closeness:
     def __init__(self, config: Config, device: torch.device) -> None:
         data = config.data.model_copy(update={"batch_size": IMAGES, "num_workers": 0})
         images = open_images(config.model_copy(update={"data": data, "tasks": {}}), factory.input_of(config.model))
-        pixels, labels = next(iter(images.train_loader()))
-        self._batch = pixels.to(device), labels.to(device)
+        inputs, targets = next(iter(images.train_loader()))
+        self._batch = moved(inputs, device), targets.to(device)
+        self._task = run_task(config)
         torch.manual_seed(config.seed)
         self._plain = factory.create_model(config.model, images.num_classes).to(device)
         for name in view(self._plain).head:
             weight = getattr(self._plain.get_submodule(name), "weight", None)
             if weight is not None and not weight.any():  # a head that starts from zero passes no gradient on
                 torch.nn.init.trunc_normal_(weight, std=0.02)
-        self._exact = step_gradients(self._plain, self._batch, seed=config.seed).gradients
+        self._exact = step_gradients(self._plain, self._batch, seed=config.seed, task=self._task).gradients
         self._seed = config.seed
 
     def cosine(self, config: Config) -> float | None:
@@ -51,7 +54,9 @@ class Closeness:
             apply_methods(model, methods)
             steps = max((method.warmup_steps for method in methods), default=0)
             for step in range(steps + 1):
-                found = step_gradients(model, self._batch, methods=methods, step=step, seed=self._seed).gradients
+                found = step_gradients(
+                    model, self._batch, methods=methods, step=step, seed=self._seed, task=self._task
+                ).gradients
             keys = [key for key in found if key in self._exact]
             return error_and_cosine(self._exact, found, keys)[1] if keys else None
         except UserError:
