@@ -143,6 +143,8 @@ def measure_loops(
         overrides += settings
         configs[job] = configure(None if default else job, overrides)
     for config in configs.values():
+        if config.task != "classification":
+            raise UserError(f"bench loop times classifiers of images, not task={config.task}: use bench step.")
         if missing := missing_data(config.data):
             raise UserError(missing)
     measured = {job: _measure_job(config, device, rounds, warmup) for job, config in configs.items()}

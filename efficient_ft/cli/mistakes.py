@@ -54,12 +54,12 @@ def _of_timm(name: str) -> str:
 
 
 def _new_argument(name: str, line: str) -> UserError:
-    """The advice for an argument of timm that the model's options do not have yet."""
+    """The advice for an argument of the network that the model's options do not have yet."""
     from efficient_ft.models.timm_config import SET_ELSEWHERE
 
     if name in SET_ELSEWHERE:
         return UserError(f"{line}: timm's {name} is not set here. {SET_ELSEWHERE[name]}")
-    return UserError(f"{line}: a new argument for timm.create_model is added with a plus: +{line}")
+    return UserError(f"{line}: a new argument of the network is added with a plus: +{line}")
 
 
 def group_options(loader: ConfigLoader, group: str) -> list[str]:

@@ -74,15 +74,17 @@ def _lines(trained: Trained, options: argparse.Namespace) -> list[str]:
     lines: list[str] = []
     for path in options.files:
         try:
-            text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8-sig")
+            raw = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+            text = raw.decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path} cannot be read as UTF-8 text ({first_line(error)}).") from error
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
             if line.strip():
-                if len(line.split("\t")) != columns:
+                cells = [cell.strip() for cell in line.split("\t")]
+                if len(cells) != columns or not all(cells):
                     form = "FIRST<tab>SECOND" if columns == 2 else "one text, without tabs"
                     raise UserError(f"{path}, line {number}: this run takes lines of the form {form}.")
-                lines.append(line)
+                lines.append("\t".join(cells))
     if not lines:
         raise UserError(f"{', '.join(map(str, options.files))}: no line of text.")
     return lines

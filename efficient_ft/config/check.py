@@ -119,6 +119,8 @@ def _check_task(config: Config) -> None:
                 raise SettingError("task", task, f"{of} with {what}", f"Add task={of}.")
         return
     data_of, model_of = _CHOICES[task]
+    if task == "text" and data.name in ("text_folder", "rte") and data.text is None:
+        raise SettingError("data.text", "null", "a mapping with columns and label")
     if of_data != task:
         raise SettingError("data.name", data.name, f"a data set {data_of[0]} with task={task}", data_of[1])
     if of_model != task:
@@ -131,7 +133,12 @@ def _check_task(config: Config) -> None:
         raise SettingError("trainer.prefix", trainer.prefix, f"fp32 or auto with task={task}")
     if data.masks is not None:
         _check_masks(data.name, data.masks)
-    if task == "text":
+    if data.text is not None:
+        columns = [*data.text.columns, data.text.label]
+        if len(set(columns)) < len(columns):
+            raise SettingError(
+                "data.text.columns", data.text.columns, f"other columns than {data.text.label}, each once"
+            )
         for name, value in (("image_size", model.image_size), ("mean", model.mean), ("std", model.std)):
             if value is not None:
                 hint = "The length of texts is model.max_length." if name == "image_size" else "Texts have no colors."

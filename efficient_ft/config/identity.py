@@ -51,6 +51,10 @@ def fingerprint(config: Config) -> str:
         del what["model"]["max_length"]
     if config.model.encoder is None:  # a later setting
         del what["model"]["encoder"]
+    for settings in what["method"].values():
+        for setting in ("skip", "fused"):  # later settings
+            if setting in settings and settings[setting] is None:
+                del settings[setting]
     what["data"] = _content(config.data)
     if config.tasks:
         # As a list: the tasks take turns in their order.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from efficient_ft.core.errors import UserError
+
 if TYPE_CHECKING:
     from efficient_ft.core.tokenizer import Tokenizer
 
@@ -32,7 +34,13 @@ class InputSpec:
 
     @property
     def image_size(self) -> tuple[int, int]:
-        """(height, width) of images."""
+        """(height, width) of images.
+
+        Raises:
+            UserError: the network takes texts.
+        """
+        if len(self.size) == 1:
+            raise UserError("This serves networks that take images, not texts.")
         height, width = self.size
         return height, width
 

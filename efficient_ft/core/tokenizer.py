@@ -49,7 +49,7 @@ class Tokenizer:
     def batch(self, texts: Sequence[Sequence[str]], max_length: int) -> dict[str, Tensor]:
         """Encode texts, or pairs, as int64 (B, L) by the names of `inputs`; L is at most `max_length`.
 
-        Of a pair that is too long the longer text is cut first.
+        If a pair is too long, its longer text is cut first.
         """
         self._tokenizer.enable_truncation(max_length, strategy="longest_first")
         try:

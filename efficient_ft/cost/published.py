@@ -40,7 +40,7 @@ from torch.overrides import TorchFunctionMode
 from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.cost.meter import storage_id
 from efficient_ft.cost.probe import FakeCopyOnCPU
-from efficient_ft.cost.step import StepSpec, require_image_size, require_positive
+from efficient_ft.cost.step import StepSpec, require_positive
 from efficient_ft.models.view import projections_in, view
 from efficient_ft.models.view.probe import in_words, takes_tokens
 from efficient_ft.task import Classification, TextClassification, tensors_of
@@ -247,16 +247,14 @@ def operations(
         SettingError: an image size or number of channels that is out of range.
         UserError: `model` cannot be run on images of that size.
     """
-    if not takes_tokens(model):
-        require_image_size(input_size)
-    StepSpec(1, input_size, in_chans=in_chans)  # refuses what is out of range
+    task = TextClassification() if takes_tokens(model) else Classification()
+    StepSpec(1, input_size, in_chans=in_chans, task=task)  # refuses what is out of range
     if blocks is None:
         blocks = view(model, tuple(input_size)).blocks
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.inference_mode(False), torch.enable_grad():
         with FakeCopyOnCPU(mode):
             probe = copy.deepcopy(model)
         probe.eval()  # the rule ignores dropout, and methods of the memory axis act in training only
-        task = TextClassification() if takes_tokens(model) else Classification()
         inputs = task.example_inputs(1, in_chans, tuple(input_size))
         if isinstance(inputs, Tensor):
             inputs = inputs.to(next(probe.parameters()).dtype)

@@ -112,7 +112,7 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         """
         if split not in self._parts:
             have = [name for name in self._parts if name != "train"]
-            raise UserError(f"This data set has no {split} images. It has {' and '.join(have)} images.")
+            raise UserError(f"This data set has no {split} split. It has {' and '.join(have)}.")
         sampler = CounterSampler(len(self._parts[split]), self._seed, rank, world, shuffle=False)
         batch_size = self._config.eval_batch_size or self._config.batch_size
         dataset = self._dataset(split, training=False)

@@ -136,7 +136,8 @@ def open_data(config: DataConfig, input: InputSpec, seed: int) -> ImageData | Se
     listing = read_data(config)
     if isinstance(listing, MaskListing):
         return SegmentationData(listing, config, input, seed)
-    assert isinstance(listing, Listing)
+    if not isinstance(listing, Listing):
+        raise UserError(f"data={config.name} has texts; this serves data sets of images.")
     return ImageData(listing, config, input, seed)
 
 

@@ -64,7 +64,7 @@ class TextData(OpenedData[Texts, TextDataset]):
         if listing.skipped and config.on_corrupt == "stop":
             first, *others = listing.skipped.values()
             more = f" {len(others)} further rows cannot be used either." if others else ""
-            raise UserError(f"{first}{more} Mend them, or leave them out: data.on_corrupt=skip.")
+            raise UserError(f"{first}{more} Correct them, or leave them out: data.on_corrupt=skip.")
         if listing.skipped:
             self._skipped.update(listing.skipped)
             self._notes.append(f"{len(self._skipped)} unusable texts are left out (data.on_corrupt=skip).")
@@ -79,7 +79,10 @@ class TextData(OpenedData[Texts, TextDataset]):
                 raise SettingError("data.val_fraction", config.val_fraction, known)
             train, val = stratified_split(train, config.val_fraction, seed)
             if not len(val):
-                raise UserError("Every class has a single text: none can be held out for validation. Add texts.")
+                raise UserError(
+                    "Every class has a single training text: none can be held out for validation. Add texts, or"
+                    " validation texts of their own."
+                )
         parts = {"train": train, "val": val, "test": test}
         self._parts = {name: part for name, part in parts.items() if part is not None}
         lengths = tokenizer.lengths(train.texts[:_LOOKED_AT])

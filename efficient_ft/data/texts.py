@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
+import io
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from efficient_ft.core.errors import UserError, did_you_mean
+from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
 from efficient_ft.data.images import printable
 from efficient_ft.data.listing import hold_out_test
 
@@ -37,19 +40,17 @@ class Texts:
     Attributes:
         texts: N texts, each a tuple of one or two.
         labels: int64 (N,).
-        places: where each is: a file, with its line.
     """
 
     texts: list[tuple[str, ...]]
     labels: np.ndarray
-    places: list[str]
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def take(self, indices: np.ndarray) -> Texts:
         """Return the samples at `indices`, in that order."""
-        return Texts([self.texts[i] for i in indices], self.labels[indices], [self.places[i] for i in indices])
+        return Texts([self.texts[i] for i in indices], self.labels[indices])
 
     def content_digest(self) -> str:
         """16 hex digits that tell any change apart."""
@@ -77,7 +78,7 @@ class TextListing:
 
     def digest(self) -> str:
         """8 hex digits that tell two copies apart."""
-        found = hashlib.blake2b("\n".join(self.class_names).encode(), digest_size=4)
+        found = hashlib.blake2b("\n".join(self.class_names).encode(errors="surrogateescape"), digest_size=4)
         for name, part in (("train", self.train), ("val", self.val), ("test", self.test)):
             if part is not None:
                 found.update(f"{name} {part.content_digest()}".encode())
@@ -95,7 +96,7 @@ class Row:
 
 
 def missing_text_folder(root: Path) -> str | None:
-    """Say what belongs where there is nothing; None: there is a file or a folder."""
+    """Say what `data.root` may be if there is nothing; None: there is a file or a folder."""
     return None if root.exists() else f"data.root={printable(root)}: no such file or folder. {_LAYOUT}"
 
 
@@ -123,9 +124,10 @@ def read_texts(root: Path, settings: TextConfig) -> TextListing:
         if len(here) > 1:
             raise UserError(f"{printable(root.absolute())} has {' and '.join(path.name for path in here)}. Keep one.")
         if here:
-            found[split] = list(read_rows(here[0], settings) if here[0].is_file() else _class_folders(here[0]))
+            read = read_rows if here[0].is_file() else _class_folders
+            found[split] = list(read(here[0], settings))
     if not found:
-        found["train"] = list(_class_folders(root))
+        found["train"] = list(_class_folders(root, settings))
     if "train" not in found:
         raise UserError(f"{printable(root.absolute())} has no training texts. {_LAYOUT}")
     return listing_of(found, root)
@@ -156,7 +158,7 @@ def listing_of(found: Mapping[str, Sequence[Row]], root: Path) -> TextListing:
                 f" {', '.join(names[:8])}{', …' if len(names) > 8 else ''}."
             )
         labels = np.asarray([numbers[row.label] for row in rows], dtype=np.int64)
-        parts[split] = Texts([row.text for row in rows], labels, [row.place for row in rows])
+        parts[split] = Texts([row.text for row in rows], labels)
     train, val, test, notes = parts["train"], parts.get("val"), parts.get("test"), []
     if val is None and test is None:
         whole = len(train)
@@ -169,10 +171,10 @@ def listing_of(found: Mapping[str, Sequence[Row]], root: Path) -> TextListing:
 
 def _in_order(name: str) -> tuple[int, float, str]:
     """Numbers by their value, before words."""
-    try:
-        return (0, float(name), name)
-    except ValueError:
-        return (1, 0.0, name)
+    with contextlib.suppress(ValueError):
+        if math.isfinite(value := float(name)):
+            return (0, value, name)
+    return (1, 0.0, name)
 
 
 def read_rows(path: Path, settings: TextConfig, **dialect: Any) -> Iterator[Row]:
@@ -181,7 +183,7 @@ def read_rows(path: Path, settings: TextConfig, **dialect: Any) -> Iterator[Row]
     Args:
         path: the file.
         settings: its columns.
-        dialect: further arguments of `csv.DictReader`.
+        dialect: further arguments of `csv.reader`.
 
     Raises:
         UserError: another kind of file, not UTF-8, no such column, or a row that cannot be read.
@@ -205,38 +207,64 @@ def read_rows(path: Path, settings: TextConfig, **dialect: Any) -> Iterator[Row]
         of_class = record[label]
         name = "" if of_class is None else str(of_class).strip()
         problem = "an empty text" if not all(text) else None if name else "no class"
+        if not _is_unicode("".join((*text, name))):
+            problem = "not valid Unicode"
         yield Row(text, name, place, problem and f"{place}: {problem}.")
     if not number:
         raise UserError(f"{printable(path)} has no rows.")
 
 
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _open(path: Path) -> list[str]:
     """The lines of a file, with their ends."""
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            return file.readlines()
+        raw = path.read_bytes()
+        return io.StringIO(raw.decode("utf-8-sig"), newline="").readlines()
     except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
         raise UserError(
-            f"{printable(path)} is not UTF-8 (byte {error.start}: {error.object[error.start]:#04x}). Convert it, e.g."
-            " by iconv -f latin1 -t utf-8."
+            f"{printable(path)}, line {line}: not UTF-8 (byte {raw[error.start]:#04x}). Convert the file, e.g. by"
+            " iconv -f ENCODING -t utf-8."
         ) from error
     except OSError as error:
         raise UserError(f"{printable(path)} cannot be read ({error.strerror}).") from error
 
 
 def _csv_rows(path: Path, delimiter: str, dialect: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
-    reader = csv.DictReader(iter(_open(path)), delimiter=delimiter, strict=True, **dialect)
+    lines = _open(path)
+    start = next((number for number, line in enumerate(lines) if line.strip()), 0)
+    reader = csv.reader(iter(lines[start:]), delimiter=delimiter, strict=True, **dialect)
+    before, names = 0, None
     try:
-        for row in reader:
-            if None in row or None in row.values():
-                cells = len(row) - 1 + len(row[None]) if None in row else sum(v is not None for v in row.values())
+        for cells in reader:
+            number, before = start + before + 1, reader.line_num
+            if names is None:
+                names = [name.strip() for name in cells]
+                twice = next((name for name in names if names.count(name) > 1), None)
+                if twice is not None:
+                    raise UserError(f"{printable(path)} has two columns {twice!r}. Rename one of them.")
+                continue
+            if not cells:
+                continue
+            if len(cells) != len(names):
+                found = "1 cell" if len(cells) == 1 else f"{len(cells)} cells"
                 raise UserError(
-                    f"{printable(path)}, line {reader.line_num}: {cells} cells, where the first line names"
-                    f" {len(reader.fieldnames or ())} columns. A text with a separator in it belongs in quotes."
+                    f"{printable(path)}, line {number}: {found}, where the first line names {len(names)} columns. A"
+                    " text with a separator in it belongs in quotes."
                 )
-            yield reader.line_num, row
+            yield number, dict(zip(names, cells, strict=True))
     except csv.Error as error:
-        raise UserError(f"{printable(path)}, line {reader.line_num}: not readable as a table ({error}).") from error
+        raise UserError(
+            f"{printable(path)}, line {start + before + 1}: not readable as a table ({error}). A cell that begins with"
+            ' a quote ends with one, and quotes in it are doubled ("").'
+        ) from error
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -245,15 +273,19 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{printable(path)}, line {number}: not JSON ({error.msg}).") from error
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{printable(path)}, line {number}: not JSON ({first_line(error)}).") from error
         if not isinstance(row, dict):
             raise UserError(f'{printable(path)}, line {number}: a line holds one object, {{"text": …, "label": …}}.')
         yield number, row
 
 
-def _class_folders(folder: Path) -> Iterator[Row]:
+def _class_folders(folder: Path, settings: TextConfig) -> Iterator[Row]:
     """The text files in the class folders of a folder, at any depth."""
+    if len(settings.columns) > 1:
+        raise SettingError(
+            "data.text.columns", settings.columns, f"one column: {printable(folder)} has folders, a file for each text"
+        )
     classes = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
     found = False
     for place in classes:

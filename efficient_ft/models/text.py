@@ -7,11 +7,14 @@ files of the tokenizer.
 from __future__ import annotations
 
 import os
+import pickle
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
@@ -71,7 +74,18 @@ _OPTIONAL = ("tokenizer_config.json", "special_tokens_map.json", "merges.txt", "
 TOKENIZER = "tokenizer"
 
 #: Arguments of the networks that have a setting of their own, and which.
-_SET_ELSEWHERE = {"num_labels": "It follows from the data.", "id2label": "It follows from the data."}
+_SET_ELSEWHERE = {
+    **dict.fromkeys(("num_labels", "id2label", "label2id"), "It follows from the data."),
+    **dict.fromkeys(("return_dict", "output_attentions", "output_hidden_states"), "The loss takes logits."),
+    "problem_type": "Each text has one class.",
+    "dtype": "Set trainer.precision instead.",
+    "model_type": "Set model.name instead.",
+}
+
+#: What transformers raises where it cannot use a configuration or file.
+_REFUSALS = (
+    ValueError, KeyError, TypeError, AttributeError, RuntimeError, AssertionError, StrictDataclassError,
+)  # fmt: skip
 
 _ALTERNATIVES = "Or use model.weights=DIR, a local folder with these files."
 
@@ -98,9 +112,24 @@ def build_text(config: ModelConfig, classes: int) -> nn.Module:
         SettingError: an unknown network, argument, or `model.max_length` beyond the network's positions.
         UserError: transformers is missing, or the files that describe the network are.
     """
+    return _noted(config, _random(config, _architecture(config, classes)))
+
+
+def _random(config: ModelConfig, about: Any) -> nn.Module:
+    """The network of transformers' configuration, with random weights in fp32."""
     auto = _transformers(config)
-    model = auto.AutoModelForSequenceClassification.from_config(_architecture(config, classes))
-    return _noted(config, model)
+    try:
+        model: nn.Module = auto.AutoModelForSequenceClassification.from_config(about, dtype=torch.float32)
+    except _REFUSALS as error:
+        given = f"model.kwargs={config.kwargs}" if config.kwargs else f"the type {about.model_type}"
+        raise UserError(
+            f"model.name={config.name} cannot be built as a text classifier with {given}: {first_line(error)}."
+        ) from error
+    most = _positions(model)
+    assert config.max_length is not None
+    if most is not None and config.max_length > most:
+        raise SettingError("model.max_length", config.max_length, f"at most {most}, the positions of {config.name}")
+    return model
 
 
 def load_text(config: ModelConfig, classes: int) -> tuple[nn.Module, str]:
@@ -117,10 +146,9 @@ def load_text(config: ModelConfig, classes: int) -> tuple[nn.Module, str]:
         SettingError: as `build_text`; the weights do not fit.
         UserError: as `build_text`; files cannot be fetched or read.
     """
-    auto, about = _transformers(config), _architecture(config, classes)
-    source = _local(config)
+    about, source = _architecture(config, classes), _local(config)
     with torch.device("meta"):
-        kind: Any = type(auto.AutoModelForSequenceClassification.from_config(about))
+        kind: Any = type(_random(config, about))
     weights = read_state_dict(source) if source.is_file() else None
     try:
         model, found = kind.from_pretrained(
@@ -131,8 +159,9 @@ def load_text(config: ModelConfig, classes: int) -> tuple[nn.Module, str]:
             ignore_mismatched_sizes=True,
             output_loading_info=True,
             local_files_only=True,
+            trust_remote_code=False,
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (*_REFUSALS, OSError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
         raise UserError(f"{source}: the weights cannot be read ({first_line(error)}).") from error
     new = sorted({name for name, *_ in found["mismatched_keys"]} | set(found["missing_keys"]))
     base = f"{model.base_model_prefix}."
@@ -159,7 +188,9 @@ def tokenizer_of(config: ModelConfig) -> Tokenizer:
     if source.is_file():
         return Tokenizer.loads(str(_metadata(source)[TOKENIZER]))
     try:
-        fast = auto.AutoTokenizer.from_pretrained(str(source), use_fast=True, local_files_only=True)
+        fast = auto.AutoTokenizer.from_pretrained(
+            str(source), use_fast=True, local_files_only=True, trust_remote_code=False
+        )
         if fast.pad_token_id is None:
             raise ValueError("it has no token that pads")
         return Tokenizer(
@@ -167,20 +198,27 @@ def tokenizer_of(config: ModelConfig) -> Tokenizer:
             [name for name in fast.model_input_names if name in ("input_ids", "attention_mask", "token_type_ids")],
             (fast.pad_token_id, fast.pad_token),
         )
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, ImportError) as error:
+    except (*_REFUSALS, OSError, ImportError) as error:
         raise UserError(f"{source}: the tokenizer cannot be read ({first_line(error)}).") from error
 
 
 #: Entries of transformers' configuration that are no part of the architecture.
-_NO_ARCHITECTURE = (
-    "architectures",
-    "dtype",
-    "id2label",
-    "label2id",
-    "model_type",
-    "torch_dtype",
-    "transformers_version",
-)
+_NO_ARCHITECTURE = (*_SET_ELSEWHERE, "architectures", "torch_dtype", "transformers_version")
+
+
+def _is_argument(about: Any, name: str) -> bool:
+    """Whether transformers' configuration of a network has a value of this name."""
+    return not name.startswith("_") and hasattr(about, name) and not callable(getattr(about, name))
+
+
+def require_fitting(tokenizer: Tokenizer, model: nn.Module) -> None:
+    """Raise a UserError if the network has no embedding for some tokens."""
+    table: nn.Embedding = model.get_input_embeddings()  # type: ignore[operator]
+    if tokenizer.size > table.num_embeddings:
+        raise UserError(
+            f"The tokenizer has {tokenizer.size} tokens, and the network embeds {table.num_embeddings}: they do not"
+            " belong together. Use the network's own tokenizer, or leave model.kwargs.vocab_size out."
+        )
 
 
 def portable(config: ModelConfig, model: nn.Module) -> ModelConfig:
@@ -194,11 +232,13 @@ def portable(config: ModelConfig, model: nn.Module) -> ModelConfig:
     if not is_text(config) or (config.name in TEXT_MODELS and not own):
         return config
     about: Any = model.config
-    usual = _transformers(config).AutoConfig.for_model(about.model_type).to_dict()
+    plain = _transformers(config).AutoConfig.for_model(about.model_type)
+    usual = plain.to_dict()
+    # A published config.json may have entries that are no arguments of the network.
     kwargs = {
         name: value
         for name, value in about.to_dict().items()
-        if name not in _NO_ARCHITECTURE and not name.startswith("_") and usual.get(name) != value
+        if name not in _NO_ARCHITECTURE and _is_argument(plain, name) and usual.get(name) != value
     }
     return config.model_copy(update={"name": about.model_type, "kwargs": kwargs})
 
@@ -218,9 +258,10 @@ def missing_text(config: ModelConfig) -> str | None:
             return None
     repository = _repository(config)
     if repository is None:
+        what = "is no tokenizer" if config.weights is not None or not config.pretrained else "are no published weights"
         return (
-            f"model.name={config.name} is a kind of network without published weights. Use model.weights=DIR, a local"
-            f" folder with its files, or one of {', '.join(TEXT_MODELS)}."
+            f"model.name={config.name} is a kind of network, for which there {what}. Use model.weights=DIR, a"
+            f" local folder with config.json, weights and tokenizer, or one of {', '.join(TEXT_MODELS)}."
         )
     absent = [group for group in _needed(config) if _cached(repository, group) is None]
     if not absent:
@@ -246,10 +287,19 @@ def _needed(config: ModelConfig) -> tuple[tuple[str, ...], ...]:
 
 
 def _repository(config: ModelConfig) -> str | None:
-    """The repository on the hub; None: the name is that of an architecture."""
+    """The repository on the hub; None: the name is that of an architecture.
+
+    Raises:
+        SettingError: the name is that of a folder, or of no form that the hub has.
+    """
     if config.name in TEXT_MODELS:
         return TEXT_MODELS[config.name].repository
-    return config.name if "/" in config.name else None
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", config.name) and not Path(config.name).is_dir():
+        return config.name
+    if not re.fullmatch(r"[\w-]+", config.name):
+        hint = "A local folder is model.weights=DIR, with the kind of network as model.name: bert."
+        raise SettingError("model.name", config.name, "OWNER/NAME of the hub, or a kind of network", hint)
+    return None
 
 
 def _cached(repository: str, names: tuple[str, ...]) -> str | None:
@@ -327,7 +377,7 @@ def _architecture(config: ModelConfig, classes: int) -> Any:
         about = _read_architecture(config, Path(config.weights).expanduser())
     elif known is not None:
         about, changes = auto.AutoConfig.for_model(known.type), known.changes
-    elif "/" in config.name:
+    elif _repository(config) is not None:
         about = _read_architecture(config, _local(config.model_copy(update={"pretrained": False})))
     else:
         mapping = auto.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
@@ -339,35 +389,42 @@ def _architecture(config: ModelConfig, classes: int) -> Any:
     for name, value in {**changes, **config.kwargs}.items():
         if name in _SET_ELSEWHERE:
             raise SettingError(f"model.kwargs.{name}", value, "unset", _SET_ELSEWHERE[name])
-        if not hasattr(about, name):
-            names = [n for n in about.to_dict() if n not in _SET_ELSEWHERE]
+        if not _is_argument(about, name):
+            names = [n for n in about.to_dict() if n not in _NO_ARCHITECTURE]
             hint = did_you_mean(name, names).strip() or "They are those of transformers' configuration of it."
             raise SettingError(f"model.kwargs.{name}", value, f"an argument of {about.model_type}", hint)
-        setattr(about, name, value)
+        try:
+            setattr(about, name, value)
+        except _REFUSALS as error:
+            hint = f"transformers: {first_line(error)}."
+            raise SettingError(f"model.kwargs.{name}", value, f"a value that {about.model_type} takes", hint) from error
     about.num_labels = classes
     if config.drop_rate or config.drop_path_rate:
         name = "drop_rate" if config.drop_rate else "drop_path_rate"
-        hint = "These networks have their own: model.kwargs.hidden_dropout_prob in BERT."
+        hint = "These networks have their own: +model.kwargs.hidden_dropout_prob in BERT."
         raise SettingError(f"model.{name}", getattr(config, name), "0 with task=text", hint)
-    most = _positions(about)
-    assert config.max_length is not None
-    if most is not None and config.max_length > most:
-        raise SettingError("model.max_length", config.max_length, f"at most {most}, the positions of {config.name}")
     return about
 
 
 def _read_architecture(config: ModelConfig, folder: Path) -> Any:
     try:
-        return _transformers(config).AutoConfig.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+        return _transformers(config).AutoConfig.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except (*_REFUSALS, OSError) as error:
         raise UserError(f"{folder}/config.json cannot be used ({first_line(error)}).") from error
 
 
-def _positions(about: Any) -> int | None:
-    """The largest number of tokens; RoBERTa's positions start after the number of the token that pads."""
-    most = getattr(about, "max_position_embeddings", None)
-    offset = about.pad_token_id + 1 if about.model_type in ("roberta", "camembert", "xlm-roberta") else 0
-    return None if not isinstance(most, int) or most < 1 else most - offset
+def _positions(model: nn.Module) -> int | None:
+    """The largest number of tokens; RoBERTa's positions start after the number of the token that pads.
+
+    None: the network has no table of positions.
+    """
+    found = (m for name, m in model.named_modules() if name.endswith("position_embeddings"))
+    table = next((m for m in found if isinstance(m, nn.Embedding)), None)
+    if table is None:
+        return None
+    return table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
 
 
 def _noted(config: ModelConfig, model: nn.Module) -> nn.Module:

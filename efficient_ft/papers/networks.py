@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import timm
@@ -44,7 +45,8 @@ def network(architecture: str, classes: int) -> nn.Module:
     if architecture not in _OTHERS:
         with torch.device("meta"):
             return timm.create_model(_TIMM.get(architecture, architecture), num_classes=classes)
-    model = random_model(_OTHERS[architecture], classes).to("meta")
+    with torch.device("meta") if architecture == "bert_base" else nullcontext():
+        model = random_model(_OTHERS[architecture], classes).to("meta")
     if architecture == "deeplabv3_mobilenet":
         _pad_before_widening(model)
     return model

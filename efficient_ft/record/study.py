@@ -93,6 +93,7 @@ class _Diverged(_Run):
 class _Accuracy(TypedDict):
     best: float
     test: NotRequired[float | None]
+    metric: NotRequired[str]
 
 
 class _Finished(_Run):
@@ -100,6 +101,7 @@ class _Finished(_Run):
     executed: ExecutedCost
     measured: MeasuredCost
     totals: RunTotals
+    growth_bytes: NotRequired[int]
 
 
 #: What is read of records.json: what was run, and what it found or why it diverged.
@@ -416,12 +418,15 @@ def record_of(run: StudyRun, results: Results) -> dict[str, Any]:
     """The record of a finished run: what was set, accuracy, cost, totals, and where it ran; no paths."""
     environment: Mapping[str, Any] = results["environment"]
     cost = results["cost"]
+    metric = {"metric": results["accuracy"]["metric"]} if "metric" in results["accuracy"] else {}
+    growth = {"growth_bytes": results["memory"]["growth_bytes"]} if "memory" in results else {}
     return {
         **_what(run),
-        "accuracy": {key: results["accuracy"].get(key) for key in ("best", "last", "split", "test")},
+        "accuracy": {**{key: results["accuracy"].get(key) for key in ("best", "last", "split", "test")}, **metric},
         "executed": dict(cost["executed"]),
         "measured": dict(cost["measured"]),
         "totals": dict(results["totals"]),
+        **growth,
         "trainable_parameters": results["trainable_parameters"],
         "total_parameters": results["total_parameters"],
         "images": images_digest(results["data"]),

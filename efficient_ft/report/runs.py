@@ -43,7 +43,7 @@ MAX_POINTS = 120
 MAX_PICTURES = 20
 
 #: Keys of metrics.jsonl that are the task's metric.
-METRICS = tuple(f"{split}_{metric}" for split in ("val", "test") for metric in {t.metric: 0 for t in TASKS.values()})
+METRICS = frozenset(f"{split}_{task.metric}" for split in ("val", "test") for task in TASKS.values())
 
 #: Costs that accuracy is drawn against, by the columns of `record.collection.run_rows`.
 COSTS = (
@@ -86,7 +86,7 @@ def _pictures(runs: Sequence[Run]) -> str:
     parts = ["<h2>Predictions</h2>"]
     for run, name in have[:MAX_PICTURES]:
         source = base64.b64encode((run.path / EXAMPLES).read_bytes()).decode()
-        caption = f"{escape(name)}: test images, their masks, and the predictions laid over the images."
+        caption = f"{escape(name)}: test images, their masks, and the predictions on the images."
         parts.append(
             f'<figure><img src="data:image/png;base64,{source}" alt="{escape(name)}">\n'
             f"<figcaption>{caption}</figcaption></figure>"

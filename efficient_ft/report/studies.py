@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from efficient_ft.core.text import spelled
 from efficient_ft.record.study import Records, shown, test_accuracy
 
 #: Marks a value at an end of the grid, beyond which a better one may be.
@@ -15,19 +16,25 @@ AT_END = "*"
 def study_table(records: Records, rows: Sequence[str]) -> list[list[str]]:
     """The header, then a line for each of `rows` that is tuned; ratios are to the row ``full``, or else to the first.
 
-    Accuracy is the mean over the seeds in percent, with the lowest and the highest; costs are those of a run.
+    Accuracy (or the task's metric) is the mean over the seeds in percent, with the lowest and the highest; costs are
+    those of a run. If all records have it, the growth of the process in the steps stands next to the counted peak.
     """
     found = {row: runs for row in rows if (runs := records.finished(row))}
     base = next(iter(records.finished("full") if "full" in records.study.rows else ()), None)
     base = base or next((runs[0] for runs in found.values()), None)
     values = records.study.tune.values
     ends = (values[0], values[-1]) if len(values) > 1 else ()
-    header = ["row", records.study.tune.setting, "test accuracy, %", "seeds", "TFLOPs", "times fewer FLOPs",
+    metric = spelled("accuracy" if base is None else base["accuracy"].get("metric", "accuracy"))
+    header = ["row", records.study.tune.setting, f"test {metric}, %", "seeds", "TFLOPs", "times fewer FLOPs",
               "saved KiB / image", "times fewer bytes", "peak MiB", "seconds"]  # fmt: skip
-    return [header, *(_line(row, runs, base, ends) for row, runs in found.items() if base is not None)]
+    felt = all("growth_bytes" in runs[0] for runs in found.values()) and bool(found)
+    lines = [_line(row, runs, base, ends, felt) for row, runs in found.items() if base is not None]
+    return [[*header[:-1], *(["process MiB"] if felt else []), header[-1]], *lines]
 
 
-def _line(row: str, runs: Sequence[dict[str, Any]], base: dict[str, Any], ends: Sequence[float]) -> list[str]:
+def _line(
+    row: str, runs: Sequence[dict[str, Any]], base: dict[str, Any], ends: Sequence[float], felt: bool
+) -> list[str]:
     first = runs[0]
     flops, saved = first["totals"]["flops"], first["executed"]["saved_bytes"]
     return [
@@ -40,6 +47,7 @@ def _line(row: str, runs: Sequence[dict[str, Any]], base: dict[str, Any], ends: 
         f"{saved / 1024:.0f}",
         f"{base['executed']['saved_bytes'] / saved:.1f}" if saved else "–",
         f"{first['measured']['peak_bytes'] / 2**20:.0f}",
+        *([f"{statistics.median(one['growth_bytes'] for one in runs) / 2**20:.0f}"] if felt else []),
         f"{statistics.median(one['totals']['seconds'] for one in runs):.0f}",
     ]
 

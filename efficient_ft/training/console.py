@@ -152,7 +152,7 @@ def results_text(results: dict[str, Any], folder: Path) -> str:
         lines.append("  started from random weights (model.pretrained=false)")
     skipped_images = results["data"].get("skipped", 0)
     if skipped_images:
-        lines.append(f"  {skipped_images} corrupt images were left out (data.on_corrupt=skip)")
+        lines.append(f"  {skipped_images} unusable samples were left out (data.on_corrupt=skip)")
     lines += [
         "",
         table(_accuracy_rows(accuracy, results["data"], config.get("published"))) + chosen,

@@ -29,7 +29,7 @@ from efficient_ft.integrations.lightning import MethodCallback
 from efficient_ft.methods.base import Applied, plain_state_dict
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
-from efficient_ft.models.text import portable
+from efficient_ft.models.text import portable, require_fitting
 from efficient_ft.optim import SteppedInBackward
 from efficient_ft.record import config_file
 from efficient_ft.record import results as results_file
@@ -125,6 +125,8 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
         say(note)
     before_model = resident_bytes()
     network = factory.create_model(config.model, images.num_classes)
+    if isinstance(images, TextData):
+        require_fitting(images.tokenizer, network)
     methods = build_methods(config)
     names = images.class_names
     if isinstance(images, TextData):

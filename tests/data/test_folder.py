@@ -49,7 +49,7 @@ def test_a_validation_folder_validates_and_nothing_is_taken_from_train(
     data = opened(data_config("folder", root=str(root)))
     assert data.splits == {"train": 10, "val": 3}
     assert any("no test/ folder" in note for note in data.report()["notes"])
-    with pytest.raises(UserError, match=r"no test images\. It has val images"):
+    with pytest.raises(UserError, match=r"no test split\. It has val\."):
         data.eval_loader("test")
     with pytest.raises(SettingError, match=r"data\.select_best_on must be val, got test.*no test images"):
         opened(data_config("folder", root=str(root), select_best_on="test"))

@@ -136,7 +136,7 @@ def test_validation_images_are_held_out_by_the_seed(tmp_path: Path) -> None:
         _open(root, val_fraction=0.0)
     tested = _open(root, select_best_on="test")
     assert (tested.splits, tested.best_split) == ({"train": 10, "test": 2}, "test")
-    with pytest.raises(UserError, match=r"has no val images\. It has test images"):
+    with pytest.raises(UserError, match=r"has no val split\. It has test\."):
         tested.eval_loader("val")
 
 

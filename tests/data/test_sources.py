@@ -8,13 +8,14 @@ from pathlib import Path
 import yaml
 
 from efficient_ft.config import DataConfig
-from efficient_ft.config.schema import MaskConfig
+from efficient_ft.config.schema import MaskConfig, TextConfig
 from efficient_ft.data import (
     class_count,
     open_data,
 )
 from efficient_ft.data.published import PUBLISHED
 from efficient_ft.data.published_masks import MASK_SETS
+from efficient_ft.data.published_texts import TEXT_SETS
 from tests.data.pictures import SPEC
 
 Make = Callable[..., Path]
@@ -33,16 +34,20 @@ def test_classes_are_counted_without_opening_an_image(folders: Make, data_config
 
 def test_every_data_set_has_a_configuration_that_holds_all_settings() -> None:
     files = {path.stem: yaml.safe_load(path.read_text()) for path in CONF.glob("*.yaml")}
-    assert set(files) == {"folder", "digits", "mask_folder", *PUBLISHED, *MASK_SETS}
+    assert set(files) == {"folder", "digits", "mask_folder", "text_folder", *PUBLISHED, *MASK_SETS, *TEXT_SETS}
     for name, settings in files.items():
         assert settings["name"] == name
-        masks = settings.get("masks")
-        assert set(settings) == set(DataConfig.model_fields) - {"masks" if masks is None else "augment"}
+        masks, text = settings.get("masks"), settings.get("text")
+        own = "masks" if masks is not None else "text" if text is not None else "augment"
+        assert set(settings) == set(DataConfig.model_fields) - {"masks", "text", "augment"} | {own}
         assert (masks is not None) == (name == "mask_folder" or name in MASK_SETS)
+        assert (text is not None) == (name == "text_folder" or name in TEXT_SETS)
         settings["root"] = settings["root"].replace("???", "images")
         config = DataConfig(**settings)
         assert config.select_best_on == "val", "choosing on the test split is a recipe's business"
-        if masks is None:
+        if text is not None:
+            assert set(text) == set(TextConfig.model_fields)
+        elif masks is None:
             assert set(settings["augment"]) == set(type(config.augment).model_fields)
         else:
             assert set(masks) == set(MaskConfig.model_fields)

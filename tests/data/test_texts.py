@@ -98,6 +98,8 @@ def test_pairs_and_other_columns(tmp_path: Path) -> None:
 def test_classes_that_are_numbers_are_in_their_order(tmp_path: Path) -> None:
     text = "text,label\n" + "".join(f"t{k},{k % 11}\n" for k in range(44))
     assert read_texts(write(tmp_path / "a.csv", text), PLAIN).class_names == [str(k) for k in range(11)]
+    text = "text,label\n" + "".join(f"t{k},{('nan', '2', 'inf', '10', 'a')[k % 5]}\n" for k in range(10))
+    assert read_texts(write(tmp_path / "b.csv", text), PLAIN).class_names == ["2", "10", "a", "inf", "nan"]
 
 
 def test_training_is_shuffled_by_epoch_and_seed_alone(tmp_path: Path) -> None:
@@ -122,6 +124,17 @@ def test_long_texts_are_cut_and_said(tmp_path: Path) -> None:
     assert any("have more than model.max_length=8 tokens" in note for note in data.report()["notes"])
     assert not any("max_length" in note for note in opened(file, max_length=32).report()["notes"])
     assert max(inputs["input_ids"].shape[1] for inputs, _ in data.train_loader()) == 8
+
+
+def test_blank_lines_and_spaces_around_names_play_no_part(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.csv", "\n\n text , label\r\nx,1\r\n\r\ny,2\r\nz,1\r\nu,2\r\n")
+    assert rows_of(read_texts(file, PLAIN)) == [("u", "2"), ("x", "1"), ("y", "2"), ("z", "1")]
+
+
+def test_folders_hold_no_pairs(tmp_path: Path) -> None:
+    write(tmp_path / "one" / "1.txt", "a")
+    with pytest.raises(SettingError, match=r"data\.text\.columns must be one column"):
+        read_texts(tmp_path, TextConfig(columns=["a", "b"]))
 
 
 def test_rows_that_cannot_be_used_stop_the_run_or_are_left_out(tmp_path: Path) -> None:
@@ -152,8 +165,11 @@ def test_any_change_changes_the_digest(tmp_path: Path) -> None:
         ("a.csv", "text,class\nx,y\n", r"line 2: no column 'label' \(data\.text\.label\)\. It has text, class"),
         ("a.csv", "texts,label\nx,y\n", r"no column 'text' \(data\.text\.columns\).* Did you mean 'texts'\?"),
         ("a.csv", "text,label\nx,y,z\n", r"line 2: 3 cells, where the first line names 2 columns"),
-        ("a.csv", "text,label\nx\n", r"line 2: 1 cells, where the first line names 2 columns"),
-        ("a.csv", 'text,label\n"x,y\n', r"not readable as a table"),
+        ("a.csv", "text,label\nx\n", r"line 2: 1 cell, where the first line names 2 columns"),
+        ("a.csv", 'text,label\na,b\n"x,y\n', r"line 3: not readable as a table .* quotes in it are doubled"),
+        ("a.csv", "text,label,label\nx,y,y\n", r"has two columns 'label'\. Rename one"),
+        ("a.jsonl", "[" * 100_000, r"line 1: not JSON"),
+        ("a.jsonl", '{"text": "a\\ud800", "label": 1}', r"has no usable text for train\. .*line 1: not valid Unicode"),
         ("a.csv", "text,label\n", r"has no rows"),
         ("a.csv", "", r"has no rows"),
         ("a.csv", "text,label\nx,one\ny,one\n", r"has the single class 'one'"),
@@ -193,7 +209,7 @@ def test_mistakes_in_folders(tmp_path: Path) -> None:
 def test_a_file_in_another_encoding_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "a.csv"
     file.write_bytes("text,label\nKäse,a\n".encode("latin-1"))
-    with pytest.raises(UserError, match=r"is not UTF-8 \(byte 12: 0xe4\)"):
+    with pytest.raises(UserError, match=r"a\.csv, line 2: not UTF-8 \(byte 0xe4\)"):
         read_texts(file, PLAIN)
     file.write_bytes("\ufefftext,label\nKäse,a\nBrot,b\nQuark,a\nBrötchen,b\n".encode())
     assert read_texts(file, PLAIN).class_names == ["a", "b"]

@@ -20,8 +20,8 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 FRUIT = ("apple", "pear", "plum", "cherry", "grape", "melon")
 METAL = ("iron", "copper", "zinc", "silver", "nickel", "lead")
 OTHER = ("the", "a", "was", "seen", "near", "old", "house", "and", "then", "we", "took", "one", "of", "them")
-#: Ids from 0; the example inputs of costs have ids up to 99.
-VOCABULARY = (*SPECIAL, *FRUIT, *METAL, *OTHER, *(f"word{k}" for k in range(80)))
+#: Ids from 0.
+VOCABULARY = (*SPECIAL, *FRUIT, *METAL, *OTHER)
 
 #: As `model.kwargs` of BERT.
 SMALL: dict[str, Any] = {

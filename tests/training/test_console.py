@@ -53,5 +53,5 @@ def test_the_text_at_the_end_says_what_is_unusual(finished, tmp_path):
     results["methods"]["full"]["skipped"] = {"a": "frozen", "b": "frozen"}
     shown = results_text(results, tmp_path)
     assert "chosen on the test split" in shown
-    assert "3 corrupt images were left out" in shown
+    assert "3 unusable samples were left out" in shown
     assert "2 skipped (frozen)" in shown

@@ -95,10 +95,10 @@ def test_lines_are_predicted(
     printed = capsys.readouterr().out.splitlines()
     assert printed[::2] == lines
     assert [line.split()[0] for line in printed[1::2]] == ["fruit", "metal", "fruit"]
-    monkeypatch.setattr("sys.stdin", io.StringIO("the zinc"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\ufeffthe zinc\u2028iron\n".encode())))
     predict.main([str(folder / "model.safetensors"), "-"])
-    assert capsys.readouterr().out.splitlines()[1].split()[0] == "metal"
-    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    assert capsys.readouterr().out.split("\n")[1].split()[0] == "metal"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
     with pytest.raises(UserError, match="no line of text"):
         predict.main([str(folder), "-"])
     (tmp_path / "lines.txt").write_text("a\tb\n")
@@ -106,6 +106,24 @@ def test_lines_are_predicted(
         predict.main([str(folder), str(tmp_path / "lines.txt")])
     with pytest.raises(UserError, match=r"task=segmentation"):
         predict.main([str(folder), str(tmp_path / "lines.txt"), "--overlay"])
+
+
+def test_pairs_are_trained_on_and_predicted(
+    text_run: Callable[..., Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [("the apple", "an old pear", "fruit"), ("zinc", "we took the iron", "metal"), ("", "lead", "metal")] * 12
+    lines = "".join(f"{a}\t{b}\t{c}\n" for a, b, c in rows)
+    (tmp_path / "pairs.tsv").write_text("first\tsecond\tkind\n" + lines)
+    text = {"columns": ["first", "second"], "label": "kind"}
+    data = {"root": str(tmp_path / "pairs.tsv"), "text": text, "on_corrupt": "skip", "num_workers": 1}
+    results = run(text_run(data=data, trainer__epochs=1), tmp_path / "run")
+    assert results["data"]["skipped"] == 12
+    (tmp_path / "new.txt").write_text("one plum \t a cherry\n")
+    predict.main([str(tmp_path / "run"), str(tmp_path / "new.txt"), "--top", "1"])
+    assert "one plum\ta cherry\n" in capsys.readouterr().out
+    (tmp_path / "new.txt").write_text("one plum\t \n")
+    with pytest.raises(UserError, match=r"line 1: this run takes lines of the form FIRST<tab>SECOND"):
+        predict.main([str(tmp_path / "run"), str(tmp_path / "new.txt")])
 
 
 def test_the_file_is_one_of_transformers_weights(trained: tuple[Path, Config, dict[str, Any]]) -> None:
@@ -160,8 +178,12 @@ def test_costs_need_no_files(text_run: Callable[..., Config], capsys: pytest.Cap
         ({"trainer__cache_features": "on"}, r"trainer\.cache_features must be off or auto with task=text"),
         ({"trainer__prefix": "bf16"}, r"trainer\.prefix must be fp32 or auto with task=text"),
         ({"model": {"image_size": 32}}, r"model\.image_size must be null with task=text.*model\.max_length"),
+        (
+            {"data": {"text": {"columns": ["label"]}}},
+            r"data\.text\.columns must be other columns than label",
+        ),
         ({"model": {"max_length": None}}, r"model\.name must be a text classifier with task=text"),
-        ({"data": {"text": None}}, r"data\.name must be a data set of texts with task=text"),
+        ({"data": {"text": None}}, r"data\.text must be a mapping with columns and label"),
         ({"data": {"text": {"columns": []}}}, r"data\.text\.columns"),
     ],
 )
