@@ -250,11 +250,11 @@ _TASKS = {
 
 def _task_of(option: Path, overrides: Sequence[str]) -> list[str]:
     """Settings of the task of a model's option, unless `overrides` name it."""
-    about = yaml.safe_load(option.read_text(encoding="utf-8"))
-    name = "text" if about.get("max_length") else "segmentation"
-    if not (about.get("max_length") or about.get("encoder") or str(about["name"]).startswith("segformer_")):
-        return []
-    return [] if any(word.startswith("task=") for word in overrides) else _TASKS[name]
+    from efficient_ft.config import ModelConfig
+
+    # Not checked: the option may leave the name to the user.
+    task = ModelConfig.model_construct(**yaml.safe_load(option.read_text(encoding="utf-8"))).task
+    return [] if any(word.startswith("task=") for word in overrides) else _TASKS.get(task, [])
 
 
 def _step(options: argparse.Namespace) -> dict[str, Any]:

@@ -111,8 +111,7 @@ def _check_task(config: Config) -> None:
     """Refuse a network or a data set of another task, and settings without meaning in this one."""
     task, data, model, trainer = config.task, config.data, config.model, config.trainer
     of_data = "segmentation" if data.masks is not None else "text" if data.text is not None else "classification"
-    segmenter = model.encoder is not None or model.name.startswith("segformer_")
-    of_model = "text" if model.max_length is not None else "segmentation" if segmenter else "classification"
+    of_model = model.task
     if task == "classification":
         for of, what in ((of_data, f"data={data.name}"), (of_model, f"model.name={model.name}")):
             if of != task:

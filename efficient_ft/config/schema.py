@@ -47,6 +47,14 @@ class ModelConfig(Section):
     #: Further arguments of ``timm.create_model``.
     kwargs: dict[str, Any] = Field(default_factory=dict)
 
+    @property
+    def task(self) -> str:
+        """The task that the network is for."""
+        if self.max_length is not None:
+            return "text"
+        segmenter = self.encoder is not None or self.name.startswith("segformer_")
+        return "segmentation" if segmenter else "classification"
+
 
 class AugmentConfig(Section):
     """The transform of training images.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.models.timm_config import pretrained_cfg
-from efficient_ft.models.weights import read_state_dict
+from efficient_ft.models.weights import read_state_dict, tensors_do_not_fit
 
 if TYPE_CHECKING:
     from efficient_ft.config.schema import ModelConfig
@@ -48,7 +48,7 @@ _SET_ELSEWHERE = {
 
 def is_segmenter(config: ModelConfig) -> bool:
     """Whether a model configuration names a segmentation network."""
-    return config.encoder is not None or config.name.startswith("segformer_")
+    return config.task == "segmentation"
 
 
 def input_of_segmenter(config: ModelConfig) -> InputSpec:
@@ -211,14 +211,16 @@ def load_segmenter(config: ModelConfig, classes: int, path: Path) -> tuple[nn.Mo
         names = {re.sub(r"^([a-z]+)_(\d+)\.", r"\1.\2.", n) for n in inside if not n.endswith("num_batches_tracked")}
         missing = sorted(names - weights.keys())
         if missing:
-            raise _does_not_fit(config, path, missing, "missing")
+            raise tensors_do_not_fit(config, path, missing, "missing")
         return build_segmenter(config, classes, weights), "the decoder and its head"
     head = "segmentation_head."
     new = [n for n in own if n.startswith(head) and (n not in weights or weights[n].shape != own[n].shape)]
     weights.update({n: own[n] for n in new})
     wrong = [n for n in own if n not in weights or weights[n].shape != own[n].shape]
     if wrong or weights.keys() - own.keys():
-        raise _does_not_fit(config, path, wrong or sorted(weights.keys() - own.keys()), "missing or of another shape")
+        raise tensors_do_not_fit(
+            config, path, wrong or sorted(weights.keys() - own.keys()), "missing or of another shape"
+        )
     network.load_state_dict(weights)
     return network, head.rstrip(".") if new else ""
 
@@ -234,7 +236,7 @@ def _load_segformer(config: ModelConfig, classes: int, path: Path, weights: dict
     unexpected = sorted(found["unexpected_keys"])
     if wrong or unexpected:
         what = "missing or of another shape" if wrong else "unexpected"
-        raise _does_not_fit(config, path, wrong or unexpected, what)
+        raise tensors_do_not_fit(config, path, wrong or unexpected, what)
     _note_input(config, loaded)
     return loaded, "decode_head.classifier" if new else ""
 
@@ -243,13 +245,3 @@ def _note_input(config: ModelConfig, network: nn.Module) -> None:
     """Note the size at which the view of the network looks at it, as timm's models do."""
     size = input_of_segmenter(config).size
     network.pretrained_cfg = {"architecture": config.name, "input_size": (3, *size)}  # type: ignore[assignment]
-
-
-def _does_not_fit(config: ModelConfig, path: Path, names: list[str], what: str) -> SettingError:
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return SettingError(
-        "model.weights",
-        path,
-        f"a file that fits model.name={config.name}",
-        f"It may belong to another model: {what}: {', '.join(names[:4])}{more}.",
-    )

@@ -22,7 +22,7 @@ from efficient_ft.core.errors import SettingError, UserError, did_you_mean, firs
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.network import unreachable
 from efficient_ft.core.tokenizer import Tokenizer
-from efficient_ft.models.weights import read_state_dict
+from efficient_ft.models.weights import read_state_dict, tensors_do_not_fit
 
 if TYPE_CHECKING:
     from efficient_ft.config.schema import ModelConfig
@@ -92,7 +92,7 @@ _ALTERNATIVES = "Or use model.weights=DIR, a local folder with these files."
 
 def is_text(config: ModelConfig) -> bool:
     """Whether a model configuration names a text classifier."""
-    return config.max_length is not None
+    return config.task == "text"
 
 
 def input_of_text(config: ModelConfig) -> InputSpec:
@@ -167,13 +167,7 @@ def load_text(config: ModelConfig, classes: int) -> tuple[nn.Module, str]:
     base = f"{model.base_model_prefix}."
     wrong = [name for name in new if name.startswith(base) and ".pooler." not in name]
     if wrong:
-        more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-        raise SettingError(
-            "model.weights",
-            source,
-            f"weights that fit model.name={config.name}",
-            f"They may belong to another model: missing or of another shape: {', '.join(wrong[:4])}{more}.",
-        )
+        raise tensors_do_not_fit(config, source, wrong, "missing or of another shape")
     return _noted(config, model), ", ".join(sorted({name.rpartition(".")[0] for name in new}))
 
 

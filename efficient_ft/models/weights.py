@@ -157,3 +157,21 @@ def _does_not_fit(config: ModelConfig, path: Path, error: Exception) -> SettingE
         f"a file that fits model.name={config.name}",
         f"It may belong to another model: {details or first_line(error)}.",
     )
+
+
+def tensors_do_not_fit(config: ModelConfig, path: Path, names: list[str], what: str) -> SettingError:
+    """The error for weights that do not fit a network.
+
+    Args:
+        config: the `model` section of the configuration.
+        path: of the weights.
+        names: of the tensors that do not.
+        what: what is wrong with them, in words.
+    """
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return SettingError(
+        "model.weights",
+        path,
+        f"a file that fits model.name={config.name}",
+        f"It may belong to another model: {what}: {', '.join(names[:4])}{more}.",
+    )

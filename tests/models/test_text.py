@@ -194,7 +194,7 @@ def test_weights_of_another_network_are_refused(folder: Path, tmp_path: Path) ->
     with pytest.raises(SettingError, match=r"missing or of another shape: bert\."):
         factory.create_model(from_folder(folder, kwargs={"hidden_size": 64}), 2)
     save_file({"blocks.0.weight": torch.zeros(2)}, tmp_path / "vit.safetensors")
-    with pytest.raises(SettingError, match=r"model\.weights must be weights that fit model\.name=bert"):
+    with pytest.raises(SettingError, match=r"model\.weights must be a file that fits model\.name=bert"):
         factory.create_model(config(weights=str(tmp_path / "vit.safetensors")), 2)
     broken = write_model(tmp_path / "broken")
     (broken / "model.safetensors").write_bytes(b"\0" * 20)
