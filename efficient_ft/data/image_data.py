@@ -63,31 +63,10 @@ class ImageData(OpenedData[Samples, SplitDataset]):
             )
 
     def _split(self, listing: Listing) -> dict[str, Samples]:
-        config = self._config
-        train, val, test = listing.train, listing.val, listing.test
-        if self.best_split == "test":
-            if test is None:
-                raise SettingError("data.select_best_on", "test", "val", "There are no test images.")
-            if val is not None and listing.recipe_trains_on_val and config.train_on_val:
-                train, val = train.join(val), None
-            # Nothing is selected on validation images, so none are held out.
-            self._notes.append("The best epoch is selected on the test images (data.select_best_on=test).")
-        elif val is None:
-            if not 0 < config.val_fraction < 1:
-                raise SettingError(
-                    "data.val_fraction",
-                    config.val_fraction,
-                    "> 0 and < 1 for a data set without validation images",
-                    "Or select the best epoch on the test images: data.select_best_on=test.",
-                )
-            train, val = stratified_split(train, config.val_fraction, self._seed)
-            if not len(val):
-                raise UserError(
-                    "Every class has a single training image: none can be held out for validation. Add images, or "
-                    "select the best epoch on the test images: data.select_best_on=test."
-                )
-        parts = {"train": train, "val": val, "test": test}
-        return {name: part for name, part in parts.items() if part is not None}
+        train, val = listing.train, listing.val
+        if self.best_split == "test" and self._config.train_on_val and listing.recipe_trains_on_val and val is not None:
+            train, val = train.join(val), None  # nothing is selected on them
+        return self._choose_splits(train, val, listing.test, stratified_split, "image")
 
     def _without_corrupt(self, listing: Listing) -> Listing:
         """`listing` without the files that cannot be read, which are recorded in `_skipped`."""

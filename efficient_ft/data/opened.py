@@ -39,7 +39,7 @@ def _unchanged(dataset: Any) -> Any:
 class OpenedData(ABC, Generic[_Part, _Dataset]):
     """A data set ready for training and evaluation.
 
-    A subclass sets `_parts`, and implements `_dataset`.
+    A subclass sets `_parts` to what `_choose_splits` returns, and implements `_dataset`.
 
     Args:
         config: the `data` section of the configuration.
@@ -62,6 +62,47 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         self.class_names, self._notes = list(class_names), list(notes)
         self._skipped: dict[str, str] = {}
         self.best_split: Split = config.select_best_on
+
+    def _choose_splits(
+        self,
+        train: _Part,
+        val: _Part | None,
+        test: _Part | None,
+        hold_out: Callable[[_Part, float, int], tuple[_Part, _Part]],
+        noun: str,
+    ) -> dict[str, _Part]:
+        """Return the samples by split, with validation samples or those of the test that choose the best epoch.
+
+        Args:
+            train: the training samples.
+            val: the validation samples; None: `data.val_fraction` of the training samples is held out, unless the best
+                epoch is selected on the test samples.
+            test: the test samples; None: there are none.
+            hold_out: returns (kept, held out), given samples, a fraction and a seed.
+            noun: what a sample is called in messages.
+
+        Raises:
+            SettingError: `data.select_best_on` or `data.val_fraction` does not fit the data set.
+            UserError: too few training samples to hold one out.
+        """
+        if self.best_split == "test":
+            if test is None:
+                raise SettingError("data.select_best_on", "test", "val", f"There are no test {noun}s.")
+            self._notes.append(f"The best epoch is selected on the test {noun}s (data.select_best_on=test).")
+        elif val is None:
+            fraction = self._config.val_fraction
+            other = f"select the best epoch on the test {noun}s: data.select_best_on=test."
+            if not 0 < fraction < 1:
+                known = f"> 0 and < 1 for a data set without validation {noun}s"
+                raise SettingError("data.val_fraction", fraction, known, f"Or {other}" if test is not None else None)
+            train, val = hold_out(train, fraction, self._seed)
+            if not len(val):
+                raise UserError(
+                    f"None of the {len(train)} training {noun}s can be held out for validation: that takes two of a"
+                    f" class. Add {noun}s" + (f", or {other}" if test is not None else ".")
+                )
+        parts = {"train": train, "val": val, "test": test}
+        return {name: part for name, part in parts.items() if part is not None}
 
     @abstractmethod
     def _dataset(self, split: str, *, training: bool) -> _Dataset:

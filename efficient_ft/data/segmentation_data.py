@@ -18,7 +18,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as VF
 from tqdm import tqdm
 
-from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import IGNORED, InputSpec
 from efficient_ft.data.images import read_image
 from efficient_ft.data.loader import LoadFailure, sample_seed
@@ -145,19 +145,7 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
         super().__init__(config, seed, listing.classes.names, listing.digest(), listing.notes)
         self.classes = listing.classes
         self._transforms = {training: MaskTransform(input, config.masks, training) for training in (True, False)}
-        train, val, test = listing.train, listing.val, listing.test
-        if self.best_split == "test":
-            if test is None:
-                raise SettingError("data.select_best_on", "test", "val", "There are no test images.")
-            self._notes.append("The best epoch is selected on the test images (data.select_best_on=test).")
-        elif val is None:
-            if not 0 < config.val_fraction < 1 or len(train) < 2:
-                raise SettingError(
-                    "data.val_fraction", config.val_fraction, "> 0 and < 1 for a data set without validation images"
-                )
-            train, val = hold_out(train, config.val_fraction, seed)
-        parts = {"train": train, "val": val, "test": test}
-        self._parts = {name: part for name, part in parts.items() if part is not None}
+        self._parts = self._choose_splits(listing.train, listing.val, listing.test, hold_out, "image")
         if config.on_corrupt == "skip":
             self._parts = {name: self._readable(name, part) for name, part in self._parts.items()}
             if self._skipped:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.errors import UserError
 from efficient_ft.core.tokenizer import Tokenizer
 from efficient_ft.data.listing import stratified_split
 from efficient_ft.data.opened import OpenedData
@@ -68,24 +68,8 @@ class TextData(OpenedData[Texts, TextDataset]):
         if listing.skipped:
             self._skipped.update(listing.skipped)
             self._notes.append(f"{len(self._skipped)} unusable texts are left out (data.on_corrupt=skip).")
-        train, val, test = listing.train, listing.val, listing.test
-        if self.best_split == "test":
-            if test is None:
-                raise SettingError("data.select_best_on", "test", "val", "There are no test texts.")
-            self._notes.append("The best epoch is selected on the test texts (data.select_best_on=test).")
-        elif val is None:
-            if not 0 < config.val_fraction < 1:
-                known = "> 0 and < 1 for a data set without validation texts"
-                raise SettingError("data.val_fraction", config.val_fraction, known)
-            train, val = stratified_split(train, config.val_fraction, seed)
-            if not len(val):
-                raise UserError(
-                    "Every class has a single training text: none can be held out for validation. Add texts, or"
-                    " validation texts of their own."
-                )
-        parts = {"train": train, "val": val, "test": test}
-        self._parts = {name: part for name, part in parts.items() if part is not None}
-        lengths = tokenizer.lengths(train.texts[:_LOOKED_AT])
+        self._parts = self._choose_splits(listing.train, listing.val, listing.test, stratified_split, "text")
+        lengths = tokenizer.lengths(self._parts["train"].texts[:_LOOKED_AT])
         cut = sum(length > max_length for length in lengths)
         if cut:
             self._notes.append(

@@ -149,6 +149,11 @@ class Study(_Strict):
     seeds: list[StrictInt] = Field(min_length=1)
     rows: dict[str, list[str]] = Field(min_length=1)
 
+    @property
+    def sample(self) -> str:
+        """A sample in a word: image or text."""
+        return "text" if "task=text" in self.settings else "image"
+
     @field_validator("seeds")
     @classmethod
     def _once(cls, seeds: list[int]) -> list[int]:

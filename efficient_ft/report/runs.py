@@ -48,8 +48,8 @@ METRICS = frozenset(f"{split}_{task.metric}" for split in ("val", "test") for ta
 #: Costs that accuracy is drawn against, by the columns of `record.collection.run_rows`.
 COSTS = (
     "TFLOPs of the run",
-    "backward MFLOPs/image",
-    "saved MiB/image",
+    "backward MFLOPs/sample",
+    "saved MiB/sample",
     "peak MiB",
     "seconds",
     "joules",
@@ -128,7 +128,9 @@ def collect_paths(paths: Sequence[Path]) -> Collection:
 def _splits(found: Collection) -> str:
     splits = {"test" if run.results["accuracy"]["test"] is not None else run.results["accuracy"]["split"]
               for run in found.runs}  # fmt: skip
-    return " or ".join(f"the {split} images" for split in sorted(splits))
+    samples = {"text" if run.results["config"].get("task") == "text" else "image" for run in found.runs}
+    sample = samples.pop() if len(samples) == 1 else "sample"
+    return " or ".join(f"the {split} {sample}s" for split in sorted(splits))
 
 
 def page_data(found: Collection) -> dict[str, Any]:

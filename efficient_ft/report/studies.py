@@ -26,7 +26,7 @@ def study_table(records: Records, rows: Sequence[str]) -> list[list[str]]:
     ends = (values[0], values[-1]) if len(values) > 1 else ()
     metric = spelled("accuracy" if base is None else base["accuracy"].get("metric", "accuracy"))
     header = ["row", records.study.tune.setting, f"test {metric}, %", "seeds", "TFLOPs", "times fewer FLOPs",
-              "saved KiB / image", "times fewer bytes", "peak MiB", "seconds"]  # fmt: skip
+              f"saved KiB / {records.study.sample}", "times fewer bytes", "peak MiB", "seconds"]  # fmt: skip
     felt = all("growth_bytes" in runs[0] for runs in found.values()) and bool(found)
     lines = [_line(row, runs, base, ends, felt) for row, runs in found.items() if base is not None]
     return [[*header[:-1], *(["process MiB"] if felt else []), header[-1]], *lines]

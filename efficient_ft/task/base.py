@@ -42,11 +42,13 @@ class Task(ABC):
         name: as in ``task=NAME``.
         metric: name of the measure that chooses the best epoch; a fraction, the larger the better.
         item: what has one class, in a word.
+        sample: what a batch consists of, in a word.
     """
 
     name: ClassVar[str]
     metric: ClassVar[str]
     item: ClassVar[str]
+    sample: ClassVar[str] = "image"
 
     def logits(self, model: nn.Module, inputs: Inputs) -> Tensor:
         """Run a network.
@@ -81,6 +83,10 @@ class Task(ABC):
             targets: int64, (B,), with further dimensions for the positions where there are some.
             label_smoothing: of cross-entropy.
         """
+
+    def labeled(self, targets: Tensor) -> Tensor | None:
+        """Number of items that the mean of `loss` is taken over, a scalar; None: one per sample."""
+        return None
 
     def evaluation_logits(self, model: nn.Module, inputs: Inputs) -> Tensor:
         """Run a network as in evaluation; see `logits`."""

@@ -27,7 +27,10 @@ class Segmentation(Task):
     def loss(self, logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
         logits = at_size(logits, targets)
         total = F.cross_entropy(logits, targets, ignore_index=IGNORED, label_smoothing=label_smoothing, reduction="sum")
-        return total / (targets != IGNORED).sum().clamp(min=1)  # a crop may have no labeled pixel
+        return total / self.labeled(targets).clamp(min=1)  # a crop may have no labeled pixel
+
+    def labeled(self, targets: Tensor) -> Tensor:
+        return (targets != IGNORED).sum()
 
     def __init__(self, window: tuple[int, int] | None = None) -> None:
         self._window = window

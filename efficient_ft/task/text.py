@@ -15,7 +15,7 @@ class TextClassification(Classification):
     """Token ids (B, L) with a mask without the padding; logits (B, classes), cross-entropy, top-1 accuracy."""
 
     name = "text"
-    item = "text"
+    item = sample = "text"
     _shape = "(texts, classes)"
 
     def example_inputs(

@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_only
 
 from efficient_ft.core.text import spelled, table
+from efficient_ft.task import TASKS
 
 
 def rank() -> int:
@@ -69,22 +70,23 @@ def format_seconds(value: float) -> str:
 
 # ---------------------------------------------------------------------------------------------- tables
 _COSTS = (
-    ("executed", "forward_flops", "forward FLOPs / image", format_number),
-    ("executed", "backward_flops", "backward FLOPs / image", format_number),
-    ("executed", "saved_bytes", "saved bytes / image", format_bytes),
+    ("executed", "forward_flops", "forward FLOPs / {sample}", format_number),
+    ("executed", "backward_flops", "backward FLOPs / {sample}", format_number),
+    ("executed", "saved_bytes", "saved bytes / {sample}", format_bytes),
     ("measured", "peak_bytes", "peak, batch of {batch}", format_bytes),
     ("executed", "optimizer_bytes", "optimizer state", format_bytes),
     ("measured", "step_seconds", "step time (median)", format_seconds),
 )
 
 
-def cost_table(cost: dict[str, Any], method: str, batch: int) -> str:
+def cost_table(cost: dict[str, Any], method: str, batch: int, sample: str = "image") -> str:
     """FLOPs, saved bytes, peak and step time; where a baseline was probed, its column and the ratio to it.
 
     Args:
         cost: a `record.results.CostReport`.
         method: the header of its column.
-        batch: images per batch.
+        batch: samples per batch.
+        sample: what a batch consists of, in a word.
     """
     baseline = cost.get("baseline")
     rows = [["cost", method, *([baseline["name"], "ratio"] if baseline else [])]]
@@ -92,7 +94,7 @@ def cost_table(cost: dict[str, Any], method: str, batch: int) -> str:
         value = cost[group].get(key)
         if value is None:
             continue
-        row = [title.format(batch=batch), show(value)]
+        row = [title.format(batch=batch, sample=sample), show(value)]
         if baseline and baseline[group].get(key):
             row += [show(baseline[group][key]), f"{value / baseline[group][key]:.2f}×"]
         rows.append(row)
@@ -131,6 +133,7 @@ def results_text(results: dict[str, Any], folder: Path) -> str:
     """
     config, accuracy = results["config"], results["accuracy"]
     method = "+".join(config["method"])
+    sample = TASKS[config.get("task", "classification")].sample
     tasks = accuracy.get("tasks", {})
     data = f"{', '.join(tasks)} in turn" if tasks else config["data"]["name"]
     split = accuracy["split"]
@@ -142,7 +145,7 @@ def results_text(results: dict[str, Any], folder: Path) -> str:
     ]
     limit = config["trainer"].get("limit_eval_batches")
     if limit is not None:
-        chosen += _seen(limit, config["data"], results["data"])
+        chosen += _seen(limit, config["data"], results["data"], sample)
     for name, applied in results["methods"].items():
         skipped = f", {len(applied['skipped'])} skipped" if applied["skipped"] else ""
         reasons = sorted(set(applied["skipped"].values()))
@@ -157,7 +160,7 @@ def results_text(results: dict[str, Any], folder: Path) -> str:
         "",
         table(_accuracy_rows(accuracy, results["data"], config.get("published"))) + chosen,
         "",
-        cost_table(results["cost"], method, config["data"]["batch_size"]),
+        cost_table(results["cost"], method, config["data"]["batch_size"], sample),
         "",
         *([memory_table(results["memory"], config["data"]["batch_size"]), ""] if "memory" in results else []),
         f"Allocator: {results['environment'].get('allocator', 'not recorded')}",
@@ -166,11 +169,11 @@ def results_text(results: dict[str, Any], folder: Path) -> str:
     return "\n".join(lines)
 
 
-def _seen(limit: int, settings: dict[str, Any], data: dict[str, Any]) -> str:
-    """Say on how many images accuracy was taken, where a number of batches limits them."""
+def _seen(limit: int, settings: dict[str, Any], data: dict[str, Any], sample: str) -> str:
+    """Say on how many samples accuracy was taken, where a number of batches limits them."""
     size = limit * (settings["eval_batch_size"] or settings["batch_size"])
     splits = {split: count for split, count in data.get("splits", {}).items() if split != "train"}
-    each = [f"{min(size, count)} of {count} {split} images" for split, count in splits.items()]
+    each = [f"{min(size, count)} of {count} {split} {sample}s" for split, count in splits.items()]
     return f"\n(on {', '.join(each) or f'{limit} batches of each task'}: trainer.limit_eval_batches={limit})"
 
 

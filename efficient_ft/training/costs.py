@@ -17,6 +17,7 @@ from efficient_ft.methods.build import baseline_methods, build_methods
 from efficient_ft.models import factory
 from efficient_ft.models.tasks import tasks_of
 from efficient_ft.record.results import CostReport, ExecutedCost, StepCost
+from efficient_ft.task import TASKS
 from efficient_ft.training.console import cost_table, say
 from efficient_ft.training.optimizer import build_optimizer
 from efficient_ft.training.run_task import run_task
@@ -43,7 +44,7 @@ def cost_only(config: Config) -> dict[str, Any]:
     say(
         f"{config.model.name}, {spec}, {shown} classes, batch {config.data.batch_size},"
         f" {config.trainer.precision}; counted, not timed\n\n"
-        + cost_table(dict(report), "+".join(config.method), config.data.batch_size)
+        + cost_table(dict(report), "+".join(config.method), config.data.batch_size, TASKS[config.task].sample)
     )
     return dict(report)
 

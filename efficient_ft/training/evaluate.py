@@ -21,7 +21,7 @@ from efficient_ft.models.tasks import tasks_of
 from efficient_ft.record.config_file import read_config
 from efficient_ft.record.formats import PASS_A_RUN, USE_ITS_VERSION
 from efficient_ft.record.results import DataReport, flatten
-from efficient_ft.task import Task, moved
+from efficient_ft.task import TASKS, Task, moved
 from efficient_ft.training import export
 from efficient_ft.training.console import say
 from efficient_ft.training.datamodule import RunData, missing_images, open_images
@@ -72,7 +72,7 @@ def evaluate(run: Path, config: Config | None = None) -> Evaluated:
     trainer = L.Trainer(accelerator=config.trainer.accelerator, devices=1, logger=False, enable_checkpointing=False)
     device = trainer.strategy.root_device
     metric = run_task(config).metric
-    rows = [[spelled(metric), "", "texts" if config.task == "text" else "images"]]
+    rows = [[spelled(metric), "", f"{TASKS[config.task].sample}s"]]
     result: Evaluated
     if not isinstance(images, RoundRobinData):
         each = split_scores(config, trained.model, images, device)

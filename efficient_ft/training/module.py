@@ -111,7 +111,17 @@ class FineTuner(L.LightningModule):
             (self.tasks.active,) = more
         with self._input(images, more) as x:
             logits = self.task.logits(self.model, x)
-        return self.task.loss(logits, labels, self.config.optim.label_smoothing)
+        loss = self.task.loss(logits, labels, self.config.optim.label_smoothing)
+        return loss if self.trainer.world_size == 1 else loss * self._share(labels)
+
+    def _share(self, labels: Tensor) -> Tensor | float:
+        """Factor of this process's mean loss, so that the mean over the processes is that over all their items."""
+        own = self.task.labeled(labels)
+        if own is None:  # the sampler gives all processes batches of one size
+            return 1.0
+        total = own.clone()
+        torch.distributed.all_reduce(total)
+        return own * self.trainer.world_size / total.clamp(min=1)
 
     def _input(self, images: Tensor, more: Sequence[Any]) -> AbstractContextManager[Tensor]:
         """Yield the network's input for a batch, inside a ``with`` block."""

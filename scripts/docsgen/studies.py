@@ -42,14 +42,19 @@ def study_conditions(name: str) -> str:
     study, tune = found.study, found.study.tune
     machines = sorted({f"{one['environment']['device']}, torch {one['environment']['torch']}" for one in found.runs
                        if "environment" in one})  # fmt: skip
-    rates = ", ".join(shown(value) for value in tune.values)
-    first = " and ".join(shown(value) for value in tune.values[max(len(tune.values) // 2 - 1, 0) :][:2])
+    if len(tune.values) > 1:
+        rates = ", ".join(shown(value) for value in tune.values)
+        first = " and ".join(shown(value) for value in tune.values[max(len(tune.values) // 2 - 1, 0) :][:2])
+        chosen = (
+            f"The `{tune.setting}` of every row is searched for in {rates} with seed {tune.seed}: {first} first, then"
+            f" the neighbors of the best value on the validation {study.sample}s and of every value within"
+            f" {100 * NEAR:g} point of it, until no neighbor is left. The best value is then run with"
+        )
+    else:
+        chosen = f"All rows are run with `{tune.setting}={shown(tune.values[0])}` and"
     return (
-        f"{' '.join(study.about.split())}\n\nThe `{tune.setting}` of every row is searched for in {rates} with seed"
-        f" {tune.seed}: {first} first, then the neighbors of the best value on the validation images and of every value"
-        f" within {100 * NEAR:g} point of it, until no neighbor is left. The best value is then run with"
-        f" {'seeds' if len(study.seeds) > 1 else 'seed'} {', '.join(map(str, study.seeds))}. Settings of all runs:"
-        f" `{' '.join(study.settings)}`. Run on"
+        f"{' '.join(study.about.split())}\n\n{chosen} {'seeds' if len(study.seeds) > 1 else 'seed'}"
+        f" {', '.join(map(str, study.seeds))}. Settings of all runs: `{' '.join(study.settings)}`. Run on"
         f" {'; '.join(machines)}."
     )
 

@@ -31,7 +31,7 @@ def test_choosing_on_test_leaves_all_of_train_for_training(folders: Make, data_c
 
 def test_validation_that_cannot_be_taken(folders: Make, data_config: Config) -> None:
     root = folders(train={"a": 1, "b": 1}, test={"a": 1})
-    with pytest.raises(UserError, match=r"single training image.*select_best_on=test"):
+    with pytest.raises(UserError, match=r"None of the \d+ training images.*select_best_on=test"):
         open_data(data_config("folder", root=str(root)), SPEC, 0)
     with pytest.raises(
         SettingError, match=r"data\.val_fraction must be > 0 and < 1.*, got 0\.0\..*select_best_on=test"

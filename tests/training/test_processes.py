@@ -6,15 +6,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from efficient_ft.training import checkpoint, export
 from efficient_ft.training.run import run
+from tests.data.mask_pictures import VOID, write_folder
 from tests.training.runs import method_states, plain_config, run_in_processes
 from tests.training.test_resume import PER_STEP
+from tests.training.test_segmentation_run import plain_segmentation
 from tests.training.test_tasks import plain_tasks
+from tests.training.test_text_run import plain_text, write_place
 
 pytestmark = pytest.mark.slow
 
@@ -88,3 +93,49 @@ def test_two_processes_train_several_tasks_as_one(tmp_path: Path, folders: Path)
     results = [json.loads((tmp_path / name / "results.json").read_text())["accuracy"] for name in ("one", "two")]
     assert results[0] == results[1]
     assert one["blocks.3.mlp.gate.planes.weight"].any()
+
+
+def same_weights_and_scores(tmp_path: Path, one: dict[str, Any], two: dict[str, Any]) -> None:
+    """Train `one` in a process and `two` in two processes, and compare them."""
+    for name, plain in (("one", one), ("two", two)):
+        run_in_processes(plain, tmp_path / name)
+    weights = [checkpoint.read(tmp_path / name / checkpoint.NAME)["state_dict"] for name in ("one", "two")]
+    for key, value in weights[0].items():
+        torch.testing.assert_close(weights[1][key], value, rtol=1e-4, atol=1e-5, msg=key)
+    results = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two")]
+    assert results[0]["data"]["splits"] == results[1]["data"]["splits"]
+    for key in ("best", "last", "test"):
+        assert results[1]["accuracy"][key] == pytest.approx(results[0]["accuracy"][key], abs=1e-3), key
+
+
+def test_two_processes_train_a_segmentation_as_one(tmp_path: Path) -> None:
+    """The halves of a batch have different numbers of labeled pixels; each pixel counts the same."""
+    images = write_folder(tmp_path / "shapes", {"train": 24, "val": 6, "test": 6})
+    for k in range(0, 24, 3):  # a third of the masks has labels in their upper half only
+        file = images / "train" / "masks" / f"{k:03}.png"
+        mask = np.array(Image.open(file))
+        mask[len(mask) // 2 :] = VOID
+        Image.fromarray(mask).save(file)
+    quiet: dict[str, Any] = {
+        "model": {"frozen_bn": True},
+        "method": {"full": {}},
+        "optim": {"name": "sgd", "lr": 0.05, "warmup_steps": 0},
+        "trainer__max_steps": 8,
+    }
+    one = plain_segmentation(images, **quiet)
+    two = plain_segmentation(images, **quiet, trainer__devices=2, data={"batch_size": 3})
+    same_weights_and_scores(tmp_path, one, two)
+
+
+def test_two_processes_train_on_texts_as_one(tmp_path: Path) -> None:
+    """The halves of a batch are padded to different lengths."""
+    place = write_place(tmp_path)
+    quiet: dict[str, Any] = {
+        "model": {"kwargs": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}},
+        "method": {"back_razor": {"sparsity": 0.0}},
+        "optim": {"name": "sgd", "lr": 0.05, "warmup_steps": 0},
+        "trainer__max_steps": 8,
+    }
+    one = plain_text(place, **quiet)
+    two = plain_text(place, **quiet, trainer__devices=2, data={"batch_size": 8})
+    same_weights_and_scores(tmp_path, one, two)

@@ -38,6 +38,20 @@ UNET = {
 }
 
 
+def plain_segmentation(images: Path, **changes: Any) -> dict[str, Any]:
+    """A run on a folder of images and masks, as plain containers."""
+    data = {
+        "name": "mask_folder",
+        "root": str(images),
+        "batch_size": 6,
+        "num_workers": 0,
+        "masks": {"zoom": [0.8, 1.25]},
+    }
+    model = UNET | changes.pop("model", {})
+    plain = plain_config(**changes)
+    return {**plain, "task": "segmentation", "model": model, "data": data | changes.get("data", {})}
+
+
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("segmentation") / "shapes", {"train": 24, "val": 6, "test": 6})
@@ -46,15 +60,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def segmentation(images: Path) -> Callable[..., Config]:
     def make(**changes: Any) -> Config:
-        data = {
-            "name": "mask_folder",
-            "root": str(images),
-            "batch_size": 6,
-            "num_workers": 0,
-            "masks": {"zoom": [0.8, 1.25]},
-        }
-        plain = plain_config(**changes)
-        return check({**plain, "task": "segmentation", "model": UNET, "data": data | changes.get("data", {})})
+        return check(plain_segmentation(images, **changes))
 
     return make
 

@@ -23,28 +23,37 @@ from tests.models.text_models import write_model, write_texts
 from tests.training.runs import assert_same_run, interrupted_at, plain_config
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("texts")
+def write_place(folder: Path) -> Path:
+    """Write texts.csv and the folder bert of a network."""
     write_texts(folder / "texts.csv", 160)
     write_model(folder / "bert")
     return folder
 
 
+def plain_text(place: Path, **changes: Any) -> dict[str, Any]:
+    """A run on what `write_place` wrote, as plain containers."""
+    data = {
+        "name": "text_folder",
+        "root": str(place / "texts.csv"),
+        "batch_size": 16,
+        "num_workers": 0,
+        "val_fraction": 0.2,
+        "text": {},
+    }
+    model = {"name": "bert", "weights": str(place / "bert"), "max_length": 16, **changes.pop("model", {})}
+    plain = plain_config(**changes)
+    return {**plain, "task": "text", "model": model, "data": data | changes.get("data", {})}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_place(tmp_path_factory.mktemp("texts"))
+
+
 @pytest.fixture(scope="module")
 def text_run(place: Path) -> Callable[..., Config]:
     def make(**changes: Any) -> Config:
-        data = {
-            "name": "text_folder",
-            "root": str(place / "texts.csv"),
-            "batch_size": 16,
-            "num_workers": 0,
-            "val_fraction": 0.2,
-            "text": {},
-        }
-        model = {"name": "bert", "weights": str(place / "bert"), "max_length": 16, **changes.pop("model", {})}
-        plain = plain_config(**changes)
-        return check({**plain, "task": "text", "model": model, "data": data | changes.get("data", {})})
+        return check(plain_text(place, **changes))
 
     return make
 
