@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from efficient_ft.core.errors import UserError, did_you_mean
+from efficient_ft.data.below import Below, files_below, refuse_link_inside
 from efficient_ft.data.images import EXTENSIONS, class_name, is_image, printable
 from efficient_ft.data.listing import Listing, Samples, hold_out_test
 
@@ -53,6 +54,9 @@ def read_folder(root: Path) -> Listing:
     if problem is not None:
         raise UserError(problem)
     folders = _subfolders(root)
+    splits = [folders[name] for name in ("train", "test", *_VAL_NAMES) if name in folders]
+    for folder in (*folders.values(), *(inner for split in splits for inner in _subfolders(split).values())):
+        refuse_link_inside(folder, root)
     notes: list[str] = []
     train = folders.get("train")
     if train is None or not _subfolders(train):
@@ -113,9 +117,9 @@ def _scan_train(folder: Path, notes: list[str]) -> tuple[list[str], Samples]:
         if class_name(name) in classes:
             raise UserError(f"{folder.absolute()} has two folders for the class {class_name(name)!r}. Merge them.")
         classes[class_name(name)] = path
-    found, ignored = {}, Counter[str]()
+    found, ignored, left_out = {}, Counter[str](), Below()
     for name, path in classes.items():
-        found[name], other = _images_below(path)
+        found[name], other = _images_below(path, left_out)
         ignored.update(other)
     if not any(found.values()):
         loose = sum(1 for path in folder.iterdir() if path.is_file() and is_image(path))
@@ -134,6 +138,7 @@ def _scan_train(folder: Path, notes: list[str]) -> tuple[list[str], Samples]:
     if len(names) == 1:
         raise UserError(f"{folder.absolute()} has a single class, {names[0]!r}. Classification needs at least two.")
     _note_ignored(folder, ignored, notes)
+    notes += left_out.notes(folder)
     paths = [path for name in names for path in found[name]]
     labels = [label for label, name in enumerate(names) for _ in found[name]]
     return names, Samples(paths, np.asarray(labels, dtype=np.int64))
@@ -145,10 +150,10 @@ def _scan_eval(folder: Path, names: list[str], notes: list[str]) -> Samples:
     labels: list[int] = []
     known = {name: label for label, name in enumerate(names)}
     absent = set(names)
-    ignored = Counter[str]()
+    ignored, left_out = Counter[str](), Below()
     unknown = []
     for name, path in sorted(_subfolders(folder).items(), key=lambda item: class_name(item[0])):
-        files, other = _images_below(path)
+        files, other = _images_below(path, left_out)
         ignored.update(other)
         if class_name(name) not in known:
             unknown.append(class_name(name))
@@ -166,28 +171,17 @@ def _scan_eval(folder: Path, names: list[str], notes: list[str]) -> Samples:
     if absent:
         notes.append(f"{printable(folder)} has no images of {len(absent)} classes: {_first_names(sorted(absent))}.")
     _note_ignored(folder, ignored, notes)
+    notes += left_out.notes(folder)
     return Samples(paths, np.asarray(labels, dtype=np.int64))
 
 
-def _images_below(folder: Path) -> tuple[list[str], Counter[str]]:
+def _images_below(folder: Path, left_out: Below) -> tuple[list[str], Counter[str]]:
     """Sorted paths of all images at any depth, and the extensions of the other visible files."""
-    images: list[str] = []
-    other = Counter[str]()
-    visited = set()
-    for place, inner, files in os.walk(folder, followlinks=True):
-        real = os.path.realpath(place)
-        inner[:] = [] if real in visited else [d for d in inner if not d.startswith(".") and d != "__MACOSX"]
-        if real in visited:  # a link to a folder above
-            continue
-        visited.add(real)
-        for name in files:
-            if name.startswith("."):
-                continue
-            if is_image(name):
-                images.append(os.path.join(place, name))
-            else:
-                other[Path(name).suffix.lower() or "without extension"] += 1
-    return sorted(images), other
+    start = len(left_out.files)
+    files_below(folder, left_out)
+    files, left_out.files[start:] = left_out.files[start:], []
+    other = Counter(Path(name).suffix.lower() or "without extension" for name in files if not is_image(name))
+    return [name for name in files if is_image(name)], other
 
 
 def _note_ignored(folder: Path, ignored: Counter[str], notes: list[str]) -> None:

@@ -16,6 +16,7 @@ from PIL import Image
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import IGNORED
+from efficient_ft.data.below import files_below
 from efficient_ft.data.images import EXTENSIONS, printable
 
 #: Names of ids in classes.txt that are no class.
@@ -187,16 +188,19 @@ def _pairs(folder: Path) -> MaskSamples:
 def _files(folder: Path, extensions: Sequence[str]) -> dict[str, str]:
     """Paths of the files with these extensions, by their place in the folder without extension."""
     found: dict[str, str] = {}
-    for place, inner, files in os.walk(folder):
-        inner[:] = [name for name in inner if not name.startswith(".")]
-        for name in files:
-            stem, extension = os.path.splitext(name)
-            if extension.lower() not in extensions or name.startswith("."):
-                continue
-            key = os.path.relpath(os.path.join(place, stem), folder)
-            if key in found:
-                raise UserError(f"{printable(folder)} has two files for {printable(key)}. Keep one of them.")
-            found[key] = os.path.join(place, name)
+    if not folder.is_dir():
+        return found
+    below = files_below(folder)
+    if below.links or below.special:
+        raise UserError(below.notes(folder)[0])
+    for path in below.files:
+        stem, extension = os.path.splitext(path)
+        if extension.lower() not in extensions:
+            continue
+        key = os.path.relpath(stem, folder)
+        if key in found:
+            raise UserError(f"{printable(folder)} has two files for {printable(key)}. Keep one of them.")
+        found[key] = path
     return found
 
 

@@ -8,7 +8,6 @@ import hashlib
 import io
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
+from efficient_ft.data.below import files_below, refuse_link_inside
 from efficient_ft.data.images import printable
 from efficient_ft.data.listing import hold_out_test
 
@@ -289,12 +289,14 @@ def _class_folders(folder: Path, settings: TextConfig) -> Iterator[Row]:
     classes = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
     found = False
     for place in classes:
-        for inner, folders, files in os.walk(place):
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
-            for name in sorted(files):
-                if name.lower().endswith(".txt") and not name.startswith("."):
-                    found, path = True, Path(inner) / name
-                    text = "".join(_open(path)).strip()
-                    yield Row((text,), place.name, printable(path), None if text else f"{printable(path)}: no text.")
+        refuse_link_inside(place, folder)
+        below = files_below(place)
+        if below.links or below.special:
+            raise UserError(below.notes(place)[0])
+        for path in map(Path, below.files):
+            if path.suffix.lower() == ".txt":
+                found = True
+                text = "".join(_open(path)).strip()
+                yield Row((text,), place.name, printable(path), None if text else f"{printable(path)}: no text.")
     if not found:
         raise UserError(f"{printable(folder.absolute())} has no texts. {_LAYOUT}")

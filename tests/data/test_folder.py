@@ -116,6 +116,38 @@ def test_nested_images_links_hidden_files_and_other_files(folders: Make, data_co
     assert "Not used: masks" in notes
 
 
+def test_a_pipe_is_no_image_and_a_link_is_no_way_back(folders: Make) -> None:
+    """Reading a pipe never ends, and a link to a folder above gives images of all classes one label."""
+    root = folders(train={"a": 4, "b": 4}, test={"a": 1, "b": 1})
+    os.mkfifo(root / "train/a/9.jpg")
+    (root / "train/b/up").symlink_to("..", target_is_directory=True)
+    (root / "train/b/gone.jpg").symlink_to("nowhere")
+    (root / "train/b/linked.jpg").symlink_to(root / "train/b/0.jpg")
+    listing = read_folder(root)
+    assert [Path(str(path)).name for path in listing.train.images] == [f"{k}.jpg" for k in (0, 1, 2, 3)] * 2 + [
+        "linked.jpg"
+    ]
+    assert listing.train.labels.tolist() == [0] * 4 + [1] * 5
+    notes = " ".join(listing.notes)
+    assert f"not followed: {root / 'train/b/up'}." in notes
+    assert f"ignored: {root / 'train/a/9.jpg'} and 1 more" in notes
+
+
+@pytest.mark.parametrize("target", ["..", ".", "a", "../test/a", "../.."])
+def test_a_class_that_is_a_link_to_its_own_data_set_is_refused(folders: Make, target: str) -> None:
+    root = folders(train={"a": 4, "b": 4}, test={"a": 1, "b": 1})
+    (root / "train/c").symlink_to(target, target_is_directory=True)
+    with pytest.raises(UserError, match=r"train/c is a link to .*Remove the link"):
+        read_folder(root)
+
+
+def test_a_class_may_be_a_link_to_another_place(folders: Make, tmp_path: Path) -> None:
+    root = folders(train={"a": 4, "b": 4}, test={"a": 1, "b": 1})
+    (root / "train/b").rename(tmp_path / "elsewhere")
+    (root / "train/b").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    assert read_folder(root).train.labels.tolist() == [0] * 4 + [1] * 4
+
+
 def test_class_names_in_any_language_and_spelling_of_accents(folders: Make) -> None:
     composed, decomposed = unicodedata.normalize("NFC", "é"), unicodedata.normalize("NFD", "é")
     root = folders(train={composed: 2, "猫 кот": 2}, test={"猫 кот": 1})
