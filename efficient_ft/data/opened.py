@@ -123,19 +123,18 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
     ) -> Loader:
         """Load shuffled, augmented batches of `data.batch_size` for one of `world` processes.
 
-        `loader.sampler` is a `CounterSampler`. The last batch may be smaller; a last batch of one image is dropped,
-        since BatchNorm fails on it.
+        `loader.sampler` is a `CounterSampler`, which says what is left out at the end of an epoch. The last batch may
+        be smaller.
 
         Args:
             rank: of the process.
             world: number of processes.
             wrap: returns the data set that is loaded, given that of the images.
         """
-        sampler = CounterSampler(len(self._parts["train"]), self._seed, rank, world)
         size = self._config.batch_size
-        drop_last = len(sampler) > size and len(sampler) % size == 1
+        sampler = CounterSampler(len(self._parts["train"]), self._seed, rank, world, batch_size=size)
         dataset = self._dataset("train", training=True)
-        return make_loader(wrap(dataset), sampler, self._config.num_workers, size, drop_last)
+        return make_loader(wrap(dataset), sampler, self._config.num_workers, size)
 
     def eval_loader(
         self, split: Split, rank: int = 0, world: int = 1, wrap: Callable[[_Dataset], Dataset[Any]] = _unchanged

@@ -98,9 +98,17 @@ def run_length(config: Config, images: RunData, world: int) -> tuple[int, int]:
         config: the run's configuration.
         images: its images.
         world: number of processes.
+
+    Raises:
+        SettingError: an epoch has fewer batches than an optimizer step takes.
     """
-    per_epoch = -(-len(images.train_loader(0, world)) // config.trainer.grad_accum_steps)
-    assert per_epoch, "an opened data set has a training image, and the last batch may be smaller"
+    accumulated = config.trainer.grad_accum_steps
+    batches = len(images.train_loader(0, world))
+    if not batches:
+        raise SettingError("trainer.devices", world, "no larger than the number of training samples")
+    if accumulated > batches:
+        raise SettingError("trainer.grad_accum_steps", accumulated, f"at most {batches}, the batches of an epoch")
+    per_epoch = -(-batches // accumulated)
     total = config.trainer.epochs * per_epoch
     if config.trainer.max_steps > 0:
         total = min(total, config.trainer.max_steps)

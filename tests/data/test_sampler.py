@@ -12,21 +12,32 @@ from efficient_ft.data import (
 
 @settings(max_examples=80, deadline=None)
 @given(size=st.integers(1, 60), world=st.integers(1, 7), seed=st.integers(0, 2**32 - 1), epoch=st.integers(0, 99))
-def test_shares_cover_an_epoch_and_repeat_only_to_fill_up(size: int, world: int, seed: int, epoch: int) -> None:
-    shares = []
+def test_shares_are_the_order_of_a_single_process_dealt_out(size: int, world: int, seed: int, epoch: int) -> None:
+    single = CounterSampler(size, seed)
+    single.set_epoch(epoch)
+    order = list(single)
+    assert sorted(order) == [(epoch, index) for index in range(size)]
     for rank in range(world):
         sampler = CounterSampler(size, seed, rank, world)
         sampler.set_epoch(epoch)
-        shares.append(list(sampler))
-        assert len(shares[-1]) == len(sampler) == -(-size // world)
-        assert {e for e, _ in shares[-1]} == {epoch}
-    together = [index for share in shares for _, index in share]
-    assert set(together) == set(range(size))
-    assert len(together) - size < world
-    single = CounterSampler(size, seed)
-    single.set_epoch(epoch)
-    interleaved = [pair for row in zip(*shares, strict=True) for pair in row]
-    assert interleaved[:size] == list(single)  # the same global order for any number of processes
+        assert list(sampler) == order[rank::world]
+        assert len(sampler) == len(order[rank::world])
+
+
+@settings(max_examples=300, deadline=None)
+@given(size=st.integers(1, 300), world=st.integers(1, 7), batch=st.integers(1, 30))
+def test_all_processes_have_as_many_batches_and_none_of_one_image(size: int, world: int, batch: int) -> None:
+    shares = [len(CounterSampler(size, 0, rank, world, batch_size=batch)) for rank in range(world)]
+    assert len({-(-share // batch) for share in shares}) == 1
+    each = size // world
+    if 0 < each < batch:
+        assert sum(shares) == size
+    assert size - sum(shares) < 2 * world, "no more is left out than it takes"
+    if batch > 1 and each > batch:
+        assert all(share % batch != 1 for share in shares)
+    # The batches of the processes are together the batches of a single one, but for the end of the epoch.
+    if world * batch > 1 and each % batch not in (0, 1):
+        assert sum(shares) == size
 
 
 @settings(max_examples=40, deadline=None)

@@ -52,6 +52,17 @@ def test_two_processes_choose_and_train_as_one(name, tmp_path, configuration):
         assert not ((budgets[0][:, 0] == 0.8) | (budgets[0][:, 0] == 0.2)).any()
 
 
+def test_uneven_halves_of_the_last_batch_count_by_their_images(tmp_path, configuration):
+    """1,293 images: the last batch of 48 has 45, of which one process has 23 and the other 22."""
+    quiet = {**QUIET, "trainer__epochs": 1, "optim__warmup_steps": 0, "optim__name": "sgd"}
+    run_in_processes(plain_config(**quiet, trainer__devices=2, data__batch_size=24), tmp_path / "two")
+    run(configuration(**quiet, data__batch_size=48), tmp_path / "one")
+    two, one = (checkpoint.read(tmp_path / folder / checkpoint.NAME) for folder in ("two", "one"))
+    assert two["global_step"] == one["global_step"] == 27
+    for key, value in one["state_dict"].items():
+        torch.testing.assert_close(two["state_dict"][key], value, rtol=1e-4, atol=1e-6)
+
+
 def test_two_processes_choose_the_same_bits(tmp_path):
     """Each measures its half of the images; what is chosen follows from the sum, and another run chooses it again."""
     method = {"full": {}, "low_bit": {"bits": "auto", "budget": 3.3, "profile_steps": 2}}
@@ -85,7 +96,6 @@ def test_two_processes_train_several_tasks_as_one(tmp_path: Path, folders: Path)
     exact: dict[str, Any] = {**QUIET, "optim": {"name": "sgd", "lr": 0.05, "grad_clip_norm": 1.0}}
     halves = {task: {"batch_size": 2} for task in ("colours", "planes")}
     for name, changes in (("one", {}), ("two", {"trainer__devices": 2, "tasks": halves})):
-        # 16 images of `planes` for two processes are 15 and the first once more: the last batches are left out.
         run_in_processes(plain_tasks(folders, **exact, **changes, trainer__max_steps=6), tmp_path / name)
     one, two = (load_file(tmp_path / name / export.NAME) for name in ("one", "two"))
     for key, value in one.items():
