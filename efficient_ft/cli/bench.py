@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shlex
 import sys
@@ -15,6 +14,7 @@ import yaml
 
 from efficient_ft.core.allocator import CHOICES, restart_with, use_allocator
 from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.record.files import json_text
 
 if TYPE_CHECKING:
     from efficient_ft.bench.recipes import Recipe
@@ -200,7 +200,7 @@ def _measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     report = {"command": _command(arguments, options.json), "environment": here, **options.run(options)}
     print(f"\n{report_text(report)}")
     if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        options.json.write_text(json_text(report, indent=2) + "\n", encoding="utf-8")
         print(f"\nwritten: {options.json}")
 
 

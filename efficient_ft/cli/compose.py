@@ -25,7 +25,7 @@ from efficient_ft.cli.rows import EXAMPLE, NAMING, jobs_of_rows, key_of
 from efficient_ft.config import Config, UnknownSetting, check
 from efficient_ft.config.plain import plain
 from efficient_ft.config.renamed import refuse_renamed_setting
-from efficient_ft.core.errors import UserError, did_you_mean
+from efficient_ft.core.errors import SettingError, UserError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,8 @@ def _configuration(loader: ConfigLoader, name: str, job: Sequence[str]) -> Confi
     parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(job))
     for override in parsed:
         refuse_renamed_setting(override.key_or_group, override.value())
+        if override.key_or_group in ("hydra.run.dir", "hydra.sweep.dir") and not str(override.value() or "").strip():
+            raise SettingError(override.key_or_group, "an empty text", "a folder", "Leave it out for one of its own.")
     evaluated = evaluation(loader, name, parsed)
     if evaluated is not None:
         return evaluated

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import sys
 import traceback
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from efficient_ft.core.errors import DivergedError, UserError
+from efficient_ft.core.text import plain_text
+from efficient_ft.record.files import json_text
 
 #: Names the file into which a job of a sweep writes its outcome, for the table at the end of the sweep.
 OUTCOME_FILE = "EFFICIENT_FT_OUTCOME_FILE"
@@ -34,12 +35,12 @@ def report_outcome(**outcome: Any) -> None:
         outcome: the ``results``, or the ``reason`` of a failure and whether the training ``diverged``.
     """
     if OUTCOME_FILE in os.environ:
-        Path(os.environ[OUTCOME_FILE]).write_text(json.dumps(outcome), encoding="utf-8")
+        Path(os.environ[OUTCOME_FILE]).write_text(json_text(outcome), encoding="utf-8")
 
 
 def fail(error: UserError | str, status: int = 2) -> NoReturn:
     """Print the text of `error` alone to stderr and exit with `status`."""
-    text = str(error)
+    text = plain_text(str(error))
     print(text, file=sys.stderr)
     report_outcome(reason=text.splitlines()[0], diverged=isinstance(error, DivergedError))
     raise SystemExit(status)

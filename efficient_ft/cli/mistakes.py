@@ -148,6 +148,12 @@ def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error
         siblings = [str(k) for k in here] if OmegaConf.is_dict(here) else []
         methods = loader.get_group_options("method")
         if present == "method" and missing in methods:
+            package = str(next(iter(compose(name, [f"method={missing}"]).method)))
+            if package != missing and package in siblings:
+                return UserError(
+                    f"{line}: the settings of the option {missing} are those of method.{package}: write"
+                    f" {line.replace(f'method.{missing}', f'method.{package}', 1)}."
+                )
             return UserError(
                 f"{line}: method {missing} is not chosen (chosen: {', '.join(siblings)}). Choose it,"
                 f" method={missing}, or both, 'method=[{','.join([*siblings, missing])}]'."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 from efficient_ft.core.allocator import restart_with, use_allocator
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.units import parse_bytes, parse_seconds
+from efficient_ft.record.files import json_text
 
 if TYPE_CHECKING:
     from efficient_ft.config import Config
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record(found, Path("outputs"))
     print(plan_text(found, every=options.all))
     if options.json is not None:
-        options.json.write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(json_text(found.as_dict(), indent=1) + "\n", encoding="utf-8")
     if options.figure is not None:
         from efficient_ft.report.charts import write_chart
         from efficient_ft.report.plan_figure import plan_chart

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from efficient_ft.core.errors import UserError, first_line
+from efficient_ft.core.text import plain_text
 
 if TYPE_CHECKING:
     from efficient_ft.task import Inputs
@@ -47,13 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     is_text = trained.input.tokenizer is not None
     items: list[Any] = _lines(trained, options) if is_text else list(_image_files(options.files))
     shown = min(options.top, len(trained.class_names))
-    width = max(len(name) for name in trained.class_names)
+    names = [plain_text(name) for name in trained.class_names]
+    width = max(map(len, names))
     for start in range(0, len(items), options.batch_size):
         batch = items[start : start + options.batch_size]
         for item, row in zip(batch, export.probabilities(trained.model, _inputs(trained, batch)), strict=True):
-            print(item)
+            print(plain_text(str(item)))
             for probability, label in zip(*row.topk(shown), strict=True):
-                print(f"  {trained.class_names[int(label)]:{width}}  {float(probability):7.2%}")
+                print(f"  {names[int(label)]:{width}}  {float(probability):7.2%}")
 
 
 def _inputs(trained: Trained, items: Sequence[Any]) -> Inputs:
@@ -100,7 +102,7 @@ def _write_masks(trained: Trained, paths: Sequence[Path], options: argparse.Name
     from efficient_ft.training.predict_masks import mask_image, overlay, predict_mask
 
     out = options.out or (options.run if options.run.is_dir() else options.run.parent) / "masks"
-    ids, names = json.loads(trained.notes["class_ids"]), trained.class_names
+    ids, names = json.loads(trained.notes["class_ids"]), [plain_text(name) for name in trained.class_names]
     targets = {path: out / f"{path.stem}.png" for path in paths}
     stem, count = Counter(path.stem for path in paths).most_common(1)[0]
     if count > 1:
@@ -115,7 +117,7 @@ def _write_masks(trained: Trained, paths: Sequence[Path], options: argparse.Name
         mask_image(indices, ids).save(target)
         if options.overlay:
             overlay(image, indices, len(names)).save(target.with_name(f"{path.stem}_overlay.png"))
-        print(f"{path} -> {target}")
+        print(plain_text(f"{path} -> {target}"))
         shares = np.bincount(indices.ravel(), minlength=len(names)) / indices.size
         for number in np.argsort(-shares, kind="stable")[: options.top]:
             if shares[number] > 0:

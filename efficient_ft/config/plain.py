@@ -21,7 +21,11 @@ def plain(composed: DictConfig) -> dict[str, Any]:
     try:
         container = OmegaConf.to_container(job, resolve=True)
     except OmegaConfBaseException as error:
-        raise UserError(f"The configuration cannot be resolved: {sentence(error)}") from None
+        setting = error.full_key or "The configuration"
+        raise UserError(
+            f"{setting} cannot be resolved: {sentence(error).rstrip('.')}. Give it a value, or ${{NAME}} of a setting"
+            " that exists."
+        ) from None
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items()}
 

@@ -10,6 +10,10 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
+#: Pixels of an image's side; beyond it a single image does not fit into memory.
+LARGEST_SIDE = 8192
+Side = Annotated[int, Field(ge=1, le=LARGEST_SIDE)]
+BatchSize = Annotated[int, Field(ge=1, le=65536)]
 Name = Annotated[str, Field(min_length=1)]
 
 
@@ -32,7 +36,7 @@ class ModelConfig(Section):
     #: With `name` a text classifier of transformers: tokens of a text, longer ones are cut; null: it takes images.
     max_length: Annotated[int, Field(ge=8)] | None = None
     #: Pixels, or [height, width]; null: what the weights were trained at.
-    image_size: Count | tuple[Count, Count] | None = None
+    image_size: Side | tuple[Side, Side] | None = None
     drop_path_rate: Fraction = 0.0
     drop_rate: Fraction = 0.0
     #: BatchNorm keeps its running statistics while training.
@@ -122,9 +126,9 @@ class DataConfig(Section):
         "rte",
     ]
     root: str = "./data"
-    batch_size: Count = 64
+    batch_size: BatchSize = 64
     #: null: as `batch_size`.
-    eval_batch_size: Count | None = None
+    eval_batch_size: BatchSize | None = None
     num_workers: Annotated[int, Field(ge=0)] = 2
     #: Share of the training images held out for validation, stratified and seeded.
     val_fraction: Fraction = 0.1
@@ -150,7 +154,7 @@ class OptimConfig(Section):
     """Optimizer and its memory, learning-rate schedule, label smoothing, clipping. Warm-up counts optimizer steps."""
 
     name: Literal["adamw", "sgd", "adam"]
-    lr: Positive
+    lr: Annotated[float, Field(ge=1e-12)]
     weight_decay: NotNegative = 0.0
     #: SGD only.
     momentum: Fraction = 0.9
@@ -164,7 +168,7 @@ class OptimConfig(Section):
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
     label_smoothing: Fraction = 0.0
     #: Largest norm of the whole gradient; null: no clipping.
-    grad_clip_norm: Positive | None = None
+    grad_clip_norm: Annotated[float, Field(ge=1e-6)] | None = None
     #: The classifier's learning rate is `lr` times this.
     head_lr_mult: Positive = 1.0
     #: Factor of the learning rate per layer from the head down; null: one rate for all layers.

@@ -50,6 +50,13 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
+def why_unreadable(error: BaseException) -> str:
+    """Return why a file of tensors cannot be loaded; never torch's advice to load what could run code."""
+    if "weights only" in str(error).lower() or "weights_only" in str(error):
+        return "it holds Python objects other than tensors and plain values, which are not loaded: they could run code"
+    return first_line(error)
+
+
 def replace_unprintable() -> None:
     """Print ``?`` for signs that a terminal or file without Unicode cannot show, instead of failing."""
     for stream in (sys.stdout, sys.stderr):

@@ -1,8 +1,17 @@
-"""Text tables for terminals."""
+"""Text for terminals: tables, and names that others have chosen."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+#: Control characters, which move the cursor or change colors, and those that turn the direction of writing.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def plain_text(text: str) -> str:
+    """Return `text` with its control characters, other than line feeds and tabs, as escapes: ``\\x1b``."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def table(

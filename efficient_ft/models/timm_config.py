@@ -9,7 +9,7 @@ from timm.models import PretrainedCfg, get_pretrained_cfg
 from torch import nn
 
 import efficient_ft.models.small  # noqa: F401  registers vit_digits and vit_micro
-from efficient_ft.core.errors import SettingError, UserError, did_you_mean
+from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
 from efficient_ft.core.input_spec import InputSpec
 
 if TYPE_CHECKING:
@@ -77,11 +77,14 @@ def build(config: ModelConfig, kwargs: dict[str, Any], **more: Any) -> nn.Module
     Raises:
         UserError: the model refuses the arguments.
     """
+    # What a loader of weights does not take is reported by its caller.
+    refusals = (TypeError, ValueError, AssertionError, *(() if more else (ArithmeticError, LookupError, RuntimeError)))
     try:
         return timm.create_model(config.name, **kwargs, **more)
-    except (TypeError, ValueError, AssertionError) as error:
+    except refusals as error:
         raise UserError(
-            f"model.name={config.name} cannot be built with {kwargs}: {error}. Change model.kwargs or model.image_size."
+            f"model.name={config.name} cannot be built with {kwargs}: {first_line(error).rstrip('.')}. Change"
+            " model.kwargs or model.image_size."
         ) from error
 
 

@@ -14,7 +14,7 @@ from timm.models import PretrainedCfg
 from timm.models import load_state_dict as read_weights
 from torch import Tensor, nn
 
-from efficient_ft.core.errors import SettingError, UserError, first_line
+from efficient_ft.core.errors import SettingError, UserError, first_line, why_unreadable
 from efficient_ft.models.proxyless import timm_names
 from efficient_ft.models.timm_config import build
 
@@ -113,7 +113,7 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
             path,
             "a complete file of weights (.safetensors; .pth, .pt, .bin or .ckpt with tensors only; .npz for the ViT"
             " family)",
-            f"Reading it failed: {first_line(error)}.",
+            f"Reading it failed: {why_unreadable(error).rstrip('.')}.",
         ) from error
     # A Lightning checkpoint nests the network under one more name.
     if weights and all(k.startswith("model.") for k in weights):

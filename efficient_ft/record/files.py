@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
@@ -32,6 +35,21 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 def write_text_atomically(path: Path, text: str) -> None:
     """`write_atomically` for a text, in UTF-8."""
     write_atomically(path, lambda temporary: _write_text(temporary, text))
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """Return `value` as JSON, which has no numbers that are not finite: null stands for these."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(of) for key, of in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return value
 
 
 def _write_text(path: Path, text: str) -> None:

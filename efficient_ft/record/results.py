@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic needs this one below Python 3.12
 
 from efficient_ft.core.errors import UserError
-from efficient_ft.record.files import write_text_atomically
+from efficient_ft.record.files import json_text, write_text_atomically
 from efficient_ft.record.formats import START_AGAIN, USE_ITS_VERSION, check_format
 
 NAME = "results.json"
@@ -241,7 +241,7 @@ def images_digest(data: Mapping[str, Any]) -> str:
 
 def write_results(run: Path, results: Results) -> None:
     """Write `results` to the folder `run`, which marks the run as finished."""
-    write_text_atomically(run / NAME, json.dumps(results, indent=2) + "\n")
+    write_text_atomically(run / NAME, json_text(results, indent=2) + "\n")
 
 
 def read_results(run: Path, do: str = START_AGAIN) -> Results:

@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from efficient_ft.record.files import write_text_atomically
+from efficient_ft.record.files import json_text, write_text_atomically
 
 
 class Rows:
@@ -42,12 +42,13 @@ class Rows:
     def rewind(self, step: int) -> None:
         """Truncate on resume: drop the rows written after optimizer step `step` of the checkpoint."""
         kept = [row for row in self.read() if row["step"] <= step]
-        write_text_atomically(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        write_text_atomically(self.path, "".join(json_text(row) + "\n" for row in kept))
 
     def append(self, row: dict[str, Any]) -> None:
-        """Write `row` as the last line."""
+        """Write `row` as the last line, without numbers that are not finite."""
+        finite = {k: v for k, v in row.items() if not isinstance(v, float) or math.isfinite(v)}
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json_text(finite) + "\n")
 
 
 class MetricsFile(Rows):

@@ -49,7 +49,7 @@ from pydantic import (
 from typing_extensions import TypedDict  # pydantic needs this one below Python 3.12
 
 from efficient_ft.core.errors import UserError, did_you_mean
-from efficient_ft.record.files import write_text_atomically
+from efficient_ft.record.files import json_text, write_text_atomically
 from efficient_ft.record.formats import FORMAT, check_format
 from efficient_ft.record.results import ExecutedCost, MeasuredCost, Results, RunTotals, final_accuracy, images_digest
 
@@ -315,7 +315,7 @@ class Records:
             self.runs.append(record)
             order = {name: place for place, name in enumerate(self.study.rows)}
             self.runs.sort(key=lambda one: (order.get(one["row"], len(order)), one["value"], one["seed"]))
-            lines = ",\n".join(json.dumps(one) for one in self.runs)
+            lines = ",\n".join(json_text(one) for one in self.runs)
             write_text_atomically(self.path, f'{{"format": {FORMAT}, "runs": [\n{lines}\n]}}\n')
 
     def find(self, run: StudyRun) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import CheckpointIO
 
-from efficient_ft.core.errors import UserError
+from efficient_ft.core.errors import UserError, why_unreadable
 from efficient_ft.record.files import write_atomically
 from efficient_ft.record.formats import FORMAT, START_AGAIN, check_format
 
@@ -52,10 +52,12 @@ def read(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
         try:
             checkpoint = torch.load(candidate, map_location=map_location, weights_only=True)
         except Exception as error:  # a damaged file raises zip, pickle, EOF, key or value errors
-            failures.append(f"{candidate}: {(str(error).splitlines() or ['unreadable'])[0][:200]}")
+            failures.append(f"{candidate}: {why_unreadable(error)}")
             continue
-        found = checkpoint.get(_FORMAT_KEY) if isinstance(checkpoint, dict) else None
-        check_format(candidate, found, START_AGAIN)
+        if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+            failures.append(f"{candidate}: it is no checkpoint of a run")
+            continue
+        check_format(candidate, checkpoint.get(_FORMAT_KEY), START_AGAIN)
         if failures:
             log.warning("The checkpoint %s is damaged; continuing from the previous one (%s).", path, candidate.name)
         return dict(checkpoint)

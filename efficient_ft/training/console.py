@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_only
 
-from efficient_ft.core.text import spelled, table
+from efficient_ft.core.text import plain_text, spelled, table
 from efficient_ft.task import TASKS
 
 
@@ -21,11 +21,12 @@ def rank() -> int:
 @rank_zero_only
 def say(text: str) -> None:
     """Print `text` in the first process only."""
-    print(text, flush=True)
+    print(plain_text(text), flush=True)
 
 
 def quiet_lightning() -> None:
     """Silence advice that does not apply: the loaders, checkpoints and frozen BatchNorm layers are ours on purpose."""
+    logging.raiseExceptions = False  # a log file on a full disk is no reason for a traceback
     for name in ("lightning.pytorch", "lightning.fabric", "lightning", "timm"):
         logging.getLogger(name).setLevel(logging.WARNING)
     for message in (
@@ -136,6 +137,7 @@ def results_text(results: dict[str, Any], folder: Path) -> str:
     sample = TASKS[config.get("task", "classification")].sample
     tasks = accuracy.get("tasks", {})
     data = f"{', '.join(tasks)} in turn" if tasks else config["data"]["name"]
+    batch = min(config["data"]["batch_size"], results["data"].get("splits", {}).get("train", float("inf")))
     split = accuracy["split"]
     chosen = " (the best epoch was chosen on the test split: data.select_best_on=test)" if split == "test" else ""
     lines = [
@@ -160,9 +162,9 @@ def results_text(results: dict[str, Any], folder: Path) -> str:
         "",
         table(_accuracy_rows(accuracy, results["data"], config.get("published"))) + chosen,
         "",
-        cost_table(results["cost"], method, config["data"]["batch_size"], sample),
+        cost_table(results["cost"], method, batch, sample),
         "",
-        *([memory_table(results["memory"], config["data"]["batch_size"]), ""] if "memory" in results else []),
+        *([memory_table(results["memory"], batch), ""] if "memory" in results else []),
         f"Allocator: {results['environment'].get('allocator', 'not recorded')}",
         f"Results: {folder} (model.safetensors holds the {'epoch of the best mean' if tasks else 'best epoch'})",
     ]

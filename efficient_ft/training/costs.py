@@ -58,6 +58,7 @@ def cost_report(
     device: torch.device,
     steps: int,
     max_seconds: float | None = None,
+    largest_batch: int | None = None,
 ) -> CostReport:
     """The cost of a training step of `network` with its methods, and that of the baseline (`cost.baseline`).
 
@@ -70,6 +71,7 @@ def cost_report(
         device: measures the step.
         steps: timed steps; 0: count only.
         max_seconds: no further step is timed after this time; None: all are.
+        largest_batch: samples that a batch can have at most: those of the training split.
 
     Raises:
         SettingError: `cost.baseline` names no selection.
@@ -85,7 +87,7 @@ def cost_report(
         methods,
         None if selection is None else lambda: factory.random_model(config.model, classes),
         baseline_methods=selection or (),
-        batch_size=config.data.batch_size,
+        batch_size=min(config.data.batch_size, largest_batch or config.data.batch_size),
         input_size=spec.size,
         steps=steps,
         max_seconds=max_seconds,

@@ -139,16 +139,24 @@ def scores(
         device: evaluates.
         precision: ``fp32``, or the type of autocast: ``bf16``, ``fp16``.
         limit: the number of batches; None: all.
+
+    Raises:
+        UserError: an output is not finite.
     """
     model.eval().to(device)
     found = task.scores(classes, local=True).to(device)  # other processes of the run may have ended
     dtype = AUTOCAST[precision]
+    finite = torch.ones((), dtype=torch.bool, device=device)
     for number, (inputs, targets) in enumerate(loader):
         if number == limit:
             break
         with torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext():
             logits = task.evaluation_logits(model, moved(inputs, device))
+        finite &= logits.isfinite().all()
         found.update(logits.float(), targets.to(device, non_blocking=True))
+    if not finite:
+        half = f" It was evaluated with trainer.precision={precision}: try fp32." if dtype is not None else ""
+        raise UserError(f"The network's outputs are not finite: its weights are of no use.{half}")
     return found.compute()
 
 

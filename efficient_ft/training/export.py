@@ -8,16 +8,18 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from efficient_ft import __version__
 from efficient_ft.config import ModelConfig
-from efficient_ft.core.errors import UserError
+from efficient_ft.config.schema import LARGEST_SIDE
+from efficient_ft.core.errors import UserError, first_line
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.tokenizer import Tokenizer
 from efficient_ft.methods import METHODS
@@ -30,6 +32,7 @@ from efficient_ft.record.formats import OtherVersionError
 from efficient_ft.task import Classification, Inputs, TextClassification, moved
 
 NAME = "model.safetensors"
+_Names = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -95,12 +98,28 @@ def save(
 
     def write(temporary: Path) -> None:
         save_file(separate, temporary, metadata)
+        _sort_metadata(temporary)
         # safetensors creates files that only their owner can read; use the umask as for any other file.
         umask = os.umask(0)
         os.umask(umask)
         temporary.chmod(0o666 & ~umask)
 
     write_atomically(path, write)
+
+
+def _sort_metadata(file: Path) -> None:
+    """Order the metadata in the header of a .safetensors file, so that the same weights are the same bytes.
+
+    The library writes them in an order that differs from process to process.
+    """
+    with open(file, "rb+") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+        header["__metadata__"] = dict(sorted(header.get("__metadata__", {}).items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(text) <= length, "the library writes the same in another order"
+        opened.seek(8)
+        opened.write(text.ljust(length))
 
 
 def _without_shared_storages(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -127,34 +146,42 @@ def load(run: Path, task: str | None = None) -> Trained:
         UserError: there is no such file, it is damaged, or no run wrote it; or there is no such task.
     """
     file = run / NAME if run.is_dir() else run
-    about = _metadata(run, file)
-    known = ("model_kwargs", "class_names", "image_size", "mean", "std")
-    values = {k: json.loads(about[k]) for k in known}
-    size = tuple(values["image_size"])
-    tokenizer = Tokenizer.loads(about[TOKENIZER]) if TOKENIZER in about else None
+    metadata = _metadata(run, file)
+    about = _checked(file, metadata)
+    try:
+        tokenizer = Tokenizer.loads(about.tokenizer) if about.tokenizer is not None else None
+    except Exception as error:  # the library's own is of type Exception
+        raise _altered(file, f"its {TOKENIZER} cannot be read ({first_line(error)})") from error
+    size = tuple(about.image_size)
+    height, width = size[0], size[-1]
     config = ModelConfig(
-        name=about["architecture"],
-        encoder=about.get("encoder"),
+        name=about.architecture,
+        encoder=about.encoder,
         pretrained=False,
         weights=str(file),
-        image_size=None if tokenizer else size,
+        image_size=None if tokenizer else (height, width),
         max_length=size[0] if tokenizer else None,
-        kwargs=values["model_kwargs"],
+        kwargs=about.model_kwargs,
     )
-    added = [_noted_method(file, part) for part in json.loads(about.get("added", "[]"))]
-    names = values["class_names"]
-    tasks = names if isinstance(names, dict) else {}
+    added = [_noted_method(file, part) for part in about.added]
+    tasks = about.class_names if isinstance(about.class_names, dict) else {}
     if task is not None and task not in tasks:
         has = f"its tasks are {', '.join(tasks)}" if tasks else "it was trained on one data set"
         raise UserError(f"{run} has no task {task}: {has}.")
+    names = next(iter(tasks.values())) if isinstance(about.class_names, dict) else about.class_names
     classes = {name: len(of_task) for name, of_task in tasks.items()} or len(names)
-    if added or tasks:
-        model = random_model(config, classes)
-        for method in added:
-            method.apply(model)
-        model.load_state_dict(read_state_dict(file))
-    else:
-        model = create_model(config, classes)
+    try:
+        if added or tasks:
+            model = random_model(config, classes)
+            for method in added:
+                method.apply(model)
+            _require_same_shapes(file, model)
+            model.load_state_dict(read_state_dict(file))
+        else:
+            model = create_model(config, classes)
+            _require_same_shapes(file, model)
+    except (UserError, RuntimeError, TypeError) as error:
+        raise _altered(file, first_line(error)) from error
     switch = tasks_of(model)
     if switch is not None:
         switch.active = task or switch.active
@@ -164,12 +191,8 @@ def load(run: Path, task: str | None = None) -> Trained:
     return Trained(
         model=model.eval(),
         class_names=names,
-        input=InputSpec(size, tuple(values["mean"]), tuple(values["std"]), about["interpolation"], tokenizer),
-        notes={
-            k: v
-            for k, v in about.items()
-            if k not in (*known, "format", "architecture", "encoder", "interpolation", "added", TOKENIZER)
-        },
+        input=InputSpec(size, tuple(about.mean), tuple(about.std), about.interpolation, tokenizer),
+        notes={k: v for k, v in metadata.items() if k not in _READ},
         tasks=tasks,
     )
 
@@ -190,9 +213,81 @@ def _metadata(run: Path, file: Path) -> dict[str, str]:
     return about
 
 
-def _noted_method(file: Path, part: dict[str, Any]) -> Method:
+#: Metadata that the notes of `Trained` leave out.
+_READ = ("format", "architecture", "encoder", "model_kwargs", "class_names", "image_size", "mean", "std",
+         "interpolation", "added", TOKENIZER)  # fmt: skip
+
+
+class _Added(BaseModel):
+    method: str
+    settings: dict[str, Any]
+
+
+class _About(BaseModel):
+    """The metadata that `load` reads; `save` writes it."""
+
+    model_config = ConfigDict(protected_namespaces=())
+
+    architecture: str
+    encoder: str | None = None
+    model_kwargs: Json[dict[str, Any]]
+    class_names: Json[_Names | dict[str, _Names]]
+    image_size: Json[Annotated[list[Annotated[int, Field(ge=1, le=LARGEST_SIDE)]], Field(min_length=1, max_length=2)]]
+    mean: Json[list[Annotated[float, Field(allow_inf_nan=False)]]]
+    std: Json[list[Annotated[float, Field(gt=0, allow_inf_nan=False)]]]
+    interpolation: Literal["nearest", "nearest-exact", "bilinear", "bicubic", "box", "hamming", "lanczos"]
+    added: Json[list[_Added]] = []
+    tokenizer: str | None = None
+    task: Literal["classification", "segmentation", "text"] = "classification"
+    class_ids: Json[list[Annotated[int, Field(ge=0, le=65535)]]] | None = None
+    columns: Json[Literal[1, 2]] | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> _About:
+        texts = self.tokenizer is not None
+        if texts != (len(self.image_size) == 1):
+            raise ValueError("image_size is one number with a tokenizer, and else two")
+        if len(self.mean) != len(self.std) or len(self.mean) not in ((0,) if texts else (1, 3)):
+            raise ValueError("mean and std have one number per channel")
+        if self.task == "segmentation" and len(self.class_ids or ()) != len(self.class_names):
+            raise ValueError("class_ids has one number per class")
+        return self
+
+
+def _checked(file: Path, metadata: dict[str, str]) -> _About:
+    """Read the metadata of `file`."""
+    try:
+        return _About.model_validate(metadata)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "metadata"
+        raise _altered(file, f"its {where}: {first['msg'].removeprefix('Value error, ')}") from error
+
+
+def _altered(file: Path, why: str) -> UserError:
+    return UserError(
+        f"{file} cannot be used: {why.rstrip('.')}. It is not as the run wrote it; restore it, or train again."
+    )
+
+
+def _require_same_shapes(file: Path, model: nn.Module) -> None:
+    """Refuse a file whose weights are not all taken over as they are, e.g. a head of another number of classes.
+
+    Raises:
+        UserError: for the first tensor that differs.
+    """
+    own = model.state_dict()
+    with safe_open(file, "pt") as opened:
+        shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    for name, shape in shapes.items():
+        if name in own and tuple(own[name].shape) != shape:
+            found, expected = ("×".join(map(str, of)) for of in (shape, own[name].shape))
+            raise UserError(f"its {name} is {found}, by its metadata {expected}")
+
+
+def _noted_method(file: Path, part: _Added) -> Method:
     """The method that the metadata of `file` notes, with its settings."""
-    name, settings = part["method"], part["settings"]
+    name, settings = part.method, part.settings
     do = "Train again with this version, or use the version that wrote the file."
     if name not in METHODS:
         raise OtherVersionError(file, f"it notes the method {name}, unknown to this version", do, "another")
@@ -209,7 +304,26 @@ def _noted_method(file: Path, part: dict[str, Any]) -> Method:
 @torch.inference_mode()
 def probabilities(model: nn.Module, inputs: Inputs) -> Tensor:
     """Images (B, 3, H, W), or tensors of texts by name → probabilities (B, classes) on the CPU; computed on the model's
-    device."""
+    device.
+
+    Raises:
+        UserError: an output is not finite.
+    """
     device = next(model.parameters()).device
     task = Classification() if isinstance(inputs, Tensor) else TextClassification()
-    return task.logits(model, moved(inputs, device)).float().softmax(-1).cpu()
+    logits = task.logits(model, moved(inputs, device)).float()
+    require_finite(logits)
+    return logits.softmax(-1).cpu()
+
+
+def require_finite(logits: Tensor) -> None:
+    """Refuse outputs of a network that has weights, or is given a normalization, that are of no use.
+
+    Raises:
+        UserError: an output is not finite.
+    """
+    if not bool(logits.isfinite().all()):
+        raise UserError(
+            "The network's outputs are not finite: the weights or the mean and std in model.safetensors are of no use."
+            " Train again."
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence
             return [board]
         from lightning.pytorch.loggers import WandbLogger
 
+        _require_key(options.mode)
         logger = WandbLogger(
             project=options.project,
             entity=options.entity,
@@ -58,12 +60,35 @@ def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence
         raise UserError(
             f"logger={options.name} needs a package that is not installed. Install it: pip install {options.name}"
         ) from error
+    except UserError:
+        raise
     except Exception as error:  # wandb's own errors derive from several bases
         raise UserError(
             f"logger={options.name} cannot start: {(str(error).splitlines() or [''])[0]}"
             " Use logger.mode=offline, or log in first (wandb login)."
         ) from error
     return [logger]
+
+
+def _require_key(mode: str) -> None:
+    """Refuse an online run without a key at once; wandb itself waits for one and says so after a minute and a half.
+
+    Raises:
+        UserError: no key is configured.
+    """
+    if mode != "online" or os.environ.get("WANDB_MODE", "online") not in ("online", "shared"):
+        return
+    import wandb
+
+    try:
+        found = wandb.login(prompt=False, verify=False)  # type: ignore[call-arg,unused-ignore]
+    except TypeError:  # before wandb 0.31
+        found = wandb.api.api_key is not None
+    if not found:
+        raise UserError(
+            "logger=wandb needs a key, and none is configured. Log in (wandb login), set WANDB_API_KEY, or use"
+            " logger.mode=offline."
+        )
 
 
 def run_name(methods: str, arguments: Sequence[str]) -> str:

@@ -77,7 +77,7 @@ class FineTuner(L.LightningModule):
         self.task = run_task(config)
         # One metric per data set; as modules, so that Lightning moves them to the device.
         self.scores: Any = nn.ModuleList(self.task.scores(n) for n in counts)
-        self.eval_loss: Any = nn.ModuleList(MeanMetric() for _ in counts)
+        self.eval_loss: Any = nn.ModuleList(MeanMetric(nan_strategy="disable") for _ in counts)
         #: The last evaluation; with several tasks the mean, and each task's.
         self.evaluated: Evaluation | None = None
         self.evaluated_tasks: dict[str, Evaluation] = {}
@@ -114,11 +114,11 @@ class FineTuner(L.LightningModule):
         loss = self.task.loss(logits, labels, self.config.optim.label_smoothing)
         return loss if self.trainer.world_size == 1 else loss * self._share(labels)
 
-    def _share(self, labels: Tensor) -> Tensor | float:
+    def _share(self, labels: Tensor) -> Tensor:
         """Factor of this process's mean loss, so that the mean over the processes is that over all their items."""
         own = self.task.labeled(labels)
-        if own is None:  # the sampler gives all processes batches of one size
-            return 1.0
+        if own is None:
+            own = torch.tensor(len(labels), device=labels.device)
         total = own.clone()
         torch.distributed.all_reduce(total)
         return own * self.trainer.world_size / total.clamp(min=1)
@@ -162,8 +162,43 @@ class FineTuner(L.LightningModule):
             sums[1] += len(values)
 
     def _stop_training(self, loss: float, batch_idx: int) -> None:
+        accumulated = self.config.trainer.grad_accum_steps
+        step = self.global_step + 1 - (self.trainer.fit_loop.batch_idx - batch_idx) // accumulated
+        raise self._diverged(
+            f"The loss is {loss} at step {step} (epoch {self.current_epoch + 1}, batch {batch_idx + 1})"
+        )
+
+    def require_finite(self) -> None:
+        """Refuse what the last update made of the network, before it is kept anywhere.
+
+        Raises:
+            DivergedError: a trained parameter is not finite.
+        """
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        finite = [p.detach().isfinite().all() for p in trained.values()]
+        if finite and not bool(torch.stack(finite).all()):
+            bad = [name for name, ok in zip(trained, finite, strict=True) if not ok]
+            raise self._diverged(
+                f"{len(bad)} of {len(trained)} trained parameters are not finite after step {self.global_step}"
+                f" ({bad[0]}{', …' if len(bad) > 1 else ''})"
+            )
+
+    def require_finite_evaluation(self, split: str) -> None:
+        """Refuse an evaluation of a network whose outputs are not finite.
+
+        Args:
+            split: the split evaluated.
+
+        Raises:
+            DivergedError: the mean loss is not finite.
+        """
+        losses = [of.loss for of in (self.evaluated, *self.evaluated_tasks.values()) if of is not None]
+        if bad := [loss for loss in losses if not math.isfinite(loss)]:
+            raise self._diverged(f"The {split} loss is {bad[0]} after epoch {self.current_epoch + 1}")
+
+    def _diverged(self, what: str) -> DivergedError:
+        """The error for a training that cannot be continued, with what to try."""
         optim, trainer = self.config.optim, self.config.trainer
-        step = self.global_step + 1 - (self.trainer.fit_loop.batch_idx - batch_idx) // trainer.grad_accum_steps
         tries = [f"a smaller optim.lr (now {optim.lr:g})"]
         if optim.grad_clip_norm is None:
             tries.append("optim.grad_clip_norm=1")
@@ -171,10 +206,9 @@ class FineTuner(L.LightningModule):
         if trainer.precision != "fp32":
             other = "bf16 or fp32" if trainer.precision == "fp16" else "fp32"
             tries.append(f"trainer.precision={other} (now {trainer.precision})")
-        raise DivergedError(
-            f"The loss is {loss} at step {step} (epoch {self.current_epoch + 1}, batch {batch_idx + 1}):"
-            f" training stopped. Try {', '.join(tries)}. The last checkpoint before it is kept; other settings start"
-            " another run."
+        return DivergedError(
+            f"{what}: training stopped. Try {', '.join(tries)}. Other settings start another run; nothing of this step"
+            " was saved."
         )
 
     def mean_loss(self, over: str) -> float | None:

@@ -39,6 +39,7 @@ def predict_mask(model: nn.Module, image: Image.Image, input: InputSpec) -> np.n
     height, width = pixels.shape[-2:]
     pixels = F.pad(pixels, (0, -width % STRIDE, 0, -height % STRIDE))
     logits = at_size(Segmentation().logits(model, pixels), pixels[:, 0])
+    export.require_finite(logits)
     found: np.ndarray = logits[0, :, :height, :width].argmax(0).to(torch.uint8).cpu().numpy()
     return found
 

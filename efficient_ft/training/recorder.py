@@ -16,6 +16,7 @@ import lightning.pytorch as L
 from efficient_ft.record.rows import MetricsFile
 from efficient_ft.training import checkpoint
 from efficient_ft.training.console import say
+from efficient_ft.training.faults import require_folder
 from efficient_ft.training.module import FineTuner
 from efficient_ft.training.totals import Totals
 
@@ -109,6 +110,8 @@ class Recorder(L.Callback):
 
     def _save(self, trainer: L.Trainer, module: FineTuner, batch_idx: int) -> None:
         module.read_losses(batch_idx)  # raises for a NaN: such weights never replace good ones
+        module.require_finite()
+        require_folder(self.folder)
         trainer.save_checkpoint(self.folder / checkpoint.NAME)
         self._saved = time.monotonic()
 
@@ -119,6 +122,8 @@ class Recorder(L.Callback):
         pl_module.read_losses(trainer.fit_loop.batch_idx)
         evaluated = pl_module.evaluated
         assert evaluated is not None
+        pl_module.require_finite()
+        pl_module.require_finite_evaluation(self.split)
         epoch = trainer.current_epoch + 1
         row = {
             "step": trainer.global_step,
@@ -154,6 +159,7 @@ class Recorder(L.Callback):
     def _log(self, trainer: L.Trainer, row: dict[str, Any]) -> None:
         if not trainer.is_global_zero:
             return
+        require_folder(self.folder)
         self.metrics.append(row)
         for logger in trainer.loggers:
             values = {k: v for k, v in row.items() if v is not None and k != "step"}
@@ -180,7 +186,10 @@ class Recorder(L.Callback):
 
 @contextmanager
 def stop_on_interrupt(recorder: Recorder) -> Iterator[None]:
-    """The first Ctrl-C stops after the present step, with a checkpoint; the second stops at once."""
+    """The first Ctrl-C stops after the present step, with a checkpoint; the second stops at once.
+
+    SIGTERM is Lightning's inside the block, which would call the handler of the command as well.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -195,8 +204,9 @@ def stop_on_interrupt(recorder: Recorder) -> Iterator[None]:
         recorder.stop_requested = True
         say("\nStopping after this step, with a checkpoint (Ctrl-C again: at once) …")
 
-    before = signal.signal(signal.SIGINT, request)
+    before = signal.signal(signal.SIGINT, request), signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, before[0])
+        signal.signal(signal.SIGTERM, before[1])

@@ -24,7 +24,7 @@ from efficient_ft.config import Config, data_configs, image_folders
 from efficient_ft.core.allocator import allocator_in_use
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.process_memory import resident_bytes
-from efficient_ft.data import ImageData, SegmentationData, TextData, read_data
+from efficient_ft.data import ImageData, RoundRobinData, SegmentationData, TextData, read_data
 from efficient_ft.integrations.lightning import MethodCallback
 from efficient_ft.methods.base import Applied, plain_state_dict
 from efficient_ft.methods.build import build_methods
@@ -50,6 +50,7 @@ from efficient_ft.training.console import quiet_lightning, results_text, say
 from efficient_ft.training.costs import cost_only, cost_report
 from efficient_ft.training.datamodule import RunDataModule, keep_decoded, missing_images, open_images, run_length
 from efficient_ft.training.evaluate import data_report, evaluate
+from efficient_ft.training.faults import faults_of_the_system
 from efficient_ft.training.features import FeatureCallback
 from efficient_ft.training.folder import (
     IMAGES,
@@ -111,7 +112,8 @@ def run(config: Config, folder: Path, arguments: Sequence[str] = ()) -> dict[str
         raise UserError("\n".join(message for message in missing if message is not None))
     with locked(folder):
         prepare_folder(config, folder)
-        return _train(config, folder, arguments)
+        with faults_of_the_system(folder):
+            return _train(config, folder, arguments)
 
 
 def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, Any]:
@@ -147,6 +149,11 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
 
     name = run_id(folder)
     epochs, total_steps = run_length(config, images, world_size(config))
+    if config.optim.warmup_steps >= total_steps:
+        say(
+            f"warning: the run ends within its warm-up: the learning rate never reaches optim.lr={config.optim.lr:g}."
+            f" It has {total_steps} optimizer steps, and optim.warmup_steps={config.optim.warmup_steps}."
+        )
     totals = Totals(methods, total_steps * config.trainer.grad_accum_steps)
     recorder = Recorder(folder, images.best_split, keep_best, {"run_id": name, "version": __version__}, totals)
     loggers = start_loggers(config, folder, name, arguments)
@@ -196,7 +203,8 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
     )
     data = data_report(config, folder, images, device)
     allowed = max(COST_SECONDS, COST_SHARE * taken["seconds"])
-    cost = cost_report(config, network, methods, spec, images.num_classes, device, config.cost.steps, allowed)
+    most = images.splits["train"] if not isinstance(images, RoundRobinData) else None
+    cost = cost_report(config, network, methods, spec, images.num_classes, device, config.cost.steps, allowed, most)
     gradients = accumulated_gradients(network, config.trainer.grad_accum_steps)
     felt = memory.report(cost["executed"]["step_peak_bytes"], gradients)
     if config.task == "segmentation":

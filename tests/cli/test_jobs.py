@@ -46,7 +46,7 @@ def test_a_sweep_runs_all_tables_failures_and_is_repeated_only_where_unfinished(
 def test_a_sweep_refuses_a_bad_job_first_and_ends_when_interrupted(program: Path) -> None:
     refused = call(program, "-m", "method.lbp_wht.order=2,3", "optim.lr=0.1,abc")
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr.startswith("optim.lr must be a number > 0, got abc.")
+    assert refused.stderr.startswith("optim.lr must be a number >= 1e-12, got abc.")
     shared = call(program, "-m", "optim.lr=0.1,0.10")
     assert shared.returncode == 2
     assert "would share the folder" in shared.stderr

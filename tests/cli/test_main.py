@@ -74,7 +74,7 @@ def test_a_mistake_exits_with_2_and_its_text_alone_and_leaves_nothing(tmp_path: 
         [sys.executable, str(REPOSITORY / "train.py"), "optim.lr=abc"], cwd=tmp_path, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "optim.lr must be a number > 0, got abc.\n"
+    assert done.stderr == "optim.lr must be a number >= 1e-12, got abc.\n"
     assert not list(tmp_path.iterdir())
 
 

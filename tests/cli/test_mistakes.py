@@ -39,10 +39,13 @@ from tests.cli.program import call, composed
         ),
         (["optim=null"], r"^optim must be one of adam, adamw, sgd, got null\.$"),
         (["~optim"], r"^~optim: a run needs one\. .*adam, adamw, sgd"),
-        (["~optim.lr"], r"^optim\.lr must be a number > 0, got nothing\. It has no default: pass optim\.lr=VALUE\.$"),
+        (
+            ["~optim.lr"],
+            r"^optim\.lr must be a number >= 1e-12, got nothing\. It has no default: pass optim\.lr=VALUE\.$",
+        ),
         (["model=timm"], r"^model\.name must be a non-empty string, got nothing\. .* pass model\.name=VALUE\.$"),
-        (["optim.lr=abc"], r"^optim\.lr must be a number > 0, got abc\.$"),
-        (["optim.lr=-1"], r"^optim\.lr must be a number > 0, got -1\.$"),
+        (["optim.lr=abc"], r"^optim\.lr must be a number >= 1e-12, got abc\.$"),
+        (["optim.lr=-1"], r"^optim\.lr must be a number >= 1e-12, got -1\.$"),
         (["trainer.precision=fp8"], r"^trainer\.precision must be one of fp32, bf16, fp16, got fp8\.$"),
         (
             ["optim.momentum=.5"],
@@ -61,7 +64,14 @@ from tests.cli.program import call, composed
         (["data.root=/a=b"], r"quote it: 'data\.root=\"/a=b\"'$"),
         (["optim.lr=[1"], r"^optim\.lr=\[1: the value has special characters"),
         (["predct"], r"^predct: arguments have the form KEY=VALUE; see --help\. Did you mean 'predict'\?"),
-        (["model.name=${a.b}"], r"^The configuration cannot be resolved: .*a\.b"),
+        (["model.name=${a.b}"], r"^model\.name cannot be resolved: .*a\.b"),
+        (["hydra.run.dir="], r"^hydra\.run\.dir must be a folder, got an empty text\."),
+        (
+            ["method=lbp_wht_published", "method.lbp_wht_published.order=2"],
+            r"are those of method\.lbp_wht: write method\.lbp_wht\.order=2\.$",
+        ),
+        (["data.batch_size=100000000"], r"^data\.batch_size must be an integer >= 1 and <= 65536, got 100000000"),
+        (["model.image_size=100000"], r"^model\.image_size must be .*8192"),
         (["hydra.run.dirr=x"], r"hydra\.run\.dirr"),
         (["hydra/launcher=nix"], r"hydra/launcher/nix"),
     ],
@@ -143,5 +153,5 @@ def test_the_quoting_that_is_advised_works() -> None:
 def test_one_bad_job_of_a_sweep_is_refused_before_any_starts() -> None:
     with pytest.raises(SettingError, match=r"^method must be .*, got fulll\. Did you mean 'full'\?"):
         composed("method=full,fulll", sweep=True)
-    with pytest.raises(SettingError, match=r"^optim.lr must be a number > 0, got abc"):
+    with pytest.raises(SettingError, match=r"^optim.lr must be a number >= 1e-12, got abc"):
         composed("optim.lr=1,abc", sweep=True)

@@ -80,6 +80,24 @@ def test_weights_are_copied_only_where_a_method_changes_them(methods: list[Metho
     assert any(grad for _, grad in trains.values())
 
 
+def test_the_same_weights_are_the_same_bytes(tmp_path: Path) -> None:
+    """Names in any language, and escapes, have the length in which the library writes them."""
+    model = timm.create_model("vit_digits", depth=1, embed_dim=16, num_heads=2, num_classes=3)
+    config = ModelConfig(name="vit_digits", pretrained=False, kwargs={"depth": 1, "embed_dim": 16, "num_heads": 2})
+    spec = InputSpec((32, 32), (0.5,) * 3, (0.5,) * 3)
+    names = ["кот \u2028", "a\n\t\x01\x7f/", '"\\ 🐈']
+    for k in range(4):
+        export.save(tmp_path / f"{k}", model.state_dict(), config, names, spec, {"epoch": 1, "note": names[1]})
+    first = (tmp_path / "0").read_bytes()
+    assert all((tmp_path / f"{k}").read_bytes() == first for k in range(4))
+    assert load_file(tmp_path / "0").keys() == model.state_dict().keys()
+    with safe_open(tmp_path / "0", "pt") as file:
+        about = file.metadata()
+    assert json.loads(about["class_names"]) == names
+    assert about["note"] == names[1]
+    assert list(json.loads(first[8 : 8 + int.from_bytes(first[:8], "little")])["__metadata__"]) == sorted(about)
+
+
 def test_tensors_of_one_storage_are_written_apart(tmp_path):
     whole = torch.arange(12.0).reshape(4, 3)
     weights = {"a": whole, "tied": whole, "part": whole[1:3], "other": torch.ones(2)}
@@ -140,3 +158,54 @@ def test_notes_of_another_version_are_refused(pruned, tmp_path, changes, named):
     assert named in str(caught.value)
     assert "version of efficient-ft (" in str(caught.value)
     assert "Train again with this version" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"class_names": '["a", "b"]'}, r"head.bias is 3, by its metadata 2"),
+        ({"class_names": "[]"}, "class_names"),
+        ({"class_names": "3"}, "class_names"),
+        ({"class_names": '["a", "b", 3]'}, "class_names"),
+        ({"class_names": "no json"}, "class_names"),
+        ({"std": "[0, 0.5, 0.5]"}, "std"),
+        ({"std": "[0.5]"}, "mean and std have one number per channel"),
+        ({"mean": "[NaN, 0.5, 0.5]"}, "mean"),
+        ({"image_size": "[32]"}, "image_size is one number with a tokenizer"),
+        ({"image_size": "[100000, 100000]"}, "image_size"),
+        ({"image_size": "[-32, 32]"}, "image_size"),
+        ({"image_size": "[48, 48]"}, "pos_embed"),
+        ({"interpolation": "sharp"}, "interpolation"),
+        ({"model_kwargs": '{"depth": -1, "embed_dim": 16, "num_heads": 2}'}, "depth"),
+        ({"model_kwargs": '{"typo": 1}'}, "typo"),
+        ({"model_kwargs": "[]"}, "model_kwargs"),
+        ({"architecture": "vit_unknown"}, "vit_unknown"),
+        ({"encoder": "resnet18"}, "encoder"),
+        ({"added": "{}"}, "added"),
+        ({"tokenizer": "{}"}, "image_size is one number with a tokenizer"),
+        ({"tokenizer": "{}", "image_size": "[32]", "mean": "[]", "std": "[]"}, "tokenizer cannot be read"),
+        ({"task": "segmentation"}, "class_ids has one number per class"),
+    ],
+)
+@pytest.mark.parametrize("noted", [True, False], ids=["with a method", "plain"])
+def test_altered_metadata_is_refused(
+    pruned: Path, tmp_path: Path, changes: dict[str, str], named: str, noted: bool
+) -> None:
+    with safe_open(pruned, "pt") as opened:
+        about = {**opened.metadata(), **({} if noted else {"added": "[]"}), **changes}
+    file = tmp_path / export.NAME
+    save_file(load_file(pruned), file, about)
+    with pytest.raises(UserError, match=named) as caught:
+        export.load(file)
+    assert str(caught.value).startswith(str(file))
+    assert "\n" not in str(caught.value)
+
+
+def test_outputs_that_are_not_finite_are_no_prediction(pruned: Path, tmp_path: Path) -> None:
+    weights = load_file(pruned)
+    weights["head.bias"][1] = torch.nan
+    with safe_open(pruned, "pt") as opened:
+        save_file(weights, tmp_path / export.NAME, opened.metadata())
+    trained = export.load(tmp_path)
+    with pytest.raises(UserError, match="outputs are not finite"):
+        export.probabilities(trained.model, torch.zeros(1, 3, 32, 32))

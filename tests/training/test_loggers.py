@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.training import loggers
 from efficient_ft.training.recorder import Recorder
 from efficient_ft.training.run import run
 from tests.cli.program import composed
@@ -56,6 +57,16 @@ def test_a_logger_that_is_not_installed_is_named(tmp_path, configuration, monkey
     monkeypatch.setattr(loggers, {"wandb": "WandbLogger", "tensorboard": "TensorBoardLogger"}[name], Missing)
     with pytest.raises(UserError, match=rf"not installed\. Install it: pip install {name}$"):
         run(configuration(logger={"name": name}), tmp_path)
+
+
+def test_a_missing_key_of_wandb_is_said_at_once(tmp_path, configuration, monkeypatch):
+    pytest.importorskip("wandb")
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(UserError, match=r"^logger=wandb needs a key, and none is configured\. Log in .*offline\.$"):
+        loggers.start_loggers(configuration(logger={"name": "wandb"}), tmp_path / "run", "id")
 
 
 def test_a_run_on_wandb_has_a_readable_name_and_what_runs_are_compared_by(

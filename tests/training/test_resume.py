@@ -174,6 +174,18 @@ def test_a_truncated_checkpoint_falls_back_to_the_previous_one(tmp_path, configu
     assert_same_run(folder, finished[0])
 
 
+@pytest.mark.parametrize("held", [{"a": 1}, [1, 2], {"state_dict": Path("x")}], ids=["dict", "list", "objects"])
+def test_a_file_that_is_no_checkpoint_falls_back_to_the_previous_one(tmp_path, finished, caplog, held):
+    latest = tmp_path / checkpoint.NAME
+    shutil.copy(finished[0] / checkpoint.NAME, checkpoint.previous(latest))
+    torch.save(held, latest)
+    assert checkpoint.read(latest)["global_step"] == 22
+    checkpoint.previous(latest).unlink()
+    with pytest.raises(UserError, match="resume=never") as caught:
+        checkpoint.read(latest)
+    assert "weights_only" not in str(caught.value)
+
+
 def test_damaged_checkpoints_end_in_one_clear_message(tmp_path, configuration, finished):
     folder = tmp_path / "run"
     shutil.copytree(finished[0], folder)
@@ -210,7 +222,7 @@ def test_a_checkpoint_holds_plain_containers_and_the_format(finished):
 def test_the_previous_checkpoint_is_kept_and_removed(tmp_path):
     file, io = tmp_path / checkpoint.NAME, checkpoint.AtomicCheckpointIO()
     for step in (1, 2):
-        io.save_checkpoint({"global_step": step}, file)
+        io.save_checkpoint({"state_dict": {}, "global_step": step}, file)
     assert [io.load_checkpoint(path)["global_step"] for path in (checkpoint.previous(file), file)] == [1, 2]
     file.unlink()  # killed between the two renames
     assert checkpoint.exists(file)
@@ -222,7 +234,7 @@ def test_the_previous_checkpoint_is_kept_and_removed(tmp_path):
 
 
 def test_a_checkpoint_of_a_later_version_is_refused(tmp_path):
-    torch.save({"efficient_ft_format": 1000}, tmp_path / checkpoint.NAME)
+    torch.save({"state_dict": {}, "efficient_ft_format": 1000}, tmp_path / checkpoint.NAME)
     with pytest.raises(OtherVersionError, match="by a later version"):
         checkpoint.read(tmp_path / checkpoint.NAME)
 

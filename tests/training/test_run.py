@@ -14,7 +14,7 @@ from timm.layers import HybridEmbed
 from timm.models import VisionTransformer
 from timm.models.vision_transformer_hybrid import ConvStem
 
-from efficient_ft.core.errors import UserError
+from efficient_ft.core.errors import DivergedError, UserError
 from efficient_ft.data.digits import read_digits
 from efficient_ft.record.formats import FORMAT
 from efficient_ft.record.results import read_results
@@ -99,6 +99,31 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_says_what_to_try(tmp_path, 
         run(configuration(optim__lr=1e30, optim__grad_clip_norm=None, optim__warmup_steps=0), tmp_path)
     assert "optim.grad_clip_norm=1" in str(caught.value)
     assert not (tmp_path / checkpoint.NAME).exists()
+
+
+def test_a_run_that_ends_within_its_warm_up_is_said(tmp_path, configuration, without_cost, capsys):
+    run(configuration(optim__warmup_steps=30, optim__lr=0.01), tmp_path)
+    assert "warning: the run ends within its warm-up: the learning rate never reaches optim.lr=0.01. It has 22" in (
+        capsys.readouterr().out
+    )
+
+
+def test_an_optimizer_step_takes_no_more_batches_than_an_epoch_has(tmp_path, configuration):
+    with pytest.raises(UserError, match=r"^trainer\.grad_accum_steps must be at most 11, .*, got 12"):
+        run(configuration(trainer__grad_accum_steps=12), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("lr", "message"),
+    [(3e38, r"\d+ of \d+ trained parameters are not finite after step 1 \("), (1e30, r"val loss is (nan|inf) after")],
+)
+def test_a_last_update_that_is_not_finite_is_no_result(lr, message, tmp_path, configuration):
+    """One step: no further training loss would show it."""
+    with pytest.raises(DivergedError, match=message) as caught:
+        run(configuration(optim__lr=lr, optim__warmup_steps=0, trainer__max_steps=1), tmp_path)
+    assert "a smaller optim.lr" in str(caught.value)
+    for left in (checkpoint.NAME, "model.safetensors", "results.json"):
+        assert not (tmp_path / left).exists()
 
 
 def test_missing_weights_and_data_are_named_in_one_message(tmp_path, configuration, monkeypatch):

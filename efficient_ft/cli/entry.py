@@ -1,0 +1,24 @@
+"""The entry point of the command: it answers Ctrl-C and SIGTERM from the first moment on, while libraries load."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+
+def _leave(number: int, frame: object) -> None:
+    word, ended = ("Interrupted", 130) if number == signal.SIGINT else ("Terminated", 143)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{word} before the training began. The same command starts again.", file=sys.stderr)
+    raise SystemExit(ended)
+
+
+def main() -> None:
+    """Run the command line of this process; see `efficient_ft.cli.main.main`."""
+    signal.signal(signal.SIGINT, _leave)
+    signal.signal(signal.SIGTERM, _leave)
+    from efficient_ft.cli.main import main as run
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # KeyboardInterrupt, for what cleans up after itself
+    run()

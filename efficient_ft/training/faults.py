@@ -1,0 +1,72 @@
+"""Faults of the system while a run writes into its folder, in words: a full disk, a lost folder, no permission."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from efficient_ft.core.errors import UserError
+from efficient_ft.record import config_file
+from efficient_ft.training.console import format_bytes
+
+#: Texts of errors of torch and safetensors that stand for a write that failed; neither passes on the system's number.
+_FAILED_WRITES = ("PytorchStreamWriter", "inline_container", "unexpected pos", "I/O error", "os error")
+
+_CONTINUES = "What was saved before is kept, and the same command continues from it."
+
+
+def require_folder(folder: Path) -> None:
+    """Refuse to write into a folder that is no longer the one in which the run started.
+
+    Raises:
+        UserError: it was removed, moved, or replaced.
+    """
+    if not (folder / config_file.NAME).is_file():
+        raise UserError(
+            f"{folder} is no longer the folder of this run: it was removed, moved, or replaced by something else while"
+            " the run was writing into it. Nothing was written to another place. Move it back, and the same command"
+            " continues; or the same command starts again."
+        )
+
+
+@contextmanager
+def faults_of_the_system(folder: Path) -> Iterator[None]:
+    """Turn what the system refuses in the run folder inside the block into a message that names the folder.
+
+    Raises:
+        UserError: the disk is full, the folder is gone, there is no permission, ...
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        reason = _reason(error, folder)
+        if reason is None:
+            raise
+        require_folder(folder)
+        raise UserError(f"{folder} cannot be written: {reason}. {_CONTINUES}") from error
+
+
+def _reason(error: Exception, folder: Path) -> str | None:
+    """Return what the system refused; None: the error is of another kind, or of another place."""
+    if isinstance(error, OSError) and error.errno is not None:
+        name = error.filename
+        elsewhere = name is not None and folder.resolve() not in (place := Path(os.fsdecode(name)).resolve()).parents
+        if elsewhere and place != folder.resolve():
+            return None
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return f"{os.strerror(error.errno).lower()}{_free(folder) if full else ''}"
+    if any(text in str(error) for text in _FAILED_WRITES):
+        return f"the system did not take all bytes{_free(folder)}"
+    return None
+
+
+def _free(folder: Path) -> str:
+    """Return the free bytes of the folder's disk, as a clause."""
+    place = next((one for one in (folder, *folder.parents) if one.is_dir()), None)
+    return "" if place is None else f"; {format_bytes(shutil.disk_usage(place).free)} are free"

@@ -1,0 +1,133 @@
+"""Files that others hand over, with payloads: no command that reads them executes anything."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from efficient_ft.cli import collect, predict, report
+from efficient_ft.config import ModelConfig
+from efficient_ft.core.errors import UserError
+from efficient_ft.models import factory
+from efficient_ft.training import checkpoint, export
+from efficient_ft.training.evaluate import evaluate
+from efficient_ft.training.run import run
+
+
+class Payload:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (str(self.mark), "w")
+
+
+@pytest.fixture
+def mark(tmp_path: Path) -> Path:
+    """The file that a payload creates."""
+    return tmp_path / "MARK"
+
+
+def test_the_payload_works(mark: Path) -> None:
+    pickle.loads(pickle.dumps(Payload(mark))).close()
+    assert mark.exists()
+
+
+def _pickled(file: Path, mark: Path) -> None:
+    file.write_bytes(pickle.dumps({"state_dict": {}, "callbacks": {}, "held": Payload(mark)}))
+
+
+def _saved(file: Path, mark: Path) -> None:
+    torch.save({"state_dict": {"head.weight": Payload(mark)}, "callbacks": {}, "efficient_ft_format": 2}, file)
+
+
+def _array(file: Path, mark: Path) -> None:
+    with file.open("wb") as opened:
+        np.savez(opened, a=np.array([Payload(mark)], dtype=object))
+
+
+FORMS = [_pickled, _saved, _array]
+Write = Callable[[Path, Path], None]
+
+
+@pytest.fixture
+def given(finished: Any, tmp_path: Path) -> Path:
+    """A run folder that somebody else has sent."""
+    return Path(shutil.copytree(finished[0], tmp_path / "given"))
+
+
+@pytest.mark.parametrize("write", FORMS)
+@pytest.mark.parametrize("name", ["checkpoint.ckpt", "model.safetensors", "results.json", "config.yaml", "images"])
+def test_no_file_of_a_run_folder_is_unpickled(
+    write: Write, name: str, given: Path, mark: Path, finished: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(given / name, mark)
+    for file in (checkpoint.previous(given / checkpoint.NAME), given / "metrics.jsonl", given / "run_id"):
+        write(file, mark)
+    image = given / "image.png"
+    image.write_bytes(b"")
+    resumed = given.with_name("resumed")
+    shutil.copytree(given, resumed)
+    (resumed / "results.json").unlink()
+    for command in (
+        lambda: evaluate(given),
+        lambda: predict.main([str(given), str(image)]),
+        lambda: report.main([str(given)]),
+        lambda: collect.main([str(given.parent)]),
+        lambda: run(finished[1], given),
+        lambda: run(finished[1], resumed),
+    ):
+        with contextlib.suppress(UserError):
+            command()
+        assert not mark.exists(), "code in a file was executed"
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("write", FORMS)
+@pytest.mark.parametrize("name", ["w.pth", "w.pt", "w.bin", "w.ckpt", "w.safetensors", "w.npz"])
+def test_no_file_of_weights_is_unpickled(write: Write, name: str, tmp_path: Path, mark: Path) -> None:
+    file = tmp_path / name
+    write(file, mark)
+    with pytest.raises(UserError) as caught:
+        factory.create_model(ModelConfig(name="vit_tiny_patch16_224", weights=str(file)), 3)
+    assert not mark.exists(), "code in a file was executed"
+    assert str(file) in str(caught.value)
+    assert "weights_only" not in str(caught.value)
+
+
+def test_class_names_do_not_reach_the_terminal_as_they_are(
+    given: Path, digit: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An escape sequence in a name could clear the screen or type into the terminal."""
+    file = given / export.NAME
+    with safe_open(file, "pt") as opened:
+        about = opened.metadata()
+    names = [f"\x1b[2J{k}\x9b5n\u202e" for k in range(10)]
+    save_file(load_file(file), file, {**about, "class_names": json.dumps(names)})
+    predict.main([str(given), str(digit), "--top", "10"])
+    printed = capsys.readouterr().out
+    assert not set(printed) & set("\x1b\x9b\u202e")
+    assert printed.count("\\x1b[2J") == 10
+
+
+@pytest.fixture
+def digit(tmp_path: Path) -> Path:
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    file = tmp_path / "digit.png"
+    Image.fromarray((load_digits().images[3] * 15).astype(np.uint8)).convert("RGB").save(file)
+    return file
