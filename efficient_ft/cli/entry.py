@@ -10,7 +10,7 @@ import sys
 def _leave(number: int, frame: object) -> None:
     word, ended = ("Interrupted", 130) if number == signal.SIGINT else ("Terminated", 143)
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"{word} before the training began. The same command starts again.", file=sys.stderr)
+        print(f"{word}. The same command starts again, or continues from the last checkpoint.", file=sys.stderr)
     raise SystemExit(ended)
 
 

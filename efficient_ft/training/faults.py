@@ -18,6 +18,9 @@ from efficient_ft.training.console import format_bytes
 #: Texts of errors of torch and safetensors that stand for a write that failed; neither passes on the system's number.
 _FAILED_WRITES = ("PytorchStreamWriter", "inline_container", "unexpected pos", "I/O error", "os error")
 
+#: Texts of errors of gloo, which waits for the other processes of a run, when one of them has ended.
+_LOST_PROCESS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
+
 _CONTINUES = "What was saved before is kept, and the same command continues from it."
 
 
@@ -35,16 +38,30 @@ def require_folder(folder: Path) -> None:
         )
 
 
+def refuse_lost_process(error: BaseException) -> None:
+    """Refuse to go on without another process of the run.
+
+    Raises:
+        UserError: `error` is that of an exchange with a process that has ended.
+    """
+    if "gloo" in str(error).lower() and any(text in str(error) for text in _LOST_PROCESS):
+        raise UserError(
+            "Another process of this run has ended: it failed, as it says above, or was killed, e.g. for lack of"
+            f" memory. {_CONTINUES}"
+        ) from error
+
+
 @contextmanager
 def faults_of_the_system(folder: Path) -> Iterator[None]:
     """Turn what the system refuses in the run folder inside the block into a message that names the folder.
 
     Raises:
-        UserError: the disk is full, the folder is gone, there is no permission, ...
+        UserError: the disk is full, the folder is gone, there is no permission, another process of the run ended, ...
     """
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
+        refuse_lost_process(error)
         reason = _reason(error, folder)
         if reason is None:
             raise

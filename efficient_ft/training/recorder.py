@@ -16,7 +16,7 @@ import lightning.pytorch as L
 from efficient_ft.record.rows import MetricsFile
 from efficient_ft.training import checkpoint
 from efficient_ft.training.console import say
-from efficient_ft.training.faults import require_folder
+from efficient_ft.training.faults import refuse_lost_process, require_folder
 from efficient_ft.training.module import FineTuner
 from efficient_ft.training.totals import Totals
 
@@ -164,6 +164,10 @@ class Recorder(L.Callback):
         for logger in trainer.loggers:
             values = {k: v for k, v in row.items() if v is not None and k != "step"}
             logger.log_metrics(values, step=row["step"])
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        # At once: Lightning ends this process, too, a few seconds after it has noticed that another one is gone.
+        refuse_lost_process(exception)
 
     # ------------------------------------------------------------------ state
     def state_dict(self) -> dict[str, Any]:

@@ -19,24 +19,27 @@ from efficient_ft.training import checkpoint
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-#: Run PLAIN in FOLDER and kill the process with SIGKILL after optimizer step AT (0: never).
+#: Run PLAIN in FOLDER and kill the process with SIGKILL after optimizer step AT (0: never); of several that of RANK.
 SCRIPT = """
 import json, os, signal, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
+from efficient_ft.cli.exits import clean_exits
 from efficient_ft.config import check
 from efficient_ft.training import recorder
 from efficient_ft.training.run import run
 plain, folder, at = json.loads(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+ranks = [int(rank) for rank in sys.argv[4:]]
 recorder.RECORD_EVERY, recorder.STEP_CHECKPOINT_SECONDS = 4, 0.0 if at else 600.0
 end = recorder.Recorder.on_train_batch_end
 def dying(self, trainer, *args):
     end(self, trainer, *args)
-    if trainer.global_step == at:
+    if trainer.global_step == at and trainer.global_rank in (ranks or [trainer.global_rank]):
         os.kill(os.getpid(), signal.SIGKILL)
 recorder.Recorder.on_train_batch_end = dying
-run(check(plain), folder)
+with clean_exits():
+    run(check(plain), folder)
 """
 
 
@@ -127,6 +130,17 @@ def killed_at(step: int, plain: dict[str, Any], folder: Path) -> None:
     )  # fmt: skip
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (folder / "results.json").exists()
+
+
+def killed_process(plain: dict[str, Any], folder: Path, process: int, at: int) -> subprocess.CompletedProcess[str]:
+    """Run in several processes, of which one is killed after optimizer step `at`."""
+    file = folder.with_name(f"{folder.name}_killed.py")
+    file.write_text(SCRIPT)
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run(
+        [sys.executable, str(file), json.dumps(plain), str(folder), str(at), str(process)],
+        capture_output=True, text=True, timeout=300, env=env,
+    )  # fmt: skip
 
 
 def run_in_processes(plain: dict[str, Any], folder: Path) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from efficient_ft.training import checkpoint, export
 from efficient_ft.training.run import run
 from tests.data.mask_pictures import VOID, write_folder
-from tests.training.runs import method_states, plain_config, run_in_processes
+from tests.training.runs import assert_same_run, killed_process, method_states, plain_config, run_in_processes
 from tests.training.test_resume import PER_STEP
 from tests.training.test_segmentation_run import plain_segmentation
 from tests.training.test_tasks import plain_tasks
@@ -149,3 +149,19 @@ def test_two_processes_train_on_texts_as_one(tmp_path: Path) -> None:
     one = plain_text(place, **quiet)
     two = plain_text(place, **quiet, trainer__devices=2, data={"batch_size": 8})
     same_weights_and_scores(tmp_path, one, two)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_process_ends_the_other_one_and_the_run_can_be_continued(
+    lost: int, tmp_path: Path, configuration: Any
+) -> None:
+    plain = plain_config(**QUIET, trainer__devices=2, data__batch_size=64)
+    done = killed_process(plain, tmp_path / "run", process=lost, at=15)
+    assert done.returncode != 0
+    if lost == 1:
+        assert "Another process of this run has ended" in done.stderr
+        assert "Traceback" not in done.stderr
+    assert checkpoint.read(tmp_path / "run" / checkpoint.NAME)["global_step"] in (11, 12)
+    for folder in ("run", "straight"):
+        run_in_processes(plain, tmp_path / folder)
+    assert_same_run(tmp_path / "run", tmp_path / "straight")
