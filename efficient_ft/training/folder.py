@@ -46,14 +46,18 @@ def refuse_other_images(config: Config, folder: Path, digest: str) -> None:
     """Refuse a folder whose run was trained on other images; note the `digest` of those that it is trained on.
 
     Raises:
-        UserError: the digests differ.
+        UserError: the digests differ, or the note is damaged.
     """
     file = folder / IMAGES
     if not file.is_file():
         if rank() == 0:
             write_text_atomically(file, f"{digest}\n")
         return
-    if file.read_text(encoding="utf-8").strip() != digest:
+    try:
+        noted = file.read_text(encoding="utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is damaged: it is not text. {START_AGAIN}") from error
+    if noted != digest:
         raise UserError(
             f"The images in {', '.join(image_folders(config))} are not those that the run in {folder} was trained on:"
             f" another copy of the data set, or files that were added, removed or replaced since. {START_AGAIN}"
@@ -119,8 +123,8 @@ def _move_earlier_run(folder: Path) -> None:
 def run_id(folder: Path) -> str:
     """The run's id for loggers: kept in the folder and in every checkpoint, so that a resumed run keeps it."""
     state, file = folder / checkpoint.NAME, folder / "run_id"
-    if file.is_file():
-        return file.read_text(encoding="utf-8").strip()
+    if file.is_file() and (found := file.read_text(encoding="utf-8", errors="replace").strip()).isalnum():
+        return found  # else it is damaged, and the checkpoint has it as well
     if checkpoint.exists(state):
         for held in checkpoint.read(state)["callbacks"].values():
             if "run_id" in held:
