@@ -231,6 +231,7 @@ class Method(ABC):
             raise UserError(
                 f"method {self.name}: nothing in {type(model).__name__} can be touched"
                 + (f" ({'; '.join(reasons[:3])})." if reasons else ".")
+                + " Choose another method; method=full trains everything."
             )
         self._applied = applied
         # On the model, so that copies of both still belong together.
