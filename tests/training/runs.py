@@ -139,7 +139,7 @@ def killed_process(plain: dict[str, Any], folder: Path, process: int, at: int) -
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     return subprocess.run(
         [sys.executable, str(file), json.dumps(plain), str(folder), str(at), str(process)],
-        capture_output=True, text=True, timeout=300, env=env,
+        capture_output=True, text=True, timeout=600, env=env,
     )  # fmt: skip
 
 
@@ -150,6 +150,6 @@ def run_in_processes(plain: dict[str, Any], folder: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
         [sys.executable, str(file), json.dumps(plain), str(folder), "0"],
-        capture_output=True, text=True, timeout=300, env=env,
+        capture_output=True, text=True, timeout=600, env=env,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

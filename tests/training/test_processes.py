@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ def test_a_killed_process_ends_the_other_one_and_the_run_can_be_continued(
     plain = plain_config(**QUIET, trainer__devices=2, data__batch_size=64)
     done = killed_process(plain, tmp_path / "run", process=lost, at=15)
     assert done.returncode != 0
-    if lost == 1:
+    if lost == 1 and done.returncode != -signal.SIGKILL:  # Lightning's own watch may end it within the same instant
         assert "Another process of this run has ended" in done.stderr
         assert "Traceback" not in done.stderr
     assert checkpoint.read(tmp_path / "run" / checkpoint.NAME)["global_step"] in (11, 12)
