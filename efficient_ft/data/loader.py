@@ -149,15 +149,12 @@ class Loader(DataLoader[tuple[Tensor, int]]):
             ) from error
 
 
-def make_loader(
-    dataset: Dataset[Any], sampler: Sampler[Any], num_workers: int, batch_size: int | None, drop_last: bool = False
-) -> Loader:
+def make_loader(dataset: Dataset[Any], sampler: Sampler[Any], num_workers: int, batch_size: int | None) -> Loader:
     """Create the loader of a dataset whose `__getitems__` (or, without a batch size, `__getitem__`) gives batches."""
     return Loader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
-        drop_last=drop_last,
         num_workers=num_workers,
         persistent_workers=num_workers > 0,
         collate_fn=_no_collate,

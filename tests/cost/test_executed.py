@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import checkpoint
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.cost import Executed, executed, kept_after_forward, layer_flops
@@ -24,11 +23,9 @@ from efficient_ft.methods.base import Applied
 from efficient_ft.methods.selection.static import Full
 from efficient_ft.models.view import ModelView
 from efficient_ft.optim import LowBitAdamW, step_in_backward
-from tests.cost.flat import Flat
+from tests.cost.flat import SMALL_SWIN, SMALL_VIT, Checkpointed, Flat
 
-SMALL_VIT = {"img_size": 64, "depth": 3}
 SMALL_EFFICIENTFORMER = {"depths": (1, 1, 1, 2)}
-SMALL_SWIN = {"img_size": 64, "depths": (2, 1), "num_heads": (3, 6)}
 
 
 def really(model: nn.Module, batch: int, size: int, precision: str = "fp32") -> Executed:
@@ -140,11 +137,6 @@ def test_convolutions_cost_twice_the_forward_in_the_backward(groups: int, transp
     frozen = Net()
     frozen.stem.requires_grad_(False)  # no gradient to the input of conv
     assert layer_flops(frozen, 2, (12, 12))["conv"].backward == flops.forward
-
-
-class Checkpointed(Flat):
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 def test_recomputation_is_counted_in_the_backward_pass_and_in_the_peak():
@@ -273,67 +265,6 @@ def test_vit_base_with_a_large_batch():
     count = executed(on_meta("vit_base_patch16_224"), 128, (224, 224))
     assert count.flops == pytest.approx(105.1e9, rel=0.002)
     assert count.peak_bytes > 128 * count.saved_bytes > 10 * 2**30
-
-
-# ---------------------------------------------------------------------------------------------- by layer
-class _Doubled(torch.autograd.Function):
-    """A linear layer that computes its weight gradient twice."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w.T
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
-        return g @ w, (g.T @ x + g.T @ x) / 2
-
-
-class Doubled(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return _Doubled.apply(x, self.weight)
-
-
-def test_flops_inside_custom_functions_belong_to_their_layer():
-    model = Flat(Doubled(48, 20), nn.ReLU(), Doubled(20, 30), nn.ReLU(), nn.Linear(30, 5))
-    for size in ("fp32", "bf16"):
-        flops = layer_flops(model, 3, (4, 4), precision=size)
-        assert flops["layers.0"] == (2 * 48 * 20, 6 * 48 * 20, 1)  # its g_x is computed though nobody wants it
-        assert flops["layers.2"] == (2 * 20 * 30, 6 * 20 * 30, 1)
-        assert flops["layers.4"] == (2 * 30 * 5, 4 * 30 * 5, 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "side"),
-    [
-        ("vit_tiny_patch16_224", SMALL_VIT, 64),
-        ("swinv2_tiny_window8_256", SMALL_SWIN, 64),
-        ("resnet18", {}, 64),
-    ],
-)
-def test_layers_add_up(name: str, arguments: dict[str, Any], side: int):
-    model, size = timm.create_model(name, num_classes=10, **arguments), (side, side)
-    flops, count = layer_flops(model, 1, size), executed(model, 1, size)
-    assert sum(f.forward for f in flops.values()) == count.forward_flops
-    assert sum(f.backward for f in flops.values()) == count.backward_flops
-    assert "" not in flops  # nothing that no module owns
-    linears = {n for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
-    assert linears <= set(flops)
-    assert all(flops[n].forward > 0 and flops[n].backward > 0 for n in linears)
-
-
-def test_a_layer_that_is_never_reached_has_zeros():
-    model = Flat(nn.Linear(48, 5))
-    model.spare = nn.Linear(9, 9)
-    assert layer_flops(model, 2, (4, 4))["spare"] == (0, 0, 0)
-
-
-def test_recomputed_layers_keep_their_owner():
-    model = Checkpointed(Doubled(48, 20), nn.ReLU(), nn.Linear(20, 5))
-    flops = layer_flops(model, 3, (4, 4))
-    assert flops["layers.0"] == (2 * 48 * 20, 8 * 48 * 20, 2)
-    assert flops.get("", (0, 0, 1)) == (0, 0, 1)
 
 
 # ---------------------------------------------------------------------------------------------- methods
