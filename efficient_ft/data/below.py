@@ -56,18 +56,18 @@ def files_below(folder: str | Path, found: Below | None = None) -> Below:
     while waiting:
         place = waiting.pop()
         try:
-            entries = list(os.scandir(place))
+            with os.scandir(place) as entries:
+                for entry in entries:
+                    if entry.name.startswith(".") or entry.name == "__MACOSX":
+                        continue
+                    if entry.is_file():
+                        found.files.append(entry.path)
+                    elif entry.is_dir():
+                        (found.links if entry.is_symlink() else waiting).append(entry.path)
+                    else:
+                        found.special.append(entry.path)
         except OSError as error:
             raise UserError(f"{printable(place)} cannot be read ({error.strerror}). Check its permissions.") from error
-        for entry in entries:
-            if entry.name.startswith(".") or entry.name == "__MACOSX":
-                continue
-            if entry.is_file():
-                found.files.append(entry.path)
-            elif entry.is_dir():
-                (found.links if entry.is_symlink() else waiting).append(entry.path)
-            else:
-                found.special.append(entry.path)
     found.files[start:] = sorted(found.files[start:])
     return found
 

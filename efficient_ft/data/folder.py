@@ -13,6 +13,7 @@ from efficient_ft.core.errors import UserError, did_you_mean
 from efficient_ft.data.below import Below, files_below, refuse_link_inside
 from efficient_ft.data.images import EXTENSIONS, class_name, is_image, printable
 from efficient_ft.data.listing import Listing, Samples, hold_out_test
+from efficient_ft.data.paths import Paths
 
 _VAL_NAMES = ("val", "valid", "validation")
 _EXTENSIONS = f"Supported extensions: {' '.join(EXTENSIONS)}."
@@ -117,7 +118,8 @@ def _scan_train(folder: Path, notes: list[str]) -> tuple[list[str], Samples]:
         if class_name(name) in classes:
             raise UserError(f"{folder.absolute()} has two folders for the class {class_name(name)!r}. Merge them.")
         classes[class_name(name)] = path
-    found, ignored, left_out = {}, Counter[str](), Below()
+    found: dict[str, Paths] = {}
+    ignored, left_out = Counter[str](), Below()
     for name, path in classes.items():
         found[name], other = _images_below(path, left_out)
         ignored.update(other)
@@ -139,14 +141,13 @@ def _scan_train(folder: Path, notes: list[str]) -> tuple[list[str], Samples]:
         raise UserError(f"{folder.absolute()} has a single class, {names[0]!r}. Classification needs at least two.")
     _note_ignored(folder, ignored, notes)
     notes += left_out.notes(folder)
-    paths = [path for name in names for path in found[name]]
-    labels = [label for label, name in enumerate(names) for _ in found[name]]
-    return names, Samples(paths, np.asarray(labels, dtype=np.int64))
+    parts = [found[name] for name in names]
+    return names, Samples(Paths.join(parts), np.repeat(np.arange(len(names)), [len(part) for part in parts]))
 
 
 def _scan_eval(folder: Path, names: list[str], notes: list[str]) -> Samples:
     """The images of `val/` or `test/`, labeled by the classes of training."""
-    paths: list[str] = []
+    paths: list[Paths] = []
     labels: list[int] = []
     known = {name: label for label, name in enumerate(names)}
     absent = set(names)
@@ -159,8 +160,8 @@ def _scan_eval(folder: Path, names: list[str], notes: list[str]) -> Samples:
             unknown.append(class_name(name))
         elif files:
             absent.discard(class_name(name))
-            paths += files
-            labels += [known[class_name(name)]] * len(files)
+            paths.append(files)
+            labels.append(known[class_name(name)])
     if unknown:
         raise UserError(
             f"{folder.absolute()} has classes that train/ lacks: {_first_names(unknown)}."
@@ -172,16 +173,16 @@ def _scan_eval(folder: Path, names: list[str], notes: list[str]) -> Samples:
         notes.append(f"{printable(folder)} has no images of {len(absent)} classes: {_first_names(sorted(absent))}.")
     _note_ignored(folder, ignored, notes)
     notes += left_out.notes(folder)
-    return Samples(paths, np.asarray(labels, dtype=np.int64))
+    return Samples(Paths.join(paths), np.repeat(np.asarray(labels), [len(part) for part in paths]))
 
 
-def _images_below(folder: Path, left_out: Below) -> tuple[list[str], Counter[str]]:
+def _images_below(folder: Path, left_out: Below) -> tuple[Paths, Counter[str]]:
     """Sorted paths of all images at any depth, and the extensions of the other visible files."""
     start = len(left_out.files)
     files_below(folder, left_out)
     files, left_out.files[start:] = left_out.files[start:], []
     other = Counter(Path(name).suffix.lower() or "without extension" for name in files if not is_image(name))
-    return [name for name in files if is_image(name)], other
+    return Paths(name for name in files if is_image(name)), other
 
 
 def _note_ignored(folder: Path, ignored: Counter[str], notes: list[str]) -> None:

@@ -19,6 +19,7 @@ from efficient_ft.data.images import Transform, read_image
 from efficient_ft.data.listing import Listing, Samples, stratified_split
 from efficient_ft.data.loader import SplitDataset
 from efficient_ft.data.opened import OpenedData
+from efficient_ft.data.paths import Paths
 from efficient_ft.data.row_store import require_room
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         parts: dict[str, Any] = {}
         for name in ("train", "val", "test"):
             part: Samples | None = getattr(listing, name)
-            if part is not None and isinstance(part.images, list):
+            if part is not None and isinstance(part.images, Paths):
                 bad = find_unreadable(part.images, name)
                 self._skipped.update(bad)
                 part = part.take(np.asarray([i for i, p in enumerate(part.images) if p not in bad], dtype=np.int64))
@@ -135,7 +136,7 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         )
 
 
-def find_unreadable(paths: list[str], split: str = "") -> dict[str, str]:
+def find_unreadable(paths: Paths, split: str = "") -> dict[str, str]:
     """Decode every file and return those that cannot be read: path → reason.
 
     Only a full decode finds a truncated file, so this costs about as much as loading one epoch. Threads suffice: Pillow

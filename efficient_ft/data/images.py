@@ -10,7 +10,6 @@ import contextlib
 import os
 import unicodedata
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -220,4 +219,4 @@ def class_name(folder: str) -> str:
 
 def is_image(path: str | os.PathLike[str]) -> bool:
     """Whether the extension is that of a supported image format."""
-    return Path(path).suffix.lower() in EXTENSIONS
+    return os.path.splitext(path)[1].lower() in EXTENSIONS

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import numpy as np
+
+from efficient_ft.data.paths import Paths
 
 _TEST_SEED = 0  # independent of the run's seed: all runs on a data set test on the same images
 _TEST_FRACTION = 0.2
@@ -22,11 +23,11 @@ class Samples:
     """Images with labels; the images are file paths or pixels in memory.
 
     Args:
-        images: N paths, or uint8 (N, H, W, 3).
+        images: paths of N files, or uint8 (N, H, W, 3).
         labels: int64 (N,).
     """
 
-    images: list[str] | np.ndarray
+    images: Paths | np.ndarray
     labels: np.ndarray
 
     def __len__(self) -> int:
@@ -35,11 +36,11 @@ class Samples:
     @property
     def is_files(self) -> bool:
         """True if the images are paths of files, False if they are pixels in memory."""
-        return isinstance(self.images, list)
+        return isinstance(self.images, Paths)
 
     def take(self, indices: np.ndarray) -> Samples:
         """Return the samples at `indices`, in that order."""
-        images = self.images[indices] if isinstance(self.images, np.ndarray) else [self.images[i] for i in indices]
+        images = self.images[indices] if isinstance(self.images, np.ndarray) else self.images.take(indices)
         return Samples(images, self.labels[indices])
 
     def content_digest(self) -> str:
@@ -59,9 +60,9 @@ class Samples:
 
     def join(self, other: Samples) -> Samples:
         """Concatenate with `other`; both hold paths."""
-        assert isinstance(self.images, list)
-        assert isinstance(other.images, list)
-        return Samples(self.images + other.images, np.concatenate([self.labels, other.labels]))
+        assert isinstance(self.images, Paths)
+        assert isinstance(other.images, Paths)
+        return Samples(Paths.join([self.images, other.images]), np.concatenate([self.labels, other.labels]))
 
 
 @dataclass
@@ -131,15 +132,14 @@ def stratified_split(samples: _Samples, fraction: float, seed: int) -> tuple[_Sa
     Returns:
         (kept, held out), each in the order of `samples`.
     """
-    by_class: defaultdict[int, list[int]] = defaultdict(list)
-    for position, label in enumerate(samples.labels.tolist()):
-        by_class[label].append(position)
     held_out = np.zeros(len(samples), dtype=bool)
-    for label, positions in by_class.items():
+    by_class = np.argsort(samples.labels, kind="stable")
+    labels, starts = np.unique(samples.labels[by_class], return_index=True)
+    for label, positions in zip(labels.tolist(), np.split(by_class, starts[1:]), strict=True):
         n = len(positions)
         count = min(max(int(n * fraction + 0.5), 1), n - 1)
         chosen = np.random.default_rng([seed, label]).permutation(n)[:count]
-        held_out[np.asarray(positions)[chosen]] = True
+        held_out[positions[chosen]] = True
     return samples.take(np.flatnonzero(~held_out)), samples.take(np.flatnonzero(held_out))
 
 

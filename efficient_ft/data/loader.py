@@ -14,10 +14,11 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from efficient_ft.core.errors import UserError
+from efficient_ft.core.errors import UserError, first_line
 from efficient_ft.data.decoded import DecodedImages
 from efficient_ft.data.images import Transform, read_image
 from efficient_ft.data.listing import Samples
+from efficient_ft.data.paths import Paths
 
 _CACHE_BYTES = 64 << 20  # resized images are cached in memory below this size
 
@@ -45,10 +46,10 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
     def __init__(self, samples: Samples, transform: Transform, seed: int, decoded: DecodedImages | None = None) -> None:
         self._transform, self._seed, self._decoded = transform, seed, decoded
         self._labels = torch.from_numpy(samples.labels)
-        self._paths: list[str] | None = None
+        self._paths: Paths | None = None
         self._pixels: Tensor | None = None
         self._resized = False
-        if isinstance(samples.images, list):
+        if isinstance(samples.images, Paths):
             self._paths = samples.images
         else:
             pixels = samples.images
@@ -141,12 +142,24 @@ class Loader(DataLoader[tuple[Tensor, int]]):
             # each of them.
             self._iterator = None
             del batches
-            if isinstance(error, UserError) or "DataLoader worker" not in str(error):
-                raise
-            raise UserError(
-                f"A worker process that loads images was killed, usually for lack of memory ({error}). "
-                "Reduce data.num_workers, or set data.num_workers=0."
-            ) from error
+            refuse_killed_worker(error)
+            raise
+
+
+def refuse_killed_worker(error: BaseException) -> None:
+    """Refuse to go on without a process that loads data.
+
+    PyTorch notices its end by a signal, wherever the program is then: not only while it waits for a batch.
+
+    Raises:
+        UserError: `error` says that such a process was killed.
+    """
+    text = str(error)
+    if "DataLoader worker" in text and ("killed by signal" in text or "exited unexpectedly" in text):
+        raise UserError(
+            f"A worker process that loads data was killed, usually for lack of memory ({first_line(error)}). "
+            "Reduce data.num_workers, or set data.num_workers=0."
+        ) from error
 
 
 def make_loader(dataset: Dataset[Any], sampler: Sampler[Any], num_workers: int, batch_size: int | None) -> Loader:

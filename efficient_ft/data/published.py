@@ -15,6 +15,7 @@ from efficient_ft.core.network import unreachable
 from efficient_ft.data.fetch import Archive
 from efficient_ft.data.images import printable
 from efficient_ft.data.listing import Listing, Samples
+from efficient_ft.data.paths import Paths
 from efficient_ft.data.readers import (
     cifar_reader,
     read_aircraft,
@@ -140,7 +141,7 @@ def _nonexistent(parts: Sequence[Samples]) -> list[str]:
     folders: dict[str, set[str]] = {}
     gone = []
     for part in parts:
-        for path in part.images if isinstance(part.images, list) else ():
+        for path in part.images if isinstance(part.images, Paths) else ():
             folder, name = os.path.split(path)
             if folder not in folders:
                 folders[folder] = set(os.listdir(folder)) if os.path.isdir(folder) else set()

@@ -15,6 +15,7 @@ from torchvision import datasets
 from torchvision.datasets.utils import check_integrity
 
 from efficient_ft.data.listing import Listing, Samples
+from efficient_ft.data.paths import Paths
 
 
 def cifar_reader(kind: type[datasets.CIFAR10]) -> tuple[Callable[[Path], Listing], Callable[[Path], bool]]:
@@ -42,7 +43,7 @@ def _samples(dataset: Any) -> Samples:
     else:
         paths = dataset._images if hasattr(dataset, "_images") else dataset._image_files
         labels = dataset._labels
-    return Samples([os.fspath(path) for path in paths], np.asarray(labels, dtype=np.int64))
+    return Samples(Paths(map(os.fspath, paths)), np.asarray(labels, dtype=np.int64))
 
 
 def read_flowers(root: Path) -> Listing:
@@ -100,7 +101,7 @@ def read_cub(root: Path) -> Listing:
     def part(flag: str) -> Samples:
         chosen = [number for number in sorted(images) if training[number].strip() == flag]
         paths = [os.fspath(folder / "images" / images[number].strip()) for number in chosen]
-        return Samples(paths, np.asarray([order[int(labels[number])] for number in chosen], dtype=np.int64))
+        return Samples(Paths(paths), np.asarray([order[int(labels[number])] for number in chosen], dtype=np.int64))
 
     names = [classes[number].strip().split(".", 1)[-1].replace("_", " ") for number in sorted(classes)]
     return Listing(names, part("1"), test=part("0"))

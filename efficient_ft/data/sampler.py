@@ -60,8 +60,8 @@ class CounterSampler(Sampler[tuple[int, int]]):
         else:
             # Fixed but shuffled: data sets are sorted by class, and a limited evaluation takes the first batches.
             order = np.random.default_rng(0).permutation(self.size)
-        for index in order[: self.used][self.rank :: self.world][start:].tolist():
-            yield epoch, index
+        for index in order[: self.used][self.rank :: self.world][start:]:  # a list of all would be five times the array
+            yield epoch, int(index)
 
 
 def _used(size: int, world: int, batch_size: int) -> int:
