@@ -14,6 +14,7 @@ from efficient_ft.cli import processes
 from efficient_ft.config import Config, check, fingerprint, image_folders
 from efficient_ft.core import text
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.units import parse_seconds
 from efficient_ft.record.collection import collect_runs, write_tables
 from efficient_ft.record.formats import USE_ITS_VERSION
 from efficient_ft.record.results import NAME, read_results
@@ -87,11 +88,11 @@ def command(
 ) -> list[str]:
     """Return the command line of a process that runs one job with `arguments` and the same configuration files.
 
-    ``jobs=`` is left out: it is of the sweep, and a single run says that it has no effect.
+    ``jobs=`` and ``job_timeout=`` are left out: they are of the sweep, and a single run says that they have no effect.
     """
     flags = {"--config-path": config_path, "--config-name": config_name, "--config-dir": config_dir}
     given = [part for flag, value in flags.items() if value is not None for part in (flag, value)]
-    return [*this_program(), *given, *(one for one in arguments if not one.startswith("jobs="))]
+    return [*this_program(), *given, *(one for one in arguments if not one.startswith(("jobs=", "job_timeout=")))]
 
 
 def run_jobs(
@@ -102,7 +103,8 @@ def run_jobs(
 ) -> None:
     """Run the `command` of each job, fill in its outcome, and print a table at the end.
 
-    A finished job is skipped; a failure does not stop the others.
+    A finished job is skipped; a failure does not stop the others, nor does one that runs longer than its
+    ``job_timeout``, which is stopped.
 
     Args:
         jobs: in the order in which they begin.
@@ -131,7 +133,7 @@ def run_jobs(
         if parallel == 1:
             for title, job in todo:
                 print(title, flush=True)
-                _fill_in(title, job, processes.run(command(job)))
+                _fill_in(title, job, processes.run(command(job), timeout=_timeout(job)))
                 ended(job)
         else:
             _run_in_parallel(todo, command, parallel, ended)
@@ -152,7 +154,7 @@ def _run_in_parallel(
         with slots.taken() as environment:
             output = job.folder.with_name(f"{job.folder.name}.log") if job.trains else None
             print(f"{title}: started" + (f"; it prints into {output}" if output else ""), flush=True)
-            process = processes.run(command(job), environment, output)
+            process = processes.run(command(job), environment, output, _timeout(job))
             if output is None:
                 print(process.printed, flush=True)
             return process
@@ -170,6 +172,12 @@ def _run_in_parallel(
             pool.shutdown(wait=False, cancel_futures=True)
             slots.stop(end=not isinstance(error, KeyboardInterrupt))
             raise
+
+
+def _timeout(job: Job) -> float | None:
+    """Seconds after which a job is stopped; None: never."""
+    value = job.config.job_timeout
+    return None if value is None else parse_seconds("job_timeout", value, plain=True)
 
 
 def _fill_in(title: str, job: Job, process: processes.Ended) -> None:

@@ -121,8 +121,9 @@ def check_commandline(arguments: Any) -> list[ComposedJob]:
             "hydra/launcher=submitit_slurm needs Slurm, and srun is not on this machine. Use"
             " hydra/launcher=submitit_local, or leave it out and set jobs=N."
         )
-    if not _sweeps(arguments) and any(text.startswith("jobs=") for text in arguments.overrides):
-        print("note: jobs has no effect on a single run; it is for sweeps (-m).", file=sys.stderr)
+    for name in () if _sweeps(arguments) else ("jobs", "job_timeout"):
+        if any(text.startswith(f"{name}=") for text in arguments.overrides):
+            print(f"note: {name} has no effect on a single run; it is for sweeps (-m).", file=sys.stderr)
     if composed and not _sweeps(arguments):  # a sweep trains nothing here: each of its jobs is a program of its own
         restart_with(composed[0].config.allocator)
     for one in composed:

@@ -8,13 +8,20 @@ import queue
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from efficient_ft.cli.exits import INTERRUPTED, OUTCOME_FILE
+from efficient_ft.core.units import seconds_text
+
+#: Seconds that a process which is asked to end has for it, e.g. to write a checkpoint; then it is killed.
+GRACE = 60.0
 
 #: Settings of the numeric libraries' threads; the user's own are kept.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
@@ -37,13 +44,19 @@ class Ended:
     diverged: bool = False
 
 
-def run(command: Sequence[str], environment: Mapping[str, str] | None = None, output: Path | None = None) -> Ended:
+def run(
+    command: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    output: Path | None = None,
+    timeout: float | None = None,
+) -> Ended:
     """Run `command` and wait for it.
 
     Args:
         command: the words of its command line.
         environment: added to that of this process; None: it runs alone, on this terminal.
         output: a file that gets what it prints, after what is there; None with an `environment`: returned.
+        timeout: seconds after which it is stopped, see `stop`; None: never.
 
     Raises:
         KeyboardInterrupt: it was interrupted.
@@ -62,16 +75,23 @@ def run(command: Sequence[str], environment: Mapping[str, str] | None = None, ou
             stdout=printed,
             stderr=None if printed is None else subprocess.STDOUT,
         )
+        late = ""
         try:
             _running.add(process)
-            status = process.wait()
+            try:
+                status = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                assert timeout is not None
+                late = f"stopped after {seconds_text(timeout)} (job_timeout)"
+                if not stop(process):
+                    late += f"; killed, since it did not end within {seconds_text(GRACE)} of SIGTERM"
+                status = process.wait()
         except KeyboardInterrupt:
             process.wait()
             raise
         finally:
             if process.poll() is None:
-                process.terminate()
-                process.wait()
+                stop(process)
             _running.discard(process)
         outcome = _outcome(file)
         shown = (Path(folder) / "printed").read_text(errors="replace") if printed and output is None else ""
@@ -79,12 +99,58 @@ def run(command: Sequence[str], environment: Mapping[str, str] | None = None, ou
         raise KeyboardInterrupt
     if status == 0:
         return Ended(outcome.get("results"), None, shown)
+    if late:
+        return Ended(None, late, shown)
     if "reason" in outcome:
         return Ended(None, outcome["reason"], shown, outcome.get("diverged", False))
     if status < 0:
         name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
         return Ended(None, f"killed by {name}" + (", likely for lack of memory" if name == "SIGKILL" else ""), shown)
     return Ended(None, f"exit status {status}", shown)
+
+
+def stop(process: subprocess.Popen[bytes]) -> bool:
+    """End a process and those that it has started: ask it by SIGTERM, and after `GRACE` seconds kill what is left.
+
+    Its process group is that of the sweep, so that Ctrl-C reaches both; its descendants are found by their parents.
+
+    Returns:
+        True if it ended when asked; False if it was killed.
+    """
+    deadline = time.monotonic() + GRACE
+    started = _descendants(process.pid)
+    process.terminate()
+    try:
+        process.wait(GRACE)
+        asked = True
+    except subprocess.TimeoutExpired:
+        asked = False
+        started |= _descendants(process.pid)  # before their parent is gone
+        process.kill()
+        process.wait()
+    # Other processes of DDP, which end after the first one, and workers.
+    while left := [one for one in started if _lives(one)]:
+        if time.monotonic() > deadline:
+            for one in left:
+                with suppress(psutil.Error):
+                    one.kill()
+            break
+        time.sleep(0.05)
+    return asked
+
+
+def _lives(process: psutil.Process) -> bool:
+    """False also for a process that has ended and whose parent has not asked how."""
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _descendants(process: int) -> set[psutil.Process]:
+    """The processes that a process has started, and those that these have started."""
+    with suppress(psutil.Error):
+        return set(psutil.Process(process).children(recursive=True))
+    return set()
 
 
 def _outcome(file: Path) -> dict[str, Any]:

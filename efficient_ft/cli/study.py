@@ -28,8 +28,8 @@ FOLDER/records.json gets a record of every finished run.
 """
 
 #: Settings that do not change what a study finds, or the beginnings of their names.
-OF_THIS_MACHINE = ("data.root", "data.download", "data.num_workers", "model.weights", "jobs", "trainer.accelerator",
-                   "trainer.progress", "logger")  # fmt: skip
+OF_THIS_MACHINE = ("data.root", "data.download", "data.num_workers", "model.weights", "jobs", "job_timeout",
+                   "trainer.accelerator", "trainer.progress", "logger")  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

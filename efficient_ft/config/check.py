@@ -15,7 +15,7 @@ from efficient_ft.config.renamed import refuse_renamed
 from efficient_ft.config.schema import Config, DataConfig, MaskConfig, OptimConfig
 from efficient_ft.core.errors import SettingError
 from efficient_ft.core.in_backward import Wrong, refuse_in_backward
-from efficient_ft.core.units import parse_bytes
+from efficient_ft.core.units import parse_bytes, parse_seconds
 
 
 def check(plain: Mapping[str, Any]) -> Config:
@@ -96,6 +96,8 @@ def _check_together(config: Config) -> None:
         )
     if config.memory is not None:
         parse_bytes("memory", config.memory)
+    if config.job_timeout is not None:
+        parse_seconds("job_timeout", config.job_timeout, plain=True)
     parse_bytes("trainer.cache_limit", trainer.cache_limit)
     if config.tasks and trainer.cache_features == "on":
         raise SettingError("trainer.cache_features", "on", "off or auto with several tasks", "auto stores none there.")

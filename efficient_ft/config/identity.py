@@ -15,6 +15,7 @@ from efficient_ft.config.schema import Config, DataConfig, OptimConfig
 _NO_EFFECT: dict[str, Any] = {
     "resume": True,
     "jobs": True,
+    "job_timeout": True,
     "published": True,
     "table": True,
     "rows": True,

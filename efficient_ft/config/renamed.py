@@ -110,8 +110,8 @@ def refuse_renamed_setting(setting: str, value: object) -> None:
 
 def renamed(setting: str) -> str | None:
     """Return the new name of a setting that was renamed, else None; ``tasks.NAME.x`` is named like ``data.x``."""
-    parts = setting.split(".")
-    if parts[0] == "tasks" and len(parts) > 2:
+    parts = setting.split(".") if setting.startswith("tasks.") else []
+    if len(parts) > 2:
         new = RENAMED.get(".".join(["data", *parts[2:]]))
         return None if new is None else ".".join([*parts[:2], *new.split(".")[1:]])
     return RENAMED.get(setting)

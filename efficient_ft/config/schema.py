@@ -268,6 +268,8 @@ class Config(Section):
     rows: list[str] | None = None
     #: Jobs of a sweep (-m) at the same time.
     jobs: Count = 1
+    #: A job of a sweep (-m) that runs longer is stopped: seconds, or with a unit (90s, 30min, 2h); null: never.
+    job_timeout: str | Annotated[int, Field(strict=True)] | Annotated[float, Field(strict=True)] | None = None
     #: A run folder to evaluate, without training.
     evaluate: str | None = None
     #: Print the cost; train nothing.

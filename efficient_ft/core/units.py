@@ -37,16 +37,19 @@ def parse_bytes(setting: str, value: object) -> int:
     return size
 
 
-def parse_seconds(setting: str, value: object) -> float:
+def parse_seconds(setting: str, value: object, plain: bool = False) -> float:
     """Return the seconds that `value` stands for, e.g. ``2h``, ``90min``, ``1h30min``.
 
     Args:
         setting: its name, for the error.
         value: as given.
+        plain: a number without a unit is one of seconds.
 
     Raises:
         SettingError: it is not one or several positive numbers with a unit each.
     """
+    if plain and isinstance(value, int | float) and not isinstance(value, bool):
+        value = f"{value:.6f}s"
     part = rf"{_NUMBER}\s*({'|'.join(SECONDS)})"
     text = str(value).strip()
     total = 0.0
@@ -54,5 +57,14 @@ def parse_seconds(setting: str, value: object) -> float:
         total = sum(float(number) * SECONDS[unit] for number, unit in re.findall(part, text))
     if not total or math.isinf(total):
         do = f"For example {setting}=2h or {setting}=90min."
-        raise SettingError(setting, value, f"a number with a unit: {', '.join(SECONDS)}", do)
+        form = f"a number {'of seconds, or one ' if plain else ''}with a unit: {', '.join(SECONDS)}"
+        raise SettingError(setting, value, form, do)
     return total
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a duration as a person writes it: ``90 s``, ``30 min``, ``1.5 h``, ``2 d``."""
+    unit = next(unit for unit, size in reversed(SECONDS.items()) if seconds >= size or unit == "s")
+    if seconds < 2 * SECONDS["min"]:
+        unit = "s"
+    return f"{seconds / SECONDS[unit]:.4g} {unit}"

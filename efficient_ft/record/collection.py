@@ -6,6 +6,7 @@ import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from efficient_ft.record.formats import USE_ITS_VERSION
 from efficient_ft.record.results import Results, flatten, images_digest, read_results
 
 #: Settings that are columns of their own, or say where things are.
-_OWN = ("seed", "model.name", "data.name", "resume", "jobs", "table", "rows", "evaluate", "cost_only", "published")
+_OWN = ("seed", "model.name", "data.name", "resume", "jobs", "job_timeout", "table", "rows", "evaluate", "cost_only",
+        "published")  # fmt: skip
 _PLACES = ("logger.", "cost.", "step_stats.", "data.num_workers", "data.download", "trainer.progress",
            "trainer.accelerator", "allocator")  # fmt: skip
 
@@ -41,6 +43,11 @@ class Run:
     results: Results
     config: Config
     group: str
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Its configuration, by full names."""
+        return flatten(self.config.model_dump(mode="json"))
 
     @property
     def method(self) -> str:
@@ -176,7 +183,7 @@ def _percent(fraction: float | None) -> float | None:
 
 def varying(runs: Sequence[Run]) -> list[str]:
     """The settings in which `runs` differ, besides seed, model and data, and besides where things are."""
-    flat = [flatten(run.config.model_dump(mode="json")) for run in runs]
+    flat = [run.settings for run in runs]
     names = dict.fromkeys(name for settings in flat for name in settings)
     shown = [name for name in names if name not in _OWN and not name.startswith((*_PLACES, "tasks."))]
     given = {argument.partition("=")[0].lstrip("+") for run in runs for argument in run.results["arguments"]}
@@ -200,7 +207,7 @@ def run_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
     header = ["run", "method", "model", "data", "seed", *settings, "split", *_NUMBERS]
     rows: list[list[Cell]] = []
     for run in collection.runs:
-        flat = flatten(run.config.model_dump(mode="json"))
+        flat = run.settings
         what: list[Cell] = [run.folder, run.method, run.config.model.name, run.data, run.config.seed]
         values: list[Cell] = [_shown(flat[name]) if name in flat else None for name in settings]
         split = run.results["accuracy"]["split"]
@@ -215,7 +222,7 @@ def group_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
     rows: list[list[Cell]] = []
     for group in groups(collection.runs):
         first = group[0]
-        flat = flatten(first.config.model_dump(mode="json"))
+        flat = first.settings
         what: list[Cell] = [first.method, first.config.model.name, first.data]
         values: list[Cell] = [_shown(flat[name]) if name in flat else None for name in settings]
         tests = [run.results["accuracy"].get("test") for run in group]
@@ -285,12 +292,13 @@ def _date(run: Run) -> str:
 
 def missing_seeds(collection: Collection) -> list[str]:
     """A sentence for the groups that lack the same seeds, which another group on the same model and data has."""
-    found = groups(collection.runs)
+    every: dict[tuple[str, str], set[int]] = {}
+    for run in collection.runs:
+        every.setdefault(_task(run), set()).add(run.config.seed)
     lacking: dict[str, list[str]] = {}
-    for group in found:
-        alike = [other for other in found if _task(other[0]) == _task(group[0])]
-        every = sorted({run.config.seed for other in alike for run in other})
-        absent = [str(seed) for seed in every if seed not in {run.config.seed for run in group}]
+    for group in groups(collection.runs):
+        seeds = every[_task(group[0])] - {run.config.seed for run in group}
+        absent = [str(seed) for seed in sorted(seeds)]
         if absent:
             lacking.setdefault(", ".join(absent), []).append(f"{group[0].folder} ({group[0].method})")
     return [f"No run with seed {seeds}: {', '.join(names)}." for seeds, names in lacking.items()]

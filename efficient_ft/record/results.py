@@ -291,4 +291,11 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Nested mappings as one level with dotted keys; an empty mapping is a value."""
     if not isinstance(tree, Mapping) or not tree:
         return {prefix: tree}
-    return {k: v for name, sub in tree.items() for k, v in flatten(sub, f"{prefix}.{name}" if prefix else name).items()}
+    flat: dict[str, Any] = {}
+    for name, below in tree.items():
+        full = f"{prefix}.{name}" if prefix else name
+        if isinstance(below, Mapping):
+            flat |= flatten(below, full)
+        else:
+            flat[full] = below
+    return flat

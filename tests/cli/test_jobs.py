@@ -8,9 +8,11 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
+import psutil
 import pytest
 
 from efficient_ft.cli import jobs, processes
@@ -113,6 +115,67 @@ def test_a_job_that_dies_in_any_way_is_a_failure_of_its_own() -> None:
     half = f"printf '{{\"re' > ${OUTCOME_FILE}; exit 1"
     assert processes.run(["bash", "-c", half]).failure == "exit status 1"
     assert processes.run(["bash", "-c", "kill -40 $$"]).failure == "killed by signal 40"
+
+
+#: A job with a child: it prints both ids, and sleeps; with "ignore" it does not end by SIGTERM.
+_HANGS = """
+import os, signal, subprocess, sys, time
+if sys.argv[1] == "ignore":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if sys.argv[1] == "saves":
+    signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), sys.exit(143)))
+child = subprocess.Popen([sys.executable, "-c",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(300)"],
+    stdout=subprocess.PIPE)
+child.stdout.readline()
+print(os.getpid(), child.pid, flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
+@pytest.mark.parametrize("kind", ["sleeps", "saves", "ignore"])
+def test_a_job_that_hangs_is_stopped_with_all_that_it_has_started(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "GRACE", 0.5)
+    output = tmp_path / "job.log"
+    ended = processes.run([sys.executable, "-c", _HANGS, kind], {}, output, timeout=2.0)
+    first, *rest = output.read_text().splitlines()
+    assert ended.failure is not None
+    assert ended.failure.startswith("stopped after 2 s (job_timeout)")
+    assert ("killed" in ended.failure) == (kind == "ignore")
+    assert rest == (["saved"] if kind == "saves" else [])
+    deadline = time.monotonic() + 60
+    while any(map(_lives, map(int, first.split()))):
+        assert time.monotonic() < deadline, "a process was left behind"
+        time.sleep(0.05)
+
+
+def _lives(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_job_that_ends_in_time_is_not_stopped() -> None:
+    assert processes.run([sys.executable, "-c", ""], timeout=60.0).failure is None
+
+
+@pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_a_sweep_goes_on_after_a_job_that_hangs(program: Path, parallel: int) -> None:
+    rows = ["method.lbp_wht.order=zip(9,2)", "job_timeout=zip(3s,10min)"]
+    done = call(program, "-m", *rows, "trainer.progress=false", f"jobs={parallel}")
+    assert done.returncode == 1, done.stderr
+    table = done.stdout[done.stdout.index("accuracy best") :]
+    assert re.search(r"order=9 .*: stopped after 3 s \(job_timeout\)\n", table)
+    assert re.search(r"order=2 .* 20\.00 % ", table)
+    # The timeout is no part of the run: the finished job is found again.
+    again = call(program, "-m", "method.lbp_wht.order=2,3", "job_timeout=1h")
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.count("finished before") == 1
 
 
 def test_a_job_is_started_as_the_sweep_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

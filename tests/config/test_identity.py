@@ -39,6 +39,7 @@ _SHOWN_ONLY = {
     "data__root": "elsewhere",
     "allocator": "system",
     "memory": "4GB",
+    "job_timeout": "2h",
     "cost__steps": 9,
     "step_stats__interval": 4,
 }
