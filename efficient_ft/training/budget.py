@@ -73,16 +73,26 @@ def refuse_over_budget(
     predicted = _predicted(config, network, methods, before_model, device, 1)
     limit = memory_limit_bytes()
     if device.type == "cpu" and budget > limit:
-        say(f"memory={config.memory} is more than this machine or its container has; {_gb(limit)} count.")
+        say(f"memory={config.memory} is more than this machine or its container has; {gigabytes(limit)} count.")
         budget = limit
     if predicted > budget:
-        for_libraries = f", {_gb(before_model)} of them for the interpreter and its libraries"
+        for_libraries = f", {gigabytes(before_model)} of them for the interpreter and its libraries"
         raise UserError(
-            f"memory={config.memory}: the run would take about {_gb(predicted)}"
+            f"memory={config.memory}: the run would take about {gigabytes(predicted)}"
             f"{'' if device.type == 'cuda' else for_libraries}."
             f" {_what_fits(config, network, methods, before_model, device, budget)}"
         )
     return predicted
+
+
+def predicted_peak(
+    config: Config, network: nn.Module, methods: Sequence[Method], before_model: int, device: torch.device
+) -> int:
+    """Predict the peak of a run: of its process, or on CUDA of what is reserved on the device, in bytes.
+
+    Args: as of `refuse_over_budget`; `network` may be on the meta device.
+    """
+    return _predicted(config, network, methods, before_model, device, 1)
 
 
 def _predicted(
@@ -173,9 +183,9 @@ def within_budget(config: Config, device: torch.device) -> Iterator[None]:
 
 def _passed(config: Config, size: int, how: str) -> UserError:
     return UserError(
-        f"memory={config.memory}: stopped, since {_gb(size)} were {how}. Pass a larger memory=, or a recipe that takes"
-        f" less: efficient-ft plan with the same model, data and memory={config.memory} finds some. The same command"
-        " with a larger memory= continues from the last checkpoint."
+        f"memory={config.memory}: stopped, since {gigabytes(size)} were {how}. Pass a larger memory=, or a recipe that"
+        f" takes less: efficient-ft plan with the same model, data and memory={config.memory} finds some. The same"
+        " command with a larger memory= continues from the last checkpoint."
     )
 
 
@@ -212,5 +222,6 @@ class _Watch(threading.Thread):
         self.join()
 
 
-def _gb(size: int) -> str:
+def gigabytes(size: int) -> str:
+    """``1.50 GB``, of 10⁹ bytes each."""
     return f"{size / 1e9:.2f} GB"

@@ -23,7 +23,7 @@ from efficient_ft import __version__
 from efficient_ft.config import Config, data_configs, image_folders
 from efficient_ft.core.allocator import allocator_in_use
 from efficient_ft.core.errors import UserError
-from efficient_ft.core.process_memory import resident_bytes
+from efficient_ft.core.process_memory import release_freed_memory, resident_bytes
 from efficient_ft.data import ImageData, RoundRobinData, SegmentationData, TextData, read_data
 from efficient_ft.integrations.lightning import MethodCallback
 from efficient_ft.methods.base import Applied, plain_state_dict
@@ -63,6 +63,7 @@ from efficient_ft.training.folder import (
 from efficient_ft.training.loggers import close_loggers, start_loggers, write_summary
 from efficient_ft.training.memory import MemoryMeter, accumulated_gradients
 from efficient_ft.training.module import FineTuner
+from efficient_ft.training.out_of_memory import out_of_memory
 from efficient_ft.training.predict_masks import write_examples
 from efficient_ft.training.progress import ProgressBar
 from efficient_ft.training.recorder import Recorder, stop_on_interrupt
@@ -112,7 +113,7 @@ def run(config: Config, folder: Path, arguments: Sequence[str] = ()) -> dict[str
         raise UserError("\n".join(message for message in missing if message is not None))
     with locked(folder):
         prepare_folder(config, folder)
-        with faults_of_the_system(folder):
+        with faults_of_the_system(folder), out_of_memory(config):
             return _train(config, folder, arguments)
 
 
@@ -125,6 +126,7 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
     refuse_other_images(config, folder, images_digest(report))
     for note in report["notes"]:
         say(note)
+    release_freed_memory()  # of making the lists, which allocators keep: 75 MiB of a million images
     before_model = resident_bytes()
     network = factory.create_model(config.model, images.num_classes)
     if isinstance(images, TextData):

@@ -1,0 +1,135 @@
+"""Lack of memory is one message, and the batch size that it names fits."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from efficient_ft.config import check
+from efficient_ft.core.errors import UserError
+from efficient_ft.methods.build import build_methods
+from efficient_ft.models import factory
+from efficient_ft.training import out_of_memory as module
+from efficient_ft.training.out_of_memory import out_of_memory
+from tests.training.runs import REPOSITORY, plain_config
+
+#: Run PLAIN in FOLDER in a process that may grow by MORE bytes.
+_SCRIPT = """
+import json, resource, sys
+from pathlib import Path
+import psutil, torch
+torch.set_num_threads(1)
+from efficient_ft.cli.exits import clean_exits
+from efficient_ft.config import check
+from efficient_ft.training.run import run
+size = psutil.Process().memory_info().vms + int(sys.argv[3])
+resource.setrlimit(resource.RLIMIT_AS, (size, size))
+with clean_exits():
+    run(check(json.loads(sys.argv[1])), Path(sys.argv[2]))
+"""
+
+
+def _limited(plain: dict[str, Any], folder: Path, more: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", _SCRIPT, json.dumps(plain), str(folder), str(more)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=REPOSITORY)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space of a process")
+def test_the_batch_size_named_by_a_run_without_memory_fits(tmp_path: Path) -> None:
+    plain = plain_config(data__batch_size=1200, model__kwargs={"depth": 4}, trainer__max_steps=1)
+    failed = _limited(plain, tmp_path / "run", 500 * 10**6)
+    assert failed.returncode == 2, failed.stderr
+    assert "Traceback" not in failed.stderr
+    message = failed.stderr.strip().splitlines()[-1]
+    assert re.match(r"Out of memory on the CPU: 0\.\d\d GB more were asked for than is free, 0\.\d\d GB\.", message)
+    assert "data.batch_size=1200, model.image_size (the network's own) and method=full" in message
+    found = re.search(r"data\.batch_size=(\d+) is predicted to fit", message)
+    assert found, message
+    assert 8 <= int(found[1]) < 1200
+    plain["data"]["batch_size"] = int(found[1])
+    fits = _limited(plain, tmp_path / "smaller", 500 * 10**6)
+    assert fits.returncode == 0, fits.stderr
+
+
+def _caught() -> AbstractContextManager[None]:
+    return out_of_memory(check(plain_config()))
+
+
+_CPU = "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate"
+
+
+@pytest.mark.parametrize(
+    ("error", "asked"),
+    [
+        (RuntimeError(f"{_CPU} 1099511627776 bytes. Error code 12 (Cannot allocate memory)"), "1099.51 GB more were"),
+        (MemoryError("Unable to allocate 2.00 TiB for an array with shape (1, 2)"), "2199.02 GB more were"),
+        (MemoryError(), "more was"),
+    ],
+)
+def test_every_library_s_lack_of_memory_is_known(error: Exception, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_largest_batch", lambda *arguments: 96)
+    with pytest.raises(UserError) as caught, _caught():
+        raise error
+    assert str(caught.value).startswith(f"Out of memory on the CPU: {asked} asked for than is free, ")
+    same = "data.batch_size=64 trainer.grad_accum_steps=2"
+    assert f"data.batch_size=96 is predicted to fit (the same steps: {same}); or efficient-ft plan" in str(caught.value)
+
+
+def test_a_method_is_named_where_no_batch_size_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_largest_batch", lambda config, *rest: 7 if "checkpointing" in config.method else 0)
+    with pytest.raises(UserError, match=r"method=\[full,checkpointing\] data\.batch_size=7 would \(exact, "), _caught():
+        raise MemoryError
+    monkeypatch.setattr(module, "_largest_batch", lambda *arguments: 0)
+    with pytest.raises(UserError, match=r"No batch size is predicted to fit\. Choose a smaller model"), _caught():
+        raise MemoryError
+
+
+def test_what_a_failed_step_holds_is_freed_before_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    import weakref
+
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def step() -> None:
+        activations = torch.zeros(10)
+        held.append(weakref.ref(activations))
+        raise MemoryError
+
+    def largest(*arguments: object) -> int:
+        assert held[0]() is None
+        return 5
+
+    monkeypatch.setattr(module, "_largest_batch", largest)
+    with pytest.raises(UserError, match="batch_size=5 is predicted"), _caught():
+        step()
+
+
+def test_other_errors_pass_and_a_killed_worker_is_named() -> None:
+    other = RuntimeError("shapes differ")
+    with pytest.raises(RuntimeError) as caught, _caught():
+        raise other
+    assert caught.value is other
+    killed = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+    with (
+        pytest.raises(UserError, match=r"data was killed, .*data\.num_workers=0"),
+        _caught(),
+    ):
+        raise killed
+
+
+def test_the_largest_batch_size_is_that_of_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "resident_bytes", lambda: 10**9)
+    config, cpu = check(plain_config()), torch.device("cpu")
+    smaller = check(plain_config(data__batch_size=40))
+    network = factory.random_model(config.model, 10)
+    room = module.predicted_peak(smaller, network, build_methods(smaller), 10**9, cpu)
+    assert 30 <= module._largest_batch(config, cpu, room) <= 40
+    assert module._largest_batch(config, cpu, 2**60) == 128
+    assert module._largest_batch(config, cpu, 10**9) == 0
