@@ -45,7 +45,7 @@ class _Look(NamedTuple):
 def million_files(folder: Path, files: int = 1_000_000) -> dict[str, float]:
     """Start a run on a class folder of many small images, and measure it up to its first step.
 
-    The images of a class are hard links to one file, where the file system has them. They are removed afterwards.
+    The images of a class are hard links to one file, where the file system has them. All is removed afterwards.
 
     Args:
         folder: an existing folder, on a disk with room for as many names.
@@ -58,10 +58,9 @@ def million_files(folder: Path, files: int = 1_000_000) -> dict[str, float]:
     Raises:
         UserError: the run failed.
     """
-    images = folder / "images"
+    images, run = folder / "images", folder / "run_on_files"
     try:
         _write_images(images, files)
-        run = folder / "run"
         began = time.monotonic()
         # Row by row: a step is known once it has been written.
         arguments = [*_SMALL, "method=full", "data=folder", f"data.root={images}", "step_stats.interval=1"]
@@ -77,6 +76,7 @@ def million_files(folder: Path, files: int = 1_000_000) -> dict[str, float]:
         return {"seconds": seconds, "peak_bytes": peak}
     finally:
         shutil.rmtree(images, ignore_errors=True)
+        shutil.rmtree(run, ignore_errors=True)
 
 
 def collect_many(folder: Path, run: Path, runs: int = 1000) -> dict[str, float]:
@@ -122,7 +122,7 @@ def many_steps(folder: Path, steps: int = 100_000, arguments: Sequence[str] = ("
     the first one kernels are loaded and memory settles.
 
     Args:
-        folder: an existing folder; the run is written into it.
+        folder: an existing folder; the run is written into FOLDER/run_of_steps, in place of an earlier one.
         steps: optimizer steps, at least 1,000, since a run records every fiftieth.
         arguments: further settings of the run.
 
@@ -133,7 +133,8 @@ def many_steps(folder: Path, steps: int = 100_000, arguments: Sequence[str] = ("
     Raises:
         UserError: the run failed, or was too short to be looked at.
     """
-    run, looks = folder / "run", list[_Look]()
+    run, looks = folder / "run_of_steps", list[_Look]()
+    shutil.rmtree(run, ignore_errors=True)
     began = time.monotonic()
     settings = [*_SMALL, "data=digits", *arguments, f"trainer.max_steps={steps}", f"hydra.run.dir={run}"]
     with _started(settings, folder) as process:

@@ -101,7 +101,7 @@ def _named(device: torch.device) -> str:
 
 
 def _taken(device: torch.device) -> int:
-    """What this process has of the memory of a device."""
+    """Memory of a device that this process has."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else resident_bytes()
 
 
