@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
+
+from efficient_ft.cli.started import first_process
 
 
 def _leave(number: int, frame: object) -> None:
     word, ended = ("Interrupted", 130) if number == signal.SIGINT else ("Terminated", 143)
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if first_process():
         print(f"{word}. The same command starts again, or continues from the last checkpoint.", file=sys.stderr)
     raise SystemExit(ended)
 

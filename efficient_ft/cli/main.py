@@ -19,12 +19,13 @@ import yaml
 from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig
 
-from efficient_ft.cli import jobs
+from efficient_ft.cli import jobs, slurm
 from efficient_ft.cli.commands import COMMANDS, run_command
 from efficient_ft.cli.compose import ComposedJob, check_form, composed_jobs
-from efficient_ft.cli.exits import clean_exits, fail, report_outcome
+from efficient_ft.cli.exits import INTERRUPTED, INTERRUPTED_TEXT, clean_exits, fail, report_outcome
 from efficient_ft.cli.groups import CONF, register
 from efficient_ft.cli.rows import zipped
+from efficient_ft.cli.started import first_process, started_processes
 from efficient_ft.cli.variants import not_as_published
 from efficient_ft.config import Config, check
 from efficient_ft.config.plain import plain
@@ -55,6 +56,10 @@ def job(composed: DictConfig) -> float | None:
             raise UserError(str(error)) from None
         # Left to Hydra, the message would get a line of Hydra's before it.
         fail(error)
+    except KeyboardInterrupt:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:  # as above, and submitit would print a traceback
+            fail(INTERRUPTED_TEXT, INTERRUPTED)
+        raise
     report_outcome(results=results)
     return results.get("accuracy", {}).get("best")
 
@@ -86,7 +91,7 @@ def main() -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     with clean_exits():
         register()
-        sys.argv[1:] = zipped(sys.argv[1:])
+        sys.argv[1:] = slurm.with_launcher(zipped(sys.argv[1:]))
         arguments = get_args_parser().parse_args()
         if arguments.multirun and arguments.cfg:
             raise UserError(
@@ -99,6 +104,8 @@ def main() -> None:
                 evaluate(arguments, composed)
                 return
             sys.argv += without_folder(arguments, composed)
+            if slurm.submits(arguments.overrides):
+                sys.argv[1:] = slurm.submission(sys.argv[1:], [one.config for one in composed])
         job()
 
 
@@ -116,15 +123,19 @@ def check_commandline(arguments: Any) -> list[ComposedJob]:
     composed = composed_jobs(conf, name, arguments.overrides, sweep=_sweeps(arguments), search=arguments.config_dir)
     if arguments.cfg:
         return composed
-    if "hydra/launcher=submitit_slurm" in arguments.overrides and shutil.which("srun") is None:
+    if slurm.LAUNCHER in arguments.overrides and shutil.which("srun") is None:
+        asked = "trainer=slurm" if "trainer=slurm" in arguments.overrides else slurm.LAUNCHER
         raise UserError(
-            "hydra/launcher=submitit_slurm needs Slurm, and srun is not on this machine. Use"
-            " hydra/launcher=submitit_local, or leave it out and set jobs=N."
+            f"{asked} needs Slurm, and srun is not on this machine. Use hydra/launcher=submitit_local, or leave it out"
+            " and set jobs=N; for several processes on this machine use trainer=ddp."
         )
+    if _sweeps(arguments) and started_processes() > 1:
+        raise UserError("-m starts a process for each job. Leave out torchrun or srun, or run the jobs one by one.")
     for name in () if _sweeps(arguments) else ("jobs", "job_timeout"):
         if any(text.startswith(f"{name}=") for text in arguments.overrides):
             print(f"note: {name} has no effect on a single run; it is for sweeps (-m).", file=sys.stderr)
-    if composed and not _sweeps(arguments):  # a sweep trains nothing here: each of its jobs is a program of its own
+    # A sweep or a submission trains nothing here: each of its jobs is a program of its own.
+    if composed and not _sweeps(arguments) and not slurm.submits(arguments.overrides):
         restart_with(composed[0].config.allocator)
     for one in composed:
         prepare(one.config)
@@ -139,9 +150,12 @@ def check_commandline(arguments: Any) -> list[ComposedJob]:
 
 
 def without_folder(arguments: Any, composed: Sequence[ComposedJob]) -> list[str]:
-    """Return the arguments that keep Hydra from making a folder for a job that trains nothing."""
-    if arguments.cfg or _sweeps(arguments) or not composed or _trains(composed[0].config):
+    """Return the arguments that keep Hydra from writing for a job that trains nothing, or for a further process."""
+    if arguments.cfg or _sweeps(arguments) or not composed:
         return []
+    if _trains(composed[0].config):
+        # Of several processes the first one's log and arguments are those of the run.
+        return [] if first_process() else ["hydra.output_subdir=null", "hydra/job_logging=stdout"]
     if any(text.startswith("hydra.run.dir=") for text in arguments.overrides):
         return []
     return ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout"]

@@ -32,6 +32,7 @@ def check(plain: Mapping[str, Any]) -> Config:
     if not isinstance(plain.get("method", {}), Mapping):
         raise SettingError("method", show(plain["method"]), "a mapping from a method's name to its settings")
     refuse_renamed(plain)
+    _refuse_sharding(plain)
     plain = _without_missing(plain)
     # A YAML with nothing but its package composes to null.
     plain = {**plain, "method": {k: {} if v is None else v for k, v in plain.get("method", {}).items()}}
@@ -41,6 +42,21 @@ def check(plain: Mapping[str, Any]) -> Config:
     config = validate(Config, plain, "")
     _check_together(config)
     return config
+
+
+def _refuse_sharding(plain: Mapping[str, Any]) -> None:
+    """Refuse strategies that divide each parameter over the processes, with the reason."""
+    trainer = plain.get("trainer")
+    strategy = str(trainer.get("strategy", "")) if isinstance(trainer, Mapping) else ""
+    if re.match(r"(fsdp|deepspeed|model_parallel|zero)", strategy.lower()):
+        raise SettingError(
+            "trainer.strategy",
+            strategy,
+            "auto or ddp",
+            "It would divide each parameter over the processes, and the methods work on whole ones: they replace the"
+            " backward pass of whole layers, pack what these save, and freeze parameters in some steps, whose gradient"
+            " is None then. Memory is saved by methods here: efficient-ft plan memory=4GB finds one that fits.",
+        )
 
 
 def _without_missing(value: Any) -> Any:
@@ -94,6 +110,8 @@ def _check_together(config: Config) -> None:
             scaling=None if trainer.precision != "fp16" else Wrong("trainer.precision", "fp16", "fp32 or bf16"),
             processes=None if devices in (1, "auto") else Wrong("trainer.devices", devices, "1"),
         )
+        nodes = None if trainer.num_nodes == 1 else Wrong("trainer.num_nodes", trainer.num_nodes, "1")
+        refuse_in_backward("optim.in_backward=true", processes=nodes)
     if config.memory is not None:
         parse_bytes("memory", config.memory)
     if config.job_timeout is not None:

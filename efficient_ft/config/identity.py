@@ -26,7 +26,7 @@ _NO_EFFECT: dict[str, Any] = {
     "logger": True,
     "allocator": True,
     "memory": True,
-    "trainer": {"progress", "accelerator", "cache_folder", "cache_limit"},
+    "trainer": {"progress", "accelerator", "strategy", "cache_folder", "cache_limit"},
 }
 
 #: Data sets that are identified by their place.
@@ -46,6 +46,8 @@ def fingerprint(config: Config) -> str:
             del what["trainer"][setting]
     if config.trainer.prefix == "fp32":  # a later setting
         del what["trainer"]["prefix"]
+    if config.trainer.num_nodes == 1:  # a later setting
+        del what["trainer"]["num_nodes"]
     if config.task == "classification":  # a later setting
         del what["task"]
     if config.model.max_length is None:  # a later setting

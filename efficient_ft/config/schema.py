@@ -187,7 +187,12 @@ class TrainerConfig(Section):
     max_steps: Annotated[int, Field(ge=-1)] = -1
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     accelerator: Literal["auto", "cpu", "gpu", "mps"] = "auto"
+    #: Processes on each node; auto: one for each of its GPUs.
     devices: Count | Literal["auto"] = 1
+    #: Machines, each with as many processes.
+    num_nodes: Count = 1
+    #: auto: DistributedDataParallel with several processes; ddp: with a single one, too.
+    strategy: Literal["auto", "ddp"] = "auto"
     #: Batches per optimizer step.
     grad_accum_steps: Count = 1
     #: Channels-last memory format for convolutions; null: only on a CPU, where it is faster.

@@ -184,7 +184,8 @@ def _with_optimizers(candidate: Candidate, config: Config, backward: bool) -> It
             kinds.append((32, True, Exactness.EXACT))
     else:
         kinds = list(_OPTIMIZER)
-    alone = trainer.grad_accum_steps == 1 and trainer.precision != "fp16" and trainer.devices in (1, "auto")
+    alone = trainer.grad_accum_steps == 1 and trainer.precision != "fp16"
+    alone = alone and trainer.devices in (1, "auto") and trainer.num_nodes == 1
     for bits, in_backward, exactness in kinds:
         if in_backward and not (optim.in_backward or (alone and backward)):
             continue

@@ -31,7 +31,7 @@ from efficient_ft.training.console import say
 from efficient_ft.training.libraries import LibrarySizes, libraries
 from efficient_ft.training.memory import accumulated_gradients
 from efficient_ft.training.optimizer import build_optimizer
-from efficient_ft.training.trainer import world_size
+from efficient_ft.training.processes import world_size
 
 #: Seconds between two looks at the size of the process.
 INTERVAL = 0.02

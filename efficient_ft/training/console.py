@@ -36,6 +36,7 @@ def quiet_lightning() -> None:
         ".*is smaller than the logging interval.*",
         ".*Checkpoint directory.*",
         ".*GPU available but not used.*",
+        ".*`srun` command is available.*",
         ".*isinstance\\(treespec, LeafSpec\\).*",
     ):
         warnings.filterwarnings("ignore", message=message)

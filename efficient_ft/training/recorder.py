@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+import torch
 
+from efficient_ft.core.distributed import all_reduce_sum
 from efficient_ft.record.rows import MetricsFile
 from efficient_ft.training import checkpoint
-from efficient_ft.training.console import say
+from efficient_ft.training.console import rank, say
 from efficient_ft.training.faults import refuse_lost_process, require_folder
 from efficient_ft.training.module import FineTuner
+from efficient_ft.training.processes import from_first, requeue
 from efficient_ft.training.totals import Totals
 
 #: Optimizer steps between two rows of training loss.
@@ -26,6 +29,10 @@ RECORD_EVERY = 50
 EPOCH_CHECKPOINT_SECONDS = 10.0
 #: … and within an epoch that takes longer than this.
 STEP_CHECKPOINT_SECONDS = 600.0
+#: Signals by which Slurm announces the end of a job: its own, and that of submitit. Windows has none.
+REQUEUE = tuple(number for name in ("SIGUSR1", "SIGUSR2") if (number := getattr(signal, name, None)) is not None)
+#: Signals after which a run saves and stops.
+_STOP = (*REQUEUE, signal.SIGTERM, signal.SIGINT)
 
 
 class Recorder(L.Callback):
@@ -57,12 +64,17 @@ class Recorder(L.Callback):
         self.best_tasks: dict[str, float] = {}
         self.last_tasks: dict[str, float] = {}
         self._saved = 0.0
-        #: Set by Ctrl-C: save after the present step, and stop.
-        self.stop_requested = False
+        #: Set by a signal, as its number: save after the present step, and stop.
+        self.stop_requested: int | None = None
+        #: The handler of signals that ask to stop, while the training runs.
+        self.handler: Callable[[int, Any], None] | None = None
 
     # ------------------------------------------------------------------ steps
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._saved = time.monotonic()
+        if trainer.world_size > 1 and self.handler is not None:
+            # Lightning's handler broadcasts in the middle of a step, where the others expect another exchange.
+            signal.signal(signal.SIGTERM, self.handler)
         if trainer.is_global_zero:
             self.metrics.rewind(trainer.global_step)
 
@@ -77,18 +89,31 @@ class Recorder(L.Callback):
             last = batch_idx + 1 >= trainer.num_training_batches
             if not last and self._due(trainer, STEP_CHECKPOINT_SECONDS):
                 self._save(trainer, pl_module, batch_idx)
-        if self.stop_requested or trainer.received_sigterm:
-            self._save_and_stop(trainer, pl_module, batch_idx)
+        whole = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if whole and batch_idx + 1 < trainer.num_training_batches:  # else the epoch's end decides
+            stop = self._stop(trainer)
+            if stop is not None or trainer.received_sigterm:
+                self._save(trainer, pl_module, batch_idx)
+                self._leave(stop)  # after SIGTERM to a single process Lightning stops the run
         if step >= pl_module.total_steps:
             trainer.should_stop = True
 
-    def _save_and_stop(self, trainer: L.Trainer, module: FineTuner, batch_idx: int) -> None:
-        """Save and stop after a whole optimizer step; the epoch's last step stops after its evaluation."""
-        whole = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        if whole and batch_idx + 1 < trainer.num_training_batches:
-            self._save(trainer, module, batch_idx)
-            if self.stop_requested:  # after SIGTERM Lightning stops the run
-                raise KeyboardInterrupt
+    def _stop(self, trainer: L.Trainer) -> int | None:
+        """The signal that any of the processes has got, the same in all of them; None: go on. Collective."""
+        if trainer.world_size == 1:
+            return self.stop_requested
+        # A signal reaches the processes in different steps, and a checkpoint is written by all of them.
+        asked = all_reduce_sum(torch.tensor([float(self.stop_requested == number) for number in _STOP])).tolist()
+        return next((number for number, count in zip(_STOP, asked, strict=True) if count), None)
+
+    def _leave(self, stop: int | None) -> None:
+        """Stop for the signal `stop` after a checkpoint; let Slurm run the job again where it sent the signal."""
+        if stop in REQUEUE:
+            if rank() == 0:
+                requeue()
+            from_first()  # before the first process has asked, none may end
+        if stop is not None:
+            raise KeyboardInterrupt
 
     def _record_step(self, trainer: L.Trainer, module: FineTuner, batch_idx: int) -> None:
         module.read_losses(batch_idx)
@@ -145,11 +170,11 @@ class Recorder(L.Callback):
         if trainer.is_global_zero:
             self.metrics.write_csv()
         final = trainer.should_stop or epoch == trainer.max_epochs
-        stopping = self.stop_requested or trainer.received_sigterm
-        if final or stopping or self._due(trainer, EPOCH_CHECKPOINT_SECONDS):
+        stop = self._stop(trainer)
+        if final or stop is not None or trainer.received_sigterm or self._due(trainer, EPOCH_CHECKPOINT_SECONDS):
             self._save(trainer, pl_module, trainer.fit_loop.batch_idx)
-        if self.stop_requested and not final:
-            raise KeyboardInterrupt
+        if not final:
+            self._leave(stop)
 
     def _so_far(self) -> dict[str, float]:
         """Images, FLOPs, seconds and joules (where the machine tells them) of the training so far."""
@@ -192,7 +217,9 @@ class Recorder(L.Callback):
 def stop_on_interrupt(recorder: Recorder) -> Iterator[None]:
     """The first Ctrl-C stops after the present step, with a checkpoint; the second stops at once.
 
-    SIGTERM is Lightning's inside the block, which would call the handler of the command as well.
+    SIGTERM stops as the first Ctrl-C does. To a single process it is Lightning's inside the block, which would call the
+    handler of the command as well. In a job of Slurm, SIGUSR1 and SIGUSR2 announce its end (``--signal``): they stop in
+    the same way, and the job is requeued.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -203,14 +230,21 @@ def stop_on_interrupt(recorder: Recorder) -> Iterator[None]:
     def request(number: int, frame: Any) -> None:
         if os.getpid() != process:  # a worker that loads images: its parent ends it
             return
-        if recorder.stop_requested:
-            raise KeyboardInterrupt
-        recorder.stop_requested = True
+        if recorder.stop_requested is not None:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return
+        recorder.stop_requested = number
         say("\nStopping after this step, with a checkpoint (Ctrl-C again: at once) …")
 
-    before = signal.signal(signal.SIGINT, request), signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    recorder.handler = request
+    handlers: dict[int, Any] = {signal.SIGINT: request, signal.SIGTERM: signal.SIG_DFL}
+    if "SLURM_JOB_ID" in os.environ:
+        handlers |= dict.fromkeys(REQUEUE, request)
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before[0])
-        signal.signal(signal.SIGTERM, before[1])
+        recorder.handler = None
+        for number, handler in before.items():
+            signal.signal(number, handler)

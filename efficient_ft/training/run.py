@@ -65,12 +65,13 @@ from efficient_ft.training.memory import MemoryMeter, accumulated_gradients
 from efficient_ft.training.module import FineTuner
 from efficient_ft.training.out_of_memory import out_of_memory
 from efficient_ft.training.predict_masks import write_examples
+from efficient_ft.training.processes import connect, from_first, world_size
 from efficient_ft.training.progress import ProgressBar
 from efficient_ft.training.recorder import Recorder, stop_on_interrupt
 from efficient_ft.training.run_task import run_task
 from efficient_ft.training.step_stats import StepStats
 from efficient_ft.training.totals import Totals
-from efficient_ft.training.trainer import build_trainer, use_channels_last, world_size
+from efficient_ft.training.trainer import build_trainer, use_channels_last
 
 #: Steps of the cost report are timed for at most this share of the training time, or for these seconds.
 COST_SHARE, COST_SECONDS = 0.1, 2.0
@@ -94,6 +95,7 @@ def run(config: Config, folder: Path, arguments: Sequence[str] = ()) -> dict[str
             the folder holds another run or one of an earlier version, the loss is not finite, …
     """
     quiet_lightning()
+    connect(config)
     if config.cost_only:
         return cost_only(config)
     if config.evaluate is not None:
@@ -114,6 +116,7 @@ def run(config: Config, folder: Path, arguments: Sequence[str] = ()) -> dict[str
     with locked(folder):
         prepare_folder(config, folder)
         with faults_of_the_system(folder), out_of_memory(config):
+            from_first()  # before the others look into the folder, the first process has prepared it
             return _train(config, folder, arguments)
 
 
@@ -178,7 +181,7 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
     module = FineTuner(network, config, images.num_classes, total_steps)
 
     state = folder / checkpoint.NAME
-    resume = str(state) if checkpoint.exists(state) else None
+    resume = from_first(str(state) if checkpoint.exists(state) else None)
     if resume is not None:
         say(f"Continuing the run in {folder}.")
     with stop_on_interrupt(recorder), within_budget(config, trainer.strategy.root_device):

@@ -17,16 +17,11 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.base import Method
 from efficient_ft.record.environment import device_name
 from efficient_ft.training import checkpoint
+from efficient_ft.training.processes import environment, world_size
 
 log = logging.getLogger(__name__)
 
 _PRECISION: dict[str, Any] = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
-
-
-def world_size(config: Config) -> int:
-    """The number of processes that will train, before there is a Trainer."""
-    devices = config.trainer.devices
-    return devices if isinstance(devices, int) else max(1, torch.cuda.device_count())
 
 
 def build_trainer(
@@ -53,11 +48,13 @@ def build_trainer(
     options = config.trainer
     # Layers that are frozen per step, and classifiers of other tasks, have no gradient in some steps.
     unused = bool(config.tasks) or any(getattr(m, "find_unused_parameters", False) for m in methods)
-    strategy = "ddp_find_unused_parameters_true" if unused and options.devices != 1 else "auto"
+    ddp = options.strategy == "ddp" or world_size(config) > 1
+    strategy = "ddp_find_unused_parameters_true" if unused and ddp else options.strategy
     try:
         trainer = L.Trainer(
             accelerator=options.accelerator,
             devices=options.devices,
+            num_nodes=options.num_nodes,
             strategy=strategy,
             precision=_PRECISION[options.precision],
             max_epochs=epochs,
@@ -67,7 +64,7 @@ def build_trainer(
             deterministic=options.deterministic,
             num_sanity_val_steps=0,
             callbacks=callbacks,
-            plugins=[checkpoint.AtomicCheckpointIO()],
+            plugins=[checkpoint.AtomicCheckpointIO(), environment()],
             logger=loggers or False,
             use_distributed_sampler=False,  # the run's own sampler knows rank, world size and where to continue
             enable_checkpointing=False,

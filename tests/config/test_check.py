@@ -29,6 +29,14 @@ from tests.config.settings import PLAIN, two_tasks, with_settings
         ),
         ("trainer__progress", "yes", "trainer.progress must be true or false, got yes."),
         ("trainer__precision", "fp8", "trainer.precision must be one of fp32, bf16, fp16, got fp8."),
+        (
+            "trainer__strategy",
+            "fsdp",
+            "trainer.strategy must be auto or ddp, got fsdp. It would divide each parameter over the processes",
+        ),
+        ("trainer__strategy", "deepspeed_stage_2", "trainer.strategy must be auto or ddp, got deepspeed_stage_2."),
+        ("trainer__strategy", "dp", "trainer.strategy must be one of auto, ddp, got dp."),
+        ("trainer__num_nodes", 0, "trainer.num_nodes must be an integer >= 1, got 0."),
         ("trainer__devices", "al", "trainer.devices must be an integer >= 1 or auto, got al."),
         ("step_stats__interval", -1, "step_stats.interval must be an integer >= 0, got -1."),
         ("trainer__max_steps", 0, "trainer.max_steps must be -1 (no limit) or an integer >= 1, got 0."),
@@ -107,6 +115,7 @@ def test_what_the_optimizer_s_memory_excludes_is_refused() -> None:
             "trainer.precision must be fp32 or bf16 with optim.in_backward=true, got fp16.",
         ),
         ({**inside, "trainer__devices": 2}, "trainer.devices must be 1 with optim.in_backward=true, got 2."),
+        ({**inside, "trainer__num_nodes": 2}, "trainer.num_nodes must be 1 with optim.in_backward=true, got 2."),
         (
             {"optim": {"name": "sgd", "lr": 0.1, "state_bits": 8}},
             "optim.state_bits must be left out with optim=sgd, got 8.",

@@ -25,11 +25,13 @@ _MATTERS = {
     "optim__state_bits": 8,
     "trainer__epochs": 3,
     "trainer__precision": "bf16",
+    "trainer__num_nodes": 2,
     "seed": 1,
 }
 _SHOWN_ONLY = {
     "trainer__progress": False,
     "trainer__accelerator": "cpu",
+    "trainer__strategy": "ddp",
     "resume": "never",
     "evaluate": "somewhere",
     "logger__name": "wandb",

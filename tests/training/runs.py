@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,8 @@ from efficient_ft.training import checkpoint
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-#: Run PLAIN in FOLDER and kill the process with SIGKILL after optimizer step AT (0: never); of several that of RANK.
+#: Run PLAIN in FOLDER and send the process SIGKILL, or the signal KILLED_BY, after optimizer step AT (0: never); of
+#: several processes that of RANK.
 SCRIPT = """
 import json, os, signal, sys
 from pathlib import Path
@@ -36,7 +38,7 @@ end = recorder.Recorder.on_train_batch_end
 def dying(self, trainer, *args):
     end(self, trainer, *args)
     if trainer.global_step == at and trainer.global_rank in (ranks or [trainer.global_rank]):
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), int(os.environ.get("KILLED_BY", signal.SIGKILL)))
 recorder.Recorder.on_train_batch_end = dying
 with clean_exits():
     run(check(plain), folder)
@@ -132,11 +134,13 @@ def killed_at(step: int, plain: dict[str, Any], folder: Path) -> None:
     assert not (folder / "results.json").exists()
 
 
-def killed_process(plain: dict[str, Any], folder: Path, process: int, at: int) -> subprocess.CompletedProcess[str]:
-    """Run in several processes, of which one is killed after optimizer step `at`."""
+def killed_process(
+    plain: dict[str, Any], folder: Path, process: int, at: int, by: int = signal.SIGKILL
+) -> subprocess.CompletedProcess[str]:
+    """Run in several processes, of which one gets the signal `by` after optimizer step `at`."""
     file = folder.with_name(f"{folder.name}_killed.py")
     file.write_text(SCRIPT)
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "KILLED_BY": str(int(by))}
     return subprocess.run(
         [sys.executable, str(file), json.dumps(plain), str(folder), str(at), str(process)],
         capture_output=True, text=True, timeout=600, env=env,
@@ -153,3 +157,27 @@ def run_in_processes(plain: dict[str, Any], folder: Path) -> None:
         capture_output=True, text=True, timeout=600, env=env,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def run_by_torchrun(plain: dict[str, Any], folder: Path, nodes: int = 2) -> list[subprocess.CompletedProcess[str]]:
+    """Run in one process of each of `nodes` agents of torchrun, which stand for as many machines."""
+    file = folder.with_name(f"{folder.name}.py")
+    file.write_text(SCRIPT)
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    agents = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), "--nproc-per-node", "1",
+             "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port),
+             str(file), json.dumps(plain), str(folder), "0"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
+        )
+        for node in range(nodes)
+    ]  # fmt: skip
+    ended = []
+    for agent in agents:
+        out, err = agent.communicate(timeout=600)
+        ended.append(subprocess.CompletedProcess(agent.args, agent.returncode, out, err))
+    return ended

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import yaml
 
@@ -20,7 +22,7 @@ def test_wandb_offline_continues_the_same_run(tmp_path, configuration, monkeypat
     end = Recorder.on_train_batch_end
 
     def interrupted(self, trainer, *args):
-        self.stop_requested = trainer.global_step == 4
+        self.stop_requested = signal.SIGINT if trainer.global_step == 4 else None
         end(self, trainer, *args)
 
     config = configuration(logger={"name": "wandb", "mode": "offline"}, trainer__max_steps=5)

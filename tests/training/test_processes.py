@@ -1,4 +1,7 @@
-"""Runs in two processes (DDP over gloo): they train what one process trains, and one of them writes."""
+"""Runs in two processes (DDP over gloo): they train what one process trains, and one of them writes.
+
+Slurm's are in tests/training/test_slurm.py.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,14 @@ from safetensors.torch import load_file
 from efficient_ft.training import checkpoint, export
 from efficient_ft.training.run import run
 from tests.data.mask_pictures import VOID, write_folder
-from tests.training.runs import assert_same_run, killed_process, method_states, plain_config, run_in_processes
+from tests.training.runs import (
+    assert_same_run,
+    killed_process,
+    method_states,
+    plain_config,
+    run_by_torchrun,
+    run_in_processes,
+)
 from tests.training.test_resume import PER_STEP
 from tests.training.test_segmentation_run import plain_segmentation
 from tests.training.test_tasks import plain_tasks
@@ -163,6 +173,40 @@ def test_a_killed_process_ends_the_other_one_and_the_run_can_be_continued(
         assert "Another process of this run has ended" in done.stderr
         assert "Traceback" not in done.stderr
     assert checkpoint.read(tmp_path / "run" / checkpoint.NAME)["global_step"] in (11, 12)
+    for folder in ("run", "straight"):
+        run_in_processes(plain, tmp_path / folder)
+    assert_same_run(tmp_path / "run", tmp_path / "straight")
+
+
+def test_two_nodes_of_torchrun_train_as_one_process(tmp_path: Path, configuration: Any) -> None:
+    quiet = {**QUIET, "trainer__max_steps": 6, "optim__warmup_steps": 0, "optim__name": "sgd"}
+    two = plain_config(**quiet, trainer__num_nodes=2, data__batch_size=64)
+    # An earlier run in the folder: the second process must not look into it before the first has moved it away.
+    run(configuration(**quiet, trainer__num_nodes=1, seed=5), tmp_path / "two")
+    ended = run_by_torchrun({**two, "resume": "never"}, tmp_path / "two")
+    assert [done.returncode for done in ended] == [0, 0], ended[0].stderr + ended[1].stderr
+    assert "Results: " in ended[0].stdout
+    assert "Results: " not in ended[1].stdout
+    assert (tmp_path / "two.1" / "results.json").is_file()
+    run(configuration(**quiet), tmp_path / "one")
+    states = [checkpoint.read(tmp_path / folder / checkpoint.NAME)["state_dict"] for folder in ("two", "one")]
+    for key, value in states[1].items():
+        torch.testing.assert_close(states[0][key], value, rtol=1e-4, atol=1e-5)
+
+
+def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
+    ended = run_by_torchrun(plain_config(trainer__num_nodes=3), tmp_path / "run")
+    said = "trainer.devices x trainer.num_nodes must be 2, the number of processes that torchrun started, got 1 x 3."
+    assert [done.returncode for done in ended] == [1, 1]
+    assert any(said in done.stderr for done in ended)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_signal_to_one_process_stops_both_with_a_checkpoint(tmp_path: Path) -> None:
+    plain = plain_config(**QUIET, trainer__devices=2, data__batch_size=64)
+    done = killed_process(plain, tmp_path / "run", process=1, at=14, by=signal.SIGTERM)
+    assert done.returncode == 130, done.stderr
+    assert checkpoint.read(tmp_path / "run" / checkpoint.NAME)["global_step"] == 15
     for folder in ("run", "straight"):
         run_in_processes(plain, tmp_path / folder)
     assert_same_run(tmp_path / "run", tmp_path / "straight")

@@ -15,16 +15,16 @@ from efficient_ft.training.recorder import stop_on_interrupt
 def test_a_process_that_inherits_the_handler_leaves_ctrl_c_to_its_parent(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recorder: Any = SimpleNamespace(stop_requested=False)
+    recorder: Any = SimpleNamespace(stop_requested=None)
     with stop_on_interrupt(recorder):
         with monkeypatch.context() as worker:
             worker.setattr(os, "getpid", lambda: -1)
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
-        assert not recorder.stop_requested
+        assert recorder.stop_requested is None
         assert capsys.readouterr().out == ""
         signal.raise_signal(signal.SIGINT)
-        assert recorder.stop_requested
+        assert recorder.stop_requested == signal.SIGINT
         assert capsys.readouterr().out.count("Stopping after this step") == 1
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

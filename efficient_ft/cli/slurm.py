@@ -1,0 +1,66 @@
+"""``trainer=slurm``: the command submits its run, or the runs of a sweep, to Slurm by Hydra's submitit launcher.
+
+Within a job the same command trains: there Slurm has started it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from efficient_ft.config import Config
+from efficient_ft.core.errors import SettingError, UserError
+
+LAUNCHER = "hydra/launcher=submitit_slurm"
+
+
+def submits(overrides: Sequence[str]) -> bool:
+    """Whether a command with these arguments submits jobs."""
+    return "trainer=slurm" in overrides and "SLURM_JOB_ID" not in os.environ
+
+
+def with_launcher(arguments: Sequence[str]) -> list[str]:
+    """Return the command line of a submission with its launcher, so that settings of ``hydra.launcher`` are known.
+
+    Raises:
+        UserError: the launcher's package is not installed.
+    """
+    if not submits(arguments):
+        return list(arguments)
+    if find_spec("hydra_plugins.hydra_submitit_launcher") is None:
+        raise UserError('trainer=slurm needs a package that is not installed: pip install "efficient-ft[slurm]"')
+    return [*arguments, *([] if LAUNCHER in arguments else [LAUNCHER])]
+
+
+def submission(arguments: Sequence[str], configs: Sequence[Config]) -> list[str]:
+    """Return the command line that submits the runs `configs`, each on the nodes and with the tasks that it asks for.
+
+    Settings of ``hydra.launcher`` in `arguments` win.
+
+    Raises:
+        SettingError: the runs differ in their nodes or tasks, or Slurm cannot know them.
+    """
+    shapes = {(c.trainer.num_nodes, c.trainer.devices, c.trainer.accelerator) for c in configs}
+    if len(shapes) > 1:
+        raise SettingError(
+            "trainer.num_nodes, trainer.devices and trainer.accelerator",
+            " and ".join(" ".join(map(str, shape)) for shape in sorted(shapes, key=str)),
+            "the same in all jobs of a sweep with trainer=slurm",
+        )
+    ((nodes, devices, accelerator),) = shapes
+    if devices == "auto":
+        raise SettingError("trainer.devices", "auto", "an integer >= 1 with trainer=slurm", "Slurm reserves as many.")
+    asked = [f"hydra.launcher.nodes={nodes}", f"hydra.launcher.tasks_per_node={devices}"]
+    if accelerator != "cpu":
+        asked.append(f"hydra.launcher.gpus_per_node={devices}")
+    # A cluster may have it off; without requeueing a job that is preempted is lost.
+    asked.append("+hydra.launcher.additional_parameters={requeue:true}")
+    # A task that fails ends the others, which would wait for it.
+    os.environ.setdefault("SLURM_KILL_BAD_EXIT", "1")
+    print(
+        "Submitting to Slurm. What the jobs print is in outputs/.submitit; they go on if this command is stopped.",
+        flush=True,
+    )
+    flags = [] if {"-m", "--multirun"} & set(arguments) else ["--multirun"]
+    return [*flags, *asked, *arguments]

@@ -1,0 +1,112 @@
+"""The processes of a run: how many there are, who started them, and what they must know of each other.
+
+The first process starts the others of its machine (Lightning does), unless torchrun or Slurm has started all of them,
+on one machine or several. Those are connected before they read the run folder, which the first one prepares.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, SLURMEnvironment
+from lightning.fabric.plugins.environments import TorchElasticEnvironment as Torchrun
+
+from efficient_ft.config import Config
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.training.console import say
+
+GUIDE = "See docs/guides/several-processes.md."
+
+
+def world_size(config: Config) -> int:
+    """The number of processes that will train, on all nodes, before there is a Trainer."""
+    options = config.trainer
+    gpus = torch.cuda.device_count() if options.accelerator in ("auto", "gpu") else 0
+    return (max(1, gpus) if options.devices == "auto" else options.devices) * options.num_nodes
+
+
+def environment() -> ClusterEnvironment:
+    """Find out who started the processes of the run: torchrun, Slurm (srun), or Lightning in the first one.
+
+    Raises:
+        UserError: Slurm does not say how many processes it has started on each node.
+    """
+    if Torchrun.detect():
+        return Torchrun()
+    # Without srun a job has one process, regardless of the tasks that it asked for.
+    if SLURMEnvironment.detect() and "SLURM_STEP_ID" in os.environ:
+        try:
+            return SLURMEnvironment(auto_requeue=False)  # the recorder saves and requeues, see `requeue`
+        except RuntimeError as error:
+            raise UserError(f"Pass --ntasks-per-node to Slurm, not --ntasks alone. {GUIDE}") from error
+    return LightningEnvironment()
+
+
+def connect(config: Config) -> None:
+    """Connect the processes that torchrun or Slurm started; those that Lightning starts are connected by it.
+
+    Raises:
+        UserError: their number is not that of the settings, or there are several nodes and neither started them.
+    """
+    options, started_by = config.trainer, environment()
+    if isinstance(started_by, LightningEnvironment):
+        if options.num_nodes > 1:
+            raise SettingError(
+                "trainer.num_nodes", options.num_nodes, "1 for a command that neither torchrun nor srun started", GUIDE
+            )
+        return
+    found, asked = started_by.world_size(), world_size(config)
+    name = "torchrun" if isinstance(started_by, Torchrun) else "Slurm"
+    if config.evaluate is not None or config.cost_only:
+        if found > 1:
+            raise UserError(f"{name} started {found} processes, and an evaluation or a cost report takes one.")
+        return
+    if found != asked:
+        raise SettingError(
+            "trainer.devices x trainer.num_nodes",
+            f"{options.devices} x {options.num_nodes}",
+            f"{found}, the number of processes that {name} started",
+        )
+    if found == 1:
+        return
+    cuda = options.accelerator in ("auto", "gpu") and torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(started_by.local_rank())
+    os.environ.update(MASTER_ADDR=started_by.main_address, MASTER_PORT=str(started_by.main_port))
+    # Lightning uses the process group that there is.
+    dist.init_process_group("nccl" if cuda else "gloo", rank=started_by.global_rank(), world_size=found)
+    atexit.register(_disconnect)
+
+
+def _disconnect() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def from_first(value: Any = None) -> Any:
+    """Broadcast `value` from the first process, which the others wait for; alone, return it. Collective."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return value
+    held = [value]
+    dist.broadcast_object_list(held, src=0)
+    return held[0]
+
+
+def requeue() -> None:
+    """Ask Slurm to run this job again; call it in the first process, after the checkpoint is written."""
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    job = os.environ["SLURM_JOB_ID"] if array is None else f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    try:
+        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60)
+        failed = done.stderr.strip() if done.returncode else None
+    except (OSError, subprocess.SubprocessError) as error:
+        failed = str(error)
+    if failed is None:
+        say(f"Slurm was asked to run job {job} again; it continues from this checkpoint.")
+    else:
+        say(f"warning: Slurm does not run job {job} again ({failed}). The same command continues from this checkpoint.")
