@@ -1,4 +1,4 @@
-"""What the environment says of the processes that torchrun, Slurm or Lightning started. Loads nothing."""
+"""The processes that torchrun, Slurm or Lightning started, by the environment. Loads nothing."""
 
 from __future__ import annotations
 

@@ -1,0 +1,76 @@
+"""Jobs of a real Slurm with two nodes on this machine: they train as one process, and continue after a requeue."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from efficient_ft.training import checkpoint
+from tests.training.runs import REPOSITORY, assert_same_run, rows_of, run_by_torchrun, run_in_processes
+from tests.training.slurm import cluster
+
+pytestmark = pytest.mark.slow
+
+ARGUMENTS = [
+    "trainer=slurm", "trainer.num_nodes=2", "trainer.accelerator=cpu", "trainer.epochs=5", "trainer.progress=false",
+    "data.batch_size=64", "data.num_workers=0", "method=full", "model.frozen_bn=true",
+    "optim=sgd", "optim.lr=0.02", "optim.warmup_steps=0",
+    "+model.kwargs={depth:2,embed_dim:16,num_heads:2}", "cost.baseline=none", "cost.steps=1", "allocator=keep",
+    "hydra.sweep.dir=runs", "hydra.sweep.subdir=run",
+]  # fmt: skip
+
+
+def test_a_requeued_job_continues_to_the_bits_of_a_straight_run_and_equals_one_process(tmp_path: Path) -> None:
+    """`scontrol requeue` ends it in its second epoch, the signal of a time limit later; both leave a checkpoint."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    folder = tmp_path / "runs" / "run"
+    with cluster(tmp_path / "slurm") as variables:
+        environment = {**os.environ, **variables, "PYTHONPATH": str(REPOSITORY)}
+
+        def slurm(*command: str) -> str:
+            return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.strip()
+
+        submitted = subprocess.Popen(
+            [sys.executable, "-m", "efficient_ft", *ARGUMENTS], cwd=tmp_path, env=environment,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        try:
+            wait_for(folder, epochs=1)
+            slurm("scontrol", "requeue", slurm("squeue", "-h", "-o", "%i"))
+            wait_for(folder, epochs=3)
+            slurm("scancel", "--signal=USR2", slurm("squeue", "-h", "-o", "%i"))
+            said, _ = submitted.communicate(timeout=600)
+        finally:
+            submitted.kill()
+    printed = "\n".join(file.read_text() for file in sorted((tmp_path / "runs" / ".submitit").rglob("*_log.*")))
+    assert submitted.returncode == 0, said + printed
+    assert printed.count("Continuing the run in") == 2, printed
+    assert printed.count("Slurm was asked to run job") == 1, printed
+    assert "Traceback" not in printed
+
+    plain = yaml.safe_load((folder / "config.yaml").read_text())
+    for ended in run_by_torchrun(plain, tmp_path / "straight"):
+        assert ended.returncode == 0, ended.stderr
+    assert_same_run(folder, tmp_path / "straight", steps=False)
+
+    plain["data"]["batch_size"], plain["trainer"]["num_nodes"] = 128, 1
+    run_in_processes(plain, tmp_path / "one")
+    one, two = (checkpoint.read(place / checkpoint.NAME)["state_dict"] for place in (tmp_path / "one", folder))
+    for key, value in one.items():
+        torch.testing.assert_close(two[key], value, rtol=1e-3, atol=1e-4)
+
+
+def wait_for(folder: Path, epochs: int) -> None:
+    """Wait until the run in `folder` has finished this many epochs."""
+    for _ in range(1200):
+        if (folder / "metrics.jsonl").is_file() and len(rows_of(folder)) >= epochs:
+            return
+        time.sleep(0.25)
+    pytest.fail(f"{epochs} epochs were not finished in five minutes")
