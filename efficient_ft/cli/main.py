@@ -104,7 +104,7 @@ def main() -> None:
                 evaluate(arguments, composed)
                 return
             sys.argv += without_folder(arguments, composed)
-            if slurm.submits(arguments.overrides):
+            if slurm.submits(arguments.overrides) and not arguments.cfg:
                 sys.argv[1:] = slurm.submission(sys.argv[1:], [one.config for one in composed])
         job()
 

@@ -30,7 +30,10 @@ def with_launcher(arguments: Sequence[str]) -> list[str]:
         return list(arguments)
     if find_spec("hydra_plugins.hydra_submitit_launcher") is None:
         raise UserError('trainer=slurm needs a package that is not installed: pip install "efficient-ft[slurm]"')
-    return [*arguments, *([] if LAUNCHER in arguments else [LAUNCHER])]
+    if LAUNCHER in arguments:
+        return list(arguments)
+    place = list(arguments).index("trainer=slurm") + 1
+    return [*arguments[:place], LAUNCHER, *arguments[place:]]
 
 
 def submission(arguments: Sequence[str], configs: Sequence[Config]) -> list[str]:
@@ -63,4 +66,6 @@ def submission(arguments: Sequence[str], configs: Sequence[Config]) -> list[str]
         flush=True,
     )
     flags = [] if {"-m", "--multirun"} & set(arguments) else ["--multirun"]
-    return [*flags, *asked, *arguments]
+    # Settings stand together on a command line, between flags; the user's come after these.
+    first = next(i for i, one in enumerate(arguments) if "=" in one and not one.startswith("-"))
+    return [*flags, *arguments[:first], *asked, *arguments[first:]]

@@ -23,7 +23,7 @@ def outside_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_submission_asks_for_the_nodes_tasks_and_gpus_of_its_runs() -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     arguments = slurm.with_launcher(["trainer=slurm", "hydra.launcher.partition=gpu"])
-    assert arguments == ["trainer=slurm", "hydra.launcher.partition=gpu", slurm.LAUNCHER]
+    assert arguments == ["trainer=slurm", slurm.LAUNCHER, "hydra.launcher.partition=gpu"]
     shape = {"trainer__num_nodes": 2, "trainer__devices": 4}
     found = slurm.submission(arguments, [check(with_settings(**shape, seed=seed)) for seed in (0, 1)])
     assert found[0] == "--multirun"
@@ -31,12 +31,13 @@ def test_a_submission_asks_for_the_nodes_tasks_and_gpus_of_its_runs() -> None:
     assert found[-3:] == arguments, "those of the user win"
     on_cpu = slurm.submission(["-m", *arguments], [check(with_settings(**shape, trainer__accelerator="cpu"))])
     assert not any("gpus_per_node" in one for one in on_cpu)
+    assert on_cpu[:2] == ["-m", "hydra.launcher.nodes=2"]
     assert "--multirun" not in on_cpu
 
 
 def test_runs_that_slurm_cannot_start_are_refused() -> None:
     with pytest.raises(SettingError, match="must be the same in all jobs of a sweep with trainer=slurm, got 1 1 auto"):
-        slurm.submission([], [check(with_settings(trainer__num_nodes=nodes)) for nodes in (1, 2)])
+        slurm.submission(["a=b"], [check(with_settings(trainer__num_nodes=nodes)) for nodes in (1, 2)])
     with pytest.raises(SettingError, match=r"trainer.devices must be an integer >= 1 with trainer=slurm, got auto"):
         slurm.submission([], [check(with_settings(trainer__devices="auto"))])
 
