@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,13 +25,21 @@ def check_indices(setting: str, blocks: Any, example: str = "[3,7,11]", do: str 
         raise SettingError(setting, "[]", "a list of at least one index", do)
 
 
+def classes_in_words(view: ModelView) -> str:
+    """Return how many blocks of each class a model has, for messages: "1 ConvBnAct and 10 InvertedResidual"."""
+    counts = Counter(type(view.model.get_submodule(name)).__name__ for name in view.blocks)
+    *others, last = (f"{count} {name}" for name, count in counts.items())
+    return f"{', '.join(others)} and {last}" if others else last
+
+
 def blocks_at(
     view: ModelView, setting: str, indices: Sequence[int], *, last: bool = True, once: bool = True
 ) -> tuple[str, ...]:
     """Return the names of blocks by their indices, each block once, in the order of the model.
 
     Args:
-        view: of a model with blocks.
+        view: of a model with blocks. Check first that the method can work on some of them: a model that it cannot work
+            on has no right index.
         setting: full name of the setting: ``method.<name>.<setting>``.
         indices: counted from 0 through all stages, negative ones from the end.
         last: the last block may be listed.

@@ -173,6 +173,13 @@ def test_other_methods_leave_the_modules_alone():
 def test_models_and_settings_that_will_not_do():
     with pytest.raises(UserError, match="tinytl: resnet18 has no inverted residual blocks"):
         TinyTL().apply(timm.create_model("resnet18"))
+    with torch.device("meta"):
+        universal = timm.create_model("mobilenetv4_conv_small")
+    with pytest.raises(
+        UserError,
+        match=r"timm's class InvertedResidual \(.*; its blocks are 5 ConvBnAct and 12 UniversalInvertedResidual\.",
+    ):
+        TinyTL().apply(universal)
     blocks = [["ds_r1_k3_s1_c16"], ["ir_r1_k3_s2_e2_c20"]]
     odd = EfficientNet(decode_arch_def(blocks), 5, 32, round_chs_fn=partial(round_channels, divisor=4))
     names = list(odd.state_dict())

@@ -68,6 +68,41 @@ def test_last_stages_are_those_of_the_papers(name, last, head):
     assert seen.head == head
 
 
+@pytest.mark.parametrize(
+    ("name", "blocks", "last"),
+    [
+        ("regnetx_002", [1, 1, 4, 7], (*(f"s4.b{k}" for k in range(1, 8)), "head")),
+        ("regnetz_005", [1, 4, 9, 7], (*(f"s4.b{k}" for k in range(1, 8)), "final_conv", "head")),
+        ("pit_ti_224", [2, 6, 4], (
+            "transformers.2.pool", *(f"transformers.2.blocks.{k}" for k in range(4)), "norm", "head")),
+        ("visformer_tiny", [7, 4, 4], ("patch_embed3", *(f"stage3.{k}" for k in range(4)), "norm", "head")),
+        ("volo_d1_224", [4, 4, 8, 2], ("network.4.0", "network.4.1", "post_network", "aux_head", "norm", "head")),
+        ("nest_tiny", [2, 2, 8], (
+            "levels.2.pool", *(f"levels.2.transformer_encoder.{k}" for k in range(8)), "norm", "head")),
+        ("tresnet_m", [3, 4, 11, 3], (*(f"body.layer4.{k}" for k in range(3)), "head")),
+        ("densenet121", [1, 1, 1, 1], ("features.transition3", "features.denseblock4", "features.norm5", "classifier")),
+        ("dla46_c", [1, 1, 1, 1, 1, 1], ("level5", "fc")),
+        ("rexnet_100", [4, 4, 5, 4], (*(f"features.{k}" for k in range(13, 17)), "head")),
+        ("legacy_xception", [1] * 12, ("block12", "conv3", "bn3", "conv4", "bn4", "fc")),
+        ("convmixer_768_32", [8, 8, 8, 8], (*(f"blocks.{k}" for k in range(24, 32)), "head")),
+        ("deepseek_vit_412m", [8, 8, 8, 8], (
+            *(f"encoder.blocks.{k}" for k in range(24, 32)), "encoder.norm", "head")),
+        # No sequence of blocks from one map to the next: nothing is taken for one.
+        ("vgg11", [], None),
+        ("dpn48b", [], None),
+        ("selecsls42", [], None),
+        ("inception_resnet_v2", [], None),
+        ("coat_lite_tiny", [], None),
+    ],
+)  # fmt: skip
+def test_stages_under_other_names_are_found(name, blocks, last):
+    with torch.device("meta"):
+        seen = view(timm.create_model(name, num_classes=5))
+    assert [len(stage) for stage in seen.stages] == blocks
+    if last is not None:
+        assert seen.last_stage() == last
+
+
 def test_swinv2_qkv_is_found_though_its_forward_is_never_called():
     model = timm.create_model("swinv2_tiny_window8_256", img_size=64, window_size=4)
     layers = {layer.name: layer for layer in view(model).layers}

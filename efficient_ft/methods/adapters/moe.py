@@ -151,10 +151,14 @@ class ExpertsMethod(Method):
             SettingError: a block index is outside the model or listed twice.
             UserError: a block has no feed-forward network of a supported type.
         """
-        chosen = blocks_at(view, f"method.{self.name}.blocks", blocks)
+        networks = {name: getattr(view.model.get_submodule(name), "mlp", None) for name in view.blocks}
+        unfit = [name for name, mlp in networks.items() if not _is_standard(mlp)]
+        chosen = unfit
+        if len(unfit) < len(networks):
+            chosen = list(blocks_at(view, f"method.{self.name}.blocks", blocks))
         for name in chosen:
-            mlp: Any = getattr(view.model.get_submodule(name), "mlp", None)
-            if type(mlp) not in _STANDARD or any(isinstance(m, nn.Conv2d) for m in mlp.modules()):
+            if name in unfit:
+                mlp = networks[name]
                 kind = "no mlp" if mlp is None else f"an mlp of an unsupported type ({type(mlp).__name__})"
                 raise UserError(
                     f"method {self.name}: {name} of {view.name} has {kind}. Experts need blocks whose mlp is timm's"
@@ -237,6 +241,11 @@ class ExpertsMethod(Method):
         total = torch.stack(list(self._balance_losses.values())).sum()
         self._balance_losses.clear()
         return loss + self.aux_loss_coef * total
+
+
+def _is_standard(mlp: nn.Module | None) -> bool:
+    """Return whether a feed-forward network can be an expert."""
+    return mlp is not None and type(mlp) in _STANDARD and not any(isinstance(m, nn.Conv2d) for m in mlp.modules())
 
 
 def _width(mlp: nn.Module) -> int:

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.adapters.lite import LiteResidual, refuse_indivisible, stride_of
 from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
-from efficient_ft.methods.blocks import blocks_at, check_indices
+from efficient_ft.methods.blocks import blocks_at, check_indices, classes_in_words
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.forwards import OwnForward, forwards_of, put_around, take_away
 from efficient_ft.methods.registry import register
@@ -125,7 +125,7 @@ class RepNet(Method):
         if not able:
             raise UserError(
                 f"method {self.name}: {view.name} has no blocks that side modules support (those of ResNet, MobileNet,"
-                " ViT and DeiT); use lora or bitfit."
+                f" ViT and DeiT); its blocks are {classes_in_words(view)}. Use lora or bitfit."
             )
         skipped = dict.fromkeys(blocks, Skipped(Reason.NOT_CHOSEN, "no side module: not chosen by blocks"))
         skipped |= {

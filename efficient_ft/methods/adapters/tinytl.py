@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.adapters.lite import EPS, GROUP, LiteResidual, refuse_indivisible, stride_of
 from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
+from efficient_ft.methods.blocks import classes_in_words
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.registry import register
 from efficient_ft.models.frozen_batch_norm import FROZEN
@@ -66,8 +67,8 @@ class TinyTL(Method):
 
     The modules, all biases and the head train; all other weights are frozen. Blocks and biases that the selection
     applied before has frozen stay frozen, and such blocks get no module. Neither do blocks without expansion
-    (MobileNetV2's first). Modules output 0 at initialization. They cannot be merged: exported weights contain them
-    (``….lite_residual.…``).
+    (MobileNetV2's first), or of another class than timm's InvertedResidual. Modules output 0 at initialization. They
+    cannot be merged: exported weights contain them (``….lite_residual.…``).
 
     Args:
         kernel_size: kernel size of the modules' first convolution, odd; at most 3 in blocks whose input is smaller than
@@ -162,8 +163,9 @@ class TinyTL(Method):
             )
         if not chosen:
             raise UserError(
-                f"method {self.name}: {view.name} has no inverted residual blocks (those of MobileNetV2,"
-                " ProxylessNAS and EfficientNet); use lora or bitfit."
+                f"method {self.name}: {view.name} has no inverted residual blocks of timm's class InvertedResidual"
+                " (MobileNetV2 and V3, MNASNet, ProxylessNAS, EfficientNet), to which modules are added; its blocks are"
+                f" {classes_in_words(view)}. Use lora or bitfit."
             )
         return chosen, skipped
 

@@ -182,8 +182,8 @@ class ALaST(LayersPerStep):
         self._restored: dict[str, Any] | None = None
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
-        self._check_count(view)
         refuse_other_blocks(view, self.name, view.blocks)
+        self._check_count(view)
         self._check_start(view)
         self._budgets = {name: _Budget(float(self.budget_init)) for name in view.blocks}
         self._channels = int(model.get_parameter("cls_token").shape[-1])

@@ -14,7 +14,7 @@ from efficient_ft.methods.base import Applied
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.selection.static import Blocks
-from efficient_ft.methods.tokens.base import take_forwards
+from efficient_ft.methods.tokens.base import refuse_unfit_model, take_forwards
 from efficient_ft.methods.tokens.evit import check_dropping, drop_tokens, dropping_blocks
 from efficient_ft.models.view import ModelView
 
@@ -65,9 +65,10 @@ class BSR(Blocks):
             self.needs = self.needs - {Needs.CLASS_TOKEN, Needs.TOKEN_GRID}
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
-        self._names(view)  # a mistake in `blocks` is refused before anything is changed
         if not self.drop_at:
             return super()._apply(model, view)
+        refuse_unfit_model(view, self.name)
+        self._names(view)  # a mistake in `blocks` is refused before anything is changed
         dropping = dropping_blocks(view, self.name, self.drop_at, self.keep_rate, self.fuse)
         drop_tokens(model, view, self.name, dropping, self.keep_rate, self.fuse)
         selected = super()._apply(model, view)

@@ -12,6 +12,7 @@ from efficient_ft.methods.base import Applied
 from efficient_ft.methods.declarations import Axis
 from efficient_ft.methods.recipes.bsr import BSR
 from efficient_ft.methods.registry import register
+from efficient_ft.methods.tokens.base import refuse_unfit_model
 from efficient_ft.models.view import ModelView
 
 
@@ -51,6 +52,8 @@ class BSRMoE(ExpertsMethod, BSR):
         self._store_routing(num_experts, top_k, norm_topk_prob, aux_loss_coef)
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
+        if self.drop_at:
+            refuse_unfit_model(view, self.name)
         names = self._networks_of(view, self.blocks)
         done = BSR._apply(self, model, view)
         self._put_experts(model, names)

@@ -218,6 +218,21 @@ def refuse_other_blocks(view: ModelView, method_name: str, names: Sequence[str])
             )
 
 
+def refuse_unfit_model(view: ModelView, method_name: str) -> None:
+    """Check that some block can be run in two halves, before indices of blocks are looked at.
+
+    Raises:
+        UserError: none can: that of `refuse_other_blocks` for the first block.
+    """
+    errors = []
+    for name in view.blocks:
+        try:
+            return refuse_other_blocks(view, method_name, [name])
+        except UserError as error:
+            errors.append(error)
+    raise errors[0]
+
+
 def refuse_fixed_tokens(view: ModelView, method_name: str, run: Callable[[nn.Module, Tensor, int], None]) -> None:
     """Check that every block accepts tokens (B, N, C) for any N: run a copy of each on fake tensors.
 

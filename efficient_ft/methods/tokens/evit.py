@@ -22,6 +22,7 @@ from efficient_ft.methods.tokens.base import (
     give_forwards,
     grid_positions,
     refuse_other_blocks,
+    refuse_unfit_model,
     take_forwards,
 )
 from efficient_ft.models.view import ModelView, Reason, Skipped
@@ -88,6 +89,7 @@ def dropping_blocks(
             left that a block drops none.
         UserError: the blocks are of an unsupported type.
     """
+    refuse_unfit_model(view, method_name)
     chosen = blocks_at(view, f"method.{method_name}.drop_at", drop_at, last=False)
     refuse_other_blocks(view, method_name, chosen)
     _refuse_few(view, method_name, chosen, keep_rate, fuse)

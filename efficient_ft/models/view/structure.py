@@ -1,7 +1,8 @@
 """The structure of a network, from its attributes alone: stages, blocks, stem, head, normalizations.
 
-A timm classifier has its stages at its top. In networks of transformers and segmentation-models-pytorch they are in an
-encoder (``encoder.model.blocks``, ``segformer.stages``, ``bert.encoder.layer``), with decoder or classifier after it.
+Most timm classifiers have their stages at their top, a few one module below (``body.layer1``). In networks of
+transformers and segmentation-models-pytorch they are in an encoder (``encoder.model.blocks``, ``segformer.stages``,
+``bert.encoder.layer``), with decoder or classifier after it.
 """
 
 from __future__ import annotations
@@ -72,36 +73,49 @@ def stages_of(
     held = _containers(owner)
     if not held:
         return (), (), ()
-    if len(held) == 1 and held[0] in _CONTAINERS:
+    if held[0] in (*_CONTAINERS, _FEATURES):
         top = f"{inside}{held[0]}"
-        container = getattr(owner, held[0])
-        children = [(f"{top}.{n}", m) for n, m in container.named_children() if _has_parameters(m)]
-        if all(_is_stage(m) for _, m in children):
+        children = [(f"{top}.{n}", m) for n, m in getattr(owner, held[0]).named_children() if _has_parameters(m)]
+        lists = [m for _, m in children if _blocks_of(m) is not None]
+        if lists and all(_holds_blocks(m) for m in lists):
             return (*_split_stages(children), (top,))
         names = [n for n, _ in children]
         cuts = [round(len(names) * k / 4) for k in range(5)]
         quarters = tuple(tuple(names[a:b]) for a, b in itertools.pairwise(cuts) if b > a)
         return quarters, tuple(() for _ in quarters), (top,)
-    layers = [(f"{inside}{name}", getattr(owner, name)) for name in held]
-    return (*_split_stages(layers), tuple(n for n, _ in layers))
+    names = [n for n, _ in owner.named_children()]
+    between = names[names.index(held[0]) : names.index(held[-1]) + 1]
+    modules = [(f"{inside}{n}", getattr(owner, n)) for n in between if _has_parameters(getattr(owner, n))]
+    containers = tuple(f"{inside}{n}" for n in held)
+    return (*_split_stages(modules, containers), containers)
 
 
 #: Attributes that hold stages or blocks.
-_CONTAINERS = ("blocks", "stages", "layers", "layer")
-#: Or stages that are attributes each: ``layer1``, ``stages_0``.
-_NUMBERED = re.compile(r"(layer[1-8]|stages_\d|layers_\d)")
+_CONTAINERS = ("blocks", "stages", "layers", "layer", "levels", "transformers", "network", "dense_stages")
+#: The same where it is a plain sequence of blocks, as in RexNet; other networks have single layers there.
+_FEATURES = "features"
+#: Or stages that are attributes each: ``layer1``, ``stages_0``, ``s1``; of the first form that a network has.
+_NUMBERED = tuple(
+    map(
+        re.compile,
+        (r"layer[1-8]", r"stages_\d", r"layers_\d", r"s[1-8]", r"stage[1-8]", r"denseblock\d", r"level\d", r"block\d+"),
+    )
+)
+#: Attributes of a stage that hold its blocks.
+_BLOCKS_OF_STAGE = ("blocks", "transformer_encoder")
+#: In timm's classifiers, modules that can hold the stages.
+_TIMM_HOLDERS = ("encoder", "body", "features")
 #: An encoder is looked for down to this depth below the model.
 _DEPTH = 2
 
 
 def holder_of(model: nn.Module) -> str:
-    """Return the full name of the encoder that holds the stages or blocks; empty: the model itself does, or nothing.
-
-    An encoder is looked for only in networks that are no classifiers of timm.
-    """
-    if hasattr(model, "get_classifier") or _containers(model):
+    """Return the full name of the encoder that holds the stages or blocks; empty: the model itself does, or nothing."""
+    if _containers(model):
         return ""
     names = [n for n, _ in model.named_modules() if n and n.count(".") < _DEPTH and not n.startswith("decode")]
+    if hasattr(model, "get_classifier"):
+        names = [n for n in names if n in _TIMM_HOLDERS]
     found = (n for n in sorted(names, key=lambda n: n.count(".")) if _containers(model.get_submodule(n)))
     return next(found, "")
 
@@ -112,30 +126,60 @@ def _containers(module: nn.Module) -> list[str]:
         container = getattr(module, name, None)
         if isinstance(container, nn.ModuleList | nn.Sequential) and len(container):
             return [name]
-    return [name for name, _ in module.named_children() if _NUMBERED.fullmatch(name)]
+    features = getattr(module, _FEATURES, None)
+    if type(features) is nn.Sequential and _holds_blocks(features) and "0" in features._modules:
+        return [_FEATURES]
+    children = [name for name, _ in module.named_children()]
+    series = ([n for n in children if form.fullmatch(n)] for form in _NUMBERED)
+    return next((names for names in series if names and names[0][-1] in "01"), [])  # not the rest of a series
 
 
-def _is_stage(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList | nn.Sequential) or isinstance(
-        getattr(module, "blocks", None), nn.ModuleList | nn.Sequential
-    )
+def _blocks_of(stage: nn.Module) -> tuple[str, nn.Module] | None:
+    """The module that lists the blocks of a stage, and its name in it (empty: the stage itself); None: no stage."""
+    for name in _BLOCKS_OF_STAGE:
+        if isinstance(getattr(stage, name, None), nn.ModuleList | nn.Sequential):
+            return f"{name}.", getattr(stage, name)
+    if isinstance(stage, nn.ModuleList | nn.Sequential) or type(stage).__name__ == "RegStage":
+        return "", stage
+    return None
+
+
+def _holds_blocks(stage: nn.Module) -> bool:
+    """Whether a list is one of blocks: not mostly of layers, which make up a single block (ConvMixer)."""
+    found = _blocks_of(stage)
+    if found is None:
+        return False
+    parts = [bool(len(list(m.children()))) for m in stage.children() if _has_parameters(m)]
+    return found[0] != "" or 2 * sum(parts) >= len(parts)
 
 
 def _split_stages(
-    stages: list[tuple[str, nn.Module]],
+    modules: list[tuple[str, nn.Module]], stages: tuple[str, ...] = ()
 ) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
+    """Blocks and other modules of each stage.
+
+    Args:
+        modules: stages, and between two of them what belongs to the second; in order.
+        stages: names of the stages; a stage that lists no blocks is one block. Empty: those that list blocks.
+    """
     blocks: list[tuple[str, ...]] = []
     extras: list[tuple[str, ...]] = []
-    for name, stage in stages:
-        holder = getattr(stage, "blocks", None)
-        if holder is None:
-            blocks.append(tuple(f"{name}.{n}" for n, m in stage.named_children() if _has_parameters(m)))
-            extras.append(())
+    before: list[str] = []
+    for name, stage in modules:
+        listed = _blocks_of(stage) if _holds_blocks(stage) else None
+        if name not in stages and (stages or listed is None):
+            before.append(name)
+            continue
+        others: list[str] = []
+        if listed is None:
+            blocks.append((name,))
         else:
-            blocks.append(tuple(f"{name}.blocks.{n}" for n, m in holder.named_children() if _has_parameters(m)))
-            extras.append(
-                tuple(f"{name}.{n}" for n, m in stage.named_children() if n != "blocks" and _has_parameters(m))
-            )
+            blocks.append(tuple(f"{name}.{listed[0]}{n}" for n, m in listed[1].named_children() if _has_parameters(m)))
+            if listed[0]:
+                rest = ((n, m) for n, m in stage.named_children() if f"{n}." != listed[0])
+                others = [f"{name}.{n}" for n, m in rest if _has_parameters(m)]
+        extras.append((*before, *others))
+        before = []
     return tuple(blocks), tuple(extras)
 
 
