@@ -167,6 +167,30 @@ def test_drop_path_is_part_of_the_block() -> None:
     assert not torch.equal(first, other)
 
 
+def test_the_order_of_the_tokens_decides_the_two_sets_and_nothing_else() -> None:
+    """Patch tokens change places within a set; the class token, and with it the set of a place, stays."""
+    generator = torch.Generator().manual_seed(0)
+    places = torch.arange(65)
+    for start in (2, 1):
+        places[start::2] = places[start::2][torch.randperm(len(places[start::2]), generator=generator)]
+    assert not torch.equal(places, torch.arange(65))
+
+    def output(r: list[int], before: int) -> Tensor:
+        model: Any = small_vit("vit_tiny_patch16_224").eval()
+        ToMe(r).apply(model)
+        model.blocks[before].register_forward_pre_hook(lambda _module, args: (args[0][:, places[: args[0].shape[1]]],))
+        return model(pictures())
+
+    def plain(r: list[int]) -> Tensor:
+        model = small_vit("vit_tiny_patch16_224").eval()
+        ToMe(r).apply(model)
+        return model(pictures())
+
+    for r in ([0, 0, 0, 0], [20, 0, 0, 0], [0, 0, 0, 20]):  # of any order, one matching finds the same pairs
+        torch.testing.assert_close(output(r, 0), plain(r), rtol=1e-9, atol=1e-10)
+    assert (output([20, 20, 0, 0], 0) - plain([20, 20, 0, 0])).abs().max() > 1e-6  # the second splits other sets
+
+
 def test_the_batch_is_not_mixed() -> None:
     model = small_vit("vit_tiny_patch16_224").eval()
     ToMe(12).apply(model)
@@ -417,7 +441,10 @@ def test_r_0_is_said_to_be_nothing() -> None:
     ("name", "message"),
     [
         ("beit_base_patch16_224", "not of the form"),
-        ("eva02_tiny_patch14_224", "not of the form"),
+        ("eva02_tiny_patch14_224", "not of the form"),  # rotary positions
+        ("vit_small_patch16_dinov3", "not of the form"),
+        ("deepseek_vit_412m", "not of the form"),
+        ("vit_relpos_small_patch16_224", "not of the form"),  # relative positions
         ("cait_xxs24_224", "not on one grid|not of the form"),
         ("mvitv2_tiny", "not on one grid|not of the form"),
         ("swin_tiny_patch4_window7_224", "not on one grid"),

@@ -159,7 +159,12 @@ class ToMe(Method):
     Between attention and feed-forward network, patch tokens are split into two alternating sets. Each token of the
     first set is matched with the most similar one of the second (cosine similarity of the keys, mean over heads,
     detached), and the r most similar pairs are merged into their mean, weighted by the number of patches that each
-    token represents. Prefix tokens (class token, distillation token, registers) are not merged. Attention stays fused.
+    token represents. Prefix tokens (class token, distillation token, registers) are not merged and stay first.
+    Attention stays fused.
+
+    The two sets are then concatenated, as in the paper: prefix tokens, the rest of the first set, the second set. This
+    order decides the two sets of the next block, and nothing else: blocks whose attention depends on positions
+    (relative, rotary) are refused.
 
     Tokens are merged in training and in evaluation: the weights keep the model's own names, but are to be used with the
     same merging, which exported files record. The model needs no class token: pooling after the blocks (mean,

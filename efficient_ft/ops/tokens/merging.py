@@ -27,7 +27,8 @@ def match(metric_BNC: Tensor, r: int, prefix: int) -> Tensor:
 
     Returns:
         (B, N): the new index of each token, from 0 to N − r − 1; both tokens of a pair have the same one.
-        The order is prefix tokens, unmerged tokens of A, then B: not that of the input.
+        The order is prefix tokens, unmerged tokens of A, then B, each in the order of the input: the paper concatenates
+        the two sets. The order decides the two sets of the next matching, and nothing else.
     """
     metric = metric_BNC.to(torch.promote_types(metric_BNC.dtype, torch.float32))
     metric = metric / metric.norm(dim=-1, keepdim=True).clamp_min(1e-12)
