@@ -24,6 +24,7 @@ METHODS: dict[str, Callable[[], list[Method]]] = {
     "lbp_wht_lhe": lambda: [LBPWHT(bases="lhe", order=2, profile_steps=2)],
     "back_razor": lambda: [BackRazor(sparsity=0.7)],
     "top_layers": lambda: [TopLayers(num_layers=2, profile_steps=2)],
+    "lora": lambda: [LoRA(rank=2)],
     "lora+lbp_wht": lambda: [LoRA(rank=2), LBPWHT(order=3)],
 }
 

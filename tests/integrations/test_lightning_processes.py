@@ -85,7 +85,7 @@ if trainer.is_global_zero:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["alast", "moe", "lbp_wht_lhe"])
+@pytest.mark.parametrize("name", ["alast", "moe", "lora", "lbp_wht_lhe"])
 def test_two_processes_equal_one_with_two_micro_batches(name: str, tmp_path: Path) -> None:
     script, file = tmp_path / "two.py", tmp_path / "weights.pt"
     script.write_text(_TWO)

@@ -72,6 +72,7 @@ class _BudgetedForward(DroppingForward):
         # .7 of 10 is 7, though .7 · 10 may not be
         return max(self.least, math.floor(self.budget.value * count + 1e-9))
 
+    @torch.compiler.disable  # the number of tokens changes from step to step
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         if not self.module.training or is_token_reduction_suspended():
             return super(DroppingForward, self).__call__(x, *others, **keywords)

@@ -28,6 +28,7 @@ from efficient_ft.ops.packing import Packed
 from efficient_ft.ops.projection.projection import Constants, Projection, SubsetProjection
 
 
+@torch.compiler.disable  # layers share x̂ as they run, by the identity of its source
 def low_rank_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection | SubsetProjection
 ) -> Tensor:
@@ -42,6 +43,7 @@ def low_rank_linear(
     return _LowRankLinear.apply(*to_autocast_dtype(x, weight, bias), projection, weakref.ref(x))
 
 
+@torch.compiler.disable  # layers share x̂ as they run, by the identity of its source
 def low_rank_conv1x1(x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection) -> Tensor:
     """Compute a 1×1, stride-1, ungrouped `F.conv2d` with a low-rank backward pass.
 
