@@ -24,6 +24,9 @@ from efficient_ft.core.input_spec import InputSpec
 EXTENSIONS = (
     ".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp",
 )  # fmt: skip
+#: The formats, in Pillow's names, that files with these extensions may have. Pillow would open others too, and some by
+#: a program: PostScript, under any name, by Ghostscript.
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 #: Augmentations of training images.
 AUGMENT = ("resize_crop", "none")
 
@@ -170,7 +173,7 @@ def read_image(path: str | os.PathLike[str], target_size: tuple[int, int] | None
         UserError: the file is missing, unreadable, truncated or not an image; the message begins with the path.
     """
     try:
-        with Image.open(path) as image:
+        with Image.open(path, formats=FORMATS) as image:
             if target_size is not None:
                 side = 2 * max(target_size)
                 image.draft(None, (side, side))  # JPEG only; other formats ignore it

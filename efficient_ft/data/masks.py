@@ -17,7 +17,7 @@ from PIL import Image
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.data.below import files_below
-from efficient_ft.data.images import EXTENSIONS, printable
+from efficient_ft.data.images import EXTENSIONS, FORMATS, printable
 
 #: Names of ids in classes.txt that are no class.
 _NO_CLASS = frozenset({"void", "unlabeled", "unlabelled", "ignore", "ignored"})
@@ -227,7 +227,7 @@ def read_mask(
             no labeled pixel.
     """
     try:
-        with Image.open(path) as image:
+        with Image.open(path, formats=FORMATS) as image:
             image.load()
             mode, values = image.mode, np.asarray(image)
     except MemoryError:
