@@ -164,6 +164,9 @@ def _configuration(loader: ConfigLoader, name: str, job: Sequence[str]) -> Confi
         return evaluated
     for override in parsed:
         check_option(loader, override)
+        of_group = bool(loader.get_group_options(override.key_or_group))
+        if of_group and override.is_delete() and not isinstance(override.value(), str | None):
+            raise UserError(f"{override.input_line}: ~GROUP takes the name of an option, or no value.")
     try:
         composed = compose(name, list(job))
     except (HydraException, OmegaConfBaseException) as error:

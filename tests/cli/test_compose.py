@@ -304,3 +304,8 @@ def test_resnets_of_the_papers_have_recipes_of_their_own(data: str) -> None:
 def test_tinytl_has_its_own_rates(data: str, lr: float) -> None:
     (config,) = composed("model=proxyless_mobile", f"data={data}", "method=tinytl", f"recipe=tinytl/{data}")
     assert (config.optim.lr, config.data.batch_size, config.trainer.epochs) == (lr, 8, 50)
+
+
+def test_a_group_is_taken_out_by_the_name_of_its_option() -> None:
+    with pytest.raises(UserError, match=r"^~recipe=-0\.1: ~GROUP takes the name of an option"):
+        composed("~recipe=-0.1")
