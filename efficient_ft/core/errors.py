@@ -62,3 +62,10 @@ def replace_unprintable() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
+
+
+class TerminatedRun(SystemExit):
+    """SIGTERM stopped the training after a checkpoint; the exit status is that of shells."""
+
+    def __init__(self) -> None:
+        super().__init__(143)

@@ -11,6 +11,7 @@ import os
 import subprocess
 from typing import Any
 
+import lightning.pytorch as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, SLURMEnvironment
@@ -28,6 +29,19 @@ def world_size(config: Config) -> int:
     options = config.trainer
     gpus = torch.cuda.device_count() if options.accelerator in ("auto", "gpu") else 0
     return (max(1, gpus) if options.devices == "auto" else options.devices) * options.num_nodes
+
+
+class SameStart(L.Callback):
+    """Restore the random state of its creation for the `setup` of the callbacks after it.
+
+    Lightning seeds again when it connects several processes: adapters would start from other weights than in one.
+    """
+
+    def __init__(self) -> None:
+        self._state = torch.get_rng_state()
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        torch.set_rng_state(self._state)
 
 
 def environment() -> ClusterEnvironment:

@@ -11,6 +11,7 @@ checkpoint holds the last weights. With several tasks the best epoch has the hig
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 from efficient_ft import __version__
 from efficient_ft.config import Config, data_configs, image_folders
 from efficient_ft.core.allocator import allocator_in_use
-from efficient_ft.core.errors import UserError
+from efficient_ft.core.errors import TerminatedRun, UserError
 from efficient_ft.core.process_memory import release_freed_memory, resident_bytes
 from efficient_ft.data import ImageData, RoundRobinData, SegmentationData, TextData, read_data
 from efficient_ft.integrations.lightning import MethodCallback
@@ -65,7 +66,7 @@ from efficient_ft.training.memory import MemoryMeter, accumulated_gradients
 from efficient_ft.training.module import FineTuner
 from efficient_ft.training.out_of_memory import out_of_memory
 from efficient_ft.training.predict_masks import write_examples
-from efficient_ft.training.processes import connect, from_first, world_size
+from efficient_ft.training.processes import SameStart, connect, from_first, world_size
 from efficient_ft.training.progress import ProgressBar
 from efficient_ft.training.recorder import Recorder, stop_on_interrupt
 from efficient_ft.training.run_task import run_task
@@ -163,7 +164,7 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
     recorder = Recorder(folder, images.best_split, keep_best, {"run_id": name, "version": __version__}, totals)
     loggers = start_loggers(config, folder, name, arguments)
     memory = MemoryMeter(methods, before_model)
-    callbacks: list[L.Callback] = [memory, MethodCallback(methods, frozen_bn=config.model.frozen_bn)]
+    callbacks: list[L.Callback] = [memory, SameStart(), MethodCallback(methods, frozen_bn=config.model.frozen_bn)]
     features = None
     uses_prefix = config.trainer.cache_features != "off" or config.trainer.prefix != "fp32"
     if uses_prefix and isinstance(images, ImageData):  # several tasks have none
@@ -189,8 +190,9 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
             trainer.fit(module, datamodule=RunDataModule(images), ckpt_path=resume)
         except BaseException as error:
             close_loggers(loggers, failed=True)
-            if isinstance(error, SystemExit) and trainer.interrupted:  # Lightning turns an interrupt into an exit
-                raise KeyboardInterrupt from None
+            if isinstance(error, SystemExit) and trainer.interrupted:  # Lightning turns signals into exits of its own
+                terminated = trainer.received_sigterm or recorder.stop_requested == signal.SIGTERM
+                raise (TerminatedRun() if terminated else KeyboardInterrupt()) from None
             raise
     accuracy, taken = _accuracy(recorder), totals.values()
     if not trainer.is_global_zero:

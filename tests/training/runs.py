@@ -106,8 +106,8 @@ def method_states(folder: Path) -> dict[str, dict[str, Any]]:
     return {key.partition("[")[0]: state for key, state in held.items()}
 
 
-def interrupted_at(step: int, config: Config, folder: Path) -> None:
-    """Run until Ctrl-C comes in optimizer step `step`."""
+def interrupted_at(step: int, config: Config, folder: Path, number: signal.Signals = signal.SIGINT) -> None:
+    """Run until Ctrl-C, or another signal, comes in optimizer step `step`."""
     from efficient_ft.training.recorder import Recorder
     from efficient_ft.training.run import run
 
@@ -115,7 +115,7 @@ def interrupted_at(step: int, config: Config, folder: Path) -> None:
 
     def interrupted(self: Recorder, trainer: Any, *args: Any) -> None:
         if trainer.global_step == step:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
         end(self, trainer, *args)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
-from efficient_ft.core.errors import UserError
+from efficient_ft.core.errors import TerminatedRun, UserError
 from efficient_ft.record.formats import FORMAT, OtherVersionError
 from efficient_ft.training import checkpoint
 from efficient_ft.training.run import run
@@ -35,23 +36,22 @@ def test_killed_in_the_middle_of_an_epoch_it_continues_bit_for_bit(tmp_path, con
     assert_same_run(broken, finished[0])
 
 
-@pytest.mark.slow
-def test_killed_with_worker_processes_and_accumulation_it_continues(tmp_path, configuration):
-    changes = {"trainer__grad_accum_steps": 2, "data__num_workers": 2}
-    broken, straight = tmp_path / "broken", tmp_path / "straight"
-    killed_at(10, plain_config(**changes), broken)
-    assert 6 < checkpoint.read(broken / checkpoint.NAME)["global_step"] < 12
-    run(configuration(**changes), broken)
-    run(configuration(**changes), straight)
-    assert_same_run(broken, straight)
-
-
 def test_ctrl_c_leaves_a_checkpoint_and_the_command_continues(tmp_path, configuration, finished, capsys):
     folder = tmp_path / "run"
     config = configuration()
     interrupted_at(14, config, folder)
     run(config, folder)
     assert "Continuing" in capsys.readouterr().out
+    assert_same_run(folder, finished[0])
+
+
+def test_sigterm_leaves_a_checkpoint_and_has_its_own_status(tmp_path, configuration, finished):
+    folder, config = tmp_path / "run", configuration()
+    with pytest.raises(TerminatedRun) as stopped:
+        interrupted_at(14, config, folder, signal.SIGTERM)
+    assert stopped.value.code == 143
+    assert checkpoint.read(folder / checkpoint.NAME)["global_step"] == 14
+    run(config, folder)
     assert_same_run(folder, finished[0])
 
 
@@ -89,15 +89,6 @@ def test_the_bits_that_a_profile_chose_continue(tmp_path, configuration):
     notes = [json.loads((folder / "results.json").read_text())["methods"]["low_bit"]["notes"] for folder in folders]
     assert notes[0] == notes[1]
     assert any("bits=auto: 3." in note for note in notes[0])
-
-
-@pytest.mark.parametrize(
-    "method",
-    [{"mesa": {}}, {"swat": {"refresh_interval": 4}}, {"patch_dropout": {}}],
-    ids=["mesa", "swat", "patch_dropout"],
-)
-def test_running_ranges_and_random_choices_continue(method, tmp_path, configuration):
-    straight_and_broken(configuration, tmp_path, (5,), method=method, trainer__max_steps=8)
 
 
 @pytest.mark.parametrize("name", ["alast", "lisa", "top_layers"])
@@ -144,19 +135,6 @@ def test_stepping_in_backward_trains_as_an_ordinary_run(tmp_path, configuration)
     run(configuration(**changes), outside)
     run(configuration(**changes, optim__in_backward=True), inside)
     assert_same_run(inside, outside)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["alast", "top_layers"])
-def test_killed_twice_it_continues_with_its_choices(name, tmp_path, configuration):
-    changes = {"method": {name: PER_STEP[name]}, "trainer__grad_accum_steps": 2}
-    broken, straight = tmp_path / "broken", tmp_path / "straight"
-    for step in (4, 10):
-        killed_at(step, plain_config(**changes), broken)
-    run(configuration(**changes), broken)
-    run(configuration(**changes), straight)
-    assert method_states(broken) == method_states(straight)
-    assert_same_run(broken, straight)
 
 
 # ---------------------------------------------------------------------------------------------- damaged checkpoints
