@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import nn
 
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.methods.declarations import MUST_COME_BEFORE, Axis, Needs
+from efficient_ft.methods.declarations import MUST_COME_BEFORE, Adds, Axis, Needs
 from efficient_ft.models.marks import Mark, marks_of
 from efficient_ft.models.view import ModelView
 
@@ -67,10 +67,30 @@ def check_stack(methods: Sequence[_Method], model: nn.Module | None = None) -> N
             raise UserError(f"method: {a.name} and {b.name} cannot be stacked: {why}. Name one of them.")
     if model is None:
         return
+    _refuse_recomputation(methods, model)
     own = {method.state_key for method in methods if method.applied is not None}
     for mark in (mark for mark in marks_of(model) if mark.key not in own):
         for method in (method for method in methods if method.applied is None):
             _check_against(method, mark, type(model).__name__)
+
+
+def _refuse_recomputation(methods: Sequence[_Method], model: nn.Module) -> None:
+    """Raise UserError where `model` recomputes its blocks, and the second forward pass would change what is trained."""
+    flags = ("grad_checkpointing", "gradient_checkpointing")  # of timm, and of transformers
+    if not any(getattr(module, flag, False) for module in model.modules() for flag in flags):
+        return
+    for method in methods:
+        why = None
+        if Axis.MEMORY in method.axes:
+            why = "it packs activations, of which recomputation keeps none"
+        elif Adds.LOSS in method.adds:
+            why = "the second forward pass would count its loss again"
+        if why is not None:
+            raise UserError(
+                f"method {method.name}: this {type(model).__name__} has checkpointing of its own, and {why}. Call"
+                " model.set_grad_checkpointing(False) (transformers: gradient_checkpointing_disable()), or leave out"
+                f" {method.name}."
+            )
 
 
 def _check_against(method: _Method, mark: Mark, model: str) -> None:

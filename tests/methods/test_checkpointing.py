@@ -12,6 +12,8 @@ from efficient_ft.cost import executed
 from efficient_ft.methods import (
     Checkpointing,
     Method,
+    TinyTL,
+    apply_methods,
 )
 from efficient_ft.ops.packing import Dense, Overflow, PackContext, Ranges
 from efficient_ft.ops.recompute import recompute
@@ -36,6 +38,17 @@ def test_recomputation_repeats_dropout_and_moves_statistics_once() -> None:
     gradients(checkpointed, "resnet")
     for (name, one), other in zip(network.named_buffers(), checkpointed.buffers(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_a_normalization_that_is_replaced_counts_no_batches() -> None:
+    """TinyTL computes GroupNorm in place of BatchNorm, whose counter checkpointing took one from in each step."""
+    model = model_of("mobilenet")
+    apply_methods(model, [TinyTL(), Checkpointing()])
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    gradients(model, "mobilenet")
+    assert before
+    for name, value in model.named_buffers():
+        assert torch.equal(value, before[name]), name
 
 
 def test_recomputation_hides_no_other_argument_of_a_block() -> None:

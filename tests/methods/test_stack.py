@@ -150,3 +150,16 @@ def test_the_view_leaves_out_what_methods_added() -> None:
     names = [layer.name for layer in view(model).layers]
     assert len(names) == len(view(model_of("vit")).layers)
     assert not any("lora" in name for name in names)
+
+
+@pytest.mark.parametrize("flag", ["grad_checkpointing", "gradient_checkpointing"])
+def test_a_network_with_checkpointing_of_its_own_is_refused_where_it_changes_the_method(flag: str) -> None:
+    """Running ranges would move twice, and a loss of a method would be counted twice."""
+    for method in (Mesa(), Checkpointing(), BackRazor(), MoE(num_experts=4, top_k=2, blocks=[-1], aux_loss_coef=0.1)):
+        model = model_of("vit")
+        setattr(model.blocks, flag, True)
+        with pytest.raises(UserError, match=rf"method {method.name}: .* has checkpointing of its own"):
+            method.apply(model)
+    model = model_of("vit")
+    setattr(model, flag, True)
+    assert LoRA(rank=2).apply(model).touched

@@ -58,16 +58,18 @@ class _RecomputedForward(MemoryForward):
             return self.within(x, *args, **keywords)
         # The recomputation must not update running statistics again: autograd has saved them.
         moving = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
-        before = [m.momentum for m in moving]
+        before = [(m.momentum, m.num_batches_tracked) for m in moving]
+        counts = [None if count is None else count.clone() for _, count in before]
         for m in moving:
             m.momentum = 0.0
         try:
             return self.within(x, *args, **keywords)
         finally:
-            for m, momentum in zip(moving, before, strict=True):
+            # The count is set back, not counted down: a layer that another one replaces does not count.
+            for m, (momentum, counter), count in zip(moving, before, counts, strict=True):
                 m.momentum = momentum
-                if m.num_batches_tracked is not None:
-                    m.num_batches_tracked -= 1
+                if counter is not None and count is not None:
+                    counter.copy_(count)
 
 
 @register
