@@ -22,6 +22,7 @@ COMMANDS = {
     "study": "efficient_ft.cli.study",
     "bench": "efficient_ft.cli.bench",
     "gradient-error": "efficient_ft.cli.gradient_error",
+    "selftest": "efficient_ft.selftest.command",
 }
 
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from docsgen import cards, configuration, curves, labels, printed, records, studies
+from docsgen import cards, configuration, curves, labels, printed, promises, records, studies
 from docsgen.markdown import cosine, duration, table, times
 from docsgen.values import error, projector
 from efficient_ft.papers.published import COSTS
@@ -488,6 +488,7 @@ def _without_page(function: Block) -> Block:
 BLOCKS |= {
     name: _without_page(function)
     for name, function in {
+        "promises": promises.promises,
         "settings": cards.settings_table,
         "cost": cards.cost_tables,
         "study-rows": studies.study_rows,

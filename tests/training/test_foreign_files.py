@@ -61,6 +61,7 @@ def _array(file: Path, mark: Path) -> None:
 
 FORMS = [_pickled, _saved, _array]
 Write = Callable[[Path, Path], None]
+_RUN_FILES = ["checkpoint.ckpt", "model.safetensors", "results.json", "config.yaml", "images", "run_id"]
 
 
 @pytest.fixture
@@ -69,8 +70,10 @@ def given(finished: Any, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished[0], tmp_path / "given"))
 
 
-@pytest.mark.parametrize("write", FORMS)
-@pytest.mark.parametrize("name", ["checkpoint.ckpt", "model.safetensors", "results.json", "config.yaml", "images"])
+@pytest.mark.parametrize(
+    ("name", "write"),  # ``efficient-ft selftest 7`` tries every form of each
+    list(zip(_RUN_FILES, FORMS * 2, strict=True)),
+)
 def test_no_file_of_a_run_folder_is_unpickled(
     write: Write, name: str, given: Path, mark: Path, finished: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,8 +99,9 @@ def test_no_file_of_a_run_folder_is_unpickled(
     capsys.readouterr()
 
 
-@pytest.mark.parametrize("write", FORMS)
-@pytest.mark.parametrize("name", ["w.pth", "w.pt", "w.bin", "w.ckpt", "w.safetensors", "w.npz"])
+@pytest.mark.parametrize(
+    ("name", "write"), list(zip(["w.pth", "w.pt", "w.bin", "w.ckpt", "w.safetensors", "w.npz"], FORMS * 2, strict=True))
+)
 def test_no_file_of_weights_is_unpickled(write: Write, name: str, tmp_path: Path, mark: Path) -> None:
     file = tmp_path / name
     write(file, mark)

@@ -27,7 +27,6 @@ from tests.training.runs import (
     run_by_torchrun,
     run_in_processes,
 )
-from tests.training.test_resume import PER_STEP
 from tests.training.test_segmentation_run import plain_segmentation
 from tests.training.test_tasks import plain_tasks
 from tests.training.test_text_run import plain_text, write_place
@@ -36,31 +35,6 @@ pytestmark = pytest.mark.slow
 
 #: Nothing random in the network.
 QUIET: dict[str, Any] = {"model__drop_rate": 0.0, "model__drop_path_rate": 0.0, "model__frozen_bn": True}
-
-
-@pytest.mark.parametrize("name", PER_STEP)
-def test_two_processes_choose_and_train_as_one(name, tmp_path, configuration):
-    """SGD: 64 images on each of two processes or 128 on one."""
-    quiet = {
-        **QUIET,
-        "trainer__max_steps": 9,
-        "optim__warmup_steps": 0,
-        "optim__name": "sgd",
-        "method": {name: PER_STEP[name]},
-    }
-    run_in_processes(plain_config(**quiet, trainer__devices=2, data__batch_size=64), tmp_path / "two")
-    run(configuration(**quiet), tmp_path / "one")
-    assert (tmp_path / "two" / "results.json").is_file(), "its cost was counted by one process alone"
-    two, one = (checkpoint.read(tmp_path / folder / checkpoint.NAME)["state_dict"] for folder in ("two", "one"))
-    for key, value in one.items():
-        torch.testing.assert_close(two[key], value, rtol=1e-4, atol=1e-5)
-    states = [method_states(tmp_path / folder).get(name, {}) for folder in ("two", "one")]
-    if name == "top_layers":
-        assert states[0]["top"] == states[1]["top"] != []
-    if name == "alast":
-        budgets = [torch.tensor(list(state.values())) for state in states]
-        torch.testing.assert_close(*budgets, rtol=1e-4, atol=1e-5)
-        assert not ((budgets[0][:, 0] == 0.8) | (budgets[0][:, 0] == 0.2)).any()
 
 
 def test_uneven_halves_of_the_last_batch_count_by_their_images(tmp_path, configuration):
@@ -74,6 +48,7 @@ def test_uneven_halves_of_the_last_batch_count_by_their_images(tmp_path, configu
         torch.testing.assert_close(two["state_dict"][key], value, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.exhaustive  # numba compiles twenty kernels in each of five processes
 def test_two_processes_choose_the_same_bits(tmp_path):
     """Each measures its half of the images; what is chosen follows from the sum, and another run chooses it again."""
     method = {"full": {}, "low_bit": {"bits": "auto", "budget": 3.3, "profile_steps": 2}}

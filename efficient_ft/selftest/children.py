@@ -1,0 +1,221 @@
+"""Processes that trials start, interrupt and kill.
+
+A child is forked from a server process that has imported the libraries and run nothing, which takes a tenth of a second
+instead of the seconds that the imports take. Each is the leader of its own process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from efficient_ft.selftest.trial import BrokenPromiseError
+
+#: One thread each: trials run next to each other, and sums in another order would be other numbers.
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "WANDB_MODE": "offline",
+}
+#: A child that takes longer has failed its trial.
+SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A child that has ended.
+
+    Attributes:
+        status: its exit status; negative: the signal that killed it.
+        value: what its function returned; None if it did not return.
+        printed: its standard output and error.
+    """
+
+    status: int
+    value: Any
+    printed: str
+
+    @property
+    def said(self) -> str:
+        """The last line it printed."""
+        lines = self.printed.strip().splitlines()
+        return lines[-1] if lines else ""
+
+
+class Child:
+    """A process that calls a function.
+
+    Args:
+        function: of a module; called with `arguments`.
+        arguments: of types that can be pickled.
+        output: a new file for what it prints.
+        environment: variables added to those of this process; its threads are one by default.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        output: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.output = output
+        self._receiver, sender = _context().Pipe(duplex=False)
+        self.process: BaseProcess = _context().Process(
+            target=_main, args=(sender, str(output), dict(environment or {}), function, arguments)
+        )
+        self.process.start()
+        sender.close()
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        assert self.process.pid is not None
+        return self.process.pid
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has not ended."""
+        return self.process.is_alive()
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it has ended with status 0."""
+        return self.process.exitcode == 0
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process, if it still runs."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def ended(self, seconds: float = SECONDS) -> Ended:
+        """Wait for its end.
+
+        Raises:
+            BrokenPromiseError: it runs longer than `seconds`; it is killed.
+        """
+        value = None
+        end = time.monotonic() + seconds
+        try:
+            # After a kill, processes that it has started may hold the other end of the pipe open.
+            wait([self._receiver, self.process.sentinel], seconds)
+            if self._receiver.poll():
+                value = self._receiver.recv()
+        except EOFError:  # it ended without a value
+            pass
+        self.process.join(max(0.0, end - time.monotonic()))
+        alive = self.runs
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # with all that it started
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.join()
+        printed = self.output.read_text(encoding="utf-8", errors="replace") if self.output.is_file() else ""
+        if alive:
+            raise BrokenPromiseError(f"a process ran longer than {seconds:.0f} s; it printed:\n{printed[-2000:]}")
+        status = self.process.exitcode
+        assert status is not None
+        return Ended(status, value, printed)
+
+
+def run_child(
+    function: Callable[..., Any],
+    *arguments: Any,
+    output: Path,
+    environment: Mapping[str, str] | None = None,
+    seconds: float = SECONDS,
+) -> Ended:
+    """Call `function` in a process and wait for its end; see `Child`."""
+    return Child(function, *arguments, output=output, environment=environment).ended(seconds)
+
+
+def returned(
+    function: Callable[..., Any], *arguments: Any, output: Path, environment: Mapping[str, str] | None = None
+) -> Any:
+    """Return what `function` returns in a process.
+
+    Raises:
+        BrokenPromiseError: it did not return.
+    """
+    done = run_child(function, *arguments, output=output, environment=environment)
+    if done.status != 0:
+        raise BrokenPromiseError(f"status {done.status}:\n{done.printed[-3000:]}")
+    return done.value
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = SECONDS) -> bool:
+    """Wait until `holds()`; False: it did not within `seconds`."""
+    end = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def _context() -> Any:
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["efficient_ft.selftest.preloaded"])
+    return context
+
+
+def prepare_environment() -> None:
+    """Set the variables that children inherit; call it before the first child."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def _end_with_the_server() -> None:
+    """Let the system kill this process when the server ends, which it does with the process that it serves (Linux)."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _main(
+    sender: Connection,
+    output: str,
+    environment: Mapping[str, str],
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    with contextlib.suppress(OSError):
+        os.setsid()
+    _end_with_the_server()
+    os.environ.update(environment)
+    # As in a program of its own: a child would start the workers of a data loader from a server of their own.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
+    handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for standard in (1, 2):
+        os.dup2(handle, standard)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    import torch
+
+    torch.set_num_threads(1)
+    status = 0
+    try:
+        value = function(*arguments)
+        sender.send(value)
+    except SystemExit as leaving:
+        status = leaving.code if isinstance(leaving.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,166 @@
+"""Promise 1: a checkpoint is never lost."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from efficient_ft.selftest.children import Child, returned, run_child
+from efficient_ft.selftest.methods import method_cases
+from efficient_ft.selftest.runs import SAVED_AFTER, STEPS, configuration, require_same_run, train, write_images
+from efficient_ft.selftest.trial import Trial, require
+from efficient_ft.training import checkpoint
+
+#: Words of cases that the short form tries too: methods with modules, choices or thresholds of their own.
+_ALSO_SHORT = {"bsr", "bsr_moe", "lhe", "swat", "lora", "lora_fa", "tinytl", "repnet", "stack"}
+#: Trials into which the file events of a run are divided.
+_PARTS = 4
+
+
+def trials(long: bool) -> Iterator[Trial]:
+    """Yield the trials: kills at file events, at random moments, within a write; faults of the disk; damage."""
+    cases = method_cases(long)
+    for number, case in enumerate(cases):
+        if long or case == "full":
+            for part in range(_PARTS):
+                yield Trial(f"kill at file events, {case}, part {part + 1} of {_PARTS}", _at_events, (case, part))
+        elif set(case.split()) & _ALSO_SHORT:  # one event each, another one for each method
+            yield Trial(f"kill at a file event, {case}", _at_events, (case, None, number))
+    moments = 200 if long else 20
+    chance = random.Random(0)
+    for number in range(moments):
+        case = cases[number % len(cases)]
+        yield Trial(f"kill at random moment {number + 1}, {case}", _at_moment, (case, chance.random()))
+    for size in (100, 20_000, 60_000) if long else (20_000,):
+        yield Trial(f"kill within the write of byte {size}", _within_a_write, (size,))
+    yield Trial("a full disk", _full_disk)
+    yield Trial("$TMPDIR on another file system", _other_tmpdir)
+    for share in (0.0, 0.1, 0.5, 0.99) if long else (0.5,):
+        yield Trial(f"a checkpoint cut off at {100 * share:.0f} %", _cut_off, (share,))
+
+
+def _started(folder: Path, case: str = "full") -> tuple[dict[str, Any], Path, list[str]]:
+    """Return the configuration of a run, the folder of one without interruption, and its file events."""
+    write_images(folder / "images")
+    plain = configuration(folder / "images", case)
+    events = returned(train, plain, folder / "straight", "events", output=folder / "straight.log")
+    return plain, folder / "straight", events
+
+
+def _continue(plain: dict[str, Any], run: Path, straight: Path) -> None:
+    """Require that the same command ends the run in `run`, with the same outcome as `straight`."""
+    returned(train, plain, run, output=run.with_name(f"{run.name}_continued.log"))
+    require_same_run(run, straight)
+
+
+def _at_events(folder: Path, case: str, part: int | None, one: int = 0) -> dict[str, float]:
+    """Kill a run before file events: `part` of them, or the one that the number `one` chooses."""
+    plain, straight, events = _started(folder, case)
+    numbers = range(part + 1, len(events) + 1, _PARTS) if part is not None else [19 + one % (len(events) - 19)]
+    for number in numbers:
+        run = folder / f"killed_{number}"
+        done = run_child(train, plain, run, "event", number, output=folder / f"killed_{number}.log")
+        what = f"event {number} ({events[number - 1]})"
+        require(done.status == -signal.SIGKILL, f"{what} was not reached: status {done.status}\n{done.printed}")
+        saved = sum(event == f"rename {checkpoint.NAME}.tmp" for event in events[: number - 1])
+        if saved:
+            step = checkpoint.read(run / checkpoint.NAME)["global_step"]
+            require(step == SAVED_AFTER[saved - 1], f"{what}: the checkpoint is of step {step}")
+        _continue(plain, run, straight)
+    return {"kills": len(numbers)}
+
+
+def _at_moment(folder: Path, case: str, share: float) -> dict[str, float]:
+    """Kill a run after a share of the time that a run without interruption takes."""
+    begun = time.monotonic()
+    plain, straight, _ = _started(folder, case)
+    seconds = share * (time.monotonic() - begun)
+    child = Child(train, plain, folder / "killed", output=folder / "killed.log")
+    time.sleep(seconds)
+    child.signal(signal.SIGKILL)
+    done = child.ended()
+    require(done.status in (-signal.SIGKILL, 0), f"status {done.status}\n{done.printed}")
+    _continue(plain, folder / "killed", straight)
+    return {"kills": float(done.status != 0)}
+
+
+def _within_a_write(folder: Path, size: int) -> None:
+    """Kill a run within a write: the system does it when a file becomes longer than `size` bytes."""
+    plain, straight, _ = _started(folder)
+    done = run_child(train, plain, folder / "killed", "write", size, output=folder / "killed.log")
+    require(done.status == -signal.SIGXFSZ, f"no write was so long: status {done.status}\n{done.printed}")
+    step = checkpoint.read(folder / "killed" / checkpoint.NAME)["global_step"]
+    require(step == 4, f"the checkpoint is of step {step}, not 4")
+    _continue(plain, folder / "killed", straight)
+
+
+def _full_disk(folder: Path) -> dict[str, float]:
+    """Let the disk be full in the middle of a run; then there is room again."""
+    plain, straight, _ = _started(folder)
+    with _small_disk(folder / "disk") as real:
+        run = folder / "disk" / "run"
+        if real:  # room for one checkpoint, not for the previous one as well
+            taken = sum(file.stat().st_size for file in straight.iterdir())
+            (folder / "disk" / "filled").write_bytes(bytes(max(0, 2**20 - int(0.8 * taken))))
+        done = run_child(train, plain, run, *(() if real else ("full", 2000)), output=folder / "full.log")
+        require(done.status == 2, f"status {done.status}\n{done.printed}")
+        require("Traceback" not in done.printed, done.printed)
+        require("the same command continues" in done.said, f"the last line is: {done.said}")
+        require(str(run) in done.said, f"the folder is not named: {done.said}")
+        (folder / "disk" / "filled").unlink(missing_ok=True)
+        (folder / "disk" / "filled").touch()
+        if not real:
+            step = checkpoint.read(run / checkpoint.NAME)["global_step"]
+            require(step == 4, f"the checkpoint is of step {step}, not 4")
+        _continue(plain, run, straight)
+    return {"real_disk": float(real)}
+
+
+@contextmanager
+def _small_disk(at: Path) -> Iterator[bool]:
+    """Mount a file system of 1 MiB at `at`; False where only root may: it is a folder."""
+    at.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(at)]
+    try:
+        real = subprocess.run(mount, capture_output=True).returncode == 0
+    except FileNotFoundError:
+        real = False
+    try:
+        yield real
+    finally:
+        if real:
+            subprocess.run(["umount", "-l", str(at)], capture_output=True)
+
+
+def _other_tmpdir(folder: Path) -> None:
+    """Kill a run whose temporary files would be on another file system."""
+    elsewhere = Path("/dev/shm")
+    environment = {"TMPDIR": str(elsewhere)} if elsewhere.is_dir() else {}
+    plain, straight, events = _started(folder)
+    saves = [n for n, event in enumerate(events, start=1) if event == f"rename {checkpoint.NAME}.tmp"]
+    for number in (saves[1], saves[1] + 1):
+        run = folder / f"killed_{number}"
+        output = folder / f"killed_{number}.log"
+        done = run_child(train, plain, run, "event", number, output=output, environment=environment)
+        require(done.status == -signal.SIGKILL, f"status {done.status}\n{done.printed}")
+        _continue(plain, run, straight)
+
+
+def _cut_off(folder: Path, share: float) -> None:
+    """Cut off the last checkpoint of a killed run: the one before continues."""
+    plain, straight, _ = _started(folder)
+    run = folder / "killed"
+    done = run_child(train, plain, run, "SIGKILL", STEPS - 1, output=folder / "killed.log")
+    require(done.status == -signal.SIGKILL, f"status {done.status}\n{done.printed}")
+    latest = run / checkpoint.NAME
+    require(checkpoint.read(latest)["global_step"] == 4, "the last checkpoint is not of step 4")
+    with latest.open("rb+") as file:
+        file.truncate(int(share * latest.stat().st_size))
+    require(checkpoint.read(latest)["global_step"] == 3, "the previous checkpoint is not of step 3")
+    _continue(plain, run, straight)

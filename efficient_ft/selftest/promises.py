@@ -1,0 +1,108 @@
+"""The promises of a run to its user, with their trials."""
+
+from __future__ import annotations
+
+from efficient_ft.selftest import (
+    bad_input,
+    kills,
+    nonsense,
+    payloads,
+    recomputation,
+    resumption,
+    scale,
+    several,
+    signals,
+    sweeps,
+)
+from efficient_ft.selftest.trial import Promise
+
+PROMISES = (
+    Promise(
+        1,
+        "A checkpoint is never lost",
+        "After a kill at any moment, on a full disk or with a damaged last file, the same command continues, and ends"
+        " with the same bits.",
+        "SIGKILL before every event that changes a file of the run, for plain fine-tuning (long: for every method;"
+        " short: one event for nine others); SIGKILL at 20 random moments (long: 200); a kill within a write; a"
+        " file system of 1 MiB that is full; $TMPDIR on another file system; a checkpoint that is cut off.",
+        kills.trials,
+    ),
+    Promise(
+        2,
+        "A resumed run is the same run",
+        "Weights, optimizer, methods' state, metrics and accuracies equal those of a run without interruption,"
+        " bit for bit.",
+        "Every method, killed after the checkpoint at the end or in the middle of an epoch, with 0 or 2 worker"
+        " processes (long: all four combinations; short: one for each method, in turn).",
+        resumption.trials,
+    ),
+    Promise(
+        3,
+        "Two processes are the same as one",
+        "Two processes (DDP) with half a batch each train what one process trains: their weights are the same bits, and"
+        " differ from those of one process by rounding.",
+        "Every method, with everything random turned off (long: also with batches that have no even halves); random"
+        " choices of tokens (PatchDropout) are drawn in each process, and only the two processes are compared.",
+        several.trials,
+    ),
+    Promise(
+        4,
+        "It stops rather than train nonsense",
+        "Losses, gradients, weights and outputs that are not finite end the run with one message, and so does a lack of"
+        " memory, with what would fit. Nothing that is not finite is written.",
+        "Learning rates from 1e10 to 3e38 under three precisions and methods; NaN and infinity in pretrained weights; a"
+        " batch that does not fit.",
+        nonsense.trials,
+    ),
+    Promise(
+        5,
+        "SIGTERM and Ctrl-C at any moment",
+        "After the first second a run that is asked to stop saves, says how to continue, and ends with status 143 or"
+        " 130; the same command then ends with the bits of a run without interruption.",
+        "Both signals at 4 random moments (long: 100) of a run, and to programs that load their libraries.",
+        signals.trials,
+    ),
+    Promise(
+        6,
+        "Bad input never gives a traceback",
+        "A mistake in settings, data, weights, run folders or records is one message, with status 2.",
+        "30 random command lines and 20 broken inputs (long: 2,000 and 500).",
+        bad_input.trials,
+    ),
+    Promise(
+        7,
+        "Nothing foreign is executed",
+        "No file that a user is handed (run folder, weights, checkpoint, record, images and their metadata) is executed"
+        " by any command that reads it.",
+        "Pickles, YAML tags, Python files and targets in place of each file of a run folder, of each setting in it"
+        " (long: of every section), of weights, and in data folders.",
+        payloads.trials,
+    ),
+    Promise(
+        8,
+        "A sweep finishes",
+        "Jobs that die, hang, raise or leave do not stop the others; each is named with its reason, and a repeated"
+        " sweep runs only these.",
+        "A sweep of seven jobs of which four fail in four ways (long: also one that does not end when it is asked to,"
+        " and one job at a time).",
+        sweeps.trials,
+    ),
+    Promise(
+        9,
+        "Load",
+        "A million files start within a minute and 1 GiB, a thousand runs are collected in 5 s, and a hundred thousand"
+        " steps leak no memory, handles or processes.",
+        "These numbers (short: 20,000 files, 100 runs and 1,500 steps, without the limits of time).",
+        scale.trials,
+    ),
+    Promise(
+        10,
+        "Recomputation is exact",
+        "A part that runs again in the backward pass draws the same dropout, DropPath and tokens, and gives the same"
+        " bits; or the methods refuse it.",
+        "Every method, with dropout, DropPath and random tokens, recomputed by method checkpointing (each block's"
+        " output and all gradients, bit for bit), by method compact (gradients to 1e-10 in float64), and by"
+        " torch.utils.checkpoint, reentrant and not.",
+        recomputation.trials,
+    ),
+)

@@ -1,0 +1,275 @@
+"""The small runs of trials: their configuration, how they are interrupted, and how two are compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from efficient_ft.config import check
+from efficient_ft.selftest.methods import methods_of, network_of
+from efficient_ft.selftest.trial import require
+from efficient_ft.training import checkpoint, export, recorder
+from efficient_ft.training import run as training_run
+
+#: Optimizer steps of a run: two epochs.
+STEPS = 6
+#: A checkpoint is written after every second step, and at the end of an epoch: after steps …
+_EVERY = 2
+SAVED_AFTER = (2, 3, 4, 6)
+
+#: Events of Python that change files; events of `open` only with flags for writing.
+_FILE_EVENTS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink")
+
+
+def write_images(folder: Path) -> None:
+    """Write 24 of scikit-learn's handwritten digits of each of 4 classes into FOLDER/CLASS/NUMBER.png."""
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    gray = (digits.images * (255 / 16)).round().astype("uint8")
+    for label in range(4):
+        into = folder / str(label)
+        into.mkdir(parents=True)
+        for number, pixels in enumerate(gray[digits.target == label][:24]):
+            Image.fromarray(pixels).convert("RGB").save(into / f"{number:02}.png")
+
+
+def configuration(images: Path, case: str = "full", quiet: bool = False, **changes: Any) -> dict[str, Any]:
+    """Return the configuration of a run of 6 steps, as plain containers.
+
+    Args:
+        images: a folder that `write_images` has filled.
+        case: a case of `selftest.methods`.
+        quiet: nothing in the network is random.
+        changes: dotted keys with ``__`` for the dot.
+    """
+    plain: dict[str, Any] = {
+        "model": network_of(case, quiet),
+        "data": {
+            "name": "folder",
+            "root": str(images),
+            "batch_size": 24,  # a third of the training images
+            "num_workers": 0,
+            "val_fraction": 0.25,
+            "keep_decoded": "off",
+            "augment": {"scale": [0.6, 1.0], "flip": False},
+        },
+        "method": methods_of(case),
+        "optim": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.05, "warmup_steps": 2, "grad_clip_norm": 1.0},
+        "trainer": {"epochs": 2, "accelerator": "cpu", "progress": False},
+        "cost": {"baseline": "none", "steps": 1},
+    }
+    for key, value in changes.items():
+        *path, last = key.split("__")
+        inner = plain
+        for part in path:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    return plain
+
+
+def arguments(images: Path, run: Path, *more: str) -> list[str]:
+    """Return the command line of the same run without random layers, in the folder `run`, with settings added."""
+    return [
+        "data=folder", f"data.root={images}", "data.batch_size=24", "data.num_workers=0", "data.val_fraction=0.25",
+        "data.keep_decoded=off", "+model.kwargs.depth=2", "+model.kwargs.embed_dim=16",
+        "+model.kwargs.num_heads=2", "model.frozen_bn=false",
+        "method=full", "trainer.epochs=2", "trainer.accelerator=cpu", "trainer.progress=false", "cost.baseline=none",
+        "cost.steps=1", "allocator=keep", f"hydra.run.dir={run}", *more,
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- in a child
+def program(words: Sequence[str], most_bytes: int | None = None) -> None:
+    """Run the program on a command line, with the same ends as a process of its own. To be called in a child.
+
+    Args:
+        words: the command line after the program's name.
+        most_bytes: address space that the process may take in addition to what it has.
+    """
+    from efficient_ft.cli.entry import main
+
+    if most_bytes is not None:
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + most_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    _without_cost()
+    sys.argv = ["efficient-ft", *words]
+    main()
+
+
+def train(plain: dict[str, Any], folder: Path, interruption: str = "", at: int = 0) -> dict[str, Any] | list[str]:
+    """Run `plain` in `folder`, with a checkpoint in every second step. To be called in a child.
+
+    Args:
+        plain: a configuration.
+        folder: the run folder.
+        interruption: ``event``: SIGKILL before file event `at` (from 1); ``events``: return their names;
+            ``SIGKILL``, ``SIGINT``, ``SIGTERM``: the signal after optimizer step `at`, once it is recorded;
+            ``epoch``: SIGKILL after epoch `at`, once it is evaluated and saved;
+            ``write``: after 4 steps the process is killed within the write that makes a file longer than `at` bytes;
+            ``full``: after 4 steps no file can be longer than `at` bytes, as on a disk that is full; none: to the end.
+        at: see `interruption`.
+
+    Returns:
+        The results, or the names of the file events.
+    """
+    from efficient_ft.cli.exits import clean_exits
+
+    recorder.RECORD_EVERY = _EVERY
+    recorder.STEP_CHECKPOINT_SECONDS = recorder.EPOCH_CHECKPOINT_SECONDS = 0.0
+    events: list[str] = []
+    if interruption in ("event", "events"):
+        _watch_files(folder, events, at if interruption == "event" else 0)
+    elif interruption.startswith("SIG"):
+        _after_step(at, lambda: signal.raise_signal(getattr(signal, interruption)))
+    elif interruption == "epoch":
+        _after_epoch(at, lambda: signal.raise_signal(signal.SIGKILL))
+    elif interruption in ("write", "full"):
+        _after_step(4, lambda: _limit_files(at, kill=interruption == "write"))
+    _without_cost()
+    with clean_exits():
+        results = training_run.run(check(plain), folder)
+    return events if interruption == "events" else {key: results[key] for key in ("accuracy",)}
+
+
+def _without_cost() -> None:
+    setattr(training_run, "cost_report", _no_cost_report)  # noqa: B010
+
+
+def _no_cost_report(*_: Any) -> dict[str, Any]:
+    """Stand for the count of costs, which would be most of the time of these runs and changes nothing that trains."""
+    executed = {"forward_flops": 1.0, "backward_flops": 2.0, "saved_bytes": 3.0, "step_peak_bytes": 4}
+    return {"executed": executed, "measured": {"step_seconds": 5.0, "peak_bytes": 6.0}, "baseline": None}
+
+
+def _watch_files(folder: Path, events: list[str], kill_at: int) -> None:
+    """Append each event that changes a file of `folder`; SIGKILL before number `kill_at`."""
+    within = f"{folder}{os.sep}"
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            path, _, flags = arguments
+            if not isinstance(path, str) or not flags & (os.O_WRONLY | os.O_RDWR):
+                return
+        elif event in _FILE_EVENTS:
+            path = os.fspath(arguments[0])
+        else:
+            return
+        if path.startswith(within):
+            events.append(f"{event.removeprefix('os.')} {path.removeprefix(within)}")
+            if len(events) == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+
+
+def _after_step(step: int, happen: Callable[[], None]) -> None:
+    """Call `happen` after what is recorded and saved in optimizer step `step`."""
+    end = recorder.Recorder.on_train_batch_end
+
+    def ended(self: recorder.Recorder, trainer: Any, *arguments: Any) -> None:
+        end(self, trainer, *arguments)
+        if trainer.global_step == step:
+            happen()
+
+    recorder.Recorder.on_train_batch_end = ended  # type: ignore[assignment, method-assign]
+
+
+def _after_epoch(epoch: int, happen: Callable[[], None]) -> None:
+    """Call `happen` after epoch number `epoch` (from 1) is evaluated and saved."""
+    end = recorder.Recorder.on_train_epoch_end
+
+    def ended(self: recorder.Recorder, trainer: Any, *arguments: Any) -> None:
+        end(self, trainer, *arguments)
+        if trainer.current_epoch + 1 == epoch:
+            happen()
+
+    recorder.Recorder.on_train_epoch_end = ended  # type: ignore[assignment, method-assign]
+
+
+def _limit_files(size: int, kill: bool) -> None:
+    import resource
+
+    if kill:  # the signal of a write beyond the limit; Python ignores it, and the write would fail instead
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+# ---------------------------------------------------------------------------------------------- comparing
+def require_same_run(one: Path, other: Path) -> None:
+    """Require that two finished runs are the same bit for bit.
+
+    Compared are the last weights, the best weights, the optimizer's and the methods' state, the metrics and the
+    accuracies.
+
+    Raises:
+        BrokenPromiseError: they differ, with the first difference.
+    """
+    checkpoints = [checkpoint.read(folder / checkpoint.NAME) for folder in (one, other)]
+    for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch"):
+        _require_equal(key, *(held[key] for held in checkpoints))
+    states = [held["callbacks"].get("MethodCallback", {}) for held in checkpoints]
+    _require_equal("methods", *states)
+    _require_equal(export.NAME, *(load_file(folder / export.NAME) for folder in (one, other)))
+    _require_equal("metrics.jsonl", *(metrics(folder) for folder in (one, other)))
+    results = [json.loads((folder / "results.json").read_text(encoding="utf-8")) for folder in (one, other)]
+    _require_equal("accuracy", *(held["accuracy"] for held in results))
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of metrics.jsonl without times."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [{key: value for key, value in row.items() if not key.endswith("seconds")} for row in rows]
+
+
+def require_close(one: Path, other: Path, rtol: float, atol: float) -> float:
+    """Require that the last weights of two runs are close; returns the largest absolute difference.
+
+    Raises:
+        BrokenPromiseError: a weight differs by more than `atol` + `rtol` · its size.
+    """
+    states = [checkpoint.read(folder / checkpoint.NAME)["state_dict"] for folder in (one, other)]
+    require(states[0].keys() == states[1].keys(), "the checkpoints hold other weights")
+    largest = 0.0
+    for name, value in states[0].items():
+        if not value.is_floating_point():
+            continue
+        change = (value.double() - states[1][name].double()).abs()
+        excess = change - rtol * value.double().abs()
+        require(bool((excess <= atol).all()), f"{name} differs by {float(change.max()):.3g}")
+        largest = max(largest, float(change.max()) if change.numel() else 0.0)
+    return largest
+
+
+def largest_difference(one: Path, other: Path) -> float:
+    """Return the largest absolute difference of the last weights of two runs."""
+    states = [checkpoint.read(folder / checkpoint.NAME)["state_dict"] for folder in (one, other)]
+    return max(float((value.double() - states[1][name].double()).abs().max()) for name, value in states[0].items())
+
+
+def _require_equal(name: str, one: Any, other: Any) -> None:
+    if isinstance(one, torch.Tensor):
+        same = isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+        require(same, f"{name} differs")
+    elif isinstance(one, dict):
+        require(isinstance(other, dict) and one.keys() == other.keys(), f"{name} has other entries")
+        for key, value in one.items():
+            _require_equal(f"{name}.{key}", value, other[key])
+    elif isinstance(one, list | tuple):
+        require(isinstance(other, Sequence) and len(one) == len(other), f"{name} has another length")
+        for number, (a, b) in enumerate(zip(one, other, strict=True)):
+            _require_equal(f"{name}[{number}]", a, b)
+    else:
+        require(one == other, f"{name} is {one} and {other}")

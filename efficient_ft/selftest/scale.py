@@ -1,0 +1,53 @@
+"""Promise 9: load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from efficient_ft.selftest import load
+from efficient_ft.selftest.children import returned
+from efficient_ft.selftest.runs import configuration, train, write_images
+from efficient_ft.selftest.trial import Trial, require
+
+#: Most seconds and bytes for a million files, and most seconds for a thousand runs.
+_FILES_SECONDS, _FILES_BYTES, _COLLECT_SECONDS = 60.0, 2**30, 5.0
+#: Most bytes by which a process may grow in as many steps as are tried: a thousandth of what it holds for each 10,000.
+_GROWTH_BYTES = 16 * 2**20
+#: Methods with a state, tried for fewer steps.
+_WITH_STATE = ("alast", "mesa", "swat", "low_bit")
+
+
+def trials(long: bool) -> Iterator[Trial]:
+    """Yield a data set of many files, a folder of many runs, and runs of many steps; each runs alone."""
+    yield Trial("many files", _files, (1_000_000 if long else 20_000,), alone=True)
+    yield Trial("many runs", _runs, (1000 if long else 100,), alone=True)
+    yield Trial("many steps", _steps, (100_000 if long else 1_500, "full"), alone=True)
+    for method in _WITH_STATE if long else ():
+        yield Trial(f"many steps of {method}", _steps, (5_000, method), alone=True)
+
+
+def _files(folder: Path, files: int) -> dict[str, float]:
+    """Start a run on many files; the limits are those of a million."""
+    measured = load.million_files(folder, files)
+    shown = f"{measured['seconds']:.1f} s and {measured['peak_bytes'] / 2**20:.0f} MiB"
+    require(measured["seconds"] <= _FILES_SECONDS and measured["peak_bytes"] <= _FILES_BYTES, f"it took {shown}")
+    return {f"seconds_of_{files}_files": measured["seconds"], f"peak_bytes_of_{files}_files": measured["peak_bytes"]}
+
+
+def _runs(folder: Path, runs: int) -> dict[str, float]:
+    """Collect many runs; the limit is that of a thousand."""
+    write_images(folder / "images")
+    returned(train, configuration(folder / "images"), folder / "run", output=folder / "run.log")
+    measured = load.collect_many(folder, folder / "run", runs)
+    require(measured["seconds"] <= _COLLECT_SECONDS, f"it took {measured['seconds']:.1f} s")
+    return {f"seconds_of_{runs}_runs": measured["seconds"]}
+
+
+def _steps(folder: Path, steps: int, method: str) -> dict[str, float]:
+    """Train for many steps; nothing may grow."""
+    measured = load.many_steps(folder, steps, (f"method={method}",))
+    require(measured["handles"] <= 0, f"{measured['handles']:.0f} files stay open")
+    require(measured["processes"] <= 0, f"{measured['processes']:.0f} processes are left")
+    require(measured["bytes"] <= _GROWTH_BYTES, f"it grew by {measured['bytes'] / 2**20:.1f} MiB")
+    return {f"growth_bytes_of_{steps}_steps_of_{method}": measured["bytes"]}

@@ -1,0 +1,128 @@
+"""Promise 3: two processes are the same as one."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+from efficient_ft.selftest.children import SECONDS, Child, returned, wait_until
+from efficient_ft.selftest.methods import method_cases
+from efficient_ft.selftest.runs import configuration, largest_difference, require_close, train, write_images
+from efficient_ft.selftest.trial import Trial, require
+
+#: Changes of the settings of a case with which nothing in it is random, and no loss is of a process's own tokens.
+_QUIET: dict[str, dict[str, dict[str, Any]]] = {
+    "lora": {"lora": {"dropout": 0.0}},
+    "moe": {"moe": {"aux_loss_coef": 0.0}},
+    "bsr_moe": {"bsr_moe": {"aux_loss_coef": 0.0}},
+    "low_bit": {"low_bit": {"rounding": "nearest"}},
+}
+#: Methods that draw tokens for each image: the processes draw others than one process does.
+_RANDOM = ("patch_dropout",)
+#: Cases in which a range, a threshold, a group or a choice is of the half batch that a process has. There two processes
+#: differ from one by roundings of the same size, of which each has its own.
+_OF_THE_HALF = ("lbp_wht lhe", "back_razor int8", "checkpointing int8", "mesa", "low_bit", "low_bit auto", "swat")
+#: Learning rates of networks whose random weights amplify roundings.
+_LR = {"tinytl": 1e-6}
+#: fp32: sums over a batch are taken in another order.
+_RTOL, _ATOL = 1e-4, 1e-5
+
+
+def trials(long: bool) -> Iterator[Trial]:
+    """Yield a trial for every method, and one of a strategy that is refused; long: with an uneven last batch too."""
+    for case in method_cases(long):
+        for uneven in (False, True) if long else (False,):
+            yield Trial(f"{case}{', an uneven last batch' if uneven else ''}", _as_one, (case, uneven))
+    yield Trial("two processes with workers and accumulation are the same again", _again)
+
+
+def _as_one(folder: Path, case: str, uneven: bool) -> dict[str, float]:
+    """Train in two processes on half a batch each, and in one on whole batches."""
+    write_images(folder / "images")
+    plain = configuration(
+        folder / "images",
+        case,
+        quiet=True,
+        optim={"name": "sgd", "lr": _LR.get(case, 0.05)},
+        trainer__deterministic=True,
+    )
+    plain["method"] = copy.deepcopy(plain["method"])
+    for method, settings in _QUIET.get(case.split()[0], {}).items():
+        plain["method"][method].update(settings)
+    plain["data"]["batch_size"] = 22 if uneven else 24  # of 56 images: 24, 24, 8, or 22, 22, 12
+    digests = _trained_in_two(folder, plain, "two")
+    require(digests[0] == digests[1], "the two processes end with different weights")
+    if any(name in plain["method"] for name in _RANDOM):
+        return {}
+    returned(train, plain, folder / "one", output=folder / "one.log")
+    if case in _OF_THE_HALF:
+        plain["method"] = {"full": {}}
+        returned(train, plain, folder / "exact", output=folder / "exact.log")
+        largest, of_one = (largest_difference(folder / "one", folder / name) for name in ("two", "exact"))
+        require(largest < 4 * of_one, f"two processes differ from one by {largest:.3g}, that from full by {of_one:.3g}")
+        return {f"largest_difference_of_{case.replace(' ', '_')}": largest}
+    largest = require_close(folder / "one", folder / "two", _RTOL, _ATOL)
+    one, two = (json.loads((folder / name / "results.json").read_text())["accuracy"] for name in ("one", "two"))
+    require(one == two, f"accuracies are {one} with one process, {two} with two")
+    return {"largest_difference": largest}
+
+
+def _again(folder: Path) -> None:
+    """Train twice in two processes: the same bits, with everything random."""
+    write_images(folder / "images")
+    plain = configuration(folder / "images", "lora", data__num_workers=1, trainer__grad_accum_steps=2)
+    plain["data"]["batch_size"] = 12
+    digests = [_trained_in_two(folder, plain, name)[0] for name in ("first", "second")]
+    require(digests[0] == digests[1], "the second run has other weights than the first")
+
+
+def _trained_in_two(folder: Path, plain: dict[str, Any], name: str) -> list[str]:
+    """Run `plain` in two processes, on half of its batch size each; return the digests of their weights."""
+    plain = copy.deepcopy(plain)
+    plain["data"]["batch_size"] //= 2
+    plain["trainer"]["devices"] = 2
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "WORLD_SIZE": "2"}
+    children = [
+        Child(
+            _train_and_digest,
+            plain,
+            folder / name,
+            output=folder / f"{name}_{rank}.log",
+            environment={**group, "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    wait_until(lambda: not all(child.runs for child in children))
+    # One that fails leaves the other in a collective call.
+    done = [child.ended(SECONDS if all(one.runs or one.succeeded for one in children) else 10.0) for child in children]
+    for rank, one in enumerate(done):
+        require(one.status == 0, f"process {rank}: status {one.status}\n{one.printed[-2000:]}")
+    return [one.value for one in done]
+
+
+def _train_and_digest(plain: dict[str, Any], folder: Path) -> str:
+    """Run `plain` and return a digest of the weights of this process."""
+    from efficient_ft.training.recorder import Recorder
+
+    rank_zero: Any = rank_zero_only
+    rank_zero.rank = int(os.environ["LOCAL_RANK"])  # Lightning reads it when it is imported
+    digest = hashlib.sha256()
+
+    def ended(self: Recorder, trainer: Any, module: Any) -> None:
+        for key, value in module.state_dict().items():
+            digest.update(f"{key} {value.dtype} ".encode() + value.contiguous().numpy().tobytes())
+
+    Recorder.on_train_end = ended  # type: ignore[assignment, method-assign]
+    train(plain, folder)
+    return digest.hexdigest()
