@@ -236,7 +236,7 @@ def test_settings_of_the_data_hold_for_every_data_set_of_a_row(capsys: pytest.Ca
     assert all(line.endswith(" data.root=DIR") for line in lines if line not in several)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [name for name in table_names() if any(r.runs for r in published_table(name).rows)])
 def test_the_sweep_of_a_table_is_the_same_grid(name: str) -> None:
     """``-m table=NAME`` composes, and has the runs of ``table NAME --run``, those of every cell, each in its folder."""

@@ -19,14 +19,14 @@ from tests.integrations.loops import assert_same_weights, batches_of, sgd, state
 from tests.integrations.test_transformers import plain_sgd, trainer_of, wrapped
 from tests.methods.settings import ROWS
 
-#: Rows that run with every change; the others are slow.
+#: Rows that run with every change; the others are exhaustive.
 OFTEN = ("moe", "lora")
 
 
 def rows() -> list[Any]:
     """The first row of each method that works on the small vit."""
     on_vit = {row.method: name for name, row in reversed(ROWS.items()) if "vit" in row.models}.values()
-    return [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in on_vit]
+    return [name if name in OFTEN else pytest.param(name, marks=pytest.mark.exhaustive) for name in on_vit]
 
 
 def seeded(network: nn.Module) -> nn.Module:

@@ -12,14 +12,14 @@ from torch.nn import functional as F
 from efficient_ft.testing import batch_of, model_of
 from tests.methods.settings import ROWS
 
-#: Rows that run with every change; the others are slow.
+#: Rows that run with every change; the others are exhaustive.
 OFTEN = ("checkpointing", "lbp_wht")
 
 
 def rows() -> list[Any]:
     """The first row of each method that works on the small vit."""
     on_vit = {row.method: name for name, row in reversed(ROWS.items()) if "vit" in row.models}.values()
-    return [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in on_vit]
+    return [name if name in OFTEN else pytest.param(name, marks=pytest.mark.exhaustive) for name in on_vit]
 
 
 def two_steps(row: str, compiled: bool) -> list[tuple[int, dict[str, Tensor]]]:

@@ -47,7 +47,7 @@ def run(folder: Path, *words: str) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_code_cached_by_several_processes_is_right_in_one(tmp_path: Path) -> None:
     # Each process numbers the functions that it compiles, so that code of different variants can have the same symbols.
     for words in (["bits:8"], ["bits:4"], ["bits:3", "bits:2"], ["bytes:2"], ["bytes:8"], ["bytes:4"]):
