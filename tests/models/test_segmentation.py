@@ -110,7 +110,7 @@ def _numbers(segformer: nn.Module, *methods: Any) -> float:
     return counted.backward_flops / 1e6
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_backward_flops_of_the_published_table(segformer: nn.Module) -> None:
     """LBP-WHT, Table 3, at 256×512.
 

@@ -210,7 +210,7 @@ def test_a_plan_with_room_recommends_plain_fine_tuning() -> None:
     assert series["exact"].y == [one.step_seconds for one in found.options if one.exactness is Exactness.EXACT]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("three")
 def test_a_tight_budget_excludes_and_names_the_smallest_that_would_do() -> None:
     wide = a_plan()
@@ -270,7 +270,7 @@ def test_the_recommended_recipe_is_tried() -> None:
     assert "the recommended recipe took a few steps in a process of its own" in text
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("three")
 def test_a_recipe_that_does_not_keep_the_budget_in_its_trial_gives_way_to_the_next() -> None:
     wide = a_plan()
@@ -307,7 +307,7 @@ def test_a_recipe_that_does_not_keep_the_budget_in_its_trial_gives_way_to_the_ne
     assert "its trial failed: killed by SIGKILL, likely for lack of memory" in {one.reason for one in found.excluded}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("three")
 def test_steps_that_are_too_long_and_machines_without_room_have_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     def attempt(*arguments: object) -> Trial:
