@@ -16,6 +16,7 @@ from typing import Any
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.record.files import json_text, write_text_atomically
+from efficient_ft.selftest.trial import Promise, Trial
 
 DESCRIPTION = """\
 Try the promises of docs/promises.md on this machine: runs are killed, resumed, given damaged files, swept over.
@@ -99,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _try(promise: Any, trials: Sequence[Any], options: argparse.Namespace) -> list[Outcome]:
+def _try(promise: Promise, trials: Sequence[Trial], options: argparse.Namespace) -> list[Outcome]:
     """Run the trials of one promise, those of load alone; print a line."""
     begun, outcomes = time.monotonic(), list[Outcome]()
     print(f"{promise.number:2}  {promise.title}: {len(trials)} trials …", end="", flush=True)
@@ -116,7 +117,7 @@ def _try(promise: Any, trials: Sequence[Any], options: argparse.Namespace) -> li
     return sorted(outcomes, key=lambda outcome: outcome.name)
 
 
-def _tried(number: int, trial: Any, keep: bool) -> Outcome:
+def _tried(number: int, trial: Trial, keep: bool) -> Outcome:
     folder = Path(tempfile.mkdtemp(prefix="efficient_ft_selftest_"))
     begun, failure, measured = time.monotonic(), None, None
     try:
@@ -151,8 +152,9 @@ def _record(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     from efficient_ft.record.environment import environment
 
     promises: dict[str, Any] = {}
+    here = environment("cpu")
     for outcome in outcomes:
-        empty = {"trials": 0, "failed": [], "seconds": 0.0, "measured": {}, "environment": environment("cpu")}
+        empty = {"trials": 0, "failed": [], "seconds": 0.0, "measured": {}, "environment": here}
         held = promises.setdefault(str(outcome.promise), empty)
         held["trials"] += 1
         held["seconds"] = round(held["seconds"] + outcome.seconds, 1)

@@ -138,10 +138,11 @@ def _small_disk(at: Path) -> Iterator[bool]:
             subprocess.run(["umount", "-l", str(at)], capture_output=True)
 
 
-def _other_tmpdir(folder: Path) -> None:
-    """Kill a run whose temporary files would be on another file system."""
+def _other_tmpdir(folder: Path) -> dict[str, float]:
+    """Kill a run whose temporary files would be on another file system, where there is one to write to."""
     elsewhere = Path("/dev/shm")
-    environment = {"TMPDIR": str(elsewhere)} if elsewhere.is_dir() else {}
+    other = elsewhere.is_dir() and elsewhere.stat().st_dev != folder.stat().st_dev
+    environment = {"TMPDIR": str(elsewhere)} if other else {}
     plain, straight, events = _started(folder)
     saves = [n for n, event in enumerate(events, start=1) if event == f"rename {checkpoint.NAME}.tmp"]
     for number in (saves[1], saves[1] + 1):
@@ -150,6 +151,7 @@ def _other_tmpdir(folder: Path) -> None:
         done = run_child(train, plain, run, "event", number, output=output, environment=environment)
         require(done.status == -signal.SIGKILL, f"status {done.status}\n{done.printed}")
         _continue(plain, run, straight)
+    return {"other_file_system": float(other)}
 
 
 def _cut_off(folder: Path, share: float) -> None:

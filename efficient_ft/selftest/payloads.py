@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from efficient_ft.selftest.children import returned, run_child
-from efficient_ft.selftest.runs import arguments, program, write_images
+from efficient_ft.selftest.runs import arguments, program, reading, write_images
 from efficient_ft.selftest.trial import Trial, require
 
 #: The file that a payload creates when it is executed.
@@ -106,20 +106,13 @@ def _given(folder: Path) -> Path:
 
 def _read_by_all(folder: Path, run: Path, number: int) -> None:
     """Let every command that reads a run folder read `run`, and continue it; none may create the mark."""
-    image = next((folder / "images").rglob("*.png"))
     resumed = run.with_name(f"{run.name}_resumed")
     shutil.copytree(run, resumed)
     (resumed / "results.json").unlink(missing_ok=True)
-    for name, command in {
-        "evaluate": [f"evaluate={run}", "data.num_workers=0"],
-        "predict": ["predict", str(run), str(image)],
-        "report": ["report", str(run), "--out", str(folder / f"report_{number}")],
-        "collect": ["collect", str(run.parent)],
-        "figure": ["figure", "alast/1", str(run)],
-        "the same command": arguments(folder / "images", run, "trainer.max_steps=2"),
-        "a resumed run": arguments(folder / "images", resumed, "trainer.max_steps=2"),
-    }.items():
-        done = run_child(program, command, output=folder / f"{number}_{name.split()[-1]}.log")
+    commands = reading(folder / "images", run, folder / f"report_{number}")
+    commands["resume"] = arguments(folder / "images", resumed, "trainer.max_steps=2")
+    for name, command in commands.items():
+        done = run_child(program, command, output=folder / f"{number}_{name}.log")
         require(not (folder / _MARK).exists(), f"{name} executed what a file holds")
         require(done.status in (0, 2), f"{name}: status {done.status}\n{done.printed[-2000:]}")
         require("Traceback" not in done.printed, f"{name}:\n{done.printed[-3000:]}")

@@ -92,7 +92,7 @@ PROMISES = (
         "Load",
         "A million files start within a minute and 1 GiB, a thousand runs are collected in 5 s, and a hundred thousand"
         " steps leak no memory, handles or processes.",
-        "These numbers (short: 20,000 files, 100 runs and 1,500 steps, without the limits of time and files).",
+        "These numbers (short: 20,000 files, 100 runs and 1,500 steps, with the same limits).",
         scale.trials,
     ),
     Promise(

@@ -68,6 +68,11 @@ def configuration(images: Path, case: str = "full", quiet: bool = False, **chang
         "trainer": {"epochs": 2, "accelerator": "cpu", "progress": False},
         "cost": {"baseline": "none", "steps": 1},
     }
+    return with_changes(plain, **changes)
+
+
+def with_changes(plain: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Change `plain` in place, by dotted keys with ``__`` for the dot, and return it."""
     for key, value in changes.items():
         *path, last = key.split("__")
         inner = plain
@@ -86,6 +91,24 @@ def arguments(images: Path, run: Path, *more: str) -> list[str]:
         "method=full", "trainer.epochs=2", "trainer.accelerator=cpu", "trainer.progress=false", "cost.baseline=none",
         "cost.steps=1", "allocator=keep", f"hydra.run.dir={run}", *more,
     ]  # fmt: skip
+
+
+def reading(images: Path, run: Path, out: Path) -> dict[str, list[str]]:
+    """Return, by name, the command lines that read the run folder `run`; the last continues it, and may write into it.
+
+    Args:
+        images: of the run.
+        run: its folder.
+        out: a folder that does not exist, for a report.
+    """
+    return {
+        "evaluate": [f"evaluate={run}"],
+        "predict": ["predict", str(run), str(next(images.rglob("*.png")))],
+        "report": ["report", str(run), "--out", str(out)],
+        "collect": ["collect", str(run.parent)],
+        "figure": ["figure", "alast/1", str(run)],
+        "continue": arguments(images, run, "trainer.max_steps=2"),
+    }
 
 
 # ---------------------------------------------------------------------------------------------- in a child

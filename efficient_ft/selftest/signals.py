@@ -53,6 +53,8 @@ def _at_moment(folder: Path, number: signal.Signals, share: float, workers: bool
         require(done.status == _STATUS[number], f"status {done.status}, not {_STATUS[number]}\n{done.printed[-3000:]}")
         require("Traceback" not in done.printed, done.printed[-3000:])
         require("same command" in done.printed, f"it does not say how to continue: {done.said}")
+        trained = (folder / "run" / "metrics.jsonl").exists()  # made when the training begins
+        require(saved or not trained, f"it was training, and saved nothing\n{done.printed[-3000:]}")
     returned(program, command, output=folder / "continued.log")
     require_same_run(folder / "run", folder / "straight")
     return {"interrupted": float(done.status != 0), "with_a_checkpoint": float(saved and done.status != 0)}

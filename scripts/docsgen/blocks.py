@@ -466,20 +466,6 @@ def header(method: str, page: Path) -> str:
     return f"Axis: {of.axes}. Options: {options}. Class: `efficient_ft.methods.{cards.classes()[method].__name__}`."
 
 
-@block
-def options(group: str, page: Path) -> str:
-    """The options of a configuration group, with the first lines of their files."""
-    rows = [[f"`{name}`", text] for name, text in configuration.options(group).items()]
-    return table([group, ""], rows, left=2)
-
-
-@block
-def recipes(page: Path) -> str:
-    """The published settings, by paper and network."""
-    rows = [[f"`{folder}`", ", ".join(f"`{d}`" for d in data), text] for folder, data, text in configuration.recipes()]
-    return table(["folder", "data sets", "settings"], rows, left=3)
-
-
 def _without_page(function: Block) -> Block:
     return lambda *arguments, page: function(*arguments)
 
@@ -488,6 +474,8 @@ def _without_page(function: Block) -> Block:
 BLOCKS |= {
     name: _without_page(function)
     for name, function in {
+        "options": configuration.options_table,
+        "recipes": configuration.recipes_table,
         "promises": promises.promises,
         "settings": cards.settings_table,
         "cost": cards.cost_tables,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from docsgen.markdown import table
+
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
@@ -33,3 +35,14 @@ def recipes() -> list[tuple[str, list[str], str]]:
             about = about[about.index(" with " if " with " in about else " as ") + 1 :]
             found.setdefault((folder.name, about.split(" All training images train")[0]), []).append(file.stem)
     return [(folder, data, about) for (folder, about), data in found.items()]
+
+
+def options_table(group: str) -> str:
+    """The options of a configuration group, with the first lines of their files."""
+    return table([group, ""], [[f"`{name}`", text] for name, text in options(group).items()], left=2)
+
+
+def recipes_table() -> str:
+    """The published settings, by paper and network."""
+    rows = [[f"`{folder}`", ", ".join(f"`{name}`" for name in data), text] for folder, data, text in recipes()]
+    return table(["folder", "data sets", "settings"], rows, left=3)

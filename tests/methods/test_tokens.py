@@ -21,7 +21,6 @@ from efficient_ft.methods import (
     Axis,
     BackRazor,
     Blocks,
-    BSRMoE,
     Checkpointing,
     EViT,
     LastStage,
@@ -325,26 +324,6 @@ def test_budgets_that_leave_nothing_are_refused() -> None:
         ALaST(2).apply(model)
     assert all(p.requires_grad for p in model.parameters())
     assert not any(forwards_of(m) for m in model.modules())
-
-
-@pytest.mark.parametrize(
-    ("method", "name", "message"),
-    [
-        (lambda: EViT([99]), "beit_base_patch16_224", "not of the form"),
-        (lambda: BSR([99], [1]), "beit_base_patch16_224", "not of the form"),
-        (lambda: BSR([1], [99]), "beit_base_patch16_224", "not of the form"),
-        (lambda: BSRMoE(2, 1, [99]), "beit_base_patch16_224", "not of the form"),
-        (lambda: ALaST(99), "beit_base_patch16_224", "not of the form"),
-        (lambda: MoE(2, 1, [99]), "regnetx_002", "s1.b1 of regnetx_002 has no mlp"),
-        (lambda: RepNet([99]), "regnetx_002", "no blocks that side modules support .* its blocks are 13 Bottleneck"),
-    ],
-)
-def test_a_model_that_cannot_serve_is_refused_before_an_index(method: Any, name: str, message: str) -> None:
-    with torch.device("meta"):
-        model = timm.create_model(name)
-    with pytest.raises(UserError, match=message) as error:
-        method().apply(model)
-    assert not isinstance(error.value, SettingError)
 
 
 def test_blocks_and_places_are_listed_once() -> None:

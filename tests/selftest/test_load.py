@@ -44,7 +44,7 @@ def test_a_run_that_fails_is_named(tmp_path: Path) -> None:
         load.many_steps(tmp_path, 1000, ["method=full", "optim.lr=no"])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_files_and_steps_are_measured(tmp_path: Path) -> None:
     found = load.million_files(tmp_path, files=300)
     assert found["peak_bytes"] > 10**8

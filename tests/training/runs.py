@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from efficient_ft.config import Config
+from efficient_ft.selftest.runs import with_changes
 from efficient_ft.training import checkpoint
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -67,13 +68,7 @@ def plain_config(**changes: Any) -> dict[str, Any]:
         "trainer": {"epochs": 2, "accelerator": "cpu", "progress": False},
         "cost": {"baseline": "none", "steps": 1},
     }
-    for key, value in changes.items():
-        *path, last = key.split("__")
-        inner = plain
-        for part in path:
-            inner = inner.setdefault(part, {})
-        inner[last] = value
-    return plain
+    return with_changes(plain, **changes)
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

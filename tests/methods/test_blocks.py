@@ -1,0 +1,32 @@
+"""Blocks by index: a model that a method cannot work on is refused before an index is looked at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.methods import BSR, ALaST, BSRMoE, EViT, MoE, RepNet
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "message"),
+    [
+        (lambda: EViT([99]), "beit_base_patch16_224", "not of the form"),
+        (lambda: BSR([99], [1]), "beit_base_patch16_224", "not of the form"),
+        (lambda: BSR([1], [99]), "beit_base_patch16_224", "not of the form"),
+        (lambda: BSRMoE(2, 1, [99]), "beit_base_patch16_224", "not of the form"),
+        (lambda: ALaST(99), "beit_base_patch16_224", "not of the form"),
+        (lambda: MoE(2, 1, [99]), "regnetx_002", "s1.b1 of regnetx_002 has no mlp"),
+        (lambda: RepNet([99]), "regnetx_002", "no blocks that side modules support .* its blocks are 13 Bottleneck"),
+    ],
+)
+def test_a_model_that_cannot_serve_is_refused_before_an_index(method: Any, name: str, message: str) -> None:
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    with pytest.raises(UserError, match=message) as error:
+        method().apply(model)
+    assert not isinstance(error.value, SettingError)
