@@ -81,7 +81,7 @@ def test_every_value_of_a_wide_range() -> None:
 
 def test_what_is_not_finite_stays_so() -> None:
     bad = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0])
-    expected = F.gelu(bad)
+    expected = F.gelu(bad.double())  # in fp32, torch on AVX-512 returns NaN at +inf
     assert torch.equal(torch.isnan(gelu(bad)), torch.isnan(expected))
     x = bad.clone().requires_grad_()
     (g_x,) = torch.autograd.grad(gelu(x).sum(), x)
