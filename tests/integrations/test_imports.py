@@ -49,6 +49,7 @@ def found() -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_method_loads_nothing_heavy(found: dict[str, Any]) -> None:
     """Nothing that torch and timm do not import themselves."""
     assert found["loaded"] == ["efficient_ft"]

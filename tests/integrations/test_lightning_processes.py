@@ -71,8 +71,8 @@ from tests.integrations.loops import METHODS, batches_of
 from tests.integrations.test_lightning import Module, trainer_of
 
 name, file = sys.argv[1:]
-torch.manual_seed(0)
 module = Module()
+torch.manual_seed(0)  # the weights of adapters
 trainer = trainer_of(
     MethodCallback(METHODS[name](), network="net"), devices=2, max_epochs=2, use_distributed_sampler=False,
     strategy="ddp_find_unused_parameters_true",
@@ -85,7 +85,9 @@ if trainer.is_global_zero:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["alast", "moe", "lora", "lbp_wht_lhe"])
+@pytest.mark.parametrize(
+    "name", ["alast", "lora", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("moe", "lbp_wht_lhe"))]
+)
 def test_two_processes_equal_one_with_two_micro_batches(name: str, tmp_path: Path) -> None:
     script, file = tmp_path / "two.py", tmp_path / "weights.pt"
     script.write_text(_TWO)
@@ -94,8 +96,8 @@ def test_two_processes_equal_one_with_two_micro_batches(name: str, tmp_path: Pat
         [sys.executable, str(script), name, str(file)], capture_output=True, text=True, timeout=300, env=env
     )
     assert done.returncode == 0, done.stderr
+    expected = model_of("vit")  # made once in a process: it may draw random numbers, or not
     torch.manual_seed(0)
-    expected = model_of("vit")
     train_by_hand(expected, METHODS[name](), batches_of("vit", 4), epochs=2, accumulate=2)
     found = torch.load(file)
     for key, value in expected.state_dict().items():

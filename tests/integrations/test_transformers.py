@@ -78,6 +78,7 @@ def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 # ------------------------------------------------------------------------------------------------ training
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "alast", "moe", "bsr", "lbp_wht_lhe", "back_razor"])
 def test_equals_a_loop_of_one_s_own(name: str, tmp_path: Path) -> None:
     """Two micro-batches a step."""
@@ -95,6 +96,7 @@ def test_equals_a_loop_of_one_s_own(name: str, tmp_path: Path) -> None:
     assert not model._forward_hooks
 
 
+@pytest.mark.slow
 def test_a_step_begins_before_its_first_micro_batch_and_ends_before_gradients_are_zero(tmp_path: Path) -> None:
     probe = Probe()
     trainer = trainer_of(probe, tmp_path, count=5, gradient_accumulation_steps=2)
@@ -106,6 +108,7 @@ def test_a_step_begins_before_its_first_micro_batch_and_ends_before_gradients_ar
     assert probe.calls[7:] == probe.calls[1:7], "a second training begins with its first step"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["alast", "lbp_wht_lhe", "back_razor", "lora+lbp_wht"])
 def test_resumed_equals_straight(name: str, tmp_path: Path) -> None:
     """The checkpoint of step 1 is in the middle of the profile of LHE; it is read from another folder."""
@@ -137,6 +140,7 @@ def test_the_state_of_any_method_comes_back_from_json() -> None:
     assert decode(encode(swat.state_dict())) == swat.state_dict()
 
 
+@pytest.mark.slow
 def test_the_order_of_the_list_has_no_effect(tmp_path: Path) -> None:
     models = []
     for order in ((0, 1, 2), (2, 1, 0)):
@@ -157,6 +161,7 @@ def test_evaluation_alone_is_the_pretrained_model_s(tmp_path: Path) -> None:
     assert probe.calls == ["apply"]
 
 
+@pytest.mark.slow
 def test_evaluation_within_training_changes_nothing(tmp_path: Path) -> None:
     models = []
     for strategy in ("no", "steps"):
@@ -207,6 +212,7 @@ def test_a_model_of_one_s_own(output: str, tmp_path: Path) -> None:
     assert_same_weights(expected, model.net)
 
 
+@pytest.mark.slow
 def test_a_loss_that_could_not_be_added_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"^label_smoothing_factor must be 0 with method moe"):
         trainer_of(METHODS["moe"](), tmp_path, label_smoothing_factor=0.1)
@@ -303,6 +309,7 @@ def test_an_optimizer_built_before_is_refused(tmp_path: Path) -> None:
             Trainer(model, arguments(tmp_path), **build).train()  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_stepping_inside_the_backward_pass(tmp_path: Path) -> None:
     """Equals an ordinary training; what needs all gradients is refused."""
 
@@ -329,6 +336,7 @@ def test_a_wrapped_network_is_refused(tmp_path: Path) -> None:
         trainer_of(Full(), tmp_path, model)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_other_methods_is_refused(tmp_path: Path) -> None:
     save = {"save_strategy": "steps", "save_steps": 1, "count": 2}
     trainer_of(ALaST(num_layers=2), tmp_path, **save).train()
