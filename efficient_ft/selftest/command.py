@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the trials that `arguments` (default: the command line's) ask for; return 1 if a promise is broken.
 
     Raises:
-        UserError: no such promise, or no trial has the name; this system cannot fork.
+        UserError: no such promise, or no trial has the name; a record of a part; this system cannot fork.
     """
     options = _parser().parse_args(arguments)
     if sys.platform == "win32":
@@ -65,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     numbers = {promise.number for promise in PROMISES}
     if unknown := set(options.promise) - numbers:
         raise UserError(f"There is no promise {min(unknown)}; they are numbered 1 to {max(numbers)}.")
+    if options.only and options.json is not None:
+        raise UserError("--json keeps a record of whole promises. Leave out --only, or --json.")
     held = _held(options.json, "long" if options.long else "short")
     begun, outcomes = time.monotonic(), list[Outcome]()
     for promise in PROMISES:

@@ -23,7 +23,7 @@ PROMISES = (
         "After a kill at any moment, on a full disk or with a damaged last file, the same command continues, and ends"
         " with the same bits.",
         "SIGKILL before every event that changes a file of the run, for plain fine-tuning (long: for every method;"
-        " short: one event for nine others); SIGKILL at 20 random moments (long: 200); a kill within a write; a"
+        " short: before one event, for nine others); SIGKILL at 20 random moments (long: 200); a kill within a write; a"
         " file system of 1 MiB that is full; $TMPDIR on another file system; a checkpoint that is cut off.",
         kills.trials,
     ),

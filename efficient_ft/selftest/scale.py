@@ -14,8 +14,13 @@ from efficient_ft.selftest.trial import Trial, require
 _FILES_SECONDS, _FILES_BYTES, _COLLECT_SECONDS = 60.0, 2**30, 5.0
 #: Most bytes by which a process may grow in as many steps as are tried.
 _GROWTH_BYTES = 16 * 2**20
-#: Methods with a state, tried for fewer steps.
-_WITH_STATE = ("alast", "mesa", "swat", "low_bit")
+#: Methods with a state, tried for fewer steps, with settings that the smallest network needs.
+_WITH_STATE: dict[str, tuple[str, ...]] = {
+    "alast": ("model.kwargs.depth=2", "method.alast.num_layers=1"),
+    "mesa": (),
+    "swat": (),
+    "low_bit": (),
+}
 
 
 def trials(long: bool) -> Iterator[Trial]:
@@ -23,8 +28,8 @@ def trials(long: bool) -> Iterator[Trial]:
     yield Trial("many files", _files, (1_000_000 if long else 20_000,), alone=True)
     yield Trial("many runs", _runs, (1000 if long else 100,), alone=True)
     yield Trial("many steps", _steps, (100_000 if long else 1_500, "full"), alone=True)
-    for method in _WITH_STATE if long else ():
-        yield Trial(f"many steps of {method}", _steps, (5_000, method), alone=True)
+    for method, settings in _WITH_STATE.items() if long else ():
+        yield Trial(f"many steps of {method}", _steps, (5_000, method, settings), alone=True)
 
 
 def _files(folder: Path, files: int) -> dict[str, float]:
@@ -44,9 +49,9 @@ def _runs(folder: Path, runs: int) -> dict[str, float]:
     return {f"seconds_of_{runs}_runs": measured["seconds"]}
 
 
-def _steps(folder: Path, steps: int, method: str) -> dict[str, float]:
+def _steps(folder: Path, steps: int, method: str, settings: tuple[str, ...] = ()) -> dict[str, float]:
     """Train for many steps; nothing may grow."""
-    measured = load.many_steps(folder, steps, (f"method={method}",))
+    measured = load.many_steps(folder, steps, (f"method={method}", *settings))
     require(measured["handles"] <= 0, f"{measured['handles']:.0f} files stay open")
     require(measured["processes"] <= 0, f"{measured['processes']:.0f} processes are left")
     require(measured["bytes"] <= _GROWTH_BYTES, f"it grew by {measured['bytes'] / 2**20:.1f} MiB")

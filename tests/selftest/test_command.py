@@ -58,20 +58,25 @@ def test_a_broken_promise_is_named_and_the_others_stay_in_the_record(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "record.json"
-    assert command.main(["--long", "1", "--only", "one", "--json", str(file)]) == 0
+    assert command.main(["--long", "1", "--json", str(file)]) == 1
     assert command.main(["--long", "2", "--json", str(file)]) == 1
     printed = capsys.readouterr()
     assert "3 trials, 1 failed" in printed.out
     assert "Promise 2, three:\nBrokenPromiseError: it was lost" in printed.err
     record = json.loads(file.read_text())["promises"]
-    assert record["1"]["trials"] == 1
+    assert record["1"]["trials"] == 3
     assert [one["name"] for one in record["2"]["failed"]] == ["three"]
     with pytest.raises(UserError, match="something else than the record of a short selftest"):
         command.main(["1", "--json", str(file)])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"), [(["11"], "There is no promise 11"), (["1", "--only", "nothing"], "no trial has this")]
+    ("arguments", "said"),
+    [
+        (["11"], "There is no promise 11"),
+        (["1", "--only", "nothing"], "no trial has this"),
+        (["1", "--only", "disk", "--json", "record.json"], "a record of whole promises"),
+    ],
 )
 def test_mistakes_are_one_message(arguments: list[str], said: str) -> None:
     with pytest.raises(UserError, match=said):
