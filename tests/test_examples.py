@@ -25,6 +25,7 @@ def main_of(name: str, **arguments: Any) -> Any:
         return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](**arguments)
 
 
+@pytest.mark.slow
 def test_own_loop(capsys: pytest.CaptureFixture[str]) -> None:
     assert main_of("own_loop") > 0.5, "it learns"
     shown = capsys.readouterr().out
@@ -49,6 +50,7 @@ def test_lightning_module_in_two_processes() -> None:
     assert "2 process(es), 2 steps" in done.stdout
 
 
+@pytest.mark.slow
 def test_huggingface_trainer(capsys: pytest.CaptureFixture[str]) -> None:
     weights = main_of("huggingface_trainer", steps=2)
     plain = timm.create_model("resnet10t", channels=(16, 32, 64, 128), num_classes=10)

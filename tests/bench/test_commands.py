@@ -22,6 +22,7 @@ def run(*arguments: str) -> None:
     run_command("bench", [*arguments, "--allocator", "system", *apart])
 
 
+@pytest.mark.slow
 def test_steps_of_two_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "step.json"
     arguments = "step --model vit_digits --batch 2 --classes 10 --rounds 2 --warmup 1 exact=last_stage"
@@ -50,6 +51,7 @@ def test_steps_of_two_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "allocator: system" in printed
 
 
+@pytest.mark.slow
 def test_steps_with_the_prefix_in_another_form_or_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -109,6 +111,7 @@ def test_memory_with_an_optimizer_without_state(tmp_path: Path):
     assert record["felt"]["growth_bytes"] > 0.5 * record["counted_bytes"]
 
 
+@pytest.mark.slow
 def test_steps_come_with_the_memory_of_each_recipes_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "step.json"
     arguments = "step --model vit_digits --batch 128 --rounds 1 --warmup 1 --memory-steps 1 full --json"
@@ -134,6 +137,7 @@ def test_a_recipe_whose_process_is_killed_is_a_row_without_numbers(
     assert "note: full: killed by SIGKILL" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_steps_of_an_optimizer_inside_the_backward_pass(tmp_path: Path):
     file = tmp_path / "step.json"
     settings = "optim.in_backward=true,optim.grad_clip_norm=null"
@@ -176,6 +180,7 @@ def test_one_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: s
     assert f"reaches {report['peak_flops_per_second'] / 1e9:.0f} GFLOP/s" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_gradients_compared_with_the_exact_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "gradient.json"
     arguments = "gradient --model vit_digits --batch 2 --batches 2 --classes 10 full half=full:trainer.precision=bf16"

@@ -77,6 +77,7 @@ def _batch(images: int, seed: int) -> tuple[Tensor, Tensor]:
     return torch.randn(images, 3, 28, 28, generator=g), torch.randint(2, (images,), generator=g)
 
 
+@pytest.mark.slow
 def test_the_whole_study_runs_and_its_file_says_everything(weights, tmp_path, capsys, monkeypatch):
     few = {name: METHODS[name] for name in ("LHE", "DCT")}
     for module in (projections, gradient_error):
@@ -212,6 +213,7 @@ def test_pooled_is_the_gradient_of_all_images(network):
         assert apart[f"pooled {group}"][0] == pytest.approx(together[group][0], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_lhe_profiles_once_and_keeps_its_choice(network):
     first = candidates(network, [2], [_batch(4, 3)])
     later = copy.deepcopy(network)

@@ -29,6 +29,7 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_computes_nothing_after_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     from efficient_ft.training.run import run
 

@@ -42,6 +42,7 @@ def test_every_option_of_every_group_composes(group: str) -> None:
             assert getattr(config, group).name in (option, option.partition("_")[0])
 
 
+@pytest.mark.slow
 def test_every_model_is_known_to_timm_with_its_weights() -> None:
     import timm
 
@@ -222,6 +223,7 @@ def test_only_a_network_without_pretrained_weights_is_trained_from_scratch() -> 
     assert (pretrained.optim.lr, pretrained.trainer.epochs) == (1e-4, 20)
 
 
+@pytest.mark.slow
 def test_no_recipe_is_chosen_unasked_and_the_user_wins() -> None:
     paper = "recipe=lbp_wht/cifar100"
     (folder,) = composed("model=deit_tiny", "data=folder")

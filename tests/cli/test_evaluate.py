@@ -181,6 +181,7 @@ def test_a_configuration_file_cannot_ask_for_an_evaluation(stored: Path, tmp_pat
         configurations(CONF, "mine", [], sweep=False, search=str(tmp_path / "mine"))
 
 
+@pytest.mark.slow
 def test_its_configuration_can_be_shown_and_several_runs_swept_over(stored: Path) -> None:
     done = evaluated(stored, "data.root=elsewhere", "--cfg", "job")
     assert (done.returncode, yaml.safe_load(done.stdout)["data"]["root"]) == (0, "elsewhere"), done.stderr

@@ -21,6 +21,7 @@ from tests.cli.program import REPOSITORY, call, composed, runs_of
 from tests.record.some import some_results
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="kills a job by a signal")
 def test_a_sweep_runs_all_tables_failures_and_is_repeated_only_where_unfinished(program: Path) -> None:
     assert call(program, "method.lbp_wht.order=3").returncode == 0
@@ -45,6 +46,7 @@ def test_a_sweep_runs_all_tables_failures_and_is_repeated_only_where_unfinished(
     assert "method.lbp_wht.order=8: killed by SIGKILL" in table
 
 
+@pytest.mark.slow
 def test_a_sweep_refuses_a_bad_job_first_and_ends_when_interrupted(program: Path) -> None:
     refused = call(program, "-m", "method.lbp_wht.order=2,3", "optim.lr=0.1,abc")
     assert (refused.returncode, refused.stdout) == (2, "")
@@ -59,6 +61,7 @@ def test_a_sweep_refuses_a_bad_job_first_and_ends_when_interrupted(program: Path
     assert "ran 3" not in stopped.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="kills a job by a signal")
 def test_jobs_at_the_same_time_have_the_same_outcomes(program: Path) -> None:
     done = call(program, "-m", "method.lbp_wht.order=2,5,8,3", "jobs=2", "trainer.progress=false")
@@ -76,6 +79,7 @@ def test_jobs_at_the_same_time_have_the_same_outcomes(program: Path) -> None:
     assert again.stdout.count("finished before") == 2
 
 
+@pytest.mark.slow
 def test_a_mistake_in_a_job_of_hydra_s_own_launcher_is_one_clear_message(program: Path) -> None:
     """Such launchers report a job's exception; a job that exits would be lost to them."""
     sweep = call(program, "-m", "hydra/launcher=basic", "method.lbp_wht.order=2,5")
@@ -85,6 +89,7 @@ def test_a_mistake_in_a_job_of_hydra_s_own_launcher_is_one_clear_message(program
     assert "ran 2 " in sweep.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="kills a job by a signal")
 def test_an_interrupted_job_ends_a_parallel_sweep(program: Path) -> None:
     stopped = call(program, "-m", "method.lbp_wht.order=7", "optim.lr=0.1,0.2,0.3,0.4,0.5,0.6", "jobs=2")
@@ -133,6 +138,7 @@ time.sleep(300)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 @pytest.mark.parametrize("kind", ["sleeps", "saves", "ignore"])
 def test_a_job_that_hangs_is_stopped_with_all_that_it_has_started(
@@ -163,6 +169,7 @@ def test_a_job_that_ends_in_time_is_not_stopped() -> None:
     assert processes.run([sys.executable, "-c", ""], timeout=60.0).failure is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 @pytest.mark.parametrize("parallel", [1, 2])
 def test_a_sweep_goes_on_after_a_job_that_hangs(program: Path, parallel: int) -> None:

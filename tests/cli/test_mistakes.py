@@ -135,6 +135,7 @@ def test_mistakes_with_tasks(arguments: list[str], said: str) -> None:
     assert re.search(said, str(caught.value)), str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_configuration_of_a_sweep_is_refused_and_jobs_of_a_single_run_noted(program: Path) -> None:
     shown = call(program, "-m", "method=full", "--cfg", "job")
     assert (shown.returncode, shown.stdout) == (2, "")

@@ -38,6 +38,7 @@ def test_a_mistake_gets_one_message(words: list[str], message: str) -> None:
         command.main([*SETTINGS, *words])
 
 
+@pytest.mark.slow
 def test_the_plan_is_printed_written_and_recorded(capsys: pytest.CaptureFixture[str]) -> None:
     command.main([*SETTINGS, "memory=900GB", "--all", "--json", "plan.json", "--figure", "plan.png"])
     printed = capsys.readouterr().out

@@ -157,6 +157,7 @@ def test_mistakes_are_one_clear_line(arguments: list[str], said: str) -> None:
     assert said in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_report_has_published_and_obtained_side_by_side(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +192,7 @@ def test_a_report_has_published_and_obtained_side_by_side(
     assert "Not on all images" not in other, "there is no such run"
 
 
+@pytest.mark.slow
 def test_a_report_takes_the_accuracy_on_the_test_images_and_names_what_it_cannot_read(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,6 +257,7 @@ def test_the_sweep_of_a_table_is_the_same_grid(name: str) -> None:
     assert all(job.config.tasks or job.config.data.select_best_on == "test" for job in jobs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bsr/3", "back_razor/2", pytest.param("bsr/5", marks=pytest.mark.slow)])
 def test_costs_are_the_published_ones_by_the_papers_rule_or_say_why(name: str) -> None:
     found = published_table(name)

@@ -80,6 +80,7 @@ def test_the_optimizer_by_hand():
     assert several.peak_bytes >= inside.peak_bytes + one
 
 
+@pytest.mark.slow
 def test_the_optimizer_of_layers_that_train_in_some_steps():
     model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT, num_classes=10)
     counts = [
@@ -238,6 +239,7 @@ def test_efficientformer_l1_last_stage():
     assert count.saved_bytes * 32 == pytest.approx(202.7 * 2**20, rel=0.001)
 
 
+@pytest.mark.slow
 def test_swinv2_small_last_stage_reaches_qkv():
     model = trained_last(on_meta("swinv2_small_window8_256", num_classes=100), "layers.3", "norm", "head")
     flops = layer_flops(model, 1, (256, 256))
@@ -248,6 +250,7 @@ def test_swinv2_small_last_stage_reaches_qkv():
     assert flops["layers.3.blocks.0.mlp.fc1"].calls == 1
 
 
+@pytest.mark.slow
 def test_deit_small_fused_and_unfused():
     model = on_meta("deit_small_patch16_224")
     fused = executed(model, 16, (224, 224))
@@ -261,6 +264,7 @@ def test_deit_small_fused_and_unfused():
     assert (unfused.forward_flops, unfused.backward_flops) == (fused.forward_flops, fused.backward_flops)
 
 
+@pytest.mark.slow
 def test_vit_base_with_a_large_batch():
     count = executed(on_meta("vit_base_patch16_224"), 128, (224, 224))
     assert count.flops == pytest.approx(105.1e9, rel=0.002)
@@ -268,6 +272,7 @@ def test_vit_base_with_a_large_batch():
 
 
 # ---------------------------------------------------------------------------------------------- methods
+@pytest.mark.slow
 def test_methods_are_counted_and_left_as_they_are():
     model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=4, num_classes=10)
     methods = [LastStage(), LBPWHT(order=2)]
@@ -315,6 +320,7 @@ def test_methods_not_yet_applied_are_counted_by_real_runs_as_well(batch: int):
     assert peeking.backward_flops == plain.backward_flops
 
 
+@pytest.mark.slow
 def test_a_method_that_profiles_first_is_counted_in_its_steady_step():
     # an 8×8 grid, where the chosen bases cannot fall together
     model = timm.create_model("vit_tiny_patch16_224", img_size=128, num_classes=10, depth=2)
@@ -374,6 +380,7 @@ def test_what_hides_from_the_hook_is_found():
 
 
 # ---------------------------------------------------------------------------------------------- the user's things
+@pytest.mark.slow
 def test_nothing_of_the_users_is_disturbed():
     model = timm.create_model("efficientformer_l1", num_classes=10, drop_path_rate=0.2).eval()
     with torch.no_grad():

@@ -119,7 +119,7 @@ def test_growth_is_predicted_for_every_allocator_that_a_process_can_have():
     assert allocator.allocator_in_use() in felt._GROWTH
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not allocator._glibc(), reason="the predictions were found with allocators of Linux")
 def test_a_process_grows_by_what_is_predicted(tmp_path: Path):
     file = tmp_path / "memory.json"

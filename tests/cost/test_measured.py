@@ -75,6 +75,7 @@ def test_methods_do_their_work_around_each_step():
     assert calls == [7, "end", 8, "end"]
 
 
+@pytest.mark.slow
 def test_both_groups_for_the_method_and_for_full_fine_tuning(run: tuple[nn.Module, list[Method]]):
     model, methods = run
     costs = compare(model, methods, small_vit, **SHAPE, steps=3)
@@ -147,6 +148,7 @@ def test_out_of_memory_is_a_note(run: tuple[nn.Module, list[Method]]):
     assert costs["method"].measured is not None
 
 
+@pytest.mark.slow
 def test_timing_ends_in_time(run: tuple[nn.Module, list[Method]]):
     """Without time everything is counted and the method alone is timed; with a little, at least one step of each."""
     costs = compare(*run, small_vit, **SHAPE, steps=1000, max_seconds=0.0)

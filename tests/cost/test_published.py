@@ -244,6 +244,7 @@ def test_settings_out_of_range_are_refused(call, message):
     assert str(error.value).startswith(message)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drop_at", "keep", "gmacs"),
     [

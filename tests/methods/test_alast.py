@@ -174,6 +174,7 @@ def test_a_step_executes_and_keeps_what_is_counted_by_hand(
         assert counted.forward_flops == forward
 
 
+@pytest.mark.slow
 def test_the_mean_cost_is_that_of_the_sampled_masks_and_falls_with_k(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ALaST, "cost_steps", 4)
     tokens, found = tokens_of([0.7] * DEPTH), []

@@ -83,6 +83,7 @@ def test_swinv2_small_last_stage_all_nine_linears_reached(pristine):
     assert all(layer.calls == 1 for n, layer in layer_flops(model, 1, (256, 256)).items() if n in last)
 
 
+@pytest.mark.slow
 def test_swinv2_as_published_leaves_qkv_exact(pristine):
     model = pristine("swinv2_small_window8_256")
     applied = LBPWHT(padding="reflect", as_published=True).apply(model)
@@ -90,6 +91,7 @@ def test_swinv2_as_published_leaves_qkv_exact(pristine):
     assert applied.skipped["layers.3.blocks.0.attn.qkv"].reason == Reason.AS_PUBLISHED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in LARGE else []) for n in NAMED])
 def test_every_named_layer_falls_by_the_predicted_amount(pristine, name):
     """Full training, projections forced: what is named is projected and reached, and nothing else."""

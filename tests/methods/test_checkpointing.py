@@ -102,6 +102,7 @@ def test_blocks_with_more_arguments_or_results_are_recomputed(architecture: str)
     assert largest_difference(trained(), trained(Checkpointing())) < 1e-10
 
 
+@pytest.mark.slow
 def test_recomputation_lowers_the_peak() -> None:
     model = timm.create_model("deit_tiny_patch16_224")
     plain, checkpointed = (executed(model, 16, (224, 224), methods=m) for m in ([], [Checkpointing()]))

@@ -44,6 +44,7 @@ def found(model: nn.Module, name: str, seed: int = 0) -> Gradients:
     return {n: g for n, g in gradients(model, name, seed=seed).items() if g is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit", "resnet"])
 def test_the_profile_measures_the_change_of_the_whole_gradient(name: str) -> None:
     """Against steps of their own, in which one tensor has 3 bits and all others have 8."""
@@ -98,6 +99,7 @@ def test_the_choice_is_nearly_the_best_of_all() -> None:
     assert choose_forms(values, changes, 3.5, forms)["t1"] == (2, 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bits", "budget"), [(3, 3.5), (2, 2.8), (4, None)])
 def test_at_equal_bytes_the_gradient_is_nearer_than_with_equal_bits(bits: Any, budget: float | None) -> None:
     errors, sizes = {}, {}
@@ -147,6 +149,7 @@ def test_a_group_that_is_set_is_kept() -> None:
     assert len({bits for bits, _ in forms.values()}) > 1
 
 
+@pytest.mark.slow
 def test_a_profile_continues_where_it_was_saved(tmp_path: Path) -> None:
     straight, method = model_of("vit"), LowBit("auto", 3.2, profile_steps=3)
     method.apply(straight)
@@ -212,6 +215,7 @@ def test_steps_without_a_gradient_are_not_counted() -> None:
     gradients(model, "vit")
 
 
+@pytest.mark.slow
 def test_it_is_chosen_within_a_stack_and_in_a_compiled_model() -> None:
     model = model_of("vit").float()
     methods = [BSR(blocks=[1, 3], drop_at=[1, 2]), LBPWHT(order=2), LowBit("auto", 3.0)]

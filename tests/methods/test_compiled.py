@@ -59,6 +59,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", rows())
 def test_a_compiled_network_has_the_same_gradients_and_keeps_as_little(row: str) -> None:
     plain = two_steps(row, False)

@@ -46,11 +46,21 @@ class TestContracts(MethodContracts):
         return ("bf16",) if name == self.rows[row].models[0] else ("fp32",)
 
 
+_ON_OTHERS = {
+    row: replace(r, models=r.models[_models(r) :], refused={}) for row, r in ROWS.items() if r.models[_models(r) :]
+}
+#: One row of each method.
+_FIRST = set({r.method: row for row, r in reversed(_ON_OTHERS.items())}.values())
+
+
 @pytest.mark.slow
 class TestContractsOnOtherModels(MethodContracts):
-    rows = {  # noqa: RUF012
-        row: replace(r, models=r.models[_models(r) :], refused={}) for row, r in ROWS.items() if r.models[_models(r) :]
-    }
+    rows = {row: r for row, r in _ON_OTHERS.items() if row in _FIRST}  # noqa: RUF012
+
+
+@pytest.mark.exhaustive
+class TestContractsOnOtherModelsWithOtherSettings(MethodContracts):
+    rows = {row: r for row, r in _ON_OTHERS.items() if row not in _FIRST}  # noqa: RUF012
 
 
 class _InTheOtherPrecision(TestContracts):
@@ -60,7 +70,7 @@ class _InTheOtherPrecision(TestContracts):
         return tuple({"fp32", "bf16"} - set(super().precisions(row, name)))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("row", "name"), [(row, n) for row, r in TestContracts.rows.items() for n in r.models])
 def test_nothing_hides_from_the_meter_in_the_other_precision(row: str, name: str) -> None:
     _InTheOtherPrecision().test_nothing_hides_from_the_meter(row, name)
@@ -163,6 +173,7 @@ def small(architecture: str) -> tuple[nn.Module, Tensor]:
 QUICK = {row: ROWS[row] for row in ("last_stage", "lora_all", "lbp_wht")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [*drawn(4), *(pytest.param(a, marks=pytest.mark.slow) for a in drawn(9)[4:])])
 def test_any_timm_model_is_worked_on_or_refused(architecture: str) -> None:
     assert worked_on_or_refused(*small(architecture), QUICK)

@@ -105,6 +105,7 @@ def test_a_selection_puts_them_in_and_takes_them_out() -> None:
     run_whole(model)  # nothing to undo
 
 
+@pytest.mark.slow
 def test_training_the_head_takes_less_at_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = timm.create_model("deit_small_patch16_224", num_classes=10)

@@ -181,6 +181,7 @@ def test_a_selection_that_trains_no_such_weight_is_refused(selection: Method) ->
     selection.remove(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "layer"),
     [

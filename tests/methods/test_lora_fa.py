@@ -175,6 +175,7 @@ def test_a_layer_keeps_rank_values_per_position(name: str, layer: str, shape: An
     assert kept_bytes(plain.get_submodule(layer), x.clone()) >= x.numel() * 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "size"), [("deit_tiny_patch16_224", 224), ("resnet26", 64), ("convnext_atto", 64)]
 )
@@ -197,6 +198,7 @@ def test_saved_bytes_of_a_whole_step_grow_by_a_x_alone(architecture: str, size: 
     assert counts[1] - counts[0] == positions * 4 * 4
 
 
+@pytest.mark.slow
 def test_what_is_saved_on_deit_small() -> None:
     """Left are what norms, attention and GELU keep: 1 + 1 + 4 + 4 of the 16 values per token and channel."""
     full, fa, lora = (
@@ -210,6 +212,7 @@ def test_what_is_saved_on_deit_small() -> None:
     assert 35 < fa < 36
 
 
+@pytest.mark.slow
 def test_the_measurement_of_peft_on_resnet50_repeated() -> None:
     """peft#2196: batch 16, 1311 MiB for full fine-tuning. Exact gradients: ReLU keeps bits, and nothing is pruned."""
 
@@ -234,6 +237,7 @@ def test_exact_memory_methods_change_no_gradient(name: str, other: Any) -> None:
     assert largest_difference(gradients(alone, name), gradients(both, name)) < 1e-9
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("other", [lambda: Mesa(), lambda: BackRazor(), lambda: Checkpointing(), lambda: EViT([1, 2])])
 def test_each_stack_keeps_less_than_either(other: Any) -> None:
     def saved(*methods: Method) -> float:

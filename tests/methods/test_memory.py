@@ -50,9 +50,10 @@ def closed_form(model: nn.Module, sparsity: float) -> float:
     return len(model.blocks) * block + 4 * 3 * 224**2 + 4 * d
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "improvement"),
-    [("deit_tiny_patch16_224", 4.4), pytest.param("vit_base_patch16_224", 4.6, marks=pytest.mark.slow)],
+    [("deit_tiny_patch16_224", 4.4), pytest.param("vit_base_patch16_224", 4.6, marks=pytest.mark.exhaustive)],
 )
 def test_saved_bytes_are_those_of_the_closed_form(name: str, improvement: float) -> None:
     with torch.device("meta"):
@@ -72,6 +73,7 @@ def test_saved_bytes_are_those_of_the_closed_form(name: str, improvement: float)
             assert plain > improvement * improved
 
 
+@pytest.mark.slow
 def test_what_each_form_keeps_of_a_block() -> None:
     """A block alone: 8 bits are a byte for each value, and what is derived is not kept."""
     model = timm.create_model("deit_tiny_patch16_224", depth=1)
@@ -93,6 +95,7 @@ def test_what_each_form_keeps_of_a_block() -> None:
     assert kept(Checkpointing(input_dtype="int8")) == pytest.approx(d, rel=0.005)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet18", "mobilenetv2_100"])
 def test_a_convolutional_network_keeps_nothing_dense(name: str) -> None:
     """Values are in fp16: what is in fp32, and no parameter, is dense. BatchNorm is frozen, as published."""
@@ -189,6 +192,7 @@ def test_what_changes_the_forward_pass_is_refused_with_low_rank_backward() -> No
 
 
 # ------------------------------------------------------------------------------------------------ the negative control
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit", "resnet"])
 def test_pruning_forward_too_changes_training_s_output_and_no_bytes(name: str) -> None:
     images, _ = batch_of(name)
@@ -364,6 +368,7 @@ def test_operations_that_stay_dense_are_named_with_their_bytes() -> None:
     assert dense - packed == pytest.approx(sum(named.values()), abs=0.6 * units)
 
 
+@pytest.mark.slow
 def test_compact_keeps_nothing_for_a_relu_after_a_batch_norm() -> None:
     plain, model = model_of("mobilenet"), model_of("mobilenet")
     Compact().apply(model)
@@ -383,6 +388,7 @@ def test_compact_keeps_nothing_for_a_relu_after_a_batch_norm() -> None:
     assert largest_difference(gradients(model, "mobilenet"), gradients(plain, "mobilenet")) < 1e-12
 
 
+@pytest.mark.slow
 def test_mixed_attention_is_recomputed_in_every_fourth_block() -> None:
     with torch.device("meta"):
         model = timm.create_model("vit_tiny_patch16_224", depth=9, num_classes=3)
@@ -403,6 +409,7 @@ def test_compact_leaves_the_outputs_as_they_are(name: str) -> None:
     torch.testing.assert_close(model(x.float()), plain(x.float()), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_every_usual_normalization_is_packed() -> None:
     settings: dict[str, Any] = {"layers": (1, 1, 1, 1), "channels": (16, 16, 32, 32), "num_classes": 5}
     group = partial(nn.GroupNorm, 4)
@@ -417,6 +424,7 @@ def test_every_usual_normalization_is_packed() -> None:
         assert report.notes == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "vit_small_patch16_rope_224", "vit_tiny_patch16_224"])
 def test_rotary_embeddings_swiglu_and_rms_norm_are_packed(name: str) -> None:
     small: dict[str, Any] = {"depth": 2, "num_classes": 5}

@@ -197,6 +197,7 @@ def test_kept_bytes_by_hand() -> None:
     assert found.saved_bytes - plain.saved_bytes == pytest.approx(tokens * (routed + gate - of_ffn), rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "real", "published"),
     [((Full(), MoE()), 3319, 1801), ((BSRMoE(keep_rate=0.7, fuse=False),), 2025, 1237)],

@@ -128,6 +128,7 @@ def test_patches_follow_from_the_seed_of_the_step() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ what it costs
+@pytest.mark.slow
 def test_half_the_patches_cost_half() -> None:
     costs = [
         executed(timm.create_model("deit_small_patch16_224", num_classes=100), 1, (224, 224), methods=methods)
@@ -137,6 +138,7 @@ def test_half_the_patches_cost_half() -> None:
     assert costs[1].flops < 0.51 * costs[0].flops
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "other", [lambda: BackRazor(), lambda: Mesa(), lambda: LoRAFA(), lambda: Checkpointing(), lambda: EViT([1, 2])]
 )

@@ -82,6 +82,7 @@ def test_a_block_that_sits_out_keeps_its_weights_and_the_optimizer_s_state(kind:
     assert len(trained) > method.num_layers, "other blocks train in other steps"
 
 
+@pytest.mark.slow
 def test_a_run_trains_in_each_step_what_the_seed_says_on_every_micro_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,7 @@ def test_each_linear_layer_s_backward_is_of_what_it_must_give(embeddings: bool) 
     assert embedding.backward == (embedding.forward if embeddings else 0)
 
 
+@pytest.mark.slow
 def test_the_mean_cost_is_that_of_the_sampled_masks_and_falls_with_k() -> None:
     found = []
     for k in (1, 2, DEPTH):
@@ -130,6 +131,7 @@ def test_other_models_are_truncated_too(name: str) -> None:
     assert {n for n, p in model.named_parameters() if not p.requires_grad} == set(report.skipped)
 
 
+@pytest.mark.slow
 def test_a_cost_is_counted_without_the_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may have ended: the first of them counts alone, and would wait for ever."""
 
@@ -151,6 +153,7 @@ def test_a_cost_is_counted_without_the_other_processes(monkeypatch: pytest.Monke
         alast.step_end()
 
 
+@pytest.mark.slow
 def test_adapters_keep_nothing_below_the_lowest_chosen_block() -> None:
     model = MODELS["vit"].create()
     counts = []

@@ -181,6 +181,7 @@ def test_names_that_cannot_be_are_refused(name: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ the example
+@pytest.mark.slow
 def test_the_out_of_tree_example_passes_its_tests(tmp_path: Path) -> None:
     example = REPOSITORY / "examples" / "out_of_tree_method"
     information = tmp_path / "every_nth_method-0.1.0.dist-info"

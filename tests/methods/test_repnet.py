@@ -139,6 +139,7 @@ def test_modules_are_spread_evenly(name: str, places: list[int]) -> None:
     assert trains == {n for n, _ in model.named_parameters() if "side_module" in n or n.startswith(heads)}
 
 
+@pytest.mark.slow
 def test_it_keeps_to_the_part_that_the_selection_leaves() -> None:
     model = timm.create_model("resnet26", num_classes=5)
     apply_methods(model, [RepNet(), LastStage()])
@@ -223,6 +224,7 @@ def test_deit_costs_what_table_5_says() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ with others
+@pytest.mark.slow
 @pytest.mark.parametrize("select", [None, "last_stage"])
 def test_a_run_s_result_is_loaded_with_its_modules(select: str | None, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -140,6 +140,7 @@ def test_needs_are_checked_before_anything_is_called() -> None:
     BSR([1], []).apply(model_of("resnet"))
 
 
+@pytest.mark.slow
 def test_the_view_leaves_out_what_methods_added() -> None:
     plain = [layer.name for layer in view(model_of("mobilenet")).layers]
     model = model_of("mobilenet")

@@ -139,6 +139,7 @@ def test_convolutions_without_a_norm_keep_their_weights():
     assert not torch.equal(block.conv_pw.weight, before.conv_pw.weight)
 
 
+@pytest.mark.slow
 def test_a_run_s_result_is_loaded_with_its_modules(tmp_path: Path):
     model = mobile()
     methods = [TinyTL(kernel_size=3), BackRazor()]

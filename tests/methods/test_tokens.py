@@ -112,6 +112,7 @@ def test_drop_path_is_part_of_the_block() -> None:
     assert not torch.equal(first, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plain_gmacs", "gmacs"),
     [
@@ -136,6 +137,7 @@ def test_tokens_and_forward_cost_are_those_published(name: str, plain_gmacs: flo
     assert counts == [197] * 3 + [100] * 3 + [52] * 3 + [28] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other",
     [
@@ -220,6 +222,7 @@ def test_low_rank_energies_are_those_of_the_grid() -> None:
     assert all(g is not None for g in gradients(model, "vit").values())
 
 
+@pytest.mark.slow
 def test_a_step_on_few_tokens_is_exact_where_that_costs_less() -> None:
     model = timm.create_model("vit_tiny_patch16_224", num_classes=10)
     exact, low = (layer_flops(model, 2, (224, 224), methods=m) for m in ([EViT([3, 6])], [EViT([3, 6]), LBPWHT()]))
@@ -237,6 +240,7 @@ def test_timm_s_own_checkpointing_replays_the_same_choice() -> None:
     assert largest_difference(gradients(plain, "vit"), gradients(replayed, "vit")) < 1e-12
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("other", [lambda: BackRazor(), lambda: Mesa(), lambda: LoRA(rank=2), lambda: LastStage()])
 def test_fewer_tokens_keep_fewer_bytes_whatever_else_is_applied(other: Any) -> None:
     model = timm.create_model("vit_tiny_patch16_224", depth=4, num_classes=10)
@@ -391,6 +395,7 @@ def test_blocks_of_another_form_are_refused(name: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ BSR
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "flops", "full"),
     [
@@ -427,6 +432,7 @@ def test_bsr_leaves_a_model_it_refuses_as_it_was() -> None:
         assert not any(forwards_of(m) for m in model.modules())
 
 
+@pytest.mark.slow
 def test_bsr_on_resnet50_executes_and_keeps_what_is_counted_by_hand() -> None:
     """The last blocks of layers 2, 3 and 4: 8.02 of 88.4 MB in the paper, whose rule keeps a bit of a ReLU's output."""
     with torch.device("meta"):

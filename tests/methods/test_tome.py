@@ -167,6 +167,7 @@ def test_drop_path_is_part_of_the_block() -> None:
     assert not torch.equal(first, other)
 
 
+@pytest.mark.slow
 def test_the_order_of_the_tokens_decides_the_two_sets_and_nothing_else() -> None:
     """Patch tokens change places within a set; the class token, and with it the set of a place, stays."""
     generator = torch.Generator().manual_seed(0)
@@ -222,6 +223,7 @@ def tokens_behind(model: Any, size: int) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "counts"),
     [
@@ -250,6 +252,7 @@ def forward_macs(channels: int, r: int, depth: int = 12, patches: int = 196) -> 
     return macs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "channels", "r", "published"),
     [
@@ -277,6 +280,7 @@ def test_the_forward_pass_costs_what_is_counted_by_hand_and_published(
     assert round(cost.forward_flops / 2e9, 1) == published
 
 
+@pytest.mark.slow
 def test_attention_stays_fused_and_merging_keeps_no_activation() -> None:
     """Plain blocks of as many tokens keep as much, but for a share, a position and a log(size) of each token."""
     with torch.device("meta"):
@@ -342,6 +346,7 @@ def test_timm_s_own_checkpointing_replays_the_same_choice() -> None:
     assert largest_difference(gradients(plain, "vit"), gradients(replayed, "vit")) < 1e-12
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "other", [lambda: BackRazor(), lambda: Mesa(), lambda: LoRA(rank=2), lambda: LastStage(), lambda: UniformLayers(2)]
 )
@@ -418,6 +423,7 @@ def test_settings_out_of_range_are_named(settings: dict[str, Any], message: str)
     assert not any(forwards_of(m) for m in model.modules())
 
 
+@pytest.mark.slow
 def test_an_r_that_would_merge_everything_is_refused() -> None:
     """Tokens of 64 after each block: 48, 32, 16, 8, 4, 2, 1; and 49, 34, 19, 10, 5, 3, 2."""
     for r in (16, 32, [32] * 7):

@@ -46,6 +46,7 @@ def test_offline_says_what_where_and_what_instead(empty_cache, monkeypatch):
         factory.create_model(pretrained(), 7)
 
 
+@pytest.mark.slow
 def test_a_host_that_never_answers_is_given_up_soon(empty_cache, monkeypatch):
     silent = socket.socket()
     silent.bind(("127.0.0.1", 0))

@@ -55,6 +55,7 @@ def test_image_sizes_that_the_encoder_cannot_divide_are_refused() -> None:
     factory.random_model(encoder_decoder(image_size=(70, 96)), 3)  # resizes inside
 
 
+@pytest.mark.slow
 def test_segformer_as_methods_see_it(segformer: nn.Module) -> None:
     found = view(segformer)
     assert found.name == "segformer_b0"
@@ -129,6 +130,7 @@ def test_backward_flops_of_the_published_table(segformer: nn.Module) -> None:
         assert found + more == pytest.approx(published, rel=0.03), order
 
 
+@pytest.mark.slow
 def test_low_rank_of_full_rank_is_exact_on_grids_that_are_not_square() -> None:
     torch.manual_seed(0)
     model = factory.random_model(config(kwargs=SMALL, drop_path_rate=0.0), 4).double()
@@ -215,6 +217,7 @@ def test_an_encoder_from_timms_weights(tmp_path: Path, caplog: pytest.LogCapture
     assert "newly initialized for 4 classes: the decoder and its head" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoder", ["convnext_atto", "resnet18"])
 def test_an_encoder_without_some_of_its_weights_is_refused(tmp_path: Path, encoder: str) -> None:
     weights = timm.create_model(encoder, num_classes=9).state_dict()

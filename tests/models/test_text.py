@@ -240,6 +240,7 @@ def test_methods_that_lose_nothing_have_the_exact_gradients(method: Any, dropout
         torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12, msg=name)
 
 
+@pytest.mark.slow
 def test_low_bit_is_near_the_exact_gradient() -> None:
     torch.manual_seed(0)
     kwargs = {**SMALL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -251,6 +252,7 @@ def test_low_bit_is_near_the_exact_gradient() -> None:
     assert not torch.equal(exact, found)
 
 
+@pytest.mark.slow
 def test_what_is_left_dense_keeps_its_own_bytes() -> None:
     model = factory.random_model(config(), 3)
     skip = ["intermediate", "layer.*.output"]

@@ -103,6 +103,7 @@ def test_stages_under_other_names_are_found(name, blocks, last):
         assert seen.last_stage() == last
 
 
+@pytest.mark.slow
 def test_swinv2_qkv_is_found_though_its_forward_is_never_called():
     model = timm.create_model("swinv2_tiny_window8_256", img_size=64, window_size=4)
     layers = {layer.name: layer for layer in view(model).layers}
@@ -114,6 +115,7 @@ def test_swinv2_qkv_is_found_though_its_forward_is_never_called():
     assert position_mlp.why_not == Skipped(Reason.NOT_FROM_IMAGES)
 
 
+@pytest.mark.slow
 def test_reasons_for_layers_without_tokens():
     reasons = {layer.name: layer.why_not for layer in view(timm.create_model("efficientformerv2_s0")).layers}
     assert reasons["stem.conv1.conv"] == Skipped(Reason.STEM)

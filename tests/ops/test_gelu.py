@@ -57,6 +57,7 @@ def test_batch_norm_and_gelu_are_torchs_in_double_precision(shape: tuple[int, ..
         _close(found, value)
 
 
+@pytest.mark.slow
 @given(size=st.integers(1, 40000), seed=st.integers(0, 99))
 def test_gelu_is_torchs_in_double_precision(size: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -79,6 +79,7 @@ def test_counts_are_those_of_a_run(method: str, optim: tuple[str, ...]) -> None:
     assert counted.optimizer_bytes == expected.optimizer_bytes
 
 
+@pytest.mark.slow
 def test_few_bits_of_the_optimizer_are_counted_without_another_step() -> None:
     plain = configure([*SETTINGS, "method=full"])
     counter = Counter(plain, 10)
@@ -89,6 +90,7 @@ def test_few_bits_of_the_optimizer_are_counted_without_another_step() -> None:
         assert counter(config).step_bytes == pytest.approx(exact.step_bytes, rel=0.02)
 
 
+@pytest.mark.slow
 def test_accumulation_adds_the_gradients() -> None:
     whole = configure([*SETTINGS, "method=full"])
     halves = configure([*SETTINGS, "method=full", "data.batch_size=16", "trainer.grad_accum_steps=2"])
@@ -100,7 +102,7 @@ def test_accumulation_adds_the_gradients() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ candidates
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_candidate_is_a_command_of_its_own() -> None:
     base = configure([*SETTINGS, "method=full"])
     every = candidates(base, 6)
@@ -193,6 +195,7 @@ def test_a_gradient_further_from_the_exact_one_than_supposed_is_approximate() ->
 
 
 # ------------------------------------------------------------------------------------------------ plans
+@pytest.mark.slow
 @pytest.mark.usefixtures("three")
 def test_a_plan_with_room_recommends_plain_fine_tuning() -> None:
     found = a_plan()
@@ -229,6 +232,7 @@ def test_a_tight_budget_excludes_and_names_the_smallest_that_would_do() -> None:
     assert tight.smallest in {one.name for one in again.options}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("three")
 def test_a_budget_below_the_weights_is_refused() -> None:
     with pytest.raises(SettingError, match=r"memory must be at least .* Choose a smaller model, data.batch_size"):
@@ -241,6 +245,7 @@ def test_a_time_without_images_is_refused(tmp_path: Path) -> None:
         make_plan(settings, configure, memory_bytes=10**12, max_seconds=60)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("three")
 def test_a_container_with_less_memory_sets_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "memory_limit_bytes", lambda: 3 * 10**9)
@@ -249,6 +254,7 @@ def test_a_container_with_less_memory_sets_the_budget(monkeypatch: pytest.Monkey
     assert "8.00 GB were asked for; this machine or its container may take 3.00 GB, which counts." in plan_text(found)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("three")
 def test_the_recommended_recipe_is_tried() -> None:
     asked = []
@@ -325,6 +331,7 @@ def test_steps_that_are_too_long_and_machines_without_room_have_no_trial(monkeyp
     assert a_plan(attempt=attempt).recommended is not None
 
 
+@pytest.mark.slow
 def test_a_trial_takes_steps_of_the_whole_batch() -> None:
     config = configure([*SETTINGS, "method=[full,low_bit]", "data.batch_size=16", "trainer.grad_accum_steps=2"])
     trial = try_recipe(config, 10, max_seconds=1e-9)
@@ -344,7 +351,7 @@ def test_a_split_batch_fits_where_the_whole_does_not(monkeypatch: pytest.MonkeyP
     assert "trainer.grad_accum_steps=2" in found.options[0].arguments
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("three")
 def test_the_library_function_is_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     found = efficient_ft.plan(*SETTINGS, memory="900GB")
@@ -357,7 +364,7 @@ def test_the_library_function_is_the_plan(monkeypatch: pytest.MonkeyPatch) -> No
     json.dumps(found.as_dict())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_gradients_are_compared_on_the_users_own_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     network = factory.random_model(configure([*SETTINGS, "method=full"]).model, 10)
@@ -381,7 +388,7 @@ def test_what_rows_lost_comes_from_the_finished_studies() -> None:
     assert points_lost(None) == points_lost("no such row") == {}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("three")
 def test_predictions_stand_next_to_what_runs_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from efficient_ft.training.run import run

@@ -286,7 +286,7 @@ def test_runs_that_train_nothing_or_are_the_same_have_no_place_in_a_study(folder
     assert not (folder / "records.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_study_runs_and_is_continued(folder: Path) -> None:
     """Four runs for tuning, two for the other seed, and two that diverge; repeated, none."""
     high = "[method=full, optim.weight_decay=1.0e+38, optim.warmup_steps=0, optim.grad_clip_norm=null]"
@@ -317,6 +317,7 @@ def test_a_test_accuracy_of_zero_is_one(folder: Path) -> None:
         assert study.test_accuracy(held) == percent
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_study_and_a_failed_job_does_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 

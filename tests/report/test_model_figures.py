@@ -79,6 +79,7 @@ def test_the_spectrum_adds_up_and_is_that_of_the_gradient(images: Path) -> None:
     assert sum(series.y) == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_training_memory_follows_the_rule(images: Path) -> None:
     (series,) = model_figure("back_razor/figure_1", config(images)).panels[0].series
     memory = dict(zip(series.x, series.y, strict=True))

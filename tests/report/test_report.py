@@ -102,6 +102,7 @@ FIGURES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_the_figures_are_files_and_one_page_of_its_own(name, recorded, tmp_path, capsys):
     out = tmp_path / "out"
@@ -203,6 +204,7 @@ def test_a_run_that_goes_on_still_or_has_lost_its_images_is_drawn_as_far_as_it_g
     assert "model.safetensors" in text
 
 
+@pytest.mark.slow
 def test_maps_without_magnitudes_and_deep_networks_are_drawn(tmp_path):
     """Null where nothing could be compared; names too long or too many for a label each."""
     generator = np.random.default_rng(0)

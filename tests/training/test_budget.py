@@ -53,6 +53,7 @@ def test_the_refusal_names_the_batch_that_would_fit(monkeypatch: pytest.MonkeyPa
     assert "data.batch_size=8 trainer.grad_accum_steps=4 would fit; or efficient-ft plan" in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_smaller_part_of_the_batch_is_predicted_to_take_less(tmp_path: Path) -> None:
     config = of_run("data.batch_size=512", memory="1TB")
     from efficient_ft.methods.build import build_methods

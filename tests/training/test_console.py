@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 
+import pytest
+
 from efficient_ft.core.text import table
 from efficient_ft.training.console import (
     cost_table,
@@ -27,6 +29,7 @@ def test_columns_are_aligned():
     assert table([["a", "b"], ["long", "1"]]).splitlines() == ["a     b", "───────", "long  1"]
 
 
+@pytest.mark.slow
 def test_costs_that_were_not_probed_have_no_column(finished):
     cost = finished[2]["cost"]
     assert cost_table(cost, "head", 4).splitlines()[0].split() == ["cost", "head", "full", "ratio"]

@@ -51,6 +51,7 @@ def test_a_baseline_that_is_no_selection_is_refused(tmp_path, configuration):
         run(config, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_the_optimizer_s_state_is_reported_and_the_baseline_s_is_plain(tmp_path, configuration, capsys):
     changes = {
         "model__kwargs": {"depth": 2, "embed_dim": 64, "num_heads": 2},

@@ -62,6 +62,7 @@ def stores(tmp_path: Path) -> list[Path]:
 
 
 # ------------------------------------------------------------------------------------------------ results
+@pytest.mark.slow
 def test_with_a_view_for_every_epoch_in_fp32_a_run_is_the_one_without_bit_for_bit(
     tmp_path: Path, small: Callable[..., Config]
 ) -> None:
@@ -81,6 +82,7 @@ def test_with_a_view_for_every_epoch_in_fp32_a_run_is_the_one_without_bit_for_bi
     assert again["totals"]["flops"] < results["totals"]["flops"] == plain["totals"]["flops"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp16", "int8"])
 def test_later_epochs_read_what_the_first_ones_stored(
     tmp_path: Path, small: Callable[..., Config], dtype: str, capsys: pytest.CaptureFixture[str]
@@ -98,6 +100,7 @@ def test_later_epochs_read_what_the_first_ones_stored(
     assert_same_training(tmp_path / "run", tmp_path / "again")
 
 
+@pytest.mark.slow
 def test_interrupted_it_continues_with_the_features_that_are_there(
     tmp_path: Path, small: Callable[..., Config]
 ) -> None:
@@ -109,6 +112,7 @@ def test_interrupted_it_continues_with_the_features_that_are_there(
     assert_same_training(tmp_path / "straight", tmp_path / "broken")
 
 
+@pytest.mark.slow
 def test_one_store_serves_every_run_with_the_same_prefix_and_no_other(
     tmp_path: Path, small: Callable[..., Config]
 ) -> None:
@@ -133,6 +137,7 @@ def test_one_store_serves_every_run_with_the_same_prefix_and_no_other(
 
 
 # ------------------------------------------------------------------------------------------------ mishaps
+@pytest.mark.slow
 def test_damaged_features_are_computed_again_and_it_is_said(
     tmp_path: Path, small: Callable[..., Config], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,6 +154,7 @@ def test_damaged_features_are_computed_again_and_it_is_said(
     assert run(small(), tmp_path / "again")["features"]["computed"] == 0
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_ends_the_filling_and_not_the_run(
     tmp_path: Path,
     small: Callable[..., Config],
@@ -209,6 +215,7 @@ def test_a_disk_without_room_is_refused(
     assert not stores(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -234,6 +241,7 @@ def test_auto_stores_none_where_nothing_is_gained_and_says_why(
     assert reason in printed
 
 
+@pytest.mark.slow
 def test_auto_stores_what_is_used_again(tmp_path: Path, small: Callable[..., Config]) -> None:
     results = run(small(trainer__cache_features="auto", trainer__epochs=3, trainer__views=1), tmp_path / "run")
     assert results["features"]["read"] == 2 * TRAIN + 2 * VAL
@@ -249,6 +257,7 @@ def test_settings_of_stored_features_name_another_run_only_where_they_are_on(sma
 
 
 # ------------------------------------------------------------------------------------------------ forms of the prefix
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["off", "on"])
 def test_a_form_of_the_prefix_is_used_and_recorded(tmp_path: Path, small: Callable[..., Config], cache: str) -> None:
     """The network of the digits has a convolution with BatchNorm in its prefix."""
@@ -261,6 +270,7 @@ def test_a_form_of_the_prefix_is_used_and_recorded(tmp_path: Path, small: Callab
         assert len(stores(tmp_path)) == 2, "features of another form are others"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_the_form_that_was_chosen(
     tmp_path: Path, small: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -275,6 +285,7 @@ def test_a_resumed_run_keeps_the_form_that_was_chosen(
     assert_same_training(tmp_path / "whole", tmp_path / "resumed")
 
 
+@pytest.mark.slow
 def test_auto_takes_the_form_in_which_features_are_stored(
     tmp_path: Path, small: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,6 +297,7 @@ def test_auto_takes_the_form_in_which_features_are_stored(
     assert len(stores(tmp_path)) == 1
 
 
+@pytest.mark.slow
 def test_a_form_where_nothing_is_frozen_is_refused_and_auto_says_so(
     tmp_path: Path, small: Callable[..., Config], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,6 +29,7 @@ def test_a_recipe_names_what_it_loads(state_bits: int, methods: list[Method], ex
     assert libraries(state_bits, methods) == expected
 
 
+@pytest.mark.slow
 def test_each_is_measured_once_in_a_new_process() -> None:
     pytest.importorskip("numba")
     code = (

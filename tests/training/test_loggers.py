@@ -16,6 +16,7 @@ from tests.training.runs import REPOSITORY, rows_of
 from tests.training.wandb_files import offline_run
 
 
+@pytest.mark.slow
 def test_wandb_offline_continues_the_same_run(tmp_path, configuration, monkeypatch, without_cost):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")

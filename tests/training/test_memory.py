@@ -62,6 +62,7 @@ def test_the_table_names_what_is_felt_and_what_is_counted():
     assert (shown["allocated on the GPU"], shown["reserved on the GPU"]) == ("1.00 MiB", "5.00 MiB")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_what_was_measured(tmp_path: Path, configuration: Any, without_cost: None):
     """Interrupted after the measurement: kept. Before it: measured in the continuation, its loaded state subtracted."""
     for at, first in ((WARMUP + STEPS + 1, WARMUP), (1, WARMUP)):

@@ -101,6 +101,7 @@ def test_a_processor_that_emulates_bf16_is_named(tmp_path, configuration, monkey
     assert not caplog.text
 
 
+@pytest.mark.slow
 def test_constant_predictions_are_reported_once_with_what_likely_caused_them(tmp_path, configuration, capsys):
     """A rate far too high: the classifier gives one class from the first epoch on."""
     config = configuration(optim__lr=30.0, optim__warmup_steps=0, optim__name="sgd", optim__weight_decay=0.0)
@@ -122,6 +123,7 @@ def test_frozen_batch_norm_statistics_come_first_among_the_likely_causes(configu
     assert "frozen_bn" not in " ".join(likely_causes(module))
 
 
+@pytest.mark.slow
 def test_a_run_that_learns_is_not_warned_about(finished, tmp_path, configuration, capsys):
     run(configuration(), tmp_path / "run")
     assert "warning" not in capsys.readouterr().out

@@ -42,6 +42,7 @@ def _limited(plain: dict[str, Any], folder: Path, more: int) -> subprocess.Compl
     return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=REPOSITORY)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space of a process")
 def test_the_batch_size_named_by_a_run_without_memory_fits(tmp_path: Path) -> None:
     plain = plain_config(data__batch_size=1200, model__kwargs={"depth": 4}, trainer__max_steps=1)
@@ -66,6 +67,7 @@ def _caught() -> AbstractContextManager[None]:
 _CPU = "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "asked"),
     [
@@ -83,6 +85,7 @@ def test_every_library_s_lack_of_memory_is_known(error: Exception, asked: str, m
     assert f"data.batch_size=96 is predicted to fit (the same steps: {same}); or efficient-ft plan" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_method_is_named_where_no_batch_size_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_largest_batch", lambda config, *rest: 7 if "checkpointing" in config.method else 0)
     with pytest.raises(UserError, match=r"method=\[full,checkpointing\] data\.batch_size=7 would \(exact, "), _caught():
@@ -92,6 +95,7 @@ def test_a_method_is_named_where_no_batch_size_fits(monkeypatch: pytest.MonkeyPa
         raise MemoryError
 
 
+@pytest.mark.slow
 def test_what_a_failed_step_holds_is_freed_before_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     import weakref
 
@@ -124,6 +128,7 @@ def test_other_errors_pass_and_a_killed_worker_is_named() -> None:
         raise killed
 
 
+@pytest.mark.slow
 def test_the_largest_batch_size_is_that_of_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "resident_bytes", lambda: 10**9)
     config, cpu = check(plain_config()), torch.device("cpu")

@@ -65,6 +65,7 @@ def test_two_processes_choose_the_same_bits(tmp_path):
     assert all(1.4 < ratio < 6 for ratio in ratios), "the sum over two processes, not one process's own"
 
 
+@pytest.mark.exhaustive
 def test_two_processes_train_one_model(tmp_path):
     """Both ranks see their half of the images, and one of them writes, also the rows of step statistics."""
     plain = plain_config(trainer__devices=2, data__batch_size=64, step_stats__interval=4)
@@ -77,6 +78,7 @@ def test_two_processes_train_one_model(tmp_path):
     assert all(len(row["magnitudes"]) == len(row["trained"]) == 2 for row in rows)
 
 
+@pytest.mark.exhaustive
 def test_two_processes_train_several_tasks_as_one(tmp_path: Path, folders: Path) -> None:
     """Half a batch each: the same images in the same steps, the same weights but for rounding."""
     exact: dict[str, Any] = {**QUIET, "optim": {"name": "sgd", "lr": 0.05, "grad_clip_norm": 1.0}}
@@ -123,6 +125,7 @@ def test_two_processes_train_a_segmentation_as_one(tmp_path: Path) -> None:
     same_weights_and_scores(tmp_path, one, two)
 
 
+@pytest.mark.exhaustive
 def test_two_processes_train_on_texts_as_one(tmp_path: Path) -> None:
     """The halves of a batch are padded to different lengths."""
     place = write_place(tmp_path)
@@ -137,7 +140,7 @@ def test_two_processes_train_on_texts_as_one(tmp_path: Path) -> None:
     same_weights_and_scores(tmp_path, one, two)
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_a_killed_process_ends_the_other_one_and_the_run_can_be_continued(
     lost: int, tmp_path: Path, configuration: Any
 ) -> None:

@@ -36,6 +36,7 @@ def test_killed_in_the_middle_of_an_epoch_it_continues_bit_for_bit(tmp_path, con
     assert_same_run(broken, finished[0])
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_checkpoint_and_the_command_continues(tmp_path, configuration, finished, capsys):
     folder = tmp_path / "run"
     config = configuration()
@@ -45,6 +46,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_the_command_continues(tmp_path, configur
     assert_same_run(folder, finished[0])
 
 
+@pytest.mark.slow
 def test_sigterm_leaves_a_checkpoint_and_has_its_own_status(tmp_path, configuration, finished):
     folder, config = tmp_path / "run", configuration()
     with pytest.raises(TerminatedRun) as stopped:
@@ -67,6 +69,7 @@ def straight_and_broken(configuration, folder: Path, steps: tuple[int, ...], **c
     return straight, broken
 
 
+@pytest.mark.exhaustive
 def test_the_bases_that_a_profile_chose_continue(tmp_path, configuration):
     """LHE stopped while it profiles (5 steps of 8) and again after it has chosen (14)."""
     method = {"full": {}, "lbp_wht": {"bases": "lhe", "order": 2, "profile_steps": 8}}
@@ -77,7 +80,7 @@ def test_the_bases_that_a_profile_chose_continue(tmp_path, configuration):
     assert len(of_broken["chosen"]) > 4
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_bits_that_a_profile_chose_continue(tmp_path, configuration):
     """``bits=auto`` stopped while it profiles (2 steps of 3) and again after it has chosen (6)."""
     method = {"full": {}, "low_bit": {"bits": "auto", "budget": 3.3, "profile_steps": 3}}
@@ -91,6 +94,7 @@ def test_the_bits_that_a_profile_chose_continue(tmp_path, configuration):
     assert any("bits=auto: 3." in note for note in notes[0])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["alast", "lisa", "top_layers"])
 def test_per_step_choices_continue(name, tmp_path, configuration):
     """Stopped twice: within a profile and within steps that share a choice, and after it."""
@@ -107,6 +111,7 @@ def test_per_step_choices_continue(name, tmp_path, configuration):
         assert len(state["top"]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optim",
     [{"state_bits": 8}, {"state_bits": 4, "in_backward": True, "grad_clip_norm": None}],
@@ -129,6 +134,7 @@ def test_the_optimizer_s_state_continues(optim, tmp_path, configuration):
     assert {value.dtype for one in state.values() for value in one.values()} == {torch.uint8, torch.float32}
 
 
+@pytest.mark.slow
 def test_stepping_in_backward_trains_as_an_ordinary_run(tmp_path, configuration):
     inside, outside = tmp_path / "inside", tmp_path / "outside"
     changes = {"trainer__max_steps": 8, "optim__grad_clip_norm": None}
@@ -138,6 +144,7 @@ def test_stepping_in_backward_trains_as_an_ordinary_run(tmp_path, configuration)
 
 
 # ---------------------------------------------------------------------------------------------- damaged checkpoints
+@pytest.mark.slow
 def test_a_truncated_checkpoint_falls_back_to_the_previous_one(tmp_path, configuration, finished, caplog, monkeypatch):
     monkeypatch.setattr("efficient_ft.training.recorder.EPOCH_CHECKPOINT_SECONDS", 0.0)
     folder = tmp_path / "run"

@@ -83,6 +83,7 @@ def test_the_export_loads_into_plain_timm(finished):
     assert float(about["accuracy"]) == results["accuracy"]["best"]
 
 
+@pytest.mark.slow
 def test_max_steps_ends_the_run_at_that_step(tmp_path, configuration, without_cost):
     config = configuration(trainer__max_steps=13, trainer__epochs=5)
     results = run(config, tmp_path)
@@ -101,6 +102,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_says_what_to_try(tmp_path, 
     assert not (tmp_path / checkpoint.NAME).exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_within_its_warm_up_is_said(tmp_path, configuration, without_cost, capsys):
     run(configuration(optim__warmup_steps=30, optim__lr=0.01), tmp_path)
     assert "warning: the run ends within its warm-up: the learning rate never reaches optim.lr=0.01. It has 22" in (

@@ -74,6 +74,7 @@ def trained(
     return folder, config, run(config, folder)
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_records_its_scores(trained: tuple[Path, Config, dict[str, Any]]) -> None:
     folder, _, results = trained
     accuracy = results["accuracy"]
@@ -171,6 +172,7 @@ def test_weights_are_those_of_the_plain_network(trained: tuple[Path, Config, dic
     assert torch.equal(plain.eval()(x), loaded.model(x))
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_continues_as_if_it_had_not_stopped(
     segmentation: Callable[..., Config], tmp_path: Path, without_cost: None
 ) -> None:
@@ -181,6 +183,7 @@ def test_an_interrupted_run_continues_as_if_it_had_not_stopped(
     assert_same_run(tmp_path / "straight", tmp_path / "stopped")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["lbp_wht", "back_razor", "low_bit", "checkpointing", "lora", "bitfit"])
 def test_methods_train_a_segmentation_network(
     segmentation: Callable[..., Config], tmp_path: Path, method: str, without_cost: None

@@ -69,6 +69,7 @@ def test_every_step_is_of_the_next_task_and_moves_nothing_of_the_others(tmp_path
         assert "blocks.0.attn.qkv.weight" in moved
 
 
+@pytest.mark.slow
 def test_results_are_given_by_task_and_as_their_mean(straight: tuple[Path, dict[str, Any]]) -> None:
     folder, results = straight
     accuracy = results["accuracy"]
@@ -94,6 +95,7 @@ def test_results_are_given_by_task_and_as_their_mean(straight: tuple[Path, dict[
     assert checkpoint.read(folder / checkpoint.NAME)["global_step"] == 3 * 6 * 2
 
 
+@pytest.mark.slow
 def test_both_tasks_are_learnt(tmp_path: Path, folders: Path) -> None:
     settings: dict[str, Any] = {"method": {"full": {}}, "model__drop_rate": 0.0, "model__drop_path_rate": 0.0}
     results = run(config_of(folders, **settings, trainer__epochs=8), tmp_path)
@@ -175,6 +177,7 @@ def test_a_method_s_own_loss_is_minimized_and_recorded(tmp_path: Path, folders: 
 
 
 # ---------------------------------------------------------------------------------------------- continuing
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [5, 8, 19])
 def test_interrupted_anywhere_it_continues_bit_for_bit(
     step: int, tmp_path: Path, folders: Path, straight: tuple[Path, dict[str, Any]]
@@ -187,7 +190,7 @@ def test_interrupted_anywhere_it_continues_bit_for_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_killed_and_resumed_equals_straight(workers: int, tmp_path: Path, folders: Path) -> None:
     changes: dict[str, Any] = {
         "method": {"bsr_moe": {**BSR_MOE["bsr_moe"], "aux_loss_coef": 0.01, "norm_topk_prob": True}},

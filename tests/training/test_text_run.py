@@ -67,6 +67,7 @@ def trained(
     return folder, config, run(config, folder)
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_records_its_accuracy(trained: tuple[Path, Config, dict[str, Any]]) -> None:
     _, _, results = trained
     accuracy = results["accuracy"]
@@ -117,6 +118,7 @@ def test_lines_are_predicted(
         predict.main([str(folder), str(tmp_path / "lines.txt"), "--overlay"])
 
 
+@pytest.mark.slow
 def test_pairs_are_trained_on_and_predicted(
     text_run: Callable[..., Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,6 +150,7 @@ def test_the_file_is_one_of_transformers_weights(trained: tuple[Path, Config, di
         factory.create_model(again, 2)  # of another width
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_continues_as_if_it_had_not_stopped(text_run: Callable[..., Config], tmp_path: Path) -> None:
     config = text_run(trainer__epochs=3)
     run(config, tmp_path / "whole")
@@ -156,6 +159,7 @@ def test_an_interrupted_run_continues_as_if_it_had_not_stopped(text_run: Callabl
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["back_razor", "low_bit", "checkpointing", "lora", "bitfit", "last_stage", "lisa"])
 def test_methods_train_a_text_classifier(text_run: Callable[..., Config], tmp_path: Path, method: str) -> None:
     results = run(text_run(method={method: {}}, trainer__epochs=1), tmp_path)
@@ -169,6 +173,7 @@ def test_low_rank_backward_says_why_it_cannot_serve_texts(text_run: Callable[...
         run(text_run(method={"lbp_wht": {}}), tmp_path)
 
 
+@pytest.mark.slow
 def test_costs_need_no_files(text_run: Callable[..., Config], capsys: pytest.CaptureFixture[str]) -> None:
     config = text_run(
         model={"name": "bert_tiny", "weights": None},

@@ -23,6 +23,7 @@ from tests.training.runs import interrupted_at, rows_of
 LISA_SETTINGS = {"lisa": {"num_layers": 1, "interval": 1, "train_embeddings": False}}
 
 
+@pytest.mark.slow
 def test_totals_of_equal_steps_are_the_counted_step_times_the_images(finished: tuple[Path, Any, dict[str, Any]]):
     folder, _, results = finished
     totals, cost = results["totals"], results["cost"]["executed"]
@@ -40,6 +41,7 @@ def test_totals_of_equal_steps_are_the_counted_step_times_the_images(finished: t
     assert 0 < totals["step_seconds"] * totals["steps"] / 2 < totals["seconds"], "at least half take the median"
 
 
+@pytest.mark.slow
 def test_steps_that_differ_are_each_counted(tmp_path: Path, configuration: Any, without_cost: None):
     """LISA trains one block of two per step: steps cost differently."""
     config = configuration(method=LISA_SETTINGS)
@@ -50,6 +52,7 @@ def test_steps_that_differ_are_each_counted(tmp_path: Path, configuration: Any, 
     assert len(set(window)) > 1
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_has_the_totals_of_a_whole_one(tmp_path: Path, configuration: Any, without_cost: None):
     config = configuration(
         method={"lisa": {"num_layers": 1, "interval": 1, "train_embeddings": False}}, trainer__grad_accum_steps=2

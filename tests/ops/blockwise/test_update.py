@@ -27,6 +27,7 @@ def gradients(n: int, steps: int) -> list[torch.Tensor]:
     return [torch.randn(n, generator=chance) * sizes * 1e-3 for _ in range(steps)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("form", STEPS)

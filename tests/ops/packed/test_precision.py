@@ -51,6 +51,7 @@ def test_ranges_are_per_head_and_kept_from_step_to_step():
         assert not torch.equal(high, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"normalized": True, "derived": True}, {"fused": Sparse(0.0)}])
 def test_mixed_precision_gives_gradients_of_the_parameters_type_near_the_plain_ones(settings):
     inputs = [t.detach().float().requires_grad_() for t in inputs_of_everything()]

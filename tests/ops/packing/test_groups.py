@@ -164,6 +164,7 @@ def test_cpu_kernels_equal_the_reference_on_special_values(bits):
         assert_kernels_equal_reference(torch.full((70,), special), bits, 64, None)
 
 
+@pytest.mark.slow
 @needs_numba
 @settings(max_examples=60)
 @given(

@@ -142,6 +142,7 @@ def test_every_order_equals_the_dense_reference_and_differs_from_exact(bases, or
         assert torch.allclose(low[1], exact[1], **TOLERANCE) == (full and padding != "reflect")
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     grid=st.tuples(st.integers(2, 20), st.integers(2, 20)),

@@ -59,6 +59,7 @@ ANY_SPARSE: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(**ANY_SPARSE)
 def test_sparse_form_of_any_shape(rows, inner, kind, dtype, sparsity, exact, seed):
