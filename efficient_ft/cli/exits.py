@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+from efficient_ft.cli.stopping import signals_first
 from efficient_ft.core.errors import DivergedError, TerminatedRun, UserError
 from efficient_ft.core.text import plain_text
 from efficient_ft.record.files import json_text
@@ -26,7 +27,6 @@ _OF_THE_SYSTEM = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ED
 INTERRUPTED = 130
 
 INTERRUPTED_TEXT = "Interrupted. The same command continues from the last checkpoint."
-TERMINATED_TEXT = "Terminated. The same command continues from the last checkpoint."
 
 
 def report_outcome(**outcome: Any) -> None:
@@ -52,16 +52,18 @@ def clean_exits(interrupted: str = INTERRUPTED_TEXT) -> Iterator[None]:
     """Turn mistakes of the user, interrupts and closed pipes inside the block into exit statuses.
 
     A `UserError` prints its text alone (status 2), so does a file or folder that cannot be read or written; Ctrl-C
-    prints `interrupted` (130), and SIGTERM to a training says so (143). Any other exception passes, with its traceback.
+    prints `interrupted` (130), and SIGTERM the same with "Terminated" (143). Any other exception passes, with its
+    traceback.
     """
     try:
-        yield
+        with signals_first():
+            yield
     except UserError as error:
         fail(error)
     except KeyboardInterrupt:
         fail(interrupted, INTERRUPTED)
     except TerminatedRun as terminated:
-        fail(TERMINATED_TEXT, int(terminated.code or 1))
+        fail(interrupted.replace("Interrupted", "Terminated"), int(terminated.code or 1))
     except SystemExit as leaving:
         # Lightning ends an interrupted fit in its own way.
         if isinstance(leaving.__context__, KeyboardInterrupt):

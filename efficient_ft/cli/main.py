@@ -26,6 +26,7 @@ from efficient_ft.cli.exits import INTERRUPTED, INTERRUPTED_TEXT, clean_exits, f
 from efficient_ft.cli.groups import CONF, register
 from efficient_ft.cli.rows import zipped
 from efficient_ft.cli.started import first_process, started_processes
+from efficient_ft.cli.stopping import signals_first, while_loading
 from efficient_ft.cli.variants import not_as_published
 from efficient_ft.config import Config, check
 from efficient_ft.config.plain import plain
@@ -42,14 +43,16 @@ def job(composed: DictConfig) -> float | None:
     from hydra.types import RunMode
 
     try:
-        config = check(plain(composed))
-        prepare(config)
-        from efficient_ft.training.run import run
+        with signals_first():
+            with while_loading():
+                config = check(plain(composed))
+                prepare(config)
+                from efficient_ft.training.run import run
 
-        hydra_config = HydraConfig.get()
-        for sentence in not_as_published(config):
-            print(f"note: {sentence}", flush=True)
-        results = run(config, Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task))
+            hydra_config = HydraConfig.get()
+            for sentence in not_as_published(config):
+                print(f"note: {sentence}", flush=True)
+            results = run(config, Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task))
     except UserError as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             # A job of Hydra's own launchers (submitit, joblib), which report exceptions; an exit would be a lost job.

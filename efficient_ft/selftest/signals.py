@@ -12,12 +12,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from efficient_ft.selftest.children import Child, returned
+from efficient_ft.selftest.children import Child, returned, wait_until
 from efficient_ft.selftest.runs import arguments, program, require_same_run, write_images
 from efficient_ft.selftest.trial import Trial, require
-from efficient_ft.training import checkpoint
+from efficient_ft.training import checkpoint, recorder
 
 _STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143}
+#: Seconds until a program that is forked with all libraries answers signals.
+_FIRST_MOMENT = 0.05
 #: Enough epochs for the signal to come before the end.
 _LONGER = "trainer.epochs=8"
 
@@ -41,11 +43,13 @@ def _at_moment(folder: Path, number: signal.Signals, share: float, workers: bool
     write_images(folder / "images")
     more = (_LONGER, f"data.num_workers={2 if workers else 0}")
     begun = time.monotonic()
-    returned(program, arguments(folder / "images", folder / "straight", *more), output=folder / "straight.log")
+    straight = arguments(folder / "images", folder / "straight", *more)
+    returned(_program, straight, folder / "straight_began", output=folder / "straight.log")
     seconds = share * (time.monotonic() - begun)
     command = arguments(folder / "images", folder / "run", *more)
-    child = Child(program, command, output=folder / "run.log")
-    time.sleep(seconds)
+    child = Child(_program, command, folder / "began", output=folder / "run.log")
+    require(wait_until((folder / "began").exists), "the program did not begin")
+    time.sleep(_FIRST_MOMENT + seconds)
     child.signal(number)
     done = child.ended()
     saved = checkpoint.exists(folder / "run" / checkpoint.NAME)
@@ -53,11 +57,19 @@ def _at_moment(folder: Path, number: signal.Signals, share: float, workers: bool
         require(done.status == _STATUS[number], f"status {done.status}, not {_STATUS[number]}\n{done.printed[-3000:]}")
         require("Traceback" not in done.printed, done.printed[-3000:])
         require("same command" in done.printed, f"it does not say how to continue: {done.said}")
-        trained = (folder / "run" / "metrics.jsonl").exists()  # made when the training begins
-        require(saved or not trained, f"it was training, and saved nothing\n{done.printed[-3000:]}")
-    returned(program, command, output=folder / "continued.log")
+        rows = folder / "run" / "metrics.jsonl"
+        trained = rows.is_file() and rows.stat().st_size > 0
+        require(saved or not trained, f"it had trained, and saved nothing\n{done.printed[-3000:]}")
+    returned(_program, command, folder / "continues", output=folder / "continued.log")
     require_same_run(folder / "run", folder / "straight")
     return {"interrupted": float(done.status != 0), "with_a_checkpoint": float(saved and done.status != 0)}
+
+
+def _program(words: list[str], began: Path) -> None:
+    """Run the program with a row of metrics in each step; the file `began` says that it begins. For a child."""
+    recorder.RECORD_EVERY = 1
+    began.touch()
+    program(words)
 
 
 def _to_a_new_program(folder: Path, number: signal.Signals, seconds: float) -> None:

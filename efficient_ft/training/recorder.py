@@ -72,8 +72,9 @@ class Recorder(L.Callback):
     # ------------------------------------------------------------------ steps
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._saved = time.monotonic()
-        if trainer.world_size > 1 and self.handler is not None:
-            # Lightning's handler broadcasts in the middle of a step, where the others expect another exchange.
+        if self.handler is not None:
+            # In place of Lightning's, which broadcasts in the middle of a step, where other processes expect another
+            # exchange, and ends a single process also where nothing has been saved since the last checkpoint.
             signal.signal(signal.SIGTERM, self.handler)
         if trainer.is_global_zero:
             self.metrics.rewind(trainer.global_step)
@@ -92,9 +93,9 @@ class Recorder(L.Callback):
         whole = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if whole and batch_idx + 1 < trainer.num_training_batches:  # else the epoch's end decides
             stop = self._stop(trainer)
-            if stop is not None or trainer.received_sigterm:
+            if stop is not None:
                 self._save(trainer, pl_module, batch_idx)
-                self._leave(stop)  # after SIGTERM to a single process Lightning stops the run
+                self._leave(stop)
         if step >= pl_module.total_steps:
             trainer.should_stop = True
 
@@ -106,14 +107,13 @@ class Recorder(L.Callback):
         asked = all_reduce_sum(torch.tensor([float(self.stop_requested == number) for number in _STOP])).tolist()
         return next((number for number, count in zip(_STOP, asked, strict=True) if count), None)
 
-    def _leave(self, stop: int | None) -> None:
+    def _leave(self, stop: int) -> None:
         """Stop for the signal `stop` after a checkpoint; let Slurm run the job again where it sent the signal."""
         if stop in REQUEUE:
             if rank() == 0:
                 requeue()
             from_first()  # before the first process has asked, none may end
-        if stop is not None:
-            raise KeyboardInterrupt
+        raise KeyboardInterrupt
 
     def _record_step(self, trainer: L.Trainer, module: FineTuner, batch_idx: int) -> None:
         module.read_losses(batch_idx)
@@ -171,9 +171,9 @@ class Recorder(L.Callback):
             self.metrics.write_csv()
         final = trainer.should_stop or epoch == trainer.max_epochs
         stop = self._stop(trainer)
-        if final or stop is not None or trainer.received_sigterm or self._due(trainer, EPOCH_CHECKPOINT_SECONDS):
+        if final or stop is not None or self._due(trainer, EPOCH_CHECKPOINT_SECONDS):
             self._save(trainer, pl_module, trainer.fit_loop.batch_idx)
-        if not final:
+        if not final and stop is not None:
             self._leave(stop)
 
     def _so_far(self) -> dict[str, float]:
@@ -217,9 +217,8 @@ class Recorder(L.Callback):
 def stop_on_interrupt(recorder: Recorder) -> Iterator[None]:
     """The first Ctrl-C stops after the present step, with a checkpoint; the second stops at once.
 
-    SIGTERM stops as the first Ctrl-C does. To a single process it is Lightning's inside the block, which would call the
-    handler of the command as well. In a job of Slurm, SIGUSR1 and SIGUSR2 announce its end (``--signal``): they stop in
-    the same way, and the job is requeued.
+    SIGTERM stops as the first Ctrl-C does. In a job of Slurm, SIGUSR1 and SIGUSR2 announce its end (``--signal``): they
+    stop in the same way, and the job is requeued.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -238,7 +237,7 @@ def stop_on_interrupt(recorder: Recorder) -> Iterator[None]:
         say("\nStopping after this step, with a checkpoint (Ctrl-C again: at once) …")
 
     recorder.handler = request
-    handlers: dict[int, Any] = {signal.SIGINT: request, signal.SIGTERM: signal.SIG_DFL}
+    handlers: dict[int, Any] = {signal.SIGINT: request, signal.SIGTERM: request}
     if "SLURM_JOB_ID" in os.environ:
         handlers |= dict.fromkeys(REQUEUE, request)
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}

@@ -188,10 +188,14 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
     with stop_on_interrupt(recorder), within_budget(config, trainer.strategy.root_device):
         try:
             trainer.fit(module, datamodule=RunDataModule(images), ckpt_path=resume)
+            if recorder.stop_requested == signal.SIGTERM:  # in the last step: everything is trained and saved
+                raise TerminatedRun
+            if recorder.stop_requested == signal.SIGINT:
+                raise KeyboardInterrupt
         except BaseException as error:
             close_loggers(loggers, failed=True)
             if isinstance(error, SystemExit) and trainer.interrupted:  # Lightning turns signals into exits of its own
-                terminated = trainer.received_sigterm or recorder.stop_requested == signal.SIGTERM
+                terminated = recorder.stop_requested == signal.SIGTERM or trainer.received_sigterm
                 raise (TerminatedRun() if terminated else KeyboardInterrupt()) from None
             raise
     accuracy, taken = _accuracy(recorder), totals.values()

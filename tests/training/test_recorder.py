@@ -28,3 +28,10 @@ def test_a_process_that_inherits_the_handler_leaves_ctrl_c_to_its_parent(
         assert capsys.readouterr().out.count("Stopping after this step") == 1
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+def test_sigterm_asks_to_stop_from_the_first_moment_on() -> None:
+    recorder: Any = SimpleNamespace(stop_requested=None)
+    with stop_on_interrupt(recorder):
+        signal.raise_signal(signal.SIGTERM)
+    assert recorder.stop_requested == signal.SIGTERM

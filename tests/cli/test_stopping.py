@@ -1,0 +1,75 @@
+"""Ctrl-C and SIGTERM outside of a training, also where libraries catch the exception of the signal."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+
+from efficient_ft.cli import stopping
+from efficient_ft.cli.exits import clean_exits
+from efficient_ft.core.errors import UserError
+
+STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143}
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
+
+
+@pytest.fixture(autouse=True)
+def answers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in STATUS}
+    stopping.answer_signals()
+    yield
+    stopping._asked.clear()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def signalled(number: int, error: Exception | None) -> None:
+    """A signal whose exception is lost, as in a callback of C code, and the error that follows; None: not lost."""
+    with contextlib.suppress(*(() if error is None else (BaseException,))):
+        signal.raise_signal(number)
+    assert error is not None
+    raise error
+
+
+@pytest.mark.parametrize("number", STATUS)
+@pytest.mark.parametrize("error", [RecursionError("half an import"), UserError("the file cannot be read"), None])
+def test_an_error_that_follows_a_signal_is_its_exit(
+    number: int, error: Exception | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left, clean_exits():
+        signalled(number, error)
+    assert left.value.code == STATUS[signal.Signals(number)]
+    word = "Interrupted" if number == signal.SIGINT else "Terminated"
+    assert capsys.readouterr().err == f"{word}. The same command continues from the last checkpoint.\n"
+
+
+def test_an_error_without_a_signal_stays_itself() -> None:
+    with pytest.raises(RecursionError), clean_exits():
+        raise RecursionError
+
+
+@pytest.mark.parametrize("number", STATUS)
+def test_while_libraries_load_nothing_can_catch_it(number: int) -> None:
+    code = f"""
+        import signal
+        from efficient_ft.cli.stopping import answer_signals, while_loading
+        answer_signals()
+        with while_loading():
+            pass
+        try:
+            with while_loading():
+                signal.raise_signal({int(number)})
+        except BaseException:
+            pass
+        print("went on")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == STATUS[signal.Signals(number)]
+    assert done.stdout == ""
+    assert done.stderr.endswith("The same command starts again, or continues from the last checkpoint.\n")
