@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM outside of a training: the process ends with status 130 or 143, also where a library catches it."""
+"""Ctrl-C and SIGTERM outside of a training: the process ends with status 130 or 143, also if a library catches it."""
 
 from __future__ import annotations
 

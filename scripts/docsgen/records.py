@@ -48,6 +48,7 @@ FILES = {
     "costs": "table_costs",
     "plans": "plans_cpu",
     "accuracy": "time_to_accuracy_cpu",
+    "default_job": "default_job_cpu",
 }
 
 

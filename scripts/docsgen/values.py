@@ -247,3 +247,18 @@ def _point(name: str, row: str) -> dict[str, Any]:
     if found is None:
         raise ValueError(f"{row} of the study {name} is not tuned")
     return found
+
+
+@value
+def default_job() -> str:
+    """The default job's accuracy on the test images over all runs: mean, lowest and highest."""
+    tested = [100 * run["test"] for run in records.load("default_job")["runs"]]
+    return f"{statistics.mean(tested):.1f} % [{min(tested):.1f} … {max(tested):.1f}]"
+
+
+@value
+def default_job_runs() -> str:
+    """Which runs these are: seeds and numbers of threads."""
+    runs = records.load("default_job")["runs"]
+    seeds, threads = (sorted({run[key] for run in runs}) for key in ("seed", "threads"))
+    return f"{len(seeds)} seeds, each with {' and '.join(map(str, threads))} threads"
