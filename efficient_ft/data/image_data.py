@@ -79,7 +79,7 @@ class ImageData(OpenedData[Samples, SplitDataset]):
                 self._skipped.update(bad)
                 part = part.take(np.asarray([i for i, p in enumerate(part.images) if p not in bad], dtype=np.int64))
             parts[name] = part
-        left = set(parts["train"].labels.tolist())
+        left = set(np.unique(parts["train"].labels).tolist())
         gone = [name for label, name in enumerate(listing.class_names) if label not in left]
         if gone:
             raise UserError(

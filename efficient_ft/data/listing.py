@@ -45,7 +45,7 @@ class Samples:
 
     def content_digest(self) -> str:
         """16 hex digits that tell any change apart: of the pixels in memory, or each file's path, size and date."""
-        found = hashlib.blake2b(self.labels.astype("<i8").tobytes(), digest_size=8)
+        found = hashlib.blake2b(_bytes(self.labels), digest_size=8)
         if isinstance(self.images, np.ndarray):
             found.update(np.ascontiguousarray(self.images).data)
             return found.hexdigest()
@@ -97,7 +97,7 @@ class Listing:
             if part is None or not len(part):
                 continue
             found.update(f"{name} {len(part)}".encode())
-            found.update(part.labels.astype("<i8").tobytes())
+            found.update(_bytes(part.labels))
             for i in np.linspace(0, len(part) - 1, min(len(part), _DIGEST_IMAGES)).round().astype(int):
                 image = part.images[i]
                 found.update(image.tobytes() if isinstance(image, np.ndarray) else _size(image))
@@ -134,13 +134,21 @@ def stratified_split(samples: _Samples, fraction: float, seed: int) -> tuple[_Sa
     """
     held_out = np.zeros(len(samples), dtype=bool)
     by_class = np.argsort(samples.labels, kind="stable")
-    labels, starts = np.unique(samples.labels[by_class], return_index=True)
-    for label, positions in zip(labels.tolist(), np.split(by_class, starts[1:]), strict=True):
+    ordered = samples.labels[by_class]
+    starts = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
+    labels = ordered[np.concatenate([[0], starts])] if len(ordered) else ordered
+    del ordered  # of a million images, as all of this, tens of MB that would stand next to each other
+    for label, positions in zip(labels.tolist(), np.split(by_class, starts) if len(labels) else [], strict=True):
         n = len(positions)
         count = min(max(int(n * fraction + 0.5), 1), n - 1)
         chosen = np.random.default_rng([seed, label]).permutation(n)[:count]
         held_out[positions[chosen]] = True
     return samples.take(np.flatnonzero(~held_out)), samples.take(np.flatnonzero(held_out))
+
+
+def _bytes(labels: np.ndarray) -> memoryview:
+    """The labels as bytes that are the same on every machine; on most no copy."""
+    return np.ascontiguousarray(labels, dtype="<i8").data
 
 
 def _size(path: str) -> bytes:
