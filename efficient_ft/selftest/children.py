@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -33,6 +34,9 @@ _ENVIRONMENT = {
 }
 #: A child that takes longer has failed its trial.
 SECONDS = 300.0
+#: To be held where a process is started or its status is read: at each start multiprocessing reads the status of every
+#: process that has ended, and of two threads that read one the second gets 255.
+_STATUS = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,8 @@ class Child:
         self.process: BaseProcess = _context().Process(
             target=_main, args=(sender, str(output), dict(environment or {}), function, arguments)
         )
-        self.process.start()
+        with _STATUS:
+            self.process.start()
         sender.close()
 
     @property
@@ -90,12 +95,13 @@ class Child:
     @property
     def runs(self) -> bool:
         """Whether it has not ended."""
-        return self.process.is_alive()
+        with _STATUS:
+            return self.process.is_alive()
 
     @property
     def succeeded(self) -> bool:
         """Whether it has ended with status 0."""
-        return self.process.exitcode == 0
+        return not self.runs and self.process.exitcode == 0
 
     def signal(self, number: int) -> None:
         """Send a signal to the process, if it still runs."""
@@ -117,11 +123,13 @@ class Child:
                 value = self._receiver.recv()
         except EOFError:  # it ended without a value
             pass
-        self.process.join(max(0.0, end - time.monotonic()))
+        wait([self.process.sentinel], max(0.0, end - time.monotonic()))
         alive = self.runs
         with contextlib.suppress(ProcessLookupError, PermissionError):  # with all that it started
             os.killpg(self.pid, signal.SIGKILL)
-        self.process.join()
+        wait([self.process.sentinel])
+        with _STATUS:
+            self.process.join()
         printed = self.output.read_text(encoding="utf-8", errors="replace") if self.output.is_file() else ""
         if alive:
             raise BrokenPromiseError(f"a process ran longer than {seconds:.0f} s; it printed:\n{printed[-2000:]}")

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,10 @@ def _environment() -> None:
 def _twice(number: int) -> int:
     print("printed")
     return 2 * number
+
+
+def _nothing() -> None:
+    pass
 
 
 def _raise() -> None:
@@ -52,6 +58,22 @@ def test_a_child_returns_a_value_and_its_output_is_kept(tmp_path: Path) -> None:
     done = run_child(_twice, 21, output=tmp_path / "log")
     assert (done.status, done.value, done.said) == (0, 42, "printed")
     assert returned(_environment_of, "MINE", output=tmp_path / "log2", environment={"MINE": "here"}) == ("here", 1)
+
+
+def test_children_of_several_threads_keep_their_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = forkserver.read_signed
+
+    def slowly(handle: int) -> int:
+        time.sleep(0.05)
+        return read(handle)
+
+    monkeypatch.setattr(forkserver, "read_signed", slowly)
+
+    def statuses(thread: int) -> set[int]:
+        return {run_child(_nothing, output=tmp_path / f"{thread}_{number}").status for number in range(5)}
+
+    with ThreadPoolExecutor(4) as pool:
+        assert set().union(*pool.map(statuses, range(4))) == {0}
 
 
 def test_exceptions_exits_and_signals_have_their_status(tmp_path: Path) -> None:
