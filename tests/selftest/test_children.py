@@ -61,19 +61,24 @@ def test_a_child_returns_a_value_and_its_output_is_kept(tmp_path: Path) -> None:
 
 
 def test_children_of_several_threads_keep_their_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = forkserver.read_signed
+    read, read_twice = forkserver.read_signed, []
 
     def slowly(handle: int) -> int:
-        time.sleep(0.05)
-        return read(handle)
+        time.sleep(0.1)
+        try:
+            return read(handle)
+        except EOFError:
+            read_twice.append(handle)
+            raise
 
     monkeypatch.setattr(forkserver, "read_signed", slowly)
 
     def statuses(thread: int) -> set[int]:
-        return {run_child(_nothing, output=tmp_path / f"{thread}_{number}").status for number in range(5)}
+        return {run_child(_nothing, output=tmp_path / f"{thread}_{number}").status for number in range(8)}
 
     with ThreadPoolExecutor(4) as pool:
         assert set().union(*pool.map(statuses, range(4))) == {0}
+    assert not read_twice
 
 
 def test_exceptions_exits_and_signals_have_their_status(tmp_path: Path) -> None:
