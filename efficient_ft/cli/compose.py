@@ -169,7 +169,7 @@ def _configuration(loader: ConfigLoader, name: str, job: Sequence[str]) -> Confi
             raise UserError(f"{override.input_line}: ~GROUP takes the name of an option, or no value.")
     try:
         composed = compose(name, list(job))
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, TypeError) as error:  # TypeError: a key within a list
         raise explained(loader, name, parsed, error) from None
     check_packages(name, parsed, composed)
     try:

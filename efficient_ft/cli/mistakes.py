@@ -166,6 +166,8 @@ def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error
         if present == "model.kwargs":
             return _new_argument(missing, line)
         if key in setting_names():
+            if override.is_delete():
+                return UserError(f"{line}: the chosen options do not have it; leave this argument out.")
             # In the schema, but not in the chosen option: the check says why it has no place here.
             try:
                 check(plain(compose(name, [*lines, f"+{line}"])))

@@ -9,6 +9,7 @@ import shutil
 import signal
 import string
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +188,8 @@ def _data_folder(folder: Path, start: int) -> dict[str, float]:
             elif way == 4:
                 shutil.rmtree(file.parent)
             elif way == 5:
-                os.mkfifo(file.with_suffix(".jpg"))
+                with suppress(FileExistsError):  # the same file was chosen twice
+                    os.mkfifo(file.with_suffix(".jpg"))
             elif way == 6:
                 os.rename(os.fsencode(file), os.fsencode(file.parent) + b"/\xff\xfe.png")
             else:

@@ -39,6 +39,9 @@ from tests.cli.program import call, composed
         ),
         (["optim=null"], r"^optim must be one of adam, adamw, sgd, got null\.$"),
         (["~optim"], r"^~optim: a run needs one\. .*adam, adamw, sgd"),
+        (["~logger.tags"], r"^~logger\.tags: the chosen options do not have it; leave this argument out\.$"),
+        (["~data.text.label=-0.1"], r"^~data\.text\.label=-0\.1: the chosen options do not have it"),
+        (["data.augment.scale.optim.lr=4GB"], r"data\.augment\.scale\.optim"),
         (
             ["~optim.lr"],
             r"^optim\.lr must be a number >= 1e-12, got nothing\. It has no default: pass optim\.lr=VALUE\.$",
