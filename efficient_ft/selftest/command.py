@@ -125,7 +125,8 @@ def _tried(number: int, trial: Trial, keep: bool) -> Outcome:
     try:
         measured = trial.function(folder, *trial.arguments)
     except Exception as error:  # a mistake in a trial is a failed trial too
-        failure = f"{type(error).__name__}: {error}" + (f"\n(its folder: {folder})" if keep else "")
+        failure = f"{type(error).__name__}: {error}".replace(str(folder), "FOLDER")
+        failure += f"\n(its folder: {folder})" if keep else ""
     seconds = time.monotonic() - begun
     if not keep or failure is None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -161,7 +162,7 @@ def _record(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         held["trials"] += 1
         held["seconds"] = round(held["seconds"] + outcome.seconds, 1)
         if outcome.failure is not None:
-            held["failed"].append({"name": outcome.name, "failure": outcome.failure[:2000]})
+            held["failed"].append({"name": outcome.name, "failure": outcome.failure.splitlines()[0][:500]})
         for key, value in outcome.measured.items():
             # Differences and limits are largest values; counts are summed.
             combine = max if key.startswith(("largest", "seconds", "peak", "growth")) else sum
