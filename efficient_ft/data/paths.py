@@ -30,7 +30,7 @@ class Paths:
         self._folder = np.asarray(folder, dtype=np.int32)
         #: All names in the folders as bytes, one after another, and where each begins and how long it is.
         self._names = b"".join(names)
-        self._length = np.fromiter(map(len, names), dtype=np.uint32, count=len(names))
+        self._length = np.fromiter(map(len, names), dtype=np.int32, count=len(names))
         start = np.cumsum(self._length, dtype=np.int64) - self._length
         self._start = start.astype(_offset_type(len(self._names)))
 

@@ -209,12 +209,12 @@ def _finished(folder: Path) -> Path:
     return folder / "given"
 
 
-def _read(folder: Path, run: Path, name: str, chance: random.Random) -> int:
-    """Read a run folder with half of the commands that do; return how many refuse it."""
+def _read(folder: Path, run: Path, name: str) -> int:
+    """Read a run folder with every command that does; return how many refuse it."""
     commands = reading(folder / "images", run, folder / f"report_{name}")
     refused = 0
-    for command in sorted(chance.sample(list(commands), len(commands) // 2), key=list(commands).index):
-        refused += _require_one_message(commands[command], folder / f"{name}_{command}.log") == 2
+    for command, words in commands.items():
+        refused += _require_one_message(words, folder / f"{name}_{command}.log") == 2
     return refused
 
 
@@ -229,7 +229,7 @@ def _run_folder(folder: Path, start: int) -> dict[str, float]:
             (run / "results.json").unlink()
         for name in chance.sample(_RUN_FILES, chance.randint(1, 3)):
             _break(run / name, chance)
-        refused += _read(folder, run, str(number), chance)
+        refused += _read(folder, run, str(number))
     return {"inputs": 5, "refused": refused}
 
 
@@ -289,5 +289,5 @@ def _records(folder: Path, start: int) -> dict[str, float]:
         run = folder / f"run_{number}" / "run"
         shutil.copytree(given, run)
         (run / "results.json").write_text(json.dumps(changed))
-        refused += _read(folder, run, str(number), chance)
+        refused += _read(folder, run, str(number))
     return {"inputs": 5, "refused": refused}

@@ -1,6 +1,6 @@
 """The libraries that trials use, imported without a word: the server of child processes preloads this module.
 
-What libraries and methods import at their first use is imported too, which is half of the time of a small run.
+What libraries and methods import at their first use is imported too, which is a third of the time of a small run.
 """
 
 from __future__ import annotations
@@ -28,11 +28,6 @@ def _import_all() -> None:
     from PIL import Image
 
     Image.init()
-    with contextlib.suppress(ImportError):
-        from numba.core.registry import cpu_target
-
-        cpu_target.typing_context.refresh()
-        cpu_target.target_context.refresh()
 
 
 _terminal = os.dup(2)

@@ -66,8 +66,7 @@ PROMISES = (
         6,
         "Bad input never gives a traceback",
         "A mistake in settings, data, weights, run folders or records is one message, with status 2.",
-        "30 random command lines and 20 broken inputs (long: 2,000 and 500); a run folder is read by three of the six"
-        " commands that read one.",
+        "30 random command lines and 20 broken inputs (long: 2,000 and 500).",
         bad_input.trials,
     ),
     Promise(
