@@ -51,7 +51,8 @@ def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence
             id=run_id,
             resume="allow",
             save_dir=folder,
-            offline=options.mode == "offline",
+            # not offline=True: that sets WANDB_MODE, which a sweep's later job in this process would inherit
+            mode="offline" if options.mode == "offline" else None,
             log_model=False,
             config=plain,
         )

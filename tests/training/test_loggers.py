@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
@@ -70,6 +71,25 @@ def test_a_missing_key_of_wandb_is_said_at_once(tmp_path, configuration, monkeyp
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(UserError, match=r"^logger=wandb needs a key, and none is configured\. Log in .*offline\.$"):
         loggers.start_loggers(configuration(logger={"name": "wandb"}), tmp_path / "run", "id")
+
+
+def test_an_offline_run_after_an_online_one_stays_offline(tmp_path, configuration, monkeypatch):
+    """In one process, as in a sweep: wandb keeps the mode of its first use, and the environment is the later jobs'."""
+    pytest.importorskip("wandb")
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with pytest.raises(UserError, match="needs a key"):
+        loggers.start_loggers(configuration(logger={"name": "wandb"}), tmp_path / "online", "a")
+    offline = configuration(logger={"name": "wandb", "mode": "offline"})
+    started = loggers.start_loggers(offline, tmp_path / "offline", "b")
+    assert started[0].experiment.offline
+    loggers.close_loggers(started, failed=False)
+    assert "WANDB_MODE" not in os.environ
+    with pytest.raises(UserError, match="needs a key"):
+        loggers.start_loggers(configuration(logger={"name": "wandb"}), tmp_path / "online", "c")
 
 
 def test_a_run_on_wandb_has_a_readable_name_and_what_runs_are_compared_by(
