@@ -167,5 +167,8 @@ def _cut_off(folder: Path, share: float) -> None:
     require(checkpoint.read(latest)["global_step"] == 4, "the last checkpoint is not of step 4")
     with latest.open("rb+") as file:
         file.truncate(int(share * latest.stat().st_size))
-    require(checkpoint.read(latest)["global_step"] == 3, "the previous checkpoint is not of step 3")
+    previous = checkpoint.previous(latest)
+    require(checkpoint.read(previous)["global_step"] == 3, "the previous checkpoint is not of step 3")
     _continue(plain, run, straight)
+    said = (folder / "killed_continued.log").read_text(encoding="utf-8")
+    require("is damaged; continuing from the previous one" in said, f"the damage is not said:\n{said}")
