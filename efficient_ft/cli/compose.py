@@ -21,11 +21,12 @@ from omegaconf.errors import OmegaConfBaseException
 from efficient_ft.cli.commands import COMMANDS
 from efficient_ft.cli.evaluate import evaluation
 from efficient_ft.cli.mistakes import check_option, check_packages, explained, known_here, refuse_data
+from efficient_ft.cli.output_folder import check_output_folder
 from efficient_ft.cli.rows import EXAMPLE, NAMING, jobs_of_rows, key_of
 from efficient_ft.config import Config, UnknownSetting, check
 from efficient_ft.config.plain import plain
 from efficient_ft.config.renamed import refuse_renamed_setting
-from efficient_ft.core.errors import SettingError, UserError, did_you_mean
+from efficient_ft.core.errors import UserError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -132,9 +133,15 @@ def check_form(overrides: Sequence[str]) -> None:
     """Refuse a bare word, e.g. a command that does not exist; also with ``--help``, where nothing is composed.
 
     Raises:
-        UserError: one of `overrides` is not KEY=VALUE, nor ~KEY.
+        UserError: one of `overrides` is not KEY=VALUE, nor ~KEY, or not UTF-8.
     """
     for text in overrides:
+        shown = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        if shown != text:
+            raise UserError(
+                f"{shown}: it has bytes that are not UTF-8, which a run cannot record. Rename the file or folder, or"
+                " give a link to it with another name."
+            )
         if (not text.startswith("~") and not text.partition("=")[1]) or text.startswith("="):
             raise _not_a_setting(text)
 
@@ -157,8 +164,7 @@ def _configuration(loader: ConfigLoader, name: str, job: Sequence[str]) -> Confi
     parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(job))
     for override in parsed:
         refuse_renamed_setting(override.key_or_group, override.value())
-        if override.key_or_group in ("hydra.run.dir", "hydra.sweep.dir") and not str(override.value() or "").strip():
-            raise SettingError(override.key_or_group, "an empty text", "a folder", "Leave it out for one of its own.")
+    check_output_folder(name, parsed)
     evaluated = evaluation(loader, name, parsed)
     if evaluated is not None:
         return evaluated

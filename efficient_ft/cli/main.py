@@ -24,6 +24,7 @@ from efficient_ft.cli.commands import COMMANDS, run_command
 from efficient_ft.cli.compose import ComposedJob, check_form, composed_jobs
 from efficient_ft.cli.exits import INTERRUPTED, INTERRUPTED_TEXT, clean_exits, fail, report_outcome
 from efficient_ft.cli.groups import CONF, register
+from efficient_ft.cli.output_folder import output_folder_faults
 from efficient_ft.cli.rows import zipped
 from efficient_ft.cli.started import first_process, started_processes
 from efficient_ft.cli.stopping import signals_first, while_loading
@@ -101,15 +102,16 @@ def main() -> None:
                 "--cfg shows the configuration of one run. Leave out -m and the values that are swept over."
             )
         check_form(arguments.overrides)
-        if not (arguments.help or arguments.hydra_help or arguments.shell_completion or arguments.info):
-            composed = check_commandline(arguments)
-            if any(one.config.evaluate is not None for one in composed):
-                evaluate(arguments, composed)
-                return
-            sys.argv += without_folder(arguments, composed)
-            if slurm.submits(arguments.overrides) and not arguments.cfg:
-                sys.argv[1:] = slurm.submission(sys.argv[1:], [one.config for one in composed])
-        job()
+        with output_folder_faults(arguments.overrides):
+            if not (arguments.help or arguments.hydra_help or arguments.shell_completion or arguments.info):
+                composed = check_commandline(arguments)
+                if any(one.config.evaluate is not None for one in composed):
+                    evaluate(arguments, composed)
+                    return
+                sys.argv += without_folder(arguments, composed)
+                if slurm.submits(arguments.overrides) and not arguments.cfg:
+                    sys.argv[1:] = slurm.submission(sys.argv[1:], [one.config for one in composed])
+            job()
 
 
 def check_commandline(arguments: Any) -> list[ComposedJob]:

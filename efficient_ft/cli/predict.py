@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from efficient_ft.core.errors import UserError, first_line
-from efficient_ft.core.text import plain_text
+from efficient_ft.core.text import plain_line, plain_text
 
 if TYPE_CHECKING:
     from efficient_ft.task import Inputs
     from efficient_ft.training.export import Trained
+
+#: Letters up to which names of classes are aligned.
+_WIDEST = 60
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -48,12 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     is_text = trained.input.tokenizer is not None
     items: list[Any] = _lines(trained, options) if is_text else list(_image_files(options.files))
     shown = min(options.top, len(trained.class_names))
-    names = [plain_text(name) for name in trained.class_names]
-    width = max(map(len, names))
+    names = [plain_line(name) for name in trained.class_names]
+    width = min(_WIDEST, max(map(len, names)))
     for start in range(0, len(items), options.batch_size):
         batch = items[start : start + options.batch_size]
         for item, row in zip(batch, export.probabilities(trained.model, _inputs(trained, batch)), strict=True):
-            print(plain_text(str(item)))
+            print(plain_text(str(item)) if is_text else plain_line(str(item)))
             for probability, label in zip(*row.topk(shown), strict=True):
                 print(f"  {names[int(label)]:{width}}  {float(probability):7.2%}")
 
@@ -117,11 +120,11 @@ def _write_masks(trained: Trained, paths: Sequence[Path], options: argparse.Name
         mask_image(indices, ids).save(target)
         if options.overlay:
             overlay(image, indices, len(names)).save(target.with_name(f"{path.stem}_overlay.png"))
-        print(plain_text(f"{path} -> {target}"))
+        print(plain_line(f"{path} -> {target}"))
         shares = np.bincount(indices.ravel(), minlength=len(names)) / indices.size
         for number in np.argsort(-shares, kind="stable")[: options.top]:
             if shares[number] > 0:
-                print(f"  {names[number]:{max(map(len, names))}}  {shares[number]:7.2%}")
+                print(f"  {names[number]:{min(_WIDEST, max(map(len, names)))}}  {shares[number]:7.2%}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -167,4 +170,4 @@ def _image_files(paths: Sequence[Path]) -> Iterator[Path]:
         elif path.is_file():
             yield path
         else:
-            raise UserError(f"{path}: no such file.")
+            raise UserError(f"{path}: {'neither a file nor a folder' if path.exists() else 'no such file'}.")

@@ -129,7 +129,7 @@ class DataConfig(Section):
     batch_size: BatchSize = 64
     #: null: as `batch_size`.
     eval_batch_size: BatchSize | None = None
-    num_workers: Annotated[int, Field(ge=0)] = 2
+    num_workers: Annotated[int, Field(ge=0, le=256)] = 2
     #: Share of the training images held out for validation, stratified and seeded.
     val_fraction: Fraction = 0.1
     #: The split on which the best epoch is chosen; ``test`` only to repeat a paper that did so.

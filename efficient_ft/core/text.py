@@ -14,6 +14,11 @@ def plain_text(text: str) -> str:
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
+def plain_line(text: str) -> str:
+    """Return `text` in one line: as `plain_text`, with line feeds and tabs as escapes, too."""
+    return plain_text(text).replace("\n", "\\x0a").replace("\t", "\\x09")
+
+
 def table(
     rows: Sequence[Sequence[str]],
     *,

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from efficient_ft.core.errors import UserError, did_you_mean
-from efficient_ft.data.below import Below, files_below, refuse_link_inside
+from efficient_ft.data.below import Below, class_links, files_below
 from efficient_ft.data.images import EXTENSIONS, class_name, is_image, printable
 from efficient_ft.data.listing import Listing, Samples, hold_out_test
 from efficient_ft.data.paths import Paths
@@ -56,9 +56,15 @@ def read_folder(root: Path) -> Listing:
         raise UserError(problem)
     folders = _subfolders(root)
     splits = [folders[name] for name in ("train", "test", *_VAL_NAMES) if name in folders]
-    for folder in (*folders.values(), *(inner for split in splits for inner in _subfolders(split).values())):
-        refuse_link_inside(folder, root)
-    notes: list[str] = []
+    inner = [one for split in splits for one in _subfolders(split).values()]
+    notes = class_links([*folders.values(), *inner], root)
+    for place in (root, *splits):
+        notes += _lost_links(place)
+    listed = frozenset(os.path.realpath(one) for one in inner or folders.values())
+
+    def below() -> Below:
+        return Below(root=os.path.realpath(root), listed=listed)
+
     train = folders.get("train")
     if train is None or not _subfolders(train):
         if train is not None and folders.keys() <= {"train", "test", *_VAL_NAMES}:
@@ -68,18 +74,18 @@ def read_folder(root: Path) -> Listing:
             raise UserError(
                 f"{root.absolute()} has {split[0]}/ but no train/ with class folders. Add the training images."
             )
-        names, samples = _scan_train(root, notes)
+        names, samples = _scan_train(root, below(), notes)
         return _with_test_held_out(names, samples, notes)
 
     validation = [name for name in _VAL_NAMES if name in folders]
     if len(validation) > 1:
         raise UserError(f"{root.absolute()} has {' and '.join(f'{n}/' for n in validation)}. Keep one of them.")
-    names, samples = _scan_train(train, notes)
+    names, samples = _scan_train(train, below(), notes)
     others = sorted(folders.keys() - {"train", "test", *_VAL_NAMES})
     if others:
         notes.append(f"Not used: {', '.join(printable(name) for name in others)} in {printable(root)}.")
-    val = _scan_eval(folders[validation[0]], names, notes) if validation else None
-    test = _scan_eval(folders["test"], names, notes) if "test" in folders else None
+    val = _scan_eval(folders[validation[0]], names, below(), notes) if validation else None
+    test = _scan_eval(folders["test"], names, below(), notes) if "test" in folders else None
     if val is None and test is None:
         notes.append(f"{printable(root)} has train/ only.")
         return _with_test_held_out(names, samples, notes)
@@ -105,13 +111,22 @@ def _subfolders(folder: Path) -> dict[str, Path]:
         return {
             entry.name: Path(entry.path)
             for entry in os.scandir(folder)
-            if entry.is_dir() and not entry.name.startswith(".") and entry.name != "__MACOSX"
+            if (os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir())
+            and not entry.name.startswith(".")
+            and entry.name != "__MACOSX"
         }
     except OSError as error:
         raise UserError(f"{printable(folder)} cannot be read ({error.strerror}). Check its permissions.") from error
 
 
-def _scan_train(folder: Path, notes: list[str]) -> tuple[list[str], Samples]:
+def _lost_links(folder: Path) -> list[str]:
+    """A sentence about links in a folder of classes that lead nowhere."""
+    lost = sorted(one.path for one in os.scandir(folder) if one.is_symlink() and not os.path.exists(one.path))
+    more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
+    return [f"Ignored: {printable(lost[0])}, a link to what does not exist{more}."] if lost else []
+
+
+def _scan_train(folder: Path, left_out: Below, notes: list[str]) -> tuple[list[str], Samples]:
     """Sorted class names and all images of a folder of class folders."""
     classes: dict[str, Path] = {}
     for name, path in sorted(_subfolders(folder).items()):
@@ -119,7 +134,7 @@ def _scan_train(folder: Path, notes: list[str]) -> tuple[list[str], Samples]:
             raise UserError(f"{folder.absolute()} has two folders for the class {class_name(name)!r}. Merge them.")
         classes[class_name(name)] = path
     found: dict[str, Paths] = {}
-    ignored, left_out = Counter[str](), Below()
+    ignored = Counter[str]()
     for name, path in classes.items():
         found[name], other = _images_below(path, left_out)
         ignored.update(other)
@@ -145,13 +160,13 @@ def _scan_train(folder: Path, notes: list[str]) -> tuple[list[str], Samples]:
     return names, Samples(Paths.join(parts), np.repeat(np.arange(len(names)), [len(part) for part in parts]))
 
 
-def _scan_eval(folder: Path, names: list[str], notes: list[str]) -> Samples:
+def _scan_eval(folder: Path, names: list[str], left_out: Below, notes: list[str]) -> Samples:
     """The images of `val/` or `test/`, labeled by the classes of training."""
     paths: list[Paths] = []
     labels: list[int] = []
     known = {name: label for label, name in enumerate(names)}
     absent = set(names)
-    ignored, left_out = Counter[str](), Below()
+    ignored = Counter[str]()
     unknown = []
     for name, path in sorted(_subfolders(folder).items(), key=lambda item: class_name(item[0])):
         files, other = _images_below(path, left_out)

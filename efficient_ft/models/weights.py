@@ -6,6 +6,7 @@ Only a classifier of another size is replaced by a newly initialized one.
 from __future__ import annotations
 
 import re
+import warnings
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,7 +107,9 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
     """
     _require_file(path)
     try:
-        weights = read_weights(str(path), device="cpu", weights_only=True)
+        with warnings.catch_warnings():  # torch's advice about pickles, of which nothing but tensors is read
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")
+            weights = read_weights(str(path), device="cpu", weights_only=True)
     except Exception as error:  # torch and safetensors raise a dozen kinds on a damaged file
         raise SettingError(
             "model.weights",

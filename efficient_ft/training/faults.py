@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.record import config_file
+from efficient_ft.training import checkpoint
 from efficient_ft.training.console import format_bytes
 
 #: Texts of errors of torch and safetensors that stand for a write that failed; neither passes on the system's number.
@@ -21,7 +22,14 @@ _FAILED_WRITES = ("PytorchStreamWriter", "inline_container", "unexpected pos", "
 #: Texts of errors of gloo, which waits for the other processes of a run, when one of them has ended.
 _LOST_PROCESS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
 
-_CONTINUES = "What was saved before is kept, and the same command continues from it."
+
+def _continues(folder: Path | None) -> str:
+    """Return what the same command does then; None: of a folder that is not known."""
+    if folder is None:
+        return "The same command continues from the last checkpoint, or starts again where there is none."
+    if checkpoint.exists(folder / checkpoint.NAME):
+        return "What was saved before is kept, and the same command continues from it."
+    return "Nothing had been saved yet: the same command starts again."
 
 
 def require_folder(folder: Path) -> None:
@@ -47,13 +55,17 @@ def refuse_lost_process(error: BaseException) -> None:
     if "gloo" in str(error).lower() and any(text in str(error) for text in _LOST_PROCESS):
         raise UserError(
             "Another process of this run has ended: it failed, as it says above, or was killed, e.g. for lack of"
-            f" memory. {_CONTINUES}"
+            f" memory. {_continues(None)}"
         ) from error
 
 
 @contextmanager
-def faults_of_the_system(folder: Path) -> Iterator[None]:
+def faults_of_the_system(folder: Path, begun: bool = True) -> Iterator[None]:
     """Turn what the system refuses in the run folder inside the block into a message that names the folder.
+
+    Args:
+        folder: the run folder.
+        begun: the run has written its configuration into it.
 
     Raises:
         UserError: the disk is full, the folder is gone, there is no permission, another process of the run ended, ...
@@ -65,8 +77,9 @@ def faults_of_the_system(folder: Path) -> Iterator[None]:
         reason = _reason(error, folder)
         if reason is None:
             raise
-        require_folder(folder)
-        raise UserError(f"{folder} cannot be written: {reason}. {_CONTINUES}") from error
+        if begun:
+            require_folder(folder)
+        raise UserError(f"{folder} cannot be written: {reason}. {_continues(folder)}") from error
 
 
 def _reason(error: Exception, folder: Path) -> str | None:
@@ -76,14 +89,16 @@ def _reason(error: Exception, folder: Path) -> str | None:
         elsewhere = name is not None and folder.resolve() not in (place := Path(os.fsdecode(name)).resolve()).parents
         if elsewhere and place != folder.resolve():
             return None
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        return f"{os.strerror(error.errno).lower()}{_free(folder) if full else ''}"
+        said = os.strerror(error.errno).lower()
+        if error.errno in (errno.EISDIR, errno.ENOTDIR):
+            return f"{os.fsdecode(error.filename2 or name or folder)} {said.replace('is a directory', 'is a folder')}"
+        return f"{said}{free_space(folder) if error.errno in (errno.ENOSPC, errno.EDQUOT) else ''}"
     if any(text in str(error) for text in _FAILED_WRITES):
-        return f"the system did not take all bytes{_free(folder)}"
+        return f"the system did not take all bytes{free_space(folder)}"
     return None
 
 
-def _free(folder: Path) -> str:
-    """Return the free bytes of the folder's disk, as a clause."""
+def free_space(folder: Path) -> str:
+    """Return the free bytes of the disk of a folder, which need not exist, as a clause."""
     place = next((one for one in (folder, *folder.parents) if one.is_dir()), None)
     return "" if place is None else f"; {format_bytes(shutil.disk_usage(place).free)} are free"

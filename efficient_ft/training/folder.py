@@ -25,6 +25,8 @@ LOCK = ".lock"
 IMAGES = "images"
 #: Any of these files shows that a run was started in a folder.
 _TRACES = (results.NAME, config_file.NAME, checkpoint.NAME, export.NAME, "metrics.jsonl")
+#: What a run writes, in addition to these.
+_FILES = (*_TRACES, "metrics.csv", "run_id", IMAGES, *(f"{checkpoint.NAME}{ending}" for ending in (".tmp", ".prev")))
 
 
 def refuse_another_run(config: Config, folder: Path) -> None:
@@ -97,11 +99,18 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def prepare_folder(config: Config, folder: Path) -> None:
-    """Write config.yaml, in the first process; with ``resume=never`` move an earlier run away first."""
+    """Write config.yaml, in the first process; with ``resume=never`` move an earlier run away first.
+
+    Raises:
+        UserError: there is a folder in place of a file that the run writes.
+    """
     if rank() != 0:
         return
     if config.resume == "never":
         _move_earlier_run(folder)
+    for name in _FILES:
+        if (folder / name).is_dir():
+            raise UserError(f"{folder / name} is a folder; the run writes a file of this name. Remove or rename it.")
     config_file.write_config(folder, config)
 
 

@@ -109,6 +109,7 @@ class Recorder(L.Callback):
 
     def _leave(self, stop: int) -> None:
         """Stop for the signal `stop` after a checkpoint; let Slurm run the job again where it sent the signal."""
+        self.stop_requested = stop  # in each process, whichever got the signal
         if stop in REQUEUE:
             if rank() == 0:
                 requeue()

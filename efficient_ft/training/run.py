@@ -114,7 +114,7 @@ def run(config: Config, folder: Path, arguments: Sequence[str] = ()) -> dict[str
     missing = [factory.missing_weights(config.model), *missing_images(config)]
     if any(missing):
         raise UserError("\n".join(message for message in missing if message is not None))
-    with locked(folder):
+    with faults_of_the_system(folder, begun=False), locked(folder):
         prepare_folder(config, folder)
         with faults_of_the_system(folder), out_of_memory(config):
             from_first()  # before the others look into the folder, the first process has prepared it

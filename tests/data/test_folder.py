@@ -122,15 +122,33 @@ def test_a_pipe_is_no_image_and_a_link_is_no_way_back(folders: Make) -> None:
     os.mkfifo(root / "train/a/9.jpg")
     (root / "train/b/up").symlink_to("..", target_is_directory=True)
     (root / "train/b/gone.jpg").symlink_to("nowhere")
-    (root / "train/b/linked.jpg").symlink_to(root / "train/b/0.jpg")
+    (root / "train/b/itself.jpg").symlink_to("itself.jpg")
+    (root / "train/nothing").symlink_to("../../nowhere")
     listing = read_folder(root)
-    assert [Path(str(path)).name for path in listing.train.images] == [f"{k}.jpg" for k in (0, 1, 2, 3)] * 2 + [
-        "linked.jpg"
-    ]
-    assert listing.train.labels.tolist() == [0] * 4 + [1] * 5
+    assert [Path(str(path)).name for path in listing.train.images] == [f"{k}.jpg" for k in (0, 1, 2, 3)] * 2
+    assert listing.train.labels.tolist() == [0] * 4 + [1] * 4
     notes = " ".join(listing.notes)
     assert f"not followed: {root / 'train/b/up'}." in notes
-    assert f"ignored: {root / 'train/a/9.jpg'} and 1 more" in notes
+    assert f"ignored: {root / 'train/a/9.jpg'} and 2 more" in notes
+    assert f"Ignored: {root / 'train/nothing'}, a link to what does not exist." in notes
+
+
+def test_a_link_to_an_image_counts_if_the_image_is_not_in_the_data_set_itself(folders: Make, tmp_path: Path) -> None:
+    """Else it would have two classes, or be in two splits."""
+    root = folders(train={"a": 4, "b": 4}, test={"a": 1, "b": 1})
+    save(tmp_path / "elsewhere/x.jpg", 91)
+    save(root / "pool/y.jpg", 92)
+    (root / "train/b/of_a.jpg").symlink_to(root / "train/a/0.jpg")
+    (root / "train/b/of_test.jpg").symlink_to("../../test/b/0.jpg")
+    (root / "train/b/twice.jpg").symlink_to("0.jpg")
+    (root / "train/b/x.jpg").symlink_to(tmp_path / "elsewhere/x.jpg")
+    (root / "train/b/y.jpg").symlink_to("../../pool/y.jpg")
+    listing = read_folder(root)
+    assert [Path(str(path)).name for path in listing.train.images][8:] == ["x.jpg", "y.jpg"]
+    notes = " ".join(listing.notes)
+    assert "under their own names are not counted: " in notes
+    assert " and 2 more" in notes
+    assert f"Links to files outside of {root} are followed: {root / 'train/b/x.jpg'}." in notes
 
 
 @pytest.mark.parametrize("target", ["..", ".", "a", "../test/a", "../.."])
@@ -145,7 +163,9 @@ def test_a_class_may_be_a_link_to_another_place(folders: Make, tmp_path: Path) -
     root = folders(train={"a": 4, "b": 4}, test={"a": 1, "b": 1})
     (root / "train/b").rename(tmp_path / "elsewhere")
     (root / "train/b").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
-    assert read_folder(root).train.labels.tolist() == [0] * 4 + [1] * 4
+    listing = read_folder(root)
+    assert listing.train.labels.tolist() == [0] * 4 + [1] * 4
+    assert f"{root / 'train/b'} is a link: its files are those of {tmp_path / 'elsewhere'}." in listing.notes
 
 
 def test_class_names_in_any_language_and_spelling_of_accents(folders: Make) -> None:

@@ -103,8 +103,22 @@ def test_only_what_the_system_refuses_in_the_folder_is_renamed(tmp_path: Path) -
             raise error
         assert caught.value is error
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    with (
-        pytest.raises(UserError, match=r"no space left on device; .*B are free\. What was saved"),
-        faults_of_the_system(tmp_path),
-    ):
-        raise full
+    for saved, then in ((False, "Nothing had been saved yet"), (True, "What was saved before is kept")):
+        if saved:
+            (tmp_path / checkpoint.NAME).touch()
+        with (
+            pytest.raises(UserError, match=rf"no space left on device; .*B are free\. {then}"),
+            faults_of_the_system(tmp_path),
+        ):
+            raise full
+
+
+@pytest.mark.parametrize("name", ["results.json", "checkpoint.ckpt.tmp"])
+def test_a_folder_in_place_of_a_file_is_named(name: str, tmp_path: Path, configuration: Any) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match=rf"{name} is a folder; the run writes a file of this name\. Remove or rename"):
+        run(configuration(trainer__max_steps=2), tmp_path)
+    (tmp_path / config_file.NAME).touch()
+    error = IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(tmp_path / "a"), None, str(tmp_path / name))
+    with pytest.raises(UserError, match=rf"cannot be written: .*{name} is a folder\."), faults_of_the_system(tmp_path):
+        raise error

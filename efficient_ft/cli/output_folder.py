@@ -1,0 +1,81 @@
+"""The folder of a run or a sweep, which Hydra makes: its settings, and what to say where it cannot be made."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hydra import compose
+from hydra.core.override_parser.types import Override
+from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, UnsupportedInterpolationType
+
+from efficient_ft.core.errors import SettingError, UserError
+
+_SETTINGS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
+#: Of the default folders.
+_DEFAULT = "outputs"
+
+
+def check_output_folder(name: str, parsed: Sequence[Override]) -> None:
+    """Refuse an empty folder, and one whose name holds a reference that cannot be resolved.
+
+    Args:
+        name: the primary configuration.
+        parsed: the arguments of one job.
+
+    Raises:
+        SettingError: the first mistake.
+    """
+    for override in parsed:
+        if override.key_or_group not in _SETTINGS:
+            continue
+        text = str(override.value() or "").strip()
+        if not text:
+            given = "null" if override.value() is None else "an empty text"
+            raise SettingError(override.key_or_group, given, "a folder", "Leave it out for one of its own.")
+        if "${" not in text:
+            continue
+        composed = compose(name, [override.input_line or ""], return_hydra_config=True)
+        try:
+            OmegaConf.select(composed, override.key_or_group)
+        except (InterpolationKeyError, InterpolationResolutionError, UnsupportedInterpolationType) as error:
+            reason = str(error).splitlines()[0].rstrip(".")
+            if "MissingMandatoryValue" in reason:  # what Hydra sets for each job
+                continue
+            raise SettingError(override.key_or_group, text, "a folder", f"It cannot be resolved: {reason}.") from None
+
+
+@contextmanager
+def output_folder_faults(overrides: Sequence[str]) -> Iterator[None]:
+    """Turn the system's refusal of the output folder inside the block into a message that names its setting.
+
+    Raises:
+        UserError: the folder cannot be made or written.
+    """
+    try:
+        yield
+    except OSError as error:
+        given = dict(text.split("=", 1) for text in overrides if text.startswith(tuple(f"{key}=" for key in _SETTINGS)))
+        key = next((key for key in ("hydra.run.dir", "hydra.sweep.dir") if key in given), None)
+        folder = Path(given[key].strip("'\"") if key else _DEFAULT).absolute()
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if error.filename is None and not full:
+            raise
+        place = Path(os.fsdecode(error.filename or folder)).absolute()
+        above = place == folder or place in folder.parents
+        if not above and (folder not in place.parents or error.errno == errno.ENOENT):  # a file of another kind
+            raise
+        reason = (error.strerror or str(error)).lower()
+        if full:
+            from efficient_ft.training.faults import free_space
+
+            reason += free_space(folder)
+        do = "Choose another folder" if key else "Choose another folder: hydra.run.dir=DIR"
+        raise UserError(
+            f"{key or 'hydra.run.dir'}: the folder {place} cannot be made or written ({reason}). {do}; or mend this"
+            " one, and repeat the command. What it holds is kept."
+        ) from error

@@ -1,0 +1,93 @@
+"""The folder that Hydra makes for a run or a sweep."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from efficient_ft.cli.output_folder import output_folder_faults
+from efficient_ft.core.errors import UserError
+from tests.cli.program import call, composed, write_program
+
+
+@pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"])
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("", "got an empty text. Leave it out for one of its own."),
+        ("null", "got null. Leave it out for one of its own."),
+        ("${nope}", "got ${nope}. It cannot be resolved: Interpolation key 'nope' not found."),
+        ("a/${oc.env:NOT_THERE}", "got a/${oc.env:NOT_THERE}. It cannot be resolved: "),
+        ("${nothing:1}", "got ${nothing:1}. It cannot be resolved: Unsupported interpolation type nothing."),
+    ],
+)
+def test_a_folder_that_is_none_is_refused(key: str, value: str, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        composed(f"{key}={value}")
+    assert str(caught.value).startswith(f"{key} must be a folder, {said}")
+
+
+def test_a_folder_may_refer_to_settings() -> None:
+    composed("hydra.run.dir=runs/${seed}", "hydra.sweep.subdir=${hydra.job.num}")
+
+
+def _a_file(place: Path) -> Path:
+    (place / "file").touch()
+    return place / "file"
+
+
+def _below_a_file(place: Path) -> Path:
+    return _a_file(place) / "run"
+
+
+def _too_long(place: Path) -> Path:
+    return place / ("a" * 300)
+
+
+def _not_for_folders(place: Path) -> Path:
+    if not Path("/proc/self").exists():
+        pytest.skip("no /proc")
+    return Path("/proc/nowhere")
+
+
+@pytest.mark.parametrize("folder", [_a_file, _below_a_file, _too_long, _not_for_folders])
+def test_what_cannot_be_made_is_one_message(folder: Callable[[Path], Path], tmp_path: Path) -> None:
+    write_program(tmp_path)
+    place = folder(tmp_path)
+    done = call(tmp_path, f"hydra.run.dir={place}")
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"hydra.run.dir: the folder {place} cannot be made or written (")
+    assert last.endswith("Choose another folder; or mend this one, and repeat the command. What it holds is kept.")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_full_disk_is_named_with_what_is_free(tmp_path: Path) -> None:
+    """Hydra writes into the folder first; the error has no file name."""
+    with (
+        pytest.raises(
+            UserError, match=r"^hydra\.sweep\.dir: .*sweep cannot be .*\(no space left on device; .*B are free"
+        ),
+        output_folder_faults([f"hydra.sweep.dir={tmp_path}/sweep"]),
+    ):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("name", ["/elsewhere/image.jpg", "run/not/there"])
+def test_errors_at_other_files_pass(name: str) -> None:
+    error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+    with pytest.raises(FileNotFoundError) as caught, output_folder_faults(["hydra.run.dir=run"]):
+        raise error
+    assert caught.value is error
+
+
+def test_bytes_that_are_not_text_are_named() -> None:
+    with pytest.raises(UserError) as caught:
+        composed("model.weights=/a/\udcff.pth")
+    assert str(caught.value).startswith(
+        "model.weights=/a/\N{REPLACEMENT CHARACTER}.pth: it has bytes that are not UTF-8"
+    )
