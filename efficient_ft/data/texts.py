@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
-from efficient_ft.data.below import files_below, refuse_link_inside
+from efficient_ft.data.below import Below, files_below, refuse_link_inside
 from efficient_ft.data.images import printable
 from efficient_ft.data.listing import hold_out_test
 
@@ -288,10 +289,11 @@ def _class_folders(folder: Path, settings: TextConfig) -> Iterator[Row]:
         )
     classes = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
     found = False
+    listed = frozenset(os.path.realpath(place) for place in classes)
     for place in classes:
         refuse_link_inside(place, folder)
-        below = files_below(place)
-        if below.links or below.special:
+        below = files_below(place, Below(root=os.path.realpath(folder), listed=listed))
+        if below.links or below.special or below.again:
             raise UserError(below.notes(place)[0])
         for path in map(Path, below.files):
             if path.suffix.lower() == ".txt":

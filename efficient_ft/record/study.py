@@ -166,8 +166,13 @@ class Study(_Strict):
             **{f"row {name}": own for name, own in self.rows.items()},
         }.items():
             for argument in arguments:
+                # Settings of Hydra name functions that it calls, and options of the program folders with such settings.
+                if _key(argument).startswith(("hydra", "-")):
+                    raise ValueError(f"{where} sets {argument}: a study has settings of runs only; leave it out")
                 if _key(argument) in ("seed", self.tune.setting):
                     raise ValueError(f"{where} sets {argument}, which the study sets for each run; leave it out")
+        if _key(self.tune.setting).startswith(("hydra", "-")):
+            raise ValueError(f"tune.setting is {self.tune.setting}: a study has settings of runs only")
         if same := sorted({"seed", self.tune.setting} & set(self.tune.ignore)):
             raise ValueError(f"tune.ignore names {same[0]}, which the study sets for each run; leave it out")
         rows = list(self.rows)

@@ -60,7 +60,9 @@ def _require_one_message(words: list[str], output: Path, may_train: bool = False
     done = child.ended(_SECONDS)
     shown = f"{' '.join(words)}\nstatus {done.status}\n{done.printed[-3000:]}"
     require(done.status in ((0, 143) if stopped else (0, 2)), shown)
-    require("Traceback" not in done.printed, shown)
+    # Neither a traceback, nor what Hydra puts before a message, nor a configuration as text.
+    for sign in ("Traceback", "Error executing job", '"model": {', "'model': {", "set HYDRA_FULL_ERROR"):
+        require(sign not in done.printed, shown)
     return done.status
 
 
@@ -79,6 +81,12 @@ _SENSIBLE = (
     "data.keep_decoded=on", "seed=7", "cost.baseline=head", "cost_only=true", "step_stats.interval=1", "resume=never",
     "memory=2GB", "memory=1MB", "logger=tensorboard", "recipe=none", "task=segmentation", "tasks=bsr_moe", "jobs=2",
 )  # fmt: skip
+
+
+#: Settings of Hydra's folders, which are not among those of a run, and values that are none.
+_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
+_NO_FOLDERS = ("", "null", "${nope}", "${oc.env:NOT_THERE}", "${x:}", "/dev/null", "/dev/null/run", "/proc/x", "[1]",
+               "{a:1}", "\udcff", "x" * 5000)  # fmt: skip
 
 
 def _command_lines(folder: Path, start: int) -> dict[str, float]:
@@ -107,6 +115,8 @@ def _argument(chance: random.Random, keys: list[str]) -> str:
     """Return a random argument: a setting with a value that it may or may not have, a typing error, or worse."""
     key = chance.choice(keys)
     form = chance.random()
+    if form < 0.03:
+        return f"{chance.choice(_FOLDERS)}={chance.choice(_NO_FOLDERS)}"
     if form < 0.08:  # a letter is missing
         at = chance.randrange(len(key))
         key = key[:at] + key[at + 1 :]
@@ -126,7 +136,8 @@ def _value(chance: random.Random) -> str:
         "1e-400", "99999999999999999999", "[]", "[1,2]", "[a", "{}", "{a:1}", "{a:{b:[1,2]}}", "'", '"', "\\", "a b",
         "${x}", "${oc.env:HOME}", "${oc.env:NOT_THERE}", "${run_folder:}", "${model.name}", "???", "1,2", "a,b",
         "range(3)", "choice(1,2)", "../..", "/", "/dev/null", "/nowhere/at/all", "~", "$HOME", "名前", "ü", "\u202e",
-        "\x1b[2J", "x" * 5000, "%s%s", "{0}", "<b>", "full", "[full]", "[full,full]", "[lora,mesa]", "[tome,alast]",
+        "\x1b[2J", "\udcff", "x" * 5000, "%s%s", "{0}", "<b>",
+        "full", "[full]", "[full,full]", "[lora,mesa]", "[tome,alast]",
         "digits", "vit_digits", "timm", "sgd", "folder", "0x10", "1_000", "4GB", "-4GB", "4 GB", "10s", "1970-01-01",
     )  # fmt: skip
     if chance.random() < 0.15:

@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 import yaml
 
 from efficient_ft.selftest.children import returned, run_child
-from efficient_ft.selftest.runs import arguments, program, reading, write_images
+from efficient_ft.selftest.runs import arguments, configuration, program, reading, write_images
 from efficient_ft.selftest.trial import Trial, require
 
 #: The file that a payload creates when it is executed.
@@ -59,7 +60,15 @@ def _python(file: Path, mark: str) -> None:
     file.write_text(f"open({mark!r}, 'w')\n")
 
 
-_FORMS: tuple[Callable[[Path, str], None], ...] = (_pickled, _saved, _saved_before_zip, _array, _yaml, _python)
+def _overrides(file: Path, mark: str) -> None:
+    """Arguments that let Hydra call a function when they are composed again, e.g. to evaluate the run."""
+    target = [f"hydra.callbacks.a.{key}={value}" for key, value in _call(mark).items()]
+    file.write_text(yaml.safe_dump([f"+{target[0]}", *(f"+{one}" for one in target[1:]), "seed=1"]))
+
+
+_FORMS: tuple[Callable[[Path, str], None], ...] = (
+    _pickled, _saved, _saved_before_zip, _array, _yaml, _python, _overrides,
+)  # fmt: skip
 _RUN_FILES = (
     "checkpoint.ckpt", "checkpoint.ckpt.prev", "model.safetensors", "run_id", "config.yaml", "images", "results.json",
     "metrics.jsonl", ".hydra/overrides.yaml", ".hydra/config.yaml", "metrics.csv", ".hydra/hydra.yaml",
@@ -67,9 +76,14 @@ _RUN_FILES = (
 _WEIGHTS = ("w.pth", "w.pt", "w.bin", "w.ckpt", "w.safetensors", "w.npz", "w.tar")
 
 
+def _call(mark: str) -> dict[str, str]:
+    """What Hydra calls when it instantiates a configuration; it creates the mark."""
+    return {"_target_": "builtins.open", "file": mark, "mode": "w"}
+
+
 def _values(mark: str) -> list[Any]:
     """Values for a setting, of which one would create the mark if a configuration were composed or instantiated."""
-    call = {"_target_": "builtins.open", "file": mark, "mode": "w"}
+    call = _call(mark)
     return [call, [call], {"a": call}, f"${{oc.env:HOME,{mark}}}", f"__import__('os').mknod('{mark}')"]
 
 
@@ -79,21 +93,38 @@ def trials(long: bool) -> Iterator[Trial]:
     for number, name in enumerate(_RUN_FILES if long else _RUN_FILES[::2]):  # short: one form of payload each
         forms = range(len(_FORMS)) if long else [number % len(_FORMS)]
         yield Trial(f"run folder: {name}", _run_file, (name, tuple(forms)))
-    sections = ("", "model", "data", "data.augment", "method", "method.full", "optim", "trainer", "logger", "hydra")
-    for section in sections if long else ("method", "hydra"):
+    for section in _sections() if long else ("method", "hydra"):
         yield Trial(f"run folder: settings of {section or 'the top'}", _settings, (section,))
     yield Trial("run folder: metadata of weights", _metadata)
     for number, name in enumerate(_WEIGHTS if long else _WEIGHTS[::2]):
         forms = range(len(_FORMS)) if long else [number % len(_FORMS)]
         yield Trial(f"weights: {name}", _weights, (name, tuple(forms)))
     yield Trial("data folder: files, names and metadata of images", _data_folder)
+    yield Trial("folder of a study", _study)
+
+
+def _sections() -> list[str]:
+    """Every section of a configuration, by its full name; empty: the top."""
+    from efficient_ft.config import check
+
+    found, waiting = ["hydra"], [("", check(configuration(Path("images"))).model_dump(mode="json"))]
+    while waiting:
+        name, section = waiting.pop(0)
+        found.append(name)
+        waiting += [(f"{name}.{key}".lstrip("."), held) for key, held in section.items() if isinstance(held, dict)]
+    return found
 
 
 def _work(folder: Path) -> None:
-    """Require that a payload that is unpickled, and a shell command in a name that is run, create the mark."""
+    """Require that a payload that is unpickled, and one that Hydra instantiates, create the mark."""
+    from hydra.utils import instantiate
+
     mark = folder / _MARK
     pickle.loads(pickle.dumps(_Payload(str(mark)))).close()
     require(mark.exists(), "the payload creates no file when it is unpickled")
+    mark.unlink()
+    instantiate(_call(str(mark))).close()
+    require(mark.exists(), "the payload creates no file when it is instantiated")
 
 
 def _given(folder: Path) -> Path:
@@ -111,6 +142,7 @@ def _read_by_all(folder: Path, run: Path, number: int) -> None:
     (resumed / "results.json").unlink(missing_ok=True)
     commands = reading(folder / "images", run, folder / f"report_{number}")
     commands["resume"] = arguments(folder / "images", resumed, "trainer.max_steps=2")
+    commands["dashboard"] = ["dashboard", str(run), "--offline", "--out", str(folder / f"dashboard_{number}")]
     for name, command in commands.items():
         done = run_child(program, command, output=folder / f"{number}_{name}.log")
         require(not (folder / _MARK).exists(), f"{name} executed what a file holds")
@@ -234,7 +266,54 @@ def _weights(folder: Path, name: str, forms: tuple[int, ...]) -> dict[str, float
         require(not (folder / _MARK).exists(), "the weights were executed")
         require(done.status == 2, f"status {done.status}\n{done.printed[-2000:]}")
         require("Traceback" not in done.printed, done.printed[-3000:])
+        command = ["gradient-error", "--weights", str(file), "--images", str(folder / "images")]
+        done = run_child(program, command, output=folder / f"{number}_gradient_error.log")
+        require(not (folder / _MARK).exists(), "gradient-error executed the weights")
+        require(done.status == 2 and "Traceback" not in done.printed, f"status {done.status}\n{done.printed[-2000:]}")
     return {"payloads": len(forms)}
+
+
+def _study(folder: Path) -> dict[str, float]:
+    """Put payloads in place of the files of a study, and among the settings of its runs."""
+    write_images(folder / "images")
+    mark = str(folder / _MARK)
+    runs = arguments(folder / "images", folder / "run", "trainer.max_steps=1")[:-2]  # without the folder
+    plain: dict[str, Any] = {
+        "title": "a study",
+        "settings": runs[: runs.index("method=full")],
+        "tune": {"setting": "optim.lr", "values": [0.01], "seed": 0},
+        "seeds": [0],
+        "rows": {"full": runs[runs.index("method=full") :]},
+    }
+    calls = [f"+hydra.callbacks.a.{key}={value}" for key, value in _call(mark).items()]
+    changes: list[dict[str, Any]] = [
+        {"settings": plain["settings"] + calls},
+        {"rows": {"full": plain["rows"]["full"] + calls}},
+        {"settings": [*plain["settings"], f"--config-dir={folder}"]},
+        {"tune": {**plain["tune"], "setting": "hydra.run.dir"}},
+        *({"settings": value} for value in _values(mark)),
+    ]
+    todo = [partial(_write, "study.yaml", {**plain, **changed}) for changed in changes]
+    for name in ("study.yaml", "records.json"):
+        todo += [partial(_place, name, write, mark) for write in _FORMS]
+    for number, damage in enumerate(todo):
+        study = folder / str(number)
+        study.mkdir()
+        _write("study.yaml", plain, study)
+        damage(study)
+        done = run_child(program, ["study", str(study)], output=folder / f"{number}.log")
+        require(not (folder / _MARK).exists(), f"it was executed: number {number}")
+        require(done.status == 2, f"number {number}: status {done.status}\n{done.printed[-2000:]}")
+        require("Traceback" not in done.printed, done.printed[-3000:])
+    return {"payloads": len(todo)}
+
+
+def _write(name: str, content: dict[str, Any], folder: Path) -> None:
+    (folder / name).write_text(yaml.safe_dump(content))
+
+
+def _place(name: str, write: Callable[[Path, str], None], mark: str, folder: Path) -> None:
+    write(folder / name, mark)
 
 
 def _data_folder(folder: Path) -> None:

@@ -22,9 +22,10 @@ PROMISES = (
         "A checkpoint is never lost",
         "After a kill at any moment, on a full disk or with a damaged last file, the same command continues, and ends"
         " with the same bits.",
-        "SIGKILL before every event that changes a file of the run, for plain fine-tuning (long: for every method;"
-        " short: before one event, for nine others); SIGKILL at 20 random moments (long: 200); a kill within a write; a"
-        " file system of 1 MiB that is full; $TMPDIR on another file system; a checkpoint that is cut off.",
+        "SIGKILL before every event in which Python opens, renames or removes a file of the run, for plain fine-tuning"
+        " (long: for every method, low_bit with bits=auto before one event; short: before one event, for nine others);"
+        " SIGKILL at 20 random moments (long: 200); a kill within a write; a file system of 1 MiB that is full; $TMPDIR"
+        " on another file system; a checkpoint that is cut off.",
         kills.trials,
     ),
     Promise(
@@ -41,7 +42,7 @@ PROMISES = (
         "Two processes are the same as one",
         "Two processes (DDP) with half a batch each train what one process trains: their weights are the same bits, and"
         " differ from those of one process by rounding.",
-        "Every method, with everything random turned off (long: also with batches that have no even halves); random"
+        "Every method, with everything random turned off (long: also with a last batch of an odd number of images); random"
         " choices of tokens (PatchDropout) are drawn in each process, and only the two processes are compared.",
         several.trials,
     ),
@@ -50,8 +51,8 @@ PROMISES = (
         "It stops rather than train nonsense",
         "Losses, gradients, weights and outputs that are not finite end the run with one message, and so does a lack of"
         " memory, with what would fit. Nothing that is not finite is written.",
-        "Learning rates from 1e10 to 3e38 under three precisions and methods; NaN and infinity in pretrained weights; a"
-        " batch that does not fit.",
+        "Learning rates from 1e10 to 3e38 in fp32, in bf16 and with activations in 8 bits; NaN and infinity in"
+        " pretrained weights; a batch that does not fit.",
         nonsense.trials,
     ),
     Promise(
@@ -59,23 +60,25 @@ PROMISES = (
         "SIGTERM and Ctrl-C at any moment",
         "After the first second a run that is asked to stop saves, says how to continue, and ends with status 143 or"
         " 130; the same command then ends with the bits of a run without interruption.",
-        "Both signals at 4 random moments (long: 100) of a run, and to programs that load their libraries.",
+        "Both signals at 4 random moments (long: 100) of a run of one process, and to programs that load their"
+        " libraries.",
         signals.trials,
     ),
     Promise(
         6,
         "Bad input never gives a traceback",
         "A mistake in settings, data, weights, run folders or records is one message, with status 2.",
-        "30 random command lines and 20 broken inputs (long: 2,000 and 500).",
+        "30 random command lines and 20 broken inputs (long: 2,000 and 500). Each must end well, or with status 2 and"
+        " neither a traceback nor a configuration among what it prints.",
         bad_input.trials,
     ),
     Promise(
         7,
         "Nothing foreign is executed",
-        "No file that a user is handed (run folder, weights, checkpoint, record, images and their metadata) is executed"
-        " by any command that reads it.",
-        "Pickles, YAML tags, Python files and targets in place of each file of a run folder, of each setting in it"
-        " (long: of every section), of weights, and in data folders.",
+        "No file that a user is handed (run folder, weights, checkpoint, record, study, images and their metadata) is"
+        " executed by any command that reads it.",
+        "Pickles, YAML tags, Python files, arguments of Hydra and targets in place of each file of a run folder, of each"
+        " setting in it (long: of every section), of weights, of a study, and in data folders.",
         payloads.trials,
     ),
     Promise(

@@ -106,7 +106,7 @@ def reading(images: Path, run: Path, out: Path) -> dict[str, list[str]]:
         "predict": ["predict", str(run), str(next(images.rglob("*.png")))],
         "report": ["report", str(run), "--out", str(out)],
         "collect": ["collect", str(run.parent)],
-        "figure": ["figure", "alast/1", str(run)],
+        "figure": ["figure", "lbp_wht/figure_3", str(run), "--out", f"{out}_figure"],
         "continue": arguments(images, run, "trainer.max_steps=2"),
     }
 

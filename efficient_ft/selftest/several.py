@@ -47,6 +47,8 @@ def trials(long: bool) -> Iterator[Trial]:
 def _as_one(folder: Path, case: str, uneven: bool) -> dict[str, float]:
     """Train in two processes on half a batch each, and in one on whole batches."""
     write_images(folder / "images")
+    if uneven:  # an odd number of training images
+        (folder / "images" / "0" / "00.png").unlink()
     plain = configuration(
         folder / "images",
         case,
@@ -57,8 +59,10 @@ def _as_one(folder: Path, case: str, uneven: bool) -> dict[str, float]:
     plain["method"] = copy.deepcopy(plain["method"])
     for method, settings in _QUIET.get(case.split()[0], {}).items():
         plain["method"][method].update(settings)
-    plain["data"]["batch_size"] = 22 if uneven else 24  # of 56 images: 24, 24, 8, or 22, 22, 12
+    plain["data"]["batch_size"] = 22 if uneven else 24  # of 56 images: 24, 24, 8, or of 55: 22, 22, 11
     digests = _trained_in_two(folder, plain, "two")
+    images = json.loads((folder / "two" / "results.json").read_text())["data"]["splits"]["train"]
+    require(images % 2 == uneven, f"it trained on {images} images")
     require(digests[0] == digests[1], "the two processes end with different weights")
     if any(name in plain["method"] for name in _RANDOM):
         return {}

@@ -22,6 +22,8 @@ from efficient_ft.cli import main
 
 def run(config, folder, arguments=()):
     order = config.method["lbp_wht"]["order"]
+    with open(f"began_{{order}}", "a") as file:
+        file.write(".")
     if order == 5:
         raise RuntimeError("a mistake in the program")
     if order == 6:
@@ -90,12 +92,20 @@ def _sweep(folder: Path, parallel: int, stubborn: bool) -> None:
         require(bool(re.search(rf"order={order} +{10 * order}\.00 %", done.stdout)), f"order={order} did not finish")
     for file in folder.rglob("*.child"):
         require(not _runs(int(file.read_text())), "a process that a hanging job had started is left")
-    again = subprocess.run(
-        [*command[:3], "method.lbp_wht.order=2,3,4", *command[4:]],
-        cwd=folder, capture_output=True, text=True, timeout=SECONDS,
-    )  # fmt: skip
-    require(again.returncode == 0, again.stderr[-2000:])
-    require(again.stdout.count("finished before") == 3, "finished jobs ran again")
+    began = {order: _begun(folder, order) for order in orders}
+    again = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS)
+    require(again.returncode == 1, f"status {again.returncode}\n{again.stderr[-2000:]}")
+    require(again.stdout.count("finished before") == 3, f"not three finished before:\n{again.stdout[-3000:]}")
+    require(f"{len(failures)} of {len(orders)} failed" in again.stdout, again.stdout[-3000:])
+    for order in orders:
+        more = _begun(folder, order) - began[order]
+        require(more == (order in failures), f"order={order} began {more} times in the repeated sweep")
+
+
+def _begun(folder: Path, order: int) -> int:
+    """How often the job of an order has begun."""
+    file = folder / f"began_{order}"
+    return len(file.read_text()) if file.exists() else 0
 
 
 def _runs(process: int) -> bool:

@@ -63,6 +63,21 @@ def test_every_row_is_tuned_over_the_same_values_and_its_best_is_run_with_every_
     assert len(records.finished("full")) == 1
 
 
+@pytest.mark.parametrize(
+    "argument", ["+hydra.callbacks.a._target_=builtins.open", "hydra/launcher=x", "--config-dir=/x", "~hydra.job"]
+)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("settings: [", "settings: ['{}', "), ("full: [", "full: ['{}', "), ("setting: optim.lr", "setting: '{}'")],
+)
+def test_a_study_that_somebody_sends_calls_no_function(folder: Path, argument: str, old: str, new: str) -> None:
+    """Hydra calls what its own settings name."""
+    assert STUDY.count(old) == 1
+    (folder / "study.yaml").write_text(STUDY.replace(old, new.format(argument)))
+    with pytest.raises(UserError, match="a study has settings of runs only"):
+        read_study(folder)
+
+
 def test_a_run_on_other_images_is_not_recorded(folder: Path) -> None:
     records = Records(folder)
     first, second, *_ = records.tuning_runs(["full"])
