@@ -42,8 +42,8 @@ PROMISES = (
         "Two processes are the same as one",
         "Two processes (DDP) with half a batch each train what one process trains: their weights are the same bits, and"
         " differ from those of one process by rounding.",
-        "Every method, with everything random turned off (long: also with a last batch of an odd number of images); random"
-        " choices of tokens (PatchDropout) are drawn in each process, and only the two processes are compared.",
+        "Every method, with everything random turned off (long: also with a last batch of an odd number of images);"
+        " random choices of tokens (PatchDropout) are drawn in each process, and only the two processes are compared.",
         several.trials,
     ),
     Promise(
@@ -77,8 +77,8 @@ PROMISES = (
         "Nothing foreign is executed",
         "No file that a user is handed (run folder, weights, checkpoint, record, study, images and their metadata) is"
         " executed by any command that reads it.",
-        "Pickles, YAML tags, Python files, arguments of Hydra and targets in place of each file of a run folder, of each"
-        " setting in it (long: of every section), of weights, of a study, and in data folders.",
+        "Pickles, YAML tags, Python files, arguments of Hydra and targets in place of each file of a run folder, of"
+        " each setting in it (long: of every section), of weights, of a study, and in data folders.",
         payloads.trials,
     ),
     Promise(

@@ -119,12 +119,13 @@ def test_class_names_do_not_reach_the_terminal_as_they_are(
     file = given / export.NAME
     with safe_open(file, "pt") as opened:
         about = opened.metadata()
-    names = [f"\x1b[2J{k}\x9b5n\u202e" for k in range(10)]
+    names = [f"\x1b[2J{k}\x9b5n\u202e\n/other.png" for k in range(10)]
     save_file(load_file(file), file, {**about, "class_names": json.dumps(names)})
     predict.main([str(given), str(digit), "--top", "10"])
     printed = capsys.readouterr().out
     assert not set(printed) & set("\x1b\x9b\u202e")
     assert printed.count("\\x1b[2J") == 10
+    assert "\n/other.png" not in printed, "a name could look like another file"
 
 
 @pytest.fixture
