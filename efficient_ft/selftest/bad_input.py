@@ -83,7 +83,7 @@ _SENSIBLE = (
 )  # fmt: skip
 
 
-#: Settings of Hydra's folders, which are not among those of a run, and values that are none.
+#: Settings of Hydra's folders, which a run does not have, and values that are none.
 _FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 _NO_FOLDERS = ("", "null", "${nope}", "${oc.env:NOT_THERE}", "${x:}", "/dev/null", "/dev/null/run", "/proc/x", "[1]",
                "{a:1}", "\udcff", "x" * 5000)  # fmt: skip

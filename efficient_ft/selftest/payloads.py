@@ -77,7 +77,7 @@ _WEIGHTS = ("w.pth", "w.pt", "w.bin", "w.ckpt", "w.safetensors", "w.npz", "w.tar
 
 
 def _call(mark: str) -> dict[str, str]:
-    """What Hydra calls when it instantiates a configuration; it creates the mark."""
+    """A function that Hydra calls when it instantiates a configuration; it creates the mark."""
     return {"_target_": "builtins.open", "file": mark, "mode": "w"}
 
 
@@ -274,7 +274,7 @@ def _weights(folder: Path, name: str, forms: tuple[int, ...]) -> dict[str, float
 
 
 def _study(folder: Path) -> dict[str, float]:
-    """Put payloads in place of the files of a study, and among the settings of its runs."""
+    """Put payloads in place of the files of a study, and into the settings of its runs."""
     write_images(folder / "images")
     mark = str(folder / _MARK)
     runs = arguments(folder / "images", folder / "run", "trainer.max_steps=1")[:-2]  # without the folder

@@ -68,8 +68,8 @@ PROMISES = (
         6,
         "Bad input never gives a traceback",
         "A mistake in settings, data, weights, run folders or records is one message, with status 2.",
-        "30 random command lines and 20 broken inputs (long: 2,000 and 500). Each must end well, or with status 2 and"
-        " neither a traceback nor a configuration among what it prints.",
+        "30 random command lines and 20 broken inputs (long: 2,000 and 500). Each must end well, or with status 2,"
+        " without a traceback, and without a configuration printed as text.",
         bad_input.trials,
     ),
     Promise(
