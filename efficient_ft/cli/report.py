@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
+
+from efficient_ft.core.errors import UserError
 
 DESCRIPTION = """\
 With several runs, or a folder of runs: write one page, report.html, with a table that sorts, accuracy against FLOPs,
@@ -31,10 +34,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # What one run has recorded is drawn, unless it has finished without a record.
     below = first.is_dir() and not (first / config_file.NAME).is_file() and any(first.rglob(config_file.NAME))
     finished = (first / results.NAME).is_file() and not (first / step_stats.NAME).is_file()
-    if len(options.runs) > 1 or below or finished:
-        print(write_runs_page(options.runs, options.out or first / "report"))
-        return
-    written = write_report(first, options.out or first / "report", options.images)
+    out = options.out or first / "report"
+    try:
+        if len(options.runs) > 1 or below or finished:
+            print(write_runs_page(options.runs, out))
+            return
+        written = write_report(first, out, options.images)
+    except OSError as error:
+        if error.filename is None or not Path(os.fsdecode(error.filename)).is_relative_to(out):
+            raise
+        reason = (error.strerror or str(error)).lower()
+        raise UserError(
+            f"{error.filename} cannot be written ({reason}). Choose another folder: --out FOLDER."
+        ) from error
     for note in written.notes:
         print(f"note: {note}")
     print("\n".join(map(str, written.files)))

@@ -168,3 +168,15 @@ def dom(page: Path) -> str:
 def first_column(document: str) -> list[str]:
     body = document[document.index("<tbody>") :]
     return re.findall(r'<tr[^>]*><td class="word">(\w+)<', body)
+
+
+def test_a_page_that_cannot_be_written_names_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = filled(tmp_path / "runs")
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(SystemExit) as left:
+            run_command("report", [str(runs), "--out", str(out)])
+        assert left.value.code == 2
+        said = capsys.readouterr().err.strip()
+        assert said.startswith(str(out))
+        assert said.endswith("Choose another folder: --out FOLDER.")
