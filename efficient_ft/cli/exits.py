@@ -47,6 +47,13 @@ def fail(error: UserError | str, status: int = 2) -> NoReturn:
     raise SystemExit(status)
 
 
+def of_the_system(error: OSError) -> UserError | None:
+    """Return the message of an error at a file or folder that the user named; None: the error is another one."""
+    if error.filename is None or error.errno not in _OF_THE_SYSTEM:
+        return None
+    return UserError(f"{os.fsdecode(error.filename)}: {error.strerror}.")
+
+
 @contextmanager
 def clean_exits(interrupted: str = INTERRUPTED_TEXT) -> Iterator[None]:
     """Turn mistakes of the user, interrupts and closed pipes inside the block into exit statuses.
@@ -73,10 +80,11 @@ def clean_exits(interrupted: str = INTERRUPTED_TEXT) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
     except OSError as error:
-        if error.filename is None or error.errno not in _OF_THE_SYSTEM:
+        said = of_the_system(error)
+        if said is None:
             report_outcome(reason=f"{type(error).__name__}: {error}")
             raise
-        fail(f"{error.filename}: {error.strerror}.")
+        fail(said)
     except Exception as error:
         report_outcome(reason="".join(traceback.format_exception_only(error)).strip().splitlines()[-1])
         raise

@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from efficient_ft.cli import jobs, slurm
 from efficient_ft.cli.commands import COMMANDS, run_command
 from efficient_ft.cli.compose import ComposedJob, check_form, composed_jobs
-from efficient_ft.cli.exits import INTERRUPTED, INTERRUPTED_TEXT, clean_exits, fail, report_outcome
+from efficient_ft.cli.exits import INTERRUPTED, INTERRUPTED_TEXT, clean_exits, fail, of_the_system, report_outcome
 from efficient_ft.cli.groups import CONF, register
 from efficient_ft.cli.output_folder import output_folder_faults
 from efficient_ft.cli.rows import zipped
@@ -54,12 +54,15 @@ def job(composed: DictConfig) -> float | None:
             for sentence in not_as_published(config):
                 print(f"note: {sentence}", flush=True)
             results = run(config, Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task))
-    except UserError as error:
+    except (UserError, OSError) as error:
+        said = of_the_system(error) if isinstance(error, OSError) else error
+        if said is None:
+            raise
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             # A job of Hydra's own launchers (submitit, joblib), which report exceptions; an exit would be a lost job.
-            raise UserError(str(error)) from None
+            raise UserError(str(said)) from None
         # Left to Hydra, the message would get a line of Hydra's before it.
-        fail(error)
+        fail(said)
     except KeyboardInterrupt:
         if HydraConfig.get().mode == RunMode.MULTIRUN:  # as above, and submitit would print a traceback
             fail(INTERRUPTED_TEXT, INTERRUPTED)

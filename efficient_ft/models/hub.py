@@ -41,7 +41,7 @@ def missing_weights(config: ModelConfig) -> str | None:
         return missing_text(config)
     cfg = weights_cfg(config) if is_segmenter(config) else pretrained_cfg(config)
     if config.weights is not None:
-        if Path(config.weights).expanduser().is_file():
+        if os.path.isfile(Path(config.weights).expanduser()):  # pathlib raises for a name that is too long
             return None
         return str(SettingError("model.weights", config.weights, "an existing file"))
     if not config.pretrained:

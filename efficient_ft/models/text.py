@@ -241,12 +241,12 @@ def missing_text(config: ModelConfig) -> str | None:
     """Say which files of a text classifier are missing; see `models.hub.missing_weights`."""
     if config.weights is not None:
         path = Path(config.weights).expanduser()
-        if path.is_dir():
+        if os.path.isdir(path):  # pathlib raises for a name that is too long
             lacking = [" or ".join(group) for group in _NEEDED if not any((path / name).is_file() for name in group)]
             allowed = "a folder with config.json, model.safetensors and the files of the tokenizer"
             hint = f"It has no {', '.join(lacking)}."
             return str(SettingError("model.weights", config.weights, allowed, hint)) if lacking else None
-        if not path.is_file():
+        if not os.path.isfile(path):
             return str(SettingError("model.weights", config.weights, "an existing folder or file"))
         if TOKENIZER in _metadata(path):
             return None

@@ -5,6 +5,7 @@ Only a classifier of another size is replaced by a newly initialized one.
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 import zipfile
@@ -133,7 +134,7 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
 
 
 def _require_file(path: Path) -> None:
-    if not path.is_file():
+    if not os.path.isfile(path):  # pathlib raises for a name that is too long
         raise SettingError("model.weights", path, "an existing file")
 
 

@@ -61,7 +61,7 @@ def _require_one_message(words: list[str], output: Path, may_train: bool = False
     shown = f"{' '.join(words)}\nstatus {done.status}\n{done.printed[-3000:]}"
     require(done.status in ((0, 143) if stopped else (0, 2)), shown)
     # Neither a traceback, nor what Hydra puts before a message, nor a configuration as text.
-    for sign in ("Traceback", "Error executing job", '"model": {', "'model': {", "set HYDRA_FULL_ERROR"):
+    for sign in ("Traceback", "Error executing job", "'model': {'name'", '"model": {"name"', "set HYDRA_FULL_ERROR"):
         require(sign not in done.printed, shown)
     return done.status
 

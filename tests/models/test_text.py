@@ -175,6 +175,7 @@ def test_precision_of_the_published_weights_plays_no_part(folder: Path, tmp_path
 def test_missing_files_are_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert factory.missing_weights(from_folder(folder)) is None
     assert "an existing folder or file" in str(factory.missing_weights(from_folder(tmp_path / "none")))
+    assert "an existing folder or file" in str(factory.missing_weights(from_folder(Path("x" * 5000))))
     part = tmp_path / "part"
     part.mkdir()
     (part / "config.json").write_bytes((folder / "config.json").read_bytes())
