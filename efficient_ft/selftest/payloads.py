@@ -135,14 +135,22 @@ def _given(folder: Path) -> Path:
     return folder / "given"
 
 
-def _read_by_all(folder: Path, run: Path, number: int) -> None:
-    """Let every command that reads a run folder read `run`, and continue it; none may create the mark."""
+def _read_by_all(folder: Path, run: Path, number: int, changed: str) -> None:
+    """Let every command that reads a run folder read `run`, and continue it; none may create the mark.
+
+    Args:
+        folder: of the trial.
+        run: the run folder.
+        number: of the payload.
+        changed: the file of the run folder that holds it.
+    """
     resumed = run.with_name(f"{run.name}_resumed")
     shutil.copytree(run, resumed)
     (resumed / "results.json").unlink(missing_ok=True)
     commands = reading(folder / "images", run, folder / f"report_{number}")
     commands["resume"] = arguments(folder / "images", resumed, "trainer.max_steps=2")
-    commands["dashboard"] = ["dashboard", str(run), "--offline", "--out", str(folder / f"dashboard_{number}")]
+    if changed in ("results.json", "config.yaml", "metrics.jsonl"):  # what it reads; it takes seconds to start
+        commands["dashboard"] = ["dashboard", str(run), "--offline", "--out", str(folder / f"dashboard_{number}")]
     for name, command in commands.items():
         done = run_child(program, command, output=folder / f"{number}_{name}.log")
         require(not (folder / _MARK).exists(), f"{name} executed what a file holds")
@@ -158,7 +166,7 @@ def _run_file(folder: Path, name: str, forms: tuple[int, ...]) -> dict[str, floa
         shutil.copytree(given, run)
         (run / name).parent.mkdir(exist_ok=True)
         write(run / name, str(folder / _MARK))
-        _read_by_all(folder, run, number)
+        _read_by_all(folder, run, number, name)
     return {"payloads": len(forms)}
 
 
@@ -252,7 +260,7 @@ def _metadata(folder: Path) -> None:
         shutil.copytree(given, run)
         value = json.dumps({"_target_": "builtins.open", "file": str(folder / _MARK), "mode": "w"})
         save_file(weights, run / "model.safetensors", {**about, key: value})
-        _read_by_all(folder, run, number)
+        _read_by_all(folder, run, number, "model.safetensors")
 
 
 def _weights(folder: Path, name: str, forms: tuple[int, ...]) -> dict[str, float]:
