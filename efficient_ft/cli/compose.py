@@ -27,6 +27,7 @@ from efficient_ft.config import Config, UnknownSetting, check
 from efficient_ft.config.plain import plain
 from efficient_ft.config.renamed import refuse_renamed_setting
 from efficient_ft.core.errors import UserError, did_you_mean
+from efficient_ft.core.text import printable
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def check_form(overrides: Sequence[str]) -> None:
         UserError: one of `overrides` is not KEY=VALUE, nor ~KEY, or not UTF-8.
     """
     for text in overrides:
-        shown = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        shown = printable(text)
         if shown != text:
             raise UserError(
                 f"{shown}: it has bytes that are not UTF-8, which a run cannot record. Rename the file or folder, or"

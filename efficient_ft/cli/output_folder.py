@@ -16,7 +16,7 @@ from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError
 from efficient_ft.core.errors import SettingError, UserError
 
 _SETTINGS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
-#: Of the default folders.
+#: Holds the folders of runs and sweeps for which no other is given.
 _DEFAULT = "outputs"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 
@@ -17,6 +18,11 @@ def plain_text(text: str) -> str:
 def plain_line(text: str) -> str:
     """Return `text` in one line: as `plain_text`, with line feeds and tabs as escapes, too."""
     return plain_text(text).replace("\n", "\\x0a").replace("\t", "\\x09")
+
+
+def printable(path: str | os.PathLike[str]) -> str:
+    """Return a path that can be printed: undecodable bytes (old archives) become a replacement character."""
+    return os.fspath(path).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def table(

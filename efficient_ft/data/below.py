@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from efficient_ft.core.errors import UserError
-from efficient_ft.data.images import printable
+from efficient_ft.core.text import printable
 
 
 @dataclass

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from efficient_ft.core.errors import UserError, did_you_mean
+from efficient_ft.core.text import printable
 from efficient_ft.data.below import Below, class_links, files_below
-from efficient_ft.data.images import EXTENSIONS, class_name, is_image, printable
+from efficient_ft.data.images import EXTENSIONS, class_name, is_image
 from efficient_ft.data.listing import Listing, Samples, hold_out_test
 from efficient_ft.data.paths import Paths
 

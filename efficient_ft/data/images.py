@@ -19,6 +19,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.core.text import printable
 
 #: Of the image formats that are read.
 EXTENSIONS = (
@@ -208,11 +209,6 @@ def _rgb(image: Image.Image) -> Image.Image:
         white = Image.new("RGBA", layer.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, layer).convert("RGB")
     return image.convert("RGB")
-
-
-def printable(path: str | os.PathLike[str]) -> str:
-    """Return a path that can be printed: undecodable bytes (old archives) become a replacement character."""
-    return os.fspath(path).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def class_name(folder: str) -> str:

@@ -16,8 +16,9 @@ from PIL import Image
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import IGNORED
+from efficient_ft.core.text import printable
 from efficient_ft.data.below import files_below
-from efficient_ft.data.images import EXTENSIONS, FORMATS, printable
+from efficient_ft.data.images import EXTENSIONS, FORMATS
 
 #: Names of ids in classes.txt that are no class.
 _NO_CLASS = frozenset({"void", "unlabeled", "unlabelled", "ignore", "ignored"})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 from torch.utils.data import Dataset
 
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.data.images import printable
+from efficient_ft.core.text import printable
 from efficient_ft.data.loader import Loader, make_loader
 from efficient_ft.data.sampler import CounterSampler
 

@@ -12,8 +12,8 @@ from torchvision import datasets
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.network import unreachable
+from efficient_ft.core.text import printable
 from efficient_ft.data.fetch import Archive
-from efficient_ft.data.images import printable
 from efficient_ft.data.listing import Listing, Samples
 from efficient_ft.data.paths import Paths
 from efficient_ft.data.readers import (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import IGNORED
-from efficient_ft.data.images import printable
+from efficient_ft.core.text import printable
 from efficient_ft.data.masks import Classes, MaskListing, MaskSamples, read_mask_folder
 
 #: Brostow, Fauqueur, Cipolla, "Semantic object classes in video", 2009: the eleven classes that are evaluated.

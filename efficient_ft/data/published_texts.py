@@ -7,8 +7,8 @@ from pathlib import Path
 
 from efficient_ft.config.schema import TextConfig
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.text import printable
 from efficient_ft.data.fetch import Archive
-from efficient_ft.data.images import printable
 from efficient_ft.data.published import PublishedSet
 from efficient_ft.data.texts import TextListing, listing_of, read_rows
 

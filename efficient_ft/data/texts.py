@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
+from efficient_ft.core.text import printable
 from efficient_ft.data.below import Below, files_below, refuse_link_inside
-from efficient_ft.data.images import printable
 from efficient_ft.data.listing import hold_out_test
 
 if TYPE_CHECKING:

@@ -283,6 +283,8 @@ def _weights(folder: Path, name: str, forms: tuple[int, ...]) -> dict[str, float
 
 def _study(folder: Path) -> dict[str, float]:
     """Put payloads in place of the files of a study, and into the settings of its runs."""
+    from efficient_ft.record.study import read_study
+
     write_images(folder / "images")
     mark = str(folder / _MARK)
     runs = arguments(folder / "images", folder / "run", "trainer.max_steps=1")[:-2]  # without the folder
@@ -293,6 +295,9 @@ def _study(folder: Path) -> dict[str, float]:
         "seeds": [0],
         "rows": {"full": runs[runs.index("method=full") :]},
     }
+    (folder / "plain").mkdir()
+    _write("study.yaml", plain, folder / "plain")
+    read_study(folder / "plain")  # what is refused below is the payload
     calls = [f"+hydra.callbacks.a.{key}={value}" for key, value in _call(mark).items()]
     changes: list[dict[str, Any]] = [
         {"settings": plain["settings"] + calls},

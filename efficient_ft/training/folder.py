@@ -25,7 +25,7 @@ LOCK = ".lock"
 IMAGES = "images"
 #: Any of these files shows that a run was started in a folder.
 _TRACES = (results.NAME, config_file.NAME, checkpoint.NAME, export.NAME, "metrics.jsonl")
-#: What a run writes, in addition to these.
+#: What a run writes under these names; a folder in the place of one is refused before the training.
 _FILES = (*_TRACES, "metrics.csv", "run_id", IMAGES, *(f"{checkpoint.NAME}{ending}" for ending in (".tmp", ".prev")))
 
 

@@ -63,23 +63,25 @@ def test_a_logger_that_is_not_installed_is_named(tmp_path, configuration, monkey
         run(configuration(logger={"name": name}), tmp_path)
 
 
-def test_a_missing_key_of_wandb_is_said_at_once(tmp_path, configuration, monkeypatch):
+@pytest.fixture
+def no_key(tmp_path, monkeypatch):
+    """wandb without a key, a mode and a home."""
     pytest.importorskip("wandb")
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setenv("HOME", str(tmp_path))
+
+
+@pytest.mark.usefixtures("no_key")
+def test_a_missing_key_of_wandb_is_said_at_once(tmp_path, configuration):
     with pytest.raises(UserError, match=r"^logger=wandb needs a key, and none is configured\. Log in .*offline\.$"):
         loggers.start_loggers(configuration(logger={"name": "wandb"}), tmp_path / "run", "id")
 
 
+@pytest.mark.usefixtures("no_key")
 def test_an_offline_run_after_an_online_one_stays_offline(tmp_path, configuration, monkeypatch):
     """In one process, as in a sweep: wandb keeps the mode of its first use, and the environment is the later jobs'."""
-    pytest.importorskip("wandb")
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
     with pytest.raises(UserError, match="needs a key"):
         loggers.start_loggers(configuration(logger={"name": "wandb"}), tmp_path / "online", "a")
