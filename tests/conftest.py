@@ -30,6 +30,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
 
 
+@pytest.fixture(autouse=True)
+def without_the_seed_of_earlier_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run leaves its seed in the environment, and Lightning seeds the processes that a later test starts with it."""
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The optional folder of real images next to the checkout; tests that need it are skipped without it."""

@@ -117,16 +117,17 @@ def program(words: Sequence[str], most_bytes: int | None = None) -> None:
 
     Args:
         words: the command line after the program's name.
-        most_bytes: address space that the process may take in addition to what it has.
+        most_bytes: memory that the process may take in addition to what it has. Address space that is only reserved,
+            such as the arena of each thread, is not counted.
     """
     from efficient_ft.cli.entry import main
 
     if most_bytes is not None:
         import resource
 
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        pages = int(Path("/proc/self/statm").read_text().split()[5])
         limit = pages * resource.getpagesize() + most_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
     _without_cost()
     sys.argv = ["efficient-ft", *words]
     main()

@@ -1,4 +1,8 @@
-"""A cluster of Slurm with two nodes on this machine, of the distribution's packages (slurm-wlm, munge)."""
+"""A cluster of Slurm with two nodes on this machine, of the distribution's packages (slurm-wlm, munge).
+
+A job that is requeued begins again when its credential has expired. On a busy machine the usual limits for the start of
+a job, some seconds, are too short.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,9 +26,9 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=10
+AuthInfo=socket={sockets}/munge.socket,cred_expire=30
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
+SlurmdSpoolDir={sockets}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 ProctrackType=proctrack/linuxproc
@@ -31,6 +36,10 @@ TaskPlugin=task/none
 SelectType=select/linear
 SchedulerType=sched/builtin
 ReturnToService=2
+BatchStartTimeout=120
+MessageTimeout=60
+TCPTimeout=30
+KillWait=10
 MpiDefault=none
 NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]}
 NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]}
@@ -46,18 +55,22 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
         pytest.skip(f"needs Slurm (apt-get install slurm-wlm munge): there is no {', '.join(missing)}")
     if os.geteuid() != 0:
         pytest.skip("needs root: the daemons of Slurm start jobs of other users")
-    for name in ("state", "spool-node1", "spool-node2"):
-        (folder / name).mkdir(parents=True)
+    (folder / "state").mkdir(parents=True)
     key, conf = folder / "munge.key", folder / "slurm.conf"
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)
-    conf.write_text(_CONF.format(host=socket.gethostname(), folder=folder, ports=_free_ports(3)))
-    munge = ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge.socket",
-             *(f"--{name}-file={folder}/munge.{name}" for name in ("pid", "log", "seed"))]  # fmt: skip
-    daemons = [munge, ["slurmctld", "-D"], ["slurmd", "-D", "-N", "node1"], ["slurmd", "-D", "-N", "node2"]]
-    environment = {"SLURM_CONF": str(conf), "MASTER_ADDR": "127.0.0.1"}
+    # Lightning would take port 15000 + the job's number: 15001 in each cluster, even if it is in use.
+    environment = {"SLURM_CONF": str(conf), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_ports(1)[0])}
     with ExitStack() as running:
-        for command in daemons:
+        # The path of a socket has at most 107 bytes; a job whose folder gives a longer one is held, without a message.
+        sockets = running.enter_context(tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp"))
+        for name in ("node1", "node2"):
+            (Path(sockets) / name).mkdir()
+        host = socket.gethostname()
+        conf.write_text(_CONF.format(host=host, folder=folder, sockets=sockets, ports=_free_ports(3)))
+        munge = ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={sockets}/munge.socket",
+                 *(f"--{name}-file={folder}/munge.{name}" for name in ("pid", "log", "seed"))]  # fmt: skip
+        for command in (munge, ["slurmctld", "-D"], ["slurmd", "-D", "-N", "node1"], ["slurmd", "-D", "-N", "node2"]):
             log = running.enter_context(open(folder / f"{command[0]}{command[-1]}.log".replace("/", "_"), "w"))
             daemon = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **environment})
             running.callback(daemon.wait)

@@ -35,22 +35,26 @@ def test_a_requeued_job_continues_to_the_bits_of_a_straight_run_and_equals_one_p
         environment = {**os.environ, **variables, "PYTHONPATH": str(REPOSITORY)}
 
         def slurm(*command: str) -> str:
-            return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.strip()
+            done = subprocess.run(command, capture_output=True, text=True, env=environment)
+            assert done.returncode == 0, f"{command}: {done.stderr}"
+            return done.stdout.strip()
 
-        submitted = subprocess.Popen(
-            [sys.executable, "-m", "efficient_ft", *ARGUMENTS], cwd=tmp_path, env=environment,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+        with open(tmp_path / "submitted.log", "w") as log:
+            command = [sys.executable, "-m", "efficient_ft", *ARGUMENTS]
+            submitted = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
         try:
-            wait_for(folder, epochs=1)
+            wait_for(folder, 1, submitted)
             slurm("scontrol", "requeue", slurm("squeue", "-h", "-o", "%i"))
-            wait_for(folder, epochs=3)
+            wait_for(folder, 3, submitted)
             slurm("scancel", "--signal=USR2", slurm("squeue", "-h", "-o", "%i"))
-            said, _ = submitted.communicate(timeout=600)
+            assert submitted.wait(timeout=600) == 0
+        except BaseException:
+            print(slurm("squeue"), slurm("sinfo", "-R"), printed_in(tmp_path), sep="\n")
+            raise
         finally:
             submitted.kill()
-    printed = "\n".join(file.read_text() for file in sorted((tmp_path / "runs" / ".submitit").rglob("*_log.*")))
-    assert submitted.returncode == 0, said + printed
+            submitted.wait()
+    printed = printed_in(tmp_path / "runs" / ".submitit")
     assert printed.count("Continuing the run in") == 2, printed
     assert "Traceback" not in printed
 
@@ -66,10 +70,17 @@ def test_a_requeued_job_continues_to_the_bits_of_a_straight_run_and_equals_one_p
         torch.testing.assert_close(two[key], value, rtol=1e-3, atol=1e-4)
 
 
-def wait_for(folder: Path, epochs: int) -> None:
+def wait_for(folder: Path, epochs: int, submitted: subprocess.Popen[bytes]) -> None:
     """Wait until the run in `folder` has finished this many epochs."""
-    for _ in range(1200):
+    end = time.monotonic() + 600
+    while time.monotonic() < end and submitted.poll() is None:
         if (folder / "metrics.jsonl").is_file() and len(rows_of(folder)) >= epochs:
             return
-        time.sleep(0.25)
-    pytest.fail(f"{epochs} epochs were not finished in five minutes")
+        time.sleep(0.05)
+    raise AssertionError(f"{epochs} epochs were not finished in ten minutes")
+
+
+def printed_in(folder: Path) -> str:
+    """What the daemons and the jobs have printed."""
+    files = sorted({*folder.rglob("*.log"), *folder.rglob("*_log.*")})
+    return "\n".join(f"--- {file.relative_to(folder)}\n{file.read_text(errors='replace')}" for file in files)
