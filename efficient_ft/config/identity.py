@@ -32,7 +32,9 @@ _NO_EFFECT: dict[str, Any] = {
 #: Data sets that are identified by their place.
 OWN_FOLDERS = ("folder", "mask_folder", "text_folder")
 
-_DATA_NO_EFFECT = {"num_workers", "download", "eval_batch_size", "keep_decoded", "decoded_folder", "decoded_limit"}
+_DATA_NO_EFFECT = {
+    "num_workers", "download", "eval_batch_size", "follow_links", "keep_decoded", "decoded_folder", "decoded_limit",
+}  # fmt: skip
 
 
 def fingerprint(config: Config) -> str:

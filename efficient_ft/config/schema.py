@@ -126,6 +126,8 @@ class DataConfig(Section):
         "rte",
     ]
     root: str = "./data"
+    #: Of folders of one's own: use files and folders that links out of `root` lead to; they are refused otherwise.
+    follow_links: bool = False
     batch_size: BatchSize = 64
     #: null: as `batch_size`.
     eval_batch_size: BatchSize | None = None
@@ -161,7 +163,8 @@ class OptimConfig(Section):
     #: Adam and AdamW only.
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     schedule: Literal["cosine", "constant"] = "cosine"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    #: Less than the optimizer steps of all epochs; null: a quarter of the run's, and at most 100.
+    warmup_steps: Annotated[int, Field(ge=0)] | None = 0
     #: The warm-up starts at this share of `lr`.
     warmup_start_factor: Annotated[float, Field(ge=0, le=1)] = 0.001
     #: The cosine ends at this share of `lr`.

@@ -20,9 +20,10 @@ class Below:
         links: links to folders, which are not followed: they may lead back, or to the images of another class.
         special: pipes, sockets, devices and broken links: reading a pipe never ends.
         again: links to files of `listed`, which are not counted: a file would count twice, or for two classes.
-        outside: links to files outside of `root`, which are counted.
+        outside: links to files outside of `root`, which are counted if `follow_links`.
         root: the data set's folder, as a real path.
         listed: real paths of the folders whose files are listed.
+        follow_links: follow links out of `root`; False: refuse them.
     """
 
     files: list[str] = field(default_factory=list)
@@ -32,13 +33,21 @@ class Below:
     outside: list[str] = field(default_factory=list)
     root: str = ""
     listed: frozenset[str] = frozenset()
+    follow_links: bool = False
     _places: dict[str, tuple[bool, bool]] = field(default_factory=dict)
 
     def counts(self, link: str) -> bool:
-        """Note where a link to a file leads; return whether the file counts."""
+        """Note where a link to a file leads; return whether the file counts.
+
+        Raises:
+            UserError: it leads out of the data set, and such links are not followed.
+        """
         if not self.root:
             return True
-        folder = os.path.dirname(os.path.join(os.path.dirname(link), os.readlink(link)))
+        target = os.path.join(os.path.dirname(link), os.readlink(link))
+        if os.path.islink(target):
+            target = os.path.realpath(target)
+        folder = os.path.dirname(target)
         if folder not in self._places:
             real = os.path.realpath(folder)
             above = {real, *map(str, Path(real).parents)}
@@ -47,6 +56,8 @@ class Below:
         if again:
             self.again.append(link)
         elif outside:
+            if not self.follow_links:
+                raise _outside(link, self.root)
             self.outside.append(link)
         return not again
 
@@ -84,7 +95,7 @@ def files_below(folder: str | Path, found: Below | None = None) -> Below:
         found: is added to; None: a new one.
 
     Raises:
-        UserError: a folder cannot be read.
+        UserError: a folder cannot be read, or a link leads out of the data set.
     """
     found = Below() if found is None else found
     waiting = [os.fspath(folder)]
@@ -114,36 +125,42 @@ def files_below(folder: str | Path, found: Below | None = None) -> Below:
     return found
 
 
-def class_links(folders: Iterable[Path], root: Path) -> list[str]:
-    """Return sentences about folders of classes and splits that are links to places outside of the data set.
+def links_in(places: Iterable[Path], root: Path, follow_links: bool) -> list[str]:
+    """Find the links in some files and folders of a data set; return sentences about those that leave it.
+
+    Args:
+        places: folders of classes and splits, and files that are read.
+        root: the data set's folder.
+        follow_links: as `Below.follow_links`.
 
     Raises:
-        UserError: one is a link to a folder above or inside the data set, see `refuse_link_inside`.
+        UserError: a link leads out of the data set and is not to be followed; or to a folder inside or above it, whose
+            files would have two classes, or be in two splits.
     """
     said = []
-    for folder in folders:
-        refuse_link_inside(folder, root)
-        if folder.is_symlink():
-            said.append(f"{printable(folder)} is a link: its files are those of {printable(os.path.realpath(folder))}.")
+    top = Path(os.path.realpath(root))
+    for place in places:
+        if not place.is_symlink():
+            continue
+        target = Path(os.path.realpath(place))
+        if target == top or top in target.parents or target in top.parents:
+            if target.is_dir():
+                raise UserError(
+                    f"{printable(place)} is a link to {printable(target)}, a folder of the same data set or above it:"
+                    " its files would have two classes, or be in two splits. Remove the link."
+                )
+        elif follow_links:
+            said.append(f"{printable(place)} is a link, which is followed: to {printable(target)}.")
+        else:
+            raise _outside(place, root)
     return said
 
 
-def refuse_link_inside(folder: Path, root: Path) -> None:
-    """Refuse a folder of a class or a split that is a link to a folder above or inside the data set.
-
-    Its images would have two classes, or be in two splits.
-
-    Raises:
-        UserError: `folder` is such a link.
-    """
-    if not folder.is_symlink():
-        return
-    target, top = Path(os.path.realpath(folder)), Path(os.path.realpath(root))
-    if target == top or top in target.parents or target in top.parents:
-        raise UserError(
-            f"{printable(folder)} is a link to {printable(target)}, a folder of the same data set or above it: its"
-            " images would have two classes. Remove the link."
-        )
+def _outside(link: str | Path, root: str | Path) -> UserError:
+    return UserError(
+        f"{printable(link)} is a link to {printable(os.path.realpath(link))}, outside of {printable(root)}. Set"
+        " data.follow_links=true to use what such links lead to, or remove the link."
+    )
 
 
 def _more(paths: list[str]) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from efficient_ft.core.errors import UserError, did_you_mean
 from efficient_ft.core.text import printable
-from efficient_ft.data.below import Below, class_links, files_below
+from efficient_ft.data.below import Below, files_below, links_in
 from efficient_ft.data.images import EXTENSIONS, class_name, is_image
 from efficient_ft.data.listing import Listing, Samples, hold_out_test
 from efficient_ft.data.paths import Paths
@@ -41,7 +41,7 @@ def folder_classes(root: Path) -> int | None:
     return len(train or folders) or None
 
 
-def read_folder(root: Path) -> Listing:
+def read_folder(root: Path, follow_links: bool = False) -> Listing:
     """List the images below `root`.
 
     Two layouts are read: class folders in `train/` and in `val/` (or `valid/`, `validation/`) and/or `test/`; or class
@@ -49,8 +49,13 @@ def read_folder(root: Path) -> Listing:
     images for every seed. A class folder may nest its images at any depth. Hidden files are ignored; other files
     without an image extension are counted in the notes.
 
+    Args:
+        root: the folder; may be a link.
+        follow_links: use what links out of `root` lead to, and say so in the notes.
+
     Raises:
-        UserError: no such folder, no class or a single class, a class without images, or a class that `train/` lacks.
+        UserError: no such folder, no class or a single class, a class without images, a class that `train/` lacks, or
+            a link out of `root` that is not to be followed.
     """
     problem = missing_folder(root)
     if problem is not None:
@@ -58,13 +63,13 @@ def read_folder(root: Path) -> Listing:
     folders = _subfolders(root)
     splits = [folders[name] for name in ("train", "test", *_VAL_NAMES) if name in folders]
     inner = [one for split in splits for one in _subfolders(split).values()]
-    notes = class_links([*folders.values(), *inner], root)
+    notes = links_in([*folders.values(), *inner], root, follow_links)
     for place in (root, *splits):
         notes += _lost_links(place)
     listed = frozenset(os.path.realpath(one) for one in inner or folders.values())
 
     def below() -> Below:
-        return Below(root=os.path.realpath(root), listed=listed)
+        return Below(root=os.path.realpath(root), listed=listed, follow_links=follow_links)
 
     train = folders.get("train")
     if train is None or not _subfolders(train):

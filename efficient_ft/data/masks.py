@@ -17,7 +17,7 @@ from PIL import Image
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.core.text import printable
-from efficient_ft.data.below import files_below
+from efficient_ft.data.below import Below, files_below, links_in
 from efficient_ft.data.images import EXTENSIONS, FORMATS
 
 #: Names of ids in classes.txt that are no class.
@@ -111,7 +111,9 @@ def missing_mask_folder(root: Path) -> str | None:
     return None if root.is_dir() else f"data.root={printable(root)}: no such folder. {_LAYOUT}"
 
 
-def read_mask_folder(root: Path, names: Sequence[str] | None = None, ignored: Sequence[int] = ()) -> MaskListing:
+def read_mask_folder(
+    root: Path, names: Sequence[str] | None = None, ignored: Sequence[int] = (), follow_links: bool = False
+) -> MaskListing:
     """List the images and masks below `root`.
 
     Two layouts are read: ``images/`` and ``masks/`` in ``train/`` and in ``val/`` and/or ``test/``; or these two
@@ -119,25 +121,34 @@ def read_mask_folder(root: Path, names: Sequence[str] | None = None, ignored: Se
     for every seed. A mask has the name of its image, apart from the extension.
 
     Args:
-        root: the folder.
+        root: the folder; may be a link.
         names: of the classes, in the order of their ids from 0; None: the lines of ``classes.txt``. An id named
             ``void`` (or unlabeled, ignore) is no class: its pixels have no label.
         ignored: further ids without a label, besides 255.
+        follow_links: use what links out of `root` lead to, and say so in the notes.
 
     Raises:
-        UserError: no such folder, no classes, an image without a mask or a mask without an image.
+        UserError: no such folder, no classes, an image without a mask or a mask without an image, or a link out of
+            `root` that is not to be followed.
     """
     classes = _classes(root, names, ignored)
-    found: dict[str, MaskSamples] = {}
+    places: dict[str, Path] = {}
     for split, folders in _SPLITS.items():
         there = [folder for folder in folders if (root / folder / "images").is_dir()]
         if there:
-            found[split] = _pairs(root / there[0])
-    if not found and (root / "images").is_dir():
-        found["train"] = _pairs(root)
-    if "train" not in found:
+            places[split] = root / there[0]
+    if not places and (root / "images").is_dir():
+        places["train"] = root
+    if "train" not in places:
         raise UserError(f"{printable(root.absolute())} has no folder of images with masks. {_LAYOUT}")
-    train, val, test, notes = found["train"], found.get("val"), found.get("test"), []
+    inner = [place / kind for place in places.values() for kind in ("images", "masks")]
+    splits = [place for place in places.values() if place != root]
+    notes = links_in([*splits, *inner, root / "classes.txt"], root, follow_links)
+    listed = frozenset(map(os.path.realpath, inner))
+    below = Below(root=os.path.realpath(root), listed=listed, follow_links=follow_links)
+    found = {split: _pairs(place, below) for split, place in places.items()}
+    notes += below.notes(root)
+    train, val, test = found["train"], found.get("val"), found.get("test")
     if val is None and test is None:
         if len(train) < 2:
             raise UserError(f"{printable(root.absolute())} has a single image: none can be held out for testing.")
@@ -171,9 +182,10 @@ def _classes(root: Path, names: Sequence[str] | None, ignored: Sequence[int]) ->
     return Classes(tuple(names[i] for i in ids), ids, frozenset(without))
 
 
-def _pairs(folder: Path) -> MaskSamples:
+def _pairs(folder: Path, below: Below) -> MaskSamples:
     """The images in ``images/`` of a folder, and the masks of the same names in ``masks/``, at any depth."""
-    images, masks = _files(folder / "images", EXTENSIONS), _files(folder / "masks", _MASK_EXTENSIONS)
+    images = _files(folder / "images", EXTENSIONS, below)
+    masks = _files(folder / "masks", _MASK_EXTENSIONS, below)
     if not images:
         raise UserError(f"{printable((folder / 'images').absolute())} has no images.")
     lacking = sorted(images.keys() - masks.keys())
@@ -186,15 +198,16 @@ def _pairs(folder: Path) -> MaskSamples:
     return MaskSamples([images[name] for name in names], [masks[name] for name in names])
 
 
-def _files(folder: Path, extensions: Sequence[str]) -> dict[str, str]:
+def _files(folder: Path, extensions: Sequence[str], below: Below) -> dict[str, str]:
     """Paths of the files with these extensions, by their place in the folder without extension."""
     found: dict[str, str] = {}
     if not folder.is_dir():
         return found
-    below = files_below(folder)
-    if below.links or below.special:
+    files_below(folder, below)
+    if below.links or below.special or below.again:
         raise UserError(below.notes(folder)[0])
-    for path in below.files:
+    files, below.files = below.files, []
+    for path in files:
         stem, extension = os.path.splitext(path)
         if extension.lower() not in extensions:
             continue

@@ -68,7 +68,7 @@ class MaskSet:
 
 
 def _camvid(root: Path) -> MaskListing:
-    return read_mask_folder(root, None if (root / "classes.txt").is_file() else (*_CAMVID, "void"))
+    return read_mask_folder(root, None if (root / "classes.txt").is_file() else (*_CAMVID, "void"), follow_links=True)
 
 
 def _voc(root: Path) -> MaskListing:

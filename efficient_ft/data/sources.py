@@ -77,7 +77,7 @@ def read_data(config: DataConfig) -> Listing | MaskListing | TextListing:
     if config.name == "digits":
         return read_digits()
     if config.name == "folder":
-        return read_folder(Path(config.root).expanduser())
+        return read_folder(Path(config.root).expanduser(), config.follow_links)
     if config.masks is not None:
         return _read_masks(config)
     if config.text is not None:
@@ -101,7 +101,7 @@ def _read_texts(config: DataConfig) -> TextListing:
     """The lists of a data set of texts."""
     assert config.text is not None, "refused by `config.check`"
     if config.name == "text_folder":
-        return read_texts(Path(config.root).expanduser(), config.text)
+        return read_texts(Path(config.root).expanduser(), config.text, config.follow_links)
     source = TEXT_SETS[config.name]
     found: TextListing = source.read(_fetched(config, source), config.text)
     return found
@@ -146,7 +146,7 @@ def _read_masks(config: DataConfig) -> MaskListing:
     root, masks = Path(config.root).expanduser(), config.masks
     if config.name not in MASK_SETS:
         assert masks is not None, "refused by `config.check`"
-        return read_mask_folder(root, masks.classes, masks.ignored)
+        return read_mask_folder(root, masks.classes, masks.ignored, config.follow_links)
     source = MASK_SETS[config.name]
     problem = source.missing(config.name, root)
     if problem is not None:

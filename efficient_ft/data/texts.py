@@ -18,7 +18,7 @@ import numpy as np
 
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
 from efficient_ft.core.text import printable
-from efficient_ft.data.below import Below, files_below, refuse_link_inside
+from efficient_ft.data.below import Below, files_below, links_in
 from efficient_ft.data.listing import hold_out_test
 
 if TYPE_CHECKING:
@@ -101,17 +101,19 @@ def missing_text_folder(root: Path) -> str | None:
     return None if root.exists() else f"data.root={printable(root)}: no such file or folder. {_LAYOUT}"
 
 
-def read_texts(root: Path, settings: TextConfig) -> TextListing:
+def read_texts(root: Path, settings: TextConfig, follow_links: bool = False) -> TextListing:
     """List the texts of a file, or below a folder.
 
     Without validation and test texts a fifth of every class is held out for testing, the same for every seed.
 
     Args:
-        root: the file or folder.
+        root: the file or folder; may be a link.
         settings: the columns of files.
+        follow_links: use what links out of `root` lead to, and say so in the notes.
 
     Raises:
-        UserError: there is no such file or column, a file cannot be read, or there are fewer than two classes.
+        UserError: there is no such file or column, a file cannot be read, there are fewer than two classes, or a link
+            leads out of `root` and is not to be followed.
     """
     problem = missing_text_folder(root)
     if problem is not None:
@@ -119,19 +121,26 @@ def read_texts(root: Path, settings: TextConfig) -> TextListing:
     if root.is_file():
         return listing_of({"train": list(read_rows(root, settings))}, root)
     found: dict[str, list[Row]] = {}
+    notes: list[str] = []
+
+    def class_folders(folder: Path) -> list[Row]:
+        return list(_class_folders(folder, settings, root, follow_links, notes))
+
     for split, names in _SPLITS.items():
         files = [root / f"{name}{extension}" for name in names for extension in EXTENSIONS]
         here = [path for path in (*files, *(root / name for name in names)) if path.exists()]
         if len(here) > 1:
             raise UserError(f"{printable(root.absolute())} has {' and '.join(path.name for path in here)}. Keep one.")
         if here:
-            read = read_rows if here[0].is_file() else _class_folders
-            found[split] = list(read(here[0], settings))
+            notes += links_in(here, root, follow_links)
+            found[split] = list(read_rows(here[0], settings)) if here[0].is_file() else class_folders(here[0])
     if not found:
-        found["train"] = list(_class_folders(root, settings))
+        found["train"] = class_folders(root)
     if "train" not in found:
         raise UserError(f"{printable(root.absolute())} has no training texts. {_LAYOUT}")
-    return listing_of(found, root)
+    listing = listing_of(found, root)
+    listing.notes += notes
+    return listing
 
 
 def listing_of(found: Mapping[str, Sequence[Row]], root: Path) -> TextListing:
@@ -281,8 +290,10 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, row
 
 
-def _class_folders(folder: Path, settings: TextConfig) -> Iterator[Row]:
-    """The text files in the class folders of a folder, at any depth."""
+def _class_folders(
+    folder: Path, settings: TextConfig, root: Path, follow_links: bool, notes: list[str]
+) -> Iterator[Row]:
+    """The text files in the class folders of a folder of the data set `root`, at any depth; `notes` are added to."""
     if len(settings.columns) > 1:
         raise SettingError(
             "data.text.columns", settings.columns, f"one column: {printable(folder)} has folders, a file for each text"
@@ -290,11 +301,12 @@ def _class_folders(folder: Path, settings: TextConfig) -> Iterator[Row]:
     classes = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
     found = False
     listed = frozenset(os.path.realpath(place) for place in classes)
+    notes += links_in(classes, root, follow_links)
     for place in classes:
-        refuse_link_inside(place, folder)
-        below = files_below(place, Below(root=os.path.realpath(folder), listed=listed))
+        below = files_below(place, Below(root=os.path.realpath(root), listed=listed, follow_links=follow_links))
         if below.links or below.special or below.again:
             raise UserError(below.notes(place)[0])
+        notes += below.notes(place)
         for path in map(Path, below.files):
             if path.suffix.lower() == ".txt":
                 found = True

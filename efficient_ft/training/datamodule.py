@@ -22,6 +22,7 @@ from efficient_ft.data import (
     open_texts,
 )
 from efficient_ft.models.text import tokenizer_of
+from efficient_ft.training.optimizer import WARMUP_AT_MOST
 
 if TYPE_CHECKING:
     from efficient_ft.training.features import RunFeatures
@@ -100,7 +101,7 @@ def run_length(config: Config, images: RunData, world: int) -> tuple[int, int]:
         world: number of processes.
 
     Raises:
-        SettingError: an epoch has fewer batches than an optimizer step takes.
+        SettingError: an epoch has fewer batches than an optimizer step takes, or all epochs are warm-up.
     """
     accumulated = config.trainer.grad_accum_steps
     batches = len(images.train_loader(0, world))
@@ -110,6 +111,14 @@ def run_length(config: Config, images: RunData, world: int) -> tuple[int, int]:
         raise SettingError("trainer.grad_accum_steps", accumulated, f"at most {batches}, the batches of an epoch")
     per_epoch = -(-batches // accumulated)
     total = config.trainer.epochs * per_epoch
+    if (warmup := config.optim.warmup_steps or 0) >= total:
+        raise SettingError(
+            "optim.warmup_steps",
+            warmup,
+            f"less than {total}, the optimizer steps of trainer.epochs={config.trainer.epochs}",
+            f"The learning rate would never reach optim.lr={config.optim.lr:g}. optim.warmup_steps=null is a quarter of"
+            f" the run and at most {WARMUP_AT_MOST} steps.",
+        )
     if config.trainer.max_steps > 0:
         total = min(total, config.trainer.max_steps)
     return -(-total // per_epoch), total

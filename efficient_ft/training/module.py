@@ -21,7 +21,7 @@ from efficient_ft.core.errors import DivergedError
 from efficient_ft.core.seeding import seed_of, seed_step
 from efficient_ft.models.tasks import tasks_of
 from efficient_ft.training.console import say
-from efficient_ft.training.optimizer import build_optimizer, lr_factor
+from efficient_ft.training.optimizer import build_optimizer, lr_factor, warmup_steps
 from efficient_ft.training.run_task import run_task
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class FineTuner(L.LightningModule):
         tries = [f"a smaller optim.lr (now {optim.lr:g})"]
         if optim.grad_clip_norm is None:
             tries.append("optim.grad_clip_norm=1")
-        tries.append(f"more optim.warmup_steps (now {optim.warmup_steps})")
+        tries.append(f"more optim.warmup_steps (now {warmup_steps(optim, self.total_steps)})")
         if trainer.precision != "fp32":
             other = "bf16 or fp32" if trainer.precision == "fp16" else "fp32"
             tries.append(f"trainer.precision={other} (now {trainer.precision})")
@@ -275,6 +275,7 @@ class FineTuner(L.LightningModule):
 def likely_causes(module: FineTuner) -> list[str]:
     """Sentences that name what may make a network predict one class for all images, the likeliest first."""
     config = module.config
+    warmup = f"optim.warmup_steps (now {warmup_steps(config.optim, module.total_steps)})"
     found = []
     frozen = [m for m in module.model.modules() if isinstance(m, _BatchNorm)] if config.model.frozen_bn else []
     if any(parameter.requires_grad for norm in frozen for parameter in norm.parameters()):
@@ -285,10 +286,9 @@ def likely_causes(module: FineTuner) -> list[str]:
     if not config.model.pretrained and config.model.weights is None:
         found.append("The network starts from random weights and may need more epochs.")
     found.append(
-        f"Or optim.lr={config.optim.lr:g} is too high: try {config.optim.lr / 10:g}, or a longer optim.warmup_steps"
-        f" (now {config.optim.warmup_steps})."
+        f"Or optim.lr={config.optim.lr:g} is too high: try {config.optim.lr / 10:g}, or a longer {warmup}."
         if found
         else f"Likely optim.lr={config.optim.lr:g} is too high, or still too low to have learned anything: try"
-        f" {config.optim.lr / 10:g} first, or a longer optim.warmup_steps (now {config.optim.warmup_steps})."
+        f" {config.optim.lr / 10:g} first, or a longer {warmup}."
     )
     return found

@@ -14,19 +14,34 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.models.view import view
 from efficient_ft.optim import low_bit_adam, step_in_backward
 
+#: Without `optim.warmup_steps`, the warm-up is this share of the run, and at most this many optimizer steps.
+WARMUP_SHARE, WARMUP_AT_MOST = 4, 100
+
+
+def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
+    """Return the optimizer steps of the warm-up; without `optim.warmup_steps` a quarter of the run, and at most 100.
+
+    Args:
+        optim: the optimizer's configuration.
+        total_steps: optimizer steps of the whole run.
+    """
+    if optim.warmup_steps is None:
+        return min(WARMUP_AT_MOST, total_steps // WARMUP_SHARE)
+    return min(optim.warmup_steps, total_steps)
+
 
 def lr_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
     """The learning rate of optimizer step `step`, as a fraction of `optim.lr`.
 
-    Linear warm-up from `optim.warmup_start_factor` over `optim.warmup_steps`, then a cosine down to
-    `optim.min_lr_ratio`, or constant.
+    Linear warm-up from `optim.warmup_start_factor` over `warmup_steps`, then a cosine down to `optim.min_lr_ratio`,
+    or constant.
 
     Args:
         step: counted from 0.
         total_steps: optimizer steps of the whole run.
         optim: the optimizer's configuration.
     """
-    warmup = min(optim.warmup_steps, total_steps)
+    warmup = warmup_steps(optim, total_steps)
     if step < warmup:
         return optim.warmup_start_factor + (1 - optim.warmup_start_factor) * step / warmup
     if optim.schedule == "constant":

@@ -64,6 +64,7 @@ from efficient_ft.training.folder import (
 from efficient_ft.training.loggers import close_loggers, start_loggers, write_summary
 from efficient_ft.training.memory import MemoryMeter, accumulated_gradients
 from efficient_ft.training.module import FineTuner
+from efficient_ft.training.optimizer import warmup_steps
 from efficient_ft.training.out_of_memory import out_of_memory
 from efficient_ft.training.predict_masks import write_examples
 from efficient_ft.training.processes import SameStart, connect, from_first, world_size
@@ -155,10 +156,11 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
 
     name = run_id(folder)
     epochs, total_steps = run_length(config, images, world_size(config))
-    if config.optim.warmup_steps >= total_steps:
+    if warmup_steps(config.optim, total_steps) == total_steps:
         say(
-            f"warning: the run ends within its warm-up: the learning rate never reaches optim.lr={config.optim.lr:g}."
-            f" It has {total_steps} optimizer steps, and optim.warmup_steps={config.optim.warmup_steps}."
+            f"warning: trainer.max_steps={config.trainer.max_steps} ends the run within its warm-up of"
+            f" optim.warmup_steps={config.optim.warmup_steps}: the learning rate never reaches"
+            f" optim.lr={config.optim.lr:g}."
         )
     totals = Totals(methods, total_steps * config.trainer.grad_accum_steps)
     recorder = Recorder(folder, images.best_split, keep_best, {"run_id": name, "version": __version__}, totals)

@@ -37,6 +37,7 @@ _SHOWN_ONLY = {
     "logger__name": "wandb",
     "data__num_workers": 0,
     "data__download": False,
+    "data__follow_links": True,
     "data__eval_batch_size": 7,
     "data__root": "elsewhere",
     "allocator": "system",

@@ -12,7 +12,7 @@ import torch
 import efficient_ft.models.small  # noqa: F401  registers vit_digits
 from efficient_ft.config import OptimConfig
 from efficient_ft.core.errors import UserError
-from efficient_ft.training.optimizer import build_optimizer, lr_factor
+from efficient_ft.training.optimizer import build_optimizer, lr_factor, warmup_steps
 
 
 def optim(**changes) -> OptimConfig:
@@ -35,10 +35,18 @@ def test_a_constant_schedule_stays_after_its_warm_up():
     assert [lr_factor(s, 5, settings) for s in range(5)] == pytest.approx([0.5, 0.75, 1, 1, 1])
 
 
-def test_a_warm_up_longer_than_the_run_does_not_leave_it():
+def test_a_run_that_is_cut_within_its_warm_up_does_not_leave_it():
     settings = optim(warmup_steps=1000, warmup_start_factor=0.001)
     assert lr_factor(19, 20, settings) < 1
     assert math.isfinite(lr_factor(20, 20, settings))
+
+
+@pytest.mark.parametrize(("total", "warmup"), [(1, 0), (3, 0), (20, 5), (399, 99), (400, 100), (10**6, 100)])
+def test_without_a_number_the_warm_up_is_a_quarter_of_the_run_and_at_most_100_steps(total, warmup):
+    assert warmup_steps(optim(warmup_steps=None), total) == warmup
+    factors = [lr_factor(step, total, optim(warmup_steps=None)) for step in (warmup, total)]
+    assert factors[0] == 1
+    assert math.isfinite(factors[1])
 
 
 def test_only_what_may_train_is_in_the_optimizer():

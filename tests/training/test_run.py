@@ -14,7 +14,7 @@ from timm.layers import HybridEmbed
 from timm.models import VisionTransformer
 from timm.models.vision_transformer_hybrid import ConvStem
 
-from efficient_ft.core.errors import DivergedError, UserError
+from efficient_ft.core.errors import DivergedError, SettingError, UserError
 from efficient_ft.data.digits import read_digits
 from efficient_ft.record.formats import FORMAT
 from efficient_ft.record.results import read_results
@@ -102,11 +102,23 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_says_what_to_try(tmp_path, 
     assert not (tmp_path / checkpoint.NAME).exists()
 
 
+@pytest.mark.parametrize("steps", [22, 1000])
+def test_a_warm_up_as_long_as_the_run_is_refused(steps, tmp_path, configuration):
+    with pytest.raises(SettingError) as caught:
+        run(configuration(optim__warmup_steps=steps, optim__lr=0.01), tmp_path)
+    assert str(caught.value) == (
+        f"optim.warmup_steps must be less than 22, the optimizer steps of trainer.epochs=2, got {steps}. The learning"
+        " rate would never reach optim.lr=0.01. optim.warmup_steps=null is a quarter of the run and at most 100 steps."
+    )
+    assert not (tmp_path / checkpoint.NAME).exists()
+
+
 @pytest.mark.slow
-def test_a_run_that_ends_within_its_warm_up_is_said(tmp_path, configuration, without_cost, capsys):
-    run(configuration(optim__warmup_steps=30, optim__lr=0.01), tmp_path)
-    assert "warning: the run ends within its warm-up: the learning rate never reaches optim.lr=0.01. It has 22" in (
-        capsys.readouterr().out
+def test_a_run_that_is_cut_within_its_warm_up_says_so(tmp_path, configuration, without_cost, capsys):
+    run(configuration(optim__warmup_steps=5, optim__lr=0.01, trainer__max_steps=5), tmp_path)
+    assert (
+        "warning: trainer.max_steps=5 ends the run within its warm-up of optim.warmup_steps=5: the learning rate never"
+        " reaches optim.lr=0.01." in capsys.readouterr().out
     )
 
 

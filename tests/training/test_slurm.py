@@ -81,6 +81,6 @@ def wait_for(folder: Path, epochs: int, submitted: subprocess.Popen[bytes]) -> N
 
 
 def printed_in(folder: Path) -> str:
-    """What the daemons and the jobs have printed."""
+    """Return all that the daemons and the jobs have printed."""
     files = sorted({*folder.rglob("*.log"), *folder.rglob("*_log.*")})
     return "\n".join(f"--- {file.relative_to(folder)}\n{file.read_text(errors='replace')}" for file in files)
