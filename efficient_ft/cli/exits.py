@@ -54,6 +54,12 @@ def of_the_system(error: OSError) -> UserError | None:
     return UserError(f"{os.fsdecode(error.filename)}: {error.strerror}.")
 
 
+def leave_closed_pipe() -> NoReturn:
+    """Exit as other programs do when the reader of what they print has closed the pipe, e.g. ``| head``."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(128 + 13) from None  # the number of SIGPIPE
+
+
 @contextmanager
 def clean_exits(interrupted: str = INTERRUPTED_TEXT) -> Iterator[None]:
     """Turn mistakes of the user, interrupts and closed pipes inside the block into exit statuses.
@@ -76,9 +82,8 @@ def clean_exits(interrupted: str = INTERRUPTED_TEXT) -> Iterator[None]:
         if isinstance(leaving.__context__, KeyboardInterrupt):
             fail(interrupted, INTERRUPTED)
         raise
-    except BrokenPipeError:  # e.g. `--help | head`: the reader has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(141) from None
+    except BrokenPipeError:
+        leave_closed_pipe()
     except OSError as error:
         said = of_the_system(error)
         if said is None:

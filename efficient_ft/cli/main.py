@@ -22,7 +22,15 @@ from omegaconf import DictConfig
 from efficient_ft.cli import jobs, slurm
 from efficient_ft.cli.commands import COMMANDS, run_command
 from efficient_ft.cli.compose import ComposedJob, check_form, composed_jobs
-from efficient_ft.cli.exits import INTERRUPTED, INTERRUPTED_TEXT, clean_exits, fail, of_the_system, report_outcome
+from efficient_ft.cli.exits import (
+    INTERRUPTED,
+    INTERRUPTED_TEXT,
+    clean_exits,
+    fail,
+    leave_closed_pipe,
+    of_the_system,
+    report_outcome,
+)
 from efficient_ft.cli.groups import CONF, register
 from efficient_ft.cli.output_folder import output_folder_faults
 from efficient_ft.cli.rows import zipped
@@ -54,6 +62,8 @@ def job(composed: DictConfig) -> float | None:
             for sentence in not_as_published(config):
                 print(f"note: {sentence}", flush=True)
             results = run(config, Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task))
+    except BrokenPipeError:
+        leave_closed_pipe()
     except (UserError, OSError) as error:
         said = of_the_system(error) if isinstance(error, OSError) else error
         if said is None:

@@ -72,6 +72,8 @@ def faults_of_the_system(folder: Path, begun: bool = True) -> Iterator[None]:
     """
     try:
         yield
+    except BrokenPipeError:  # the reader of what is printed has closed the pipe, e.g. `| head`
+        raise
     except (OSError, RuntimeError, SafetensorError) as error:
         refuse_lost_process(error)
         reason = _reason(error, folder)

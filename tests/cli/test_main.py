@@ -90,6 +90,15 @@ def test_outcomes_of_a_run(program: Path) -> None:
     assert "Traceback" not in interrupted.stderr
 
 
+def test_a_reader_that_closes_the_pipe_ends_a_run_without_a_message(program: Path) -> None:
+    """As `efficient-ft ... | head` does; the folder of the run is not at fault."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "program.py"], cwd=program, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_a_run_has_the_folder_of_its_configuration_or_the_one_it_is_given(program: Path) -> None:
     assert call(program).returncode == 0
     (folder,) = runs_of(program)

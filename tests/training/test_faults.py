@@ -98,7 +98,8 @@ def test_a_folder_that_is_gone_is_said_and_not_made_again(
 def test_only_what_the_system_refuses_in_the_folder_is_renamed(tmp_path: Path) -> None:
     (tmp_path / config_file.NAME).write_text("")
     elsewhere = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/nowhere/image.jpg")
-    for error in (elsewhere, RuntimeError("shapes differ"), ValueError("x")):
+    closed = BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))  # by the reader of what is printed
+    for error in (elsewhere, closed, RuntimeError("shapes differ"), ValueError("x")):
         with pytest.raises(type(error)) as caught, faults_of_the_system(tmp_path):
             raise error
         assert caught.value is error
