@@ -104,8 +104,8 @@ def main() -> None:
         run_command(sys.argv[1], sys.argv[2:])
         return
     replace_unprintable()
-    # Hydra shortens tracebacks, which hides where an error of ours arose.
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    # Hydra would print errors itself: a folder that cannot be made as a traceback, one of ours without where it arose.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
     with clean_exits():
         register()
         sys.argv[1:] = slurm.with_launcher(zipped(sys.argv[1:]))

@@ -27,7 +27,7 @@ def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
     """
     if optim.warmup_steps is None:
         return min(WARMUP_AT_MOST, total_steps // WARMUP_SHARE)
-    return min(optim.warmup_steps, total_steps)
+    return optim.warmup_steps
 
 
 def lr_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
@@ -41,7 +41,7 @@ def lr_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
         total_steps: optimizer steps of the whole run.
         optim: the optimizer's configuration.
     """
-    warmup = warmup_steps(optim, total_steps)
+    warmup = min(warmup_steps(optim, total_steps), total_steps)
     if step < warmup:
         return optim.warmup_start_factor + (1 - optim.warmup_start_factor) * step / warmup
     if optim.schedule == "constant":

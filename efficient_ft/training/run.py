@@ -156,7 +156,7 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
 
     name = run_id(folder)
     epochs, total_steps = run_length(config, images, world_size(config))
-    if warmup_steps(config.optim, total_steps) == total_steps:
+    if warmup_steps(config.optim, total_steps) >= total_steps:
         say(
             f"warning: trainer.max_steps={config.trainer.max_steps} ends the run within its warm-up of"
             f" optim.warmup_steps={config.optim.warmup_steps}: the learning rate never reaches"

@@ -55,7 +55,10 @@ def _not_for_folders(place: Path) -> Path:
 
 
 @pytest.mark.parametrize("folder", [_a_file, _below_a_file, _too_long, _not_for_folders])
-def test_what_cannot_be_made_is_one_message(folder: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_what_cannot_be_made_is_one_message(
+    folder: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # with which Hydra prints errors, and exits with 1
     write_program(tmp_path)
     place = folder(tmp_path)
     done = call(tmp_path, f"hydra.run.dir={place}")
