@@ -63,7 +63,8 @@ def read_folder(root: Path, follow_links: bool = False) -> Listing:
     folders = _subfolders(root)
     splits = [folders[name] for name in ("train", "test", *_VAL_NAMES) if name in folders]
     inner = [one for split in splits for one in _subfolders(split).values()]
-    notes = links_in([*folders.values(), *inner], root, follow_links)
+    in_splits = "train" in folders and _subfolders(folders["train"])
+    notes = links_in([*splits, *inner] if in_splits else folders.values(), root, follow_links)
     for place in (root, *splits):
         notes += _lost_links(place)
     listed = frozenset(os.path.realpath(one) for one in inner or folders.values())

@@ -89,7 +89,7 @@ def arguments(images: Path, run: Path, *more: str) -> list[str]:
         "data.keep_decoded=off", "+model.kwargs.depth=2", "+model.kwargs.embed_dim=16",
         "+model.kwargs.num_heads=2", "model.frozen_bn=false",
         "method=full", "trainer.epochs=2", "trainer.accelerator=cpu", "trainer.progress=false", "cost.baseline=none",
-        "cost.steps=1", "allocator=keep", f"hydra.run.dir={run}", *more,
+        "optim.warmup_steps=null", "cost.steps=1", "allocator=keep", f"hydra.run.dir={run}", *more,
     ]  # fmt: skip
 
 

@@ -103,6 +103,15 @@ def test_the_folder_itself_may_be_a_link_and_links_inside_of_it_are_used(tmp_pat
     assert _sizes(DataConfig(name="folder", root=str(tmp_path / "link"))) == [5, 2]
 
 
+def test_links_that_are_not_used_are_not_refused(tmp_path: Path) -> None:
+    config = _images(tmp_path / "data")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "data/annotations").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "data/latest").symlink_to("train")
+    assert _sizes(config) == [4, 2]
+    assert read_data(config).notes[0].startswith("Not used: annotations, latest in ")
+
+
 def test_links_between_the_parts_of_a_segmentation_data_set_are_refused(tmp_path: Path) -> None:
     """An image would train and be tested."""
     config = _masks(tmp_path)
