@@ -19,7 +19,10 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment as Tor
 
 from efficient_ft.config import Config
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.training.console import say
+from efficient_ft.training.console import rank, say
+
+#: Environment variables with the number of a process, in the order in which Lightning looks for them.
+_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 
 GUIDE = "See docs/guides/several-processes.md."
 
@@ -65,13 +68,20 @@ def connect(config: Config) -> None:
     """Connect the processes that torchrun or Slurm started; those that Lightning starts are connected by it.
 
     Raises:
-        UserError: their number is not that of the settings, or there are several nodes and neither started them.
+        UserError: their number is not that of the settings, there are several nodes and neither started them, or the
+            environment says that the only process is another one than the first.
     """
     options, started_by = config.trainer, environment()
     if isinstance(started_by, LightningEnvironment):
         if options.num_nodes > 1:
             raise SettingError(
                 "trainer.num_nodes", options.num_nodes, "1 for a command that neither torchrun nor srun started", GUIDE
+            )
+        if rank() > 0 and world_size(config) == 1:
+            name = next(name for name in _RANKS if name in os.environ)
+            raise UserError(
+                f"{name}={os.environ[name]} in the environment says that this is not the first process of the run,"
+                f" which has one (trainer.devices). Unset {name}."
             )
         return
     found, asked = started_by.world_size(), world_size(config)

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from safetensors import safe_open
 from safetensors.torch import load_file
 from timm.layers import HybridEmbed
@@ -120,6 +121,15 @@ def test_a_run_that_is_cut_within_its_warm_up_says_so(tmp_path, configuration, w
         "warning: trainer.max_steps=5 ends the run within its warm-up of optim.warmup_steps=5: the learning rate never"
         " reaches optim.lr=0.01." in capsys.readouterr().out
     )
+
+
+def test_the_number_of_a_process_left_in_the_environment_is_named(tmp_path, configuration, monkeypatch):
+    """The first process prepares the folder; there would be none."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    with pytest.raises(UserError, match=r"^LOCAL_RANK=1 in the environment says .* Unset LOCAL_RANK\.$"):
+        run(configuration(), tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_optimizer_step_takes_no_more_batches_than_an_epoch_has(tmp_path, configuration):
