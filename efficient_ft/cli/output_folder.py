@@ -58,7 +58,13 @@ def output_folder_faults(overrides: Sequence[str]) -> Iterator[None]:
     """
     try:
         yield
-    except OSError as error:
+    except UserError:
+        raise
+    except (OSError, ValueError) as raised:
+        # A log file that cannot be opened is a ValueError of Python's logging.
+        error = raised if isinstance(raised, OSError) else raised.__cause__
+        if not isinstance(error, OSError):
+            raise
         given = dict(text.split("=", 1) for text in overrides if text.startswith(tuple(f"{key}=" for key in _SETTINGS)))
         key = next((key for key in ("hydra.run.dir", "hydra.sweep.dir") if key in given), None)
         folder = Path(given[key].strip("'\"") if key else _DEFAULT).absolute()
@@ -78,4 +84,4 @@ def output_folder_faults(overrides: Sequence[str]) -> Iterator[None]:
         raise UserError(
             f"{key or 'hydra.run.dir'}: the folder {place} cannot be made or written ({reason}). {do}; or mend this"
             " one, and repeat the command. What it holds is kept."
-        ) from error
+        ) from raised

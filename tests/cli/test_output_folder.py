@@ -69,6 +69,28 @@ def test_what_cannot_be_made_is_one_message(
     assert "Traceback" not in done.stderr
 
 
+def test_a_message_passes() -> None:
+    said = UserError("said")
+    said.__cause__ = OSError(errno.EROFS, os.strerror(errno.EROFS), "/run")
+    with pytest.raises(UserError) as caught, output_folder_faults(["hydra.run.dir=/run"]):
+        raise said
+    assert caught.value is said
+
+
+def test_a_log_that_cannot_be_opened_is_one_message(tmp_path: Path) -> None:
+    """As for each command in a folder on a file system that is read-only now."""
+    write_program(tmp_path)
+    log = tmp_path / "run" / "train.log"
+    log.mkdir(parents=True)
+    done = call(tmp_path, "hydra.run.dir=run")
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(
+        f"hydra.run.dir: the folder {log} cannot be made or written (is a directory). Choose another"
+    )
+    assert "Traceback" not in done.stderr
+
+
 def test_a_full_disk_is_named_with_what_is_free(tmp_path: Path) -> None:
     """Hydra writes into the folder first; the error has no file name."""
     with (
