@@ -68,13 +68,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.only and options.json is not None:
         raise UserError("--json keeps a record of whole promises. Leave out --only, or --json.")
     held = _held(options.json, "long" if options.long else "short")
+    _write(options.json, held)  # a file that cannot be written is better known before hours of trials
     begun, outcomes = time.monotonic(), list[Outcome]()
     for promise in PROMISES:
         if options.promise and promise.number not in options.promise:
             continue
         todo = [trial for trial in promise.trials(options.long) if options.only in trial.name]
         if todo:
-            outcomes += _try(promise, todo, options)
+            tried = _try(promise, todo, options)
+            held["promises"].update(_record(tried))
+            _write(options.json, held)
+            outcomes += tried
     if not outcomes:
         raise UserError(f"--only {options.only}: no trial has this in its name.")
     broken = [outcome for outcome in outcomes if outcome.failure is not None]
@@ -83,8 +87,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for outcome in broken:
         print(f"\nPromise {outcome.promise}, {outcome.name}:\n{outcome.failure}", file=sys.stderr)
     if options.json is not None:
-        held["promises"].update(_record(outcomes))
-        write_text_atomically(options.json, json_text(held, indent=1) + "\n")
         print(f"Record: {options.json}")
     return 1 if broken else 0
 
@@ -148,6 +150,11 @@ def _held(file: Path | None, form: str) -> dict[str, Any]:
     except (ValueError, TypeError, LookupError):
         pass
     raise UserError(f"--json {file}: the file holds something else than the record of a {form} selftest. Name another.")
+
+
+def _write(file: Path | None, held: dict[str, Any]) -> None:
+    if file is not None:
+        write_text_atomically(file, json_text(held, indent=1) + "\n")
 
 
 def _record(outcomes: Sequence[Outcome]) -> dict[str, Any]:

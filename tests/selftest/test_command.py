@@ -70,6 +70,22 @@ def test_a_broken_promise_is_named_and_the_others_stay_in_the_record(
         command.main(["1", "--json", str(file)])
 
 
+def test_the_record_is_written_promise_by_promise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The long form takes hours, and may be interrupted; a place that cannot be written is known before."""
+
+    def interrupted(long: bool) -> Iterator[Trial]:
+        raise KeyboardInterrupt
+
+    made = (Promise(1, "1", "text", "tried", _trials), Promise(2, "2", "text", "tried", interrupted))
+    monkeypatch.setattr(promises, "PROMISES", made)
+    file = tmp_path / "record.json"
+    with pytest.raises(KeyboardInterrupt):
+        command.main(["--json", str(file)])
+    assert json.loads(file.read_text())["promises"].keys() == {"1"}
+    with pytest.raises(FileExistsError):
+        command.main(["2", "--json", str(file / "below_a_file")])
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
