@@ -17,6 +17,14 @@ from efficient_ft.core.errors import TerminatedRun
 _asked: list[int] = []
 
 
+class _Interrupted(KeyboardInterrupt):
+    """Ctrl-C.
+
+    With ``python -m``, Python kills its process by SIGINT at the end, in place of the status asked for, if a plain
+    KeyboardInterrupt has ever left code that ``exec`` ran from a text, as dataclasses and other libraries do.
+    """
+
+
 def answer_signals() -> None:
     """Let SIGINT raise KeyboardInterrupt and SIGTERM `TerminatedRun`, for what cleans up after itself."""
     signal.signal(signal.SIGINT, _answer)
@@ -25,7 +33,7 @@ def answer_signals() -> None:
 
 def _answer(number: int, frame: object) -> NoReturn:
     _asked.append(number)
-    raise (KeyboardInterrupt() if number == signal.SIGINT else TerminatedRun())
+    raise (_Interrupted() if number == signal.SIGINT else TerminatedRun())
 
 
 @contextmanager

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from efficient_ft.cli import stopping
 from efficient_ft.cli.exits import clean_exits
 from efficient_ft.core.errors import UserError
+from tests.cli.program import REPOSITORY
 
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
@@ -52,6 +55,25 @@ def test_an_error_that_follows_a_signal_is_its_exit(
 def test_an_error_without_a_signal_stays_itself() -> None:
     with pytest.raises(RecursionError), clean_exits():
         raise RecursionError
+
+
+@pytest.mark.parametrize("number", STATUS)
+def test_a_signal_within_code_that_is_a_text_has_the_same_status(number: int, tmp_path: Path) -> None:
+    """After a plain KeyboardInterrupt there, ``python -m`` would end by the signal, in place of the status."""
+    (tmp_path / "stopped.py").write_text(
+        textwrap.dedent(f"""
+        from efficient_ft.cli.exits import clean_exits
+        from efficient_ft.cli.stopping import answer_signals
+
+        answer_signals()
+        with clean_exits():
+            exec("import signal; signal.raise_signal({int(number)})")
+        """)
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{tmp_path}"}
+    done = subprocess.run([sys.executable, "-m", "stopped"], env=environment, capture_output=True, text=True)
+    assert done.returncode == STATUS[signal.Signals(number)], done.stderr
+    assert done.stderr.endswith("The same command continues from the last checkpoint.\n")
 
 
 @pytest.mark.parametrize("number", STATUS)
