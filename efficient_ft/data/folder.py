@@ -63,17 +63,18 @@ def read_folder(root: Path, follow_links: bool = False) -> Listing:
     folders = _subfolders(root)
     splits = [folders[name] for name in ("train", "test", *_VAL_NAMES) if name in folders]
     inner = [one for split in splits for one in _subfolders(split).values()]
-    in_splits = "train" in folders and _subfolders(folders["train"])
-    notes = links_in([*splits, *inner] if in_splits else folders.values(), root, follow_links)
+    train = folders.get("train")
+    in_splits = train is not None and bool(_subfolders(train))
+    classes = inner if in_splits else list(folders.values())
+    notes = links_in([*splits, *classes] if in_splits else classes, root, follow_links)
     for place in (root, *splits):
         notes += _lost_links(place)
-    listed = frozenset(os.path.realpath(one) for one in inner or folders.values())
+    listed = frozenset(os.path.realpath(one) for one in classes)
 
     def below() -> Below:
         return Below(root=os.path.realpath(root), listed=listed, follow_links=follow_links)
 
-    train = folders.get("train")
-    if train is None or not _subfolders(train):
+    if train is None or not in_splits:
         if train is not None and folders.keys() <= {"train", "test", *_VAL_NAMES}:
             raise UserError(f"{train.absolute()} has no class folders. Expected layout: train/CLASS/*.jpg.")
         split = [name for name in (*_VAL_NAMES, "test") if name in folders]

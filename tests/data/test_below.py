@@ -103,6 +103,17 @@ def test_the_folder_itself_may_be_a_link_and_links_inside_of_it_are_used(tmp_pat
     assert _sizes(DataConfig(name="folder", root=str(tmp_path / "link"))) == [5, 2]
 
 
+def test_classes_named_like_splits_change_nothing(tmp_path: Path) -> None:
+    """One may have folders inside of it; a link to an image of another class is not counted all the same."""
+    config = _classes(tmp_path)
+    for k, name in enumerate(("train/0", "train/1", "test/inside/0", "test/inside/1")):
+        save(tmp_path / f"{name}.jpg", 5 + k)
+    (tmp_path / "b/of_a.jpg").symlink_to("../a/0.jpg")
+    listing = read_data(config)
+    assert (len(listing.class_names), sum(_sizes(config))) == (4, 8)
+    assert "under their own names are not counted: " in " ".join(listing.notes)
+
+
 def test_links_that_are_not_used_are_not_refused(tmp_path: Path) -> None:
     config = _images(tmp_path / "data")
     (tmp_path / "elsewhere").mkdir()

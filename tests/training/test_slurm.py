@@ -72,12 +72,12 @@ def test_a_requeued_job_continues_to_the_bits_of_a_straight_run_and_equals_one_p
 
 def wait_for(folder: Path, epochs: int, submitted: subprocess.Popen[bytes]) -> None:
     """Wait until the run in `folder` has finished this many epochs."""
-    end = time.monotonic() + 600
+    end = time.monotonic() + 300
     while time.monotonic() < end and submitted.poll() is None:
         if (folder / "metrics.jsonl").is_file() and len(rows_of(folder)) >= epochs:
             return
         time.sleep(0.05)
-    raise AssertionError(f"{epochs} epochs were not finished in ten minutes")
+    raise AssertionError(f"{epochs} epochs were not finished in five minutes")
 
 
 def printed_in(folder: Path) -> str:
