@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from efficient_ft.config.explain import mistake, show
+from efficient_ft.config.identity import OWN_FOLDERS
 from efficient_ft.config.renamed import refuse_renamed
 from efficient_ft.config.schema import Config, DataConfig, MaskConfig, OptimConfig
 from efficient_ft.core.errors import SettingError
@@ -196,6 +197,8 @@ def _check_masks(name: str, masks: MaskConfig) -> None:
 
 def _check_data(key: str, data: DataConfig) -> None:
     parse_bytes(f"{key}.decoded_limit", data.decoded_limit)
+    if data.splits is not None and data.name not in OWN_FOLDERS:
+        raise SettingError(f"{key}.splits", show(data.splits), f"null with data={data.name}, which has its own splits")
     if data.augment.scale[0] > data.augment.scale[1]:
         raise SettingError(f"{key}.augment.scale", list(data.augment.scale), "[smallest, largest]")
     if data.augment.name == "none" and data.augment.resize != "input":

@@ -75,6 +75,8 @@ def _content(data: DataConfig) -> dict[str, Any]:
         del what["masks"]
     if data.text is None:  # a later setting
         del what["text"]
+    if data.splits is None:  # a later setting
+        del what["splits"]
     if data.train_on_val:  # a later setting: the runs from before it keep their folders
         del what["train_on_val"]
     # A published data set is the same in any place; a folder of images is identified by its path.

@@ -128,6 +128,9 @@ class DataConfig(Section):
     root: str = "./data"
     #: Of folders of one's own: use files and folders that links out of `root` lead to; they are refused otherwise.
     follow_links: bool = False
+    #: Of folders of one's own: the folder or folders of each split, relative to `root` (``.`` is `root` itself), whose
+    #: top folders are the classes; null: recognized by their names.
+    splits: dict[Literal["train", "val", "test"], Name | Annotated[list[Name], Field(min_length=1)]] | None = None
     batch_size: BatchSize = 64
     #: null: as `batch_size`.
     eval_batch_size: BatchSize | None = None

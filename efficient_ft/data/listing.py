@@ -76,6 +76,8 @@ class Listing:
         test: the test split; None if the data set has validation images only.
         recipe_trains_on_val: published results train on `train` and `val` together.
         notes: facts that a user should know, one sentence each.
+        origins: by split, where its samples come from in a few words: ``Training/``, ``held out of Training/``.
+        left_out: files that are not used, by the reason in a few words: ``not images (.txt ×3)`` → 3.
     """
 
     class_names: list[str]
@@ -84,6 +86,8 @@ class Listing:
     test: Samples | None = None
     recipe_trains_on_val: bool = False
     notes: list[str] = field(default_factory=list)
+    origins: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, int] = field(default_factory=dict)
 
     def digest(self) -> str:
         """8 hex digits that tell two copies of a data set apart: other files, another resolution, other splits.

@@ -84,6 +84,8 @@ class MaskListing:
     val: MaskSamples | None = None
     test: MaskSamples | None = None
     notes: list[str] = field(default_factory=list)
+    origins: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, int] = field(default_factory=dict)
 
     def digest(self) -> str:
         """8 hex digits that tell two copies apart: of the classes, and names and sizes of up to 256 files a split."""

@@ -76,6 +76,8 @@ class TextListing:
     test: Texts | None = None
     notes: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, int] = field(default_factory=dict)
 
     def digest(self) -> str:
         """8 hex digits that tell two copies apart."""

@@ -1,0 +1,47 @@
+"""The result of inspecting a data set: facts for the record, lines for a person, warnings and problems."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+#: Samples whose headers (sizes, modes) are read in a quick inspection, and those that are decoded.
+HEADERS, DECODED = 1024, 48
+
+
+@dataclass
+class Inspection:
+    """The result of inspecting the samples of a data set.
+
+    Attributes:
+        facts: plain containers for results.json: sizes, modes, value range, share of unlabeled pixels, rows, lengths.
+        lines: the same for a person, one short sentence each.
+        warnings: properties of the data that training is likely to suffer from, one sentence each, with the setting
+            that changes them.
+        problems: path or place → reason, of samples that training would reject.
+    """
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    problems: dict[str, str] = field(default_factory=dict)
+
+
+def spread(size: int, count: int) -> np.ndarray:
+    """Return at most `count` indices below `size`, evenly spread and sorted: int64 (min(size, count),)."""
+    return np.unique(np.linspace(0, max(size - 1, 0), min(size, count)).round().astype(np.int64))
+
+
+_Item = TypeVar("_Item")
+_Found = TypeVar("_Found")
+
+
+def in_threads(function: Callable[[_Item], _Found], items: Sequence[_Item]) -> Iterable[_Found]:
+    """Apply a function to every item, in order, in threads: Pillow decodes without Python's lock."""
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        yield from pool.map(function, items)

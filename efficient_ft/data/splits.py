@@ -1,0 +1,218 @@
+"""Names of splits: one reading of the names of folders and files, for images, masks and texts.
+
+A name denotes a split by one word of `_WORDS`, without case, possibly with affixes that name no content
+(``train_set``, ``Validation-images``, ``seg_test``, ``train2017``). Names with a common rest denote splits together:
+``birds_train`` and ``birds_test``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import unicodedata
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from efficient_ft.core.errors import SettingError, UserError, did_you_mean
+from efficient_ft.core.text import printable
+
+Split = Literal["train", "val", "test"]
+#: The setting ``data.splits``: the folders or files of each split, relative to ``data.root``.
+Chosen = Mapping[Split, str | Sequence[str]]
+
+SPLITS: tuple[Split, ...] = ("train", "val", "test")
+_WORDS: dict[str, Split] = {
+    **dict.fromkeys(("train", "training", "trn"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "validate", "dev", "devel", "eval", "evaluation"), "val"),
+    **dict.fromkeys(("test", "testing", "tst"), "test"),
+}  # type: ignore[dict-item]
+#: Words next to a split's that name no content.
+_AFFIXES = frozenset(
+    [
+        "data",
+        "dataset",
+        "datasets",
+        "set",
+        "sets",
+        "split",
+        "splits",
+        "subset",
+        "part",
+        "folder",
+        "folders",
+        "file",
+        "files",
+        "image",
+        "images",
+        "img",
+        "imgs",
+        "pic",
+        "pics",
+        "picture",
+        "pictures",
+        "photo",
+        "photos",
+        "sample",
+        "samples",
+        "text",
+        "texts",
+        "seg",
+        "cls",
+        "clf",
+        "classification",
+        "the",
+        "my",
+        "all",
+        "full",
+        "final",
+        "raw",
+        "new",
+        "original",
+        "orig",
+        "copy",
+        "v",
+    ]
+)
+_JOINED = re.compile(rf"({'|'.join(sorted(_WORDS, key=len, reverse=True))})(data(?:set)?|sets?|images?|imgs?|splits?)")
+
+
+def split_of(name: str) -> Split | None:
+    """Return the split that a name denotes alone; None: it denotes none, or several.
+
+    Args:
+        name: of a folder, or of a file without its extension.
+    """
+    split, rest = _read(name)
+    return split if not rest else None
+
+
+def name_splits(names: Iterable[str]) -> dict[str, Split]:
+    """Return the split of each name that denotes one, alone or together with another name.
+
+    Args:
+        names: of the folders, or of the files without extensions, of one folder.
+    """
+    found: dict[str, Split] = {}
+    together: dict[tuple[str, ...], dict[str, Split]] = defaultdict(dict)
+    for name in names:
+        split, rest = _read(name)
+        if split is not None:
+            (together[rest] if rest else found)[name] = split
+    for group in together.values():
+        if "train" in group.values() and len(set(group.values())) > 1:
+            found |= group
+    return found
+
+
+def chosen_places(root: Path, chosen: Chosen) -> dict[Split, list[Path]]:
+    """Return the folders or files that the setting ``data.splits`` names, by split; ``.`` is `root` itself.
+
+    Args:
+        root: ``data.root``.
+        chosen: the value of the setting.
+
+    Raises:
+        SettingError: no place for training, a place that does not exist, is outside of `root`, or is named twice.
+    """
+    if not chosen.get("train"):
+        raise SettingError("data.splits", show(chosen), "a mapping that names the training data", "Add train: FOLDER.")
+    places: dict[Split, list[Path]] = {}
+    seen: dict[Path, str] = {}
+    for split in SPLITS:
+        named = chosen.get(split)
+        for name in [named] if isinstance(named, str) else named or ():
+            place = root if os.path.normpath(name) == "." else root / name
+            real = Path(os.path.normpath(place))
+            top = Path(os.path.normpath(root))
+            if real != top and top not in real.parents:
+                raise SettingError(f"data.splits.{split}", name, f"a path below data.root={printable(root)}")
+            if not os.path.lexists(place) or not os.path.exists(place):
+                there = sorted(entry.name for entry in root.iterdir() if not entry.name.startswith("."))
+                shown = f"It has {some(there)}." if there else "It is empty."
+                raise SettingError(
+                    f"data.splits.{split}",
+                    name,
+                    f"a folder or file in {printable(root)}",
+                    shown + did_you_mean(name, there),
+                )
+            for other, of in seen.items():
+                if other == real or other in real.parents or real in other.parents:
+                    raise SettingError(f"data.splits.{split}", name, f"outside of {printable(other)}, which is {of}")
+            seen[real] = split
+            places.setdefault(split, []).append(place)
+    return places
+
+
+def ambiguous(root: Path, found: str, readings: Sequence[tuple[str, Chosen]]) -> UserError:
+    """Return the error for a layout that can be read in several ways.
+
+    Args:
+        root: ``data.root``.
+        found: what was found there, a sentence with counts.
+        readings: each in words ("the folders are classes"), with the value of ``data.splits`` that chooses it.
+    """
+    choices = "; ".join(f"if {words}: 'data.splits={show(chosen)}'" for words, chosen in readings)
+    return UserError(f"{printable(root)} can be read in several ways. {found} Choose one: {choices}.")
+
+
+def repeated(root: Path, split: Split, places: Sequence[Path], others: Mapping[Split, Sequence[Path]]) -> UserError:
+    """Return the error for several folders or files of one split.
+
+    Args:
+        root: ``data.root``.
+        split: the split.
+        places: the folders or files whose names denote it.
+        others: those of the other splits.
+    """
+    rest = {one: [p.name for p in of] for one, of in others.items() if one != split}
+    plain = {one: names[0] if len(names) == 1 else names for one, names in rest.items()}
+    names = [place.name for place in places]
+    readings: list[tuple[str, Chosen]] = [(f"{names[0]} alone is the {split} split", {**plain, split: names[0]})]
+    readings.append((f"all are the {split} split", {**plain, split: names}))
+    return ambiguous(root, f"{some(names)} are all names of a {split} split.", readings)
+
+
+def show(chosen: Chosen) -> str:
+    """Return the value of ``data.splits`` as it is written on the command line."""
+    parts = []
+    for split in SPLITS:
+        value = chosen.get(split)
+        if value:
+            names = [value] if isinstance(value, str) else list(value)
+            quoted = [_quoted(name) for name in names]
+            parts.append(f"{split}: {quoted[0] if len(quoted) == 1 else '[' + ', '.join(quoted) + ']'}")
+    return "{" + ", ".join(parts) + "}"
+
+
+def some(names: Sequence[str], count: int = 6) -> str:
+    """Return up to `count` names with commas, and the number of the others."""
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(printable(name) for name in names[:count]) + more
+
+
+def _quoted(name: str) -> str:
+    """A folder's name as a value of Hydra's grammar: quoted unless it is a plain word."""
+    if re.fullmatch(r"[A-Za-z0-9_.][\w.\-]*", name, re.ASCII):
+        return name
+    escaped = name.replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _read(name: str) -> tuple[Split | None, tuple[str, ...]]:
+    """The split whose word is in a name, and the words that are left; None if there is not exactly one."""
+    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", unicodedata.normalize("NFC", name))
+    words = re.findall(r"[^\W\d_]+|\d+", spaced.casefold())
+    words = [part for word in words for part in _parts(word)]
+    at = [i for i, word in enumerate(words) if word in _WORDS]
+    if len(at) != 1:
+        return (_WORDS[words[at[0]]], ()) if at and len({_WORDS[words[i]] for i in at}) == 1 else (None, ())
+    rest = [word for word in words[: at[0]] + words[at[0] + 1 :] if word not in _AFFIXES and not word.isdigit()]
+    return _WORDS[words[at[0]]], tuple(rest)
+
+
+def _parts(word: str) -> Sequence[str]:
+    """A word, or the two of which it consists: ``trainset``."""
+    joined = _JOINED.fullmatch(word)
+    return joined.groups() if joined else (word,)

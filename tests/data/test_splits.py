@@ -1,0 +1,72 @@
+"""Names of splits: case, affixes, names that denote a split together, and the setting `data.splits`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from efficient_ft.core.errors import SettingError
+from efficient_ft.data.splits import chosen_places, name_splits, show, split_of
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("train", "train"), ("Training", "train"), ("TRAIN", "train"), ("train_set", "train"), ("trainset", "train"),
+        ("TrainImages", "train"), ("seg_train", "train"), ("train2017", "train"), ("01-train", "train"),
+        ("training_data", "train"), ("train (1)", "train"), ("trainingset", "train"),
+        ("val", "val"), ("VALID", "val"), ("Validation", "val"), ("dev", "val"), ("eval", "val"), ("valset", "val"),
+        ("Test", "test"), ("TESTING", "test"), ("test_set", "test"), ("seg_test", "test"), ("testdata", "test"),
+    ],
+)  # fmt: skip
+def test_names_denote_splits_in_any_case_and_with_affixes(name: str, split: str) -> None:
+    assert split_of(name) == split
+
+
+@pytest.mark.parametrize(
+    "name", ["train_station", "test tube", "bullet-train", "cat", "devil", "trainer", "valley", "contest", "train_test"]
+)
+def test_names_of_things_denote_no_split(name: str) -> None:
+    assert split_of(name) is None
+    assert name_splits([name, "cat", "dog"]) == {}
+
+
+def test_names_with_a_common_rest_denote_splits_together() -> None:
+    names = ["asl_alphabet_train", "asl_alphabet_test", "notes"]
+    assert name_splits(names) == {"asl_alphabet_train": "train", "asl_alphabet_test": "test"}
+    assert name_splits(["train_station", "test_tube"]) == {}
+    assert name_splits(["bus_train", "bus_training"]) == {}
+
+
+def test_places_are_below_the_root_and_named_once(tmp_path: Path) -> None:
+    for name in ("a", "b", "c d"):
+        (tmp_path / name).mkdir()
+    places = chosen_places(tmp_path, {"train": ["a", "b"], "test": "c d"})
+    assert places == {"train": [tmp_path / "a", tmp_path / "b"], "test": [tmp_path / "c d"]}
+    assert chosen_places(tmp_path, {"train": "."}) == {"train": [tmp_path]}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ({"test": "a"}, "names the training data"),
+        ({"train": "aa"}, r"data.splits.train must be a folder or file in .*, got aa. It has a, b"),
+        ({"train": ".."}, "a path below data.root"),
+        ({"train": "a", "test": "a"}, "data.splits.test must be outside of .*a, which is train, got a"),
+        ({"train": ".", "test": "a"}, "which is train"),
+    ],
+)
+def test_mistakes_in_the_setting(tmp_path: Path, chosen: dict, message: str) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(SettingError, match=message):
+        chosen_places(tmp_path, chosen)
+
+
+def test_the_setting_is_shown_as_hydra_reads_it() -> None:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    chosen = {"train": ["fold 1", "fold2"], "test": "Prüfung, neu"}
+    (override,) = OverridesParser.create().parse_overrides([f"data.splits={show(chosen)}"])
+    assert override.value() == chosen
