@@ -16,6 +16,7 @@ from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.data.decoded import DecodedImages
 from efficient_ft.data.fetch import megabytes
 from efficient_ft.data.images import Transform, read_image
+from efficient_ft.data.inspection import Inspection
 from efficient_ft.data.listing import Listing, Samples, stratified_split
 from efficient_ft.data.loader import SplitDataset
 from efficient_ft.data.opened import OpenedData
@@ -46,8 +47,10 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         UserError: the data set cannot be split, or too few readable images remain.
     """
 
+    task, noun = "classification", "image"
+
     def __init__(self, listing: Listing, config: DataConfig, input: InputSpec, seed: int) -> None:
-        super().__init__(config, seed, listing.class_names, listing.digest(), listing.notes)
+        super().__init__(config, seed, listing.class_names, listing)
         augment = config.augment
         self._train_transform = Transform(
             input, augment.name, augment.scale, augment.flip, augment.resize, augment.vertical_flip, augment.pick
@@ -67,7 +70,7 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         train, val = listing.train, listing.val
         if self.best_split == "test" and self._config.train_on_val and listing.recipe_trains_on_val and val is not None:
             train, val = train.join(val), None  # nothing is selected on them
-        return self._choose_splits(train, val, listing.test, stratified_split, "image")
+        return self._choose_splits(train, val, listing.test, stratified_split)
 
     def _without_corrupt(self, listing: Listing) -> Listing:
         """`listing` without the files that cannot be read, which are recorded in `_skipped`."""
@@ -94,6 +97,12 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         if self._skipped:
             self._notes.append(f"{len(self._skipped)} unreadable images are left out (data.on_corrupt=skip).")
         return replace(listing, **parts)
+
+    def inspect(self, *, thorough: bool = False) -> Inspection:
+        return Inspection()
+
+    def _labels(self, part: Samples) -> np.ndarray:
+        return part.labels
 
     def _dataset(self, split: str, *, training: bool) -> SplitDataset:
         transform = self._train_transform if training else self.transform_eval

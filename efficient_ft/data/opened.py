@@ -4,19 +4,34 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
+import numpy as np
 from torch.utils.data import Dataset
 
+from efficient_ft.config.identity import OWN_FOLDERS
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.text import printable
-from efficient_ft.data.loader import Loader, make_loader
+from efficient_ft.data.inspection import Inspection, spread
+from efficient_ft.data.loader import Loader, LoadFailure, make_loader
 from efficient_ft.data.sampler import CounterSampler
+from efficient_ft.data.summary import SplitSummary, Summary
 
 if TYPE_CHECKING:
     from efficient_ft.config.schema import DataConfig
 
 Split = Literal["val", "test"]
+
+
+class Lists(Protocol):
+    """The lists of a data set: `listing.Listing`, `masks.MaskListing` or `texts.TextListing`."""
+
+    notes: list[str]
+    origins: dict[str, str]
+    left_out: dict[str, int]
+
+    def digest(self) -> str:
+        """Hex digits that tell two copies of a data set apart."""
 
 
 class Part(Protocol):
@@ -39,27 +54,28 @@ def _unchanged(dataset: Any) -> Any:
 class OpenedData(ABC, Generic[_Part, _Dataset]):
     """A data set ready for training and evaluation.
 
-    A subclass sets `_parts` to what `_choose_splits` returns, and implements `_dataset`.
+    A subclass sets `_parts` to what `_choose_splits` returns, and implements `_dataset` and `inspect`.
 
     Args:
         config: the `data` section of the configuration.
         seed: of the run; decides the validation split, the order and the augmentation.
         class_names: by label.
-        digest: of the lists.
-        notes: facts that a user should know, one sentence each.
+        listing: the lists of the data set.
 
     Attributes:
         class_names: by label.
         best_split: the split on which the best epoch is selected.
     """
 
+    #: The task of the data set, and a sample of it in a word.
+    task: ClassVar[str]
+    noun: ClassVar[str]
     _parts: Mapping[str, _Part]
 
-    def __init__(
-        self, config: DataConfig, seed: int, class_names: Sequence[str], digest: str, notes: Sequence[str]
-    ) -> None:
-        self._config, self._seed, self._digest = config, seed, digest
-        self.class_names, self._notes = list(class_names), list(notes)
+    def __init__(self, config: DataConfig, seed: int, class_names: Sequence[str], listing: Lists) -> None:
+        self._config, self._seed, self._digest = config, seed, listing.digest()
+        self.class_names, self._notes = list(class_names), list(listing.notes)
+        self._origins, self._left_out = dict(listing.origins), dict(listing.left_out)
         self._skipped: dict[str, str] = {}
         self.best_split: Split = config.select_best_on
 
@@ -69,7 +85,6 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         val: _Part | None,
         test: _Part | None,
         hold_out: Callable[[_Part, float, int], tuple[_Part, _Part]],
-        noun: str,
     ) -> dict[str, _Part]:
         """Return the samples by split, with validation samples or those of the test that choose the best epoch.
 
@@ -79,12 +94,12 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
                 epoch is selected on the test samples.
             test: the test samples; None: there are none.
             hold_out: returns (kept, held out), given samples, a fraction and a seed.
-            noun: what a sample is called in messages.
 
         Raises:
             SettingError: `data.select_best_on` or `data.val_fraction` does not fit the data set.
             UserError: too few training samples to hold one out.
         """
+        noun = self.noun
         if self.best_split == "test":
             if test is None:
                 raise SettingError("data.select_best_on", "test", "val", f"There are no test {noun}s.")
@@ -101,12 +116,78 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
                     f"None of the {len(train)} training {noun}s can be held out for validation: that takes two of a"
                     f" class. Add {noun}s" + (f", or {other}" if test is not None else ".")
                 )
+            self._origins["val"] = f"held out of train (data.val_fraction={fraction:g})"
         parts = {"train": train, "val": val, "test": test}
         return {name: part for name, part in parts.items() if part is not None}
 
     @abstractmethod
     def _dataset(self, split: str, *, training: bool) -> _Dataset:
         """The samples of a split, augmented in training."""
+
+    @abstractmethod
+    def inspect(self, *, thorough: bool = False) -> Inspection:
+        """Look at the samples themselves.
+
+        Args:
+            thorough: read every sample; False: headers and some samples, in about half a second.
+        """
+
+    def _labels(self, part: _Part) -> np.ndarray | None:
+        """The class of each sample of a split, int64 (N,); None: samples have no class."""
+        return None
+
+    def summary(self, *, thorough: bool = False) -> Summary:
+        """Return how the data set was understood.
+
+        Args:
+            thorough: as in `inspect`.
+        """
+        splits = {}
+        for split, part in self._parts.items():
+            labels = self._labels(part)
+            counts = None if labels is None else np.bincount(labels, minlength=self.num_classes)
+            splits[split] = SplitSummary(len(part), self._origins.get(split, ""), counts)
+        own = self._config.name in OWN_FOLDERS
+        return Summary(
+            printable(self._config.root) if own else self._config.name,
+            self.task,
+            self.noun,
+            self.class_names,
+            splits,
+            self.best_split,
+            self.inspect(thorough=thorough),
+            self._left_out,
+            self._skipped,
+            self._notes,
+        )
+
+    def training_batch(self, count: int) -> tuple[Any, list[int]]:
+        """Load some training samples as the network sees them in the first epoch, of as many classes as possible.
+
+        Args:
+            count: number of samples, at most.
+
+        Returns:
+            The batch as a training loader returns it, and the indices of its samples.
+
+        Raises:
+            UserError: a sample cannot be read.
+        """
+        part = self._parts["train"]
+        labels = self._labels(part)
+        if labels is None:
+            chosen = spread(len(part), count)
+        else:  # the first sample of each class, then the second, …
+            order = np.argsort(labels, kind="stable")
+            starts = np.searchsorted(labels[order], labels[order], side="left")
+            turns = np.arange(len(order)) - starts
+            chosen = order[np.lexsort((labels[order], turns))[:count]]
+        indices = [int(index) for index in chosen]
+        dataset: Any = self._dataset("train", training=True)
+        batch = dataset.__getitems__([(0, index) for index in indices])
+        if isinstance(batch, LoadFailure):
+            raise UserError(batch.message)
+        return batch, indices
 
     @property
     def num_classes(self) -> int:

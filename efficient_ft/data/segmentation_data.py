@@ -21,6 +21,7 @@ from tqdm import tqdm
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import IGNORED, InputSpec
 from efficient_ft.data.images import read_image
+from efficient_ft.data.inspection import Inspection
 from efficient_ft.data.loader import LoadFailure, sample_seed
 from efficient_ft.data.masks import Classes, MaskListing, MaskSamples, hold_out, read_mask
 from efficient_ft.data.opened import OpenedData
@@ -140,16 +141,21 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
         UserError: the data set cannot be split, or too few readable images remain.
     """
 
+    task, noun = "segmentation", "image"
+
     def __init__(self, listing: MaskListing, config: DataConfig, input: InputSpec, seed: int) -> None:
         assert config.masks is not None
-        super().__init__(config, seed, listing.classes.names, listing.digest(), listing.notes)
+        super().__init__(config, seed, listing.classes.names, listing)
         self.classes = listing.classes
         self._transforms = {training: MaskTransform(input, config.masks, training) for training in (True, False)}
-        self._parts = self._choose_splits(listing.train, listing.val, listing.test, hold_out, "image")
+        self._parts = self._choose_splits(listing.train, listing.val, listing.test, hold_out)
         if config.on_corrupt == "skip":
             self._parts = {name: self._readable(name, part) for name, part in self._parts.items()}
             if self._skipped:
                 self._notes.append(f"{len(self._skipped)} unusable images are left out (data.on_corrupt=skip).")
+
+    def inspect(self, *, thorough: bool = False) -> Inspection:
+        return Inspection()
 
     def _dataset(self, split: str, *, training: bool) -> MaskDataset:
         return MaskDataset(self._parts[split], self.classes, self._transforms[training], self._seed)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.tokenizer import Tokenizer
+from efficient_ft.data.inspection import Inspection
 from efficient_ft.data.listing import stratified_split
 from efficient_ft.data.opened import OpenedData
 from efficient_ft.data.texts import TextListing, Texts
@@ -56,10 +58,12 @@ class TextData(OpenedData[Texts, TextDataset]):
         UserError: the data set cannot be split, or rows of it cannot be used.
     """
 
+    task, noun = "text", "text"
+
     def __init__(
         self, listing: TextListing, config: DataConfig, tokenizer: Tokenizer, max_length: int, seed: int
     ) -> None:
-        super().__init__(config, seed, listing.class_names, listing.digest(), listing.notes)
+        super().__init__(config, seed, listing.class_names, listing)
         self.tokenizer, self._max_length = tokenizer, max_length
         if listing.skipped and config.on_corrupt == "stop":
             first, *others = listing.skipped.values()
@@ -68,7 +72,7 @@ class TextData(OpenedData[Texts, TextDataset]):
         if listing.skipped:
             self._skipped.update(listing.skipped)
             self._notes.append(f"{len(self._skipped)} unusable texts are left out (data.on_corrupt=skip).")
-        self._parts = self._choose_splits(listing.train, listing.val, listing.test, stratified_split, "text")
+        self._parts = self._choose_splits(listing.train, listing.val, listing.test, stratified_split)
         lengths = tokenizer.lengths(self._parts["train"].texts[:_LOOKED_AT])
         cut = sum(length > max_length for length in lengths)
         if cut:
@@ -81,6 +85,12 @@ class TextData(OpenedData[Texts, TextDataset]):
     def columns(self) -> int:
         """Texts of a sample: 1, or 2 of a pair."""
         return len(self._parts["train"].texts[0])
+
+    def inspect(self, *, thorough: bool = False) -> Inspection:
+        return Inspection()
+
+    def _labels(self, part: Texts) -> np.ndarray:
+        return part.labels
 
     def _dataset(self, split: str, *, training: bool) -> TextDataset:
         return TextDataset(self._parts[split], self.tokenizer, self._max_length)

@@ -1,0 +1,135 @@
+"""The summary of a data set as a run understood it: for the terminal, and for results.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from efficient_ft.core.text import plain_line, printable
+from efficient_ft.data.inspection import Inspection
+
+#: Class names that are printed, and letters of them at most.
+_NAMES, _LETTERS = 8, 60
+#: Skipped samples that are recorded.
+_RECORDED = 100
+
+
+@dataclass(frozen=True)
+class SplitSummary:
+    """One split.
+
+    Attributes:
+        samples: number of images or texts.
+        origin: where they come from, in a few words.
+        per_class: samples of each class, int64 (classes,); None: samples have no class (masks).
+    """
+
+    samples: int
+    origin: str = ""
+    per_class: np.ndarray | None = None
+
+
+@dataclass
+class Summary:
+    """How a run understood a data set.
+
+    Attributes:
+        name: of the data set, with its folder if it is the user's own.
+        task: ``classification``, ``segmentation`` or ``text``.
+        noun: a sample in a word.
+        class_names: by label.
+        splits: by name, in the order train, val, test.
+        best_split: the split that selects the best epoch.
+        inspection: of the samples.
+        left_out: files that are not used, by reason.
+        skipped: unusable samples that are left out (``data.on_corrupt=skip``): path → reason.
+        notes: further facts that a user should know, one sentence each.
+    """
+
+    name: str
+    task: str
+    noun: str
+    class_names: Sequence[str]
+    splits: Mapping[str, SplitSummary]
+    best_split: str
+    inspection: Inspection
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    def lines(self) -> list[str]:
+        """Return the summary as printed before training, a few short lines."""
+        found = [f"data: {self.name}, {self.task}, {len(self.class_names)} classes: {abridged(self.class_names)}"]
+        for split, one in self.splits.items():
+            parts = [f"{one.samples:,} {self.noun}{'' if one.samples == 1 else 's'}"]
+            if one.per_class is not None and len(one.per_class):
+                low, high = int(one.per_class.min()), int(one.per_class.max())
+                parts.append(f"{low:,} per class" if low == high else f"{low:,} to {high:,} per class")
+            if one.origin:
+                parts.append(one.origin)
+            if split == self.best_split and "train" in self.splits and len(self.splits) > 2:
+                parts.append("selects the best epoch")
+            found.append(f"  {split}: {', '.join(parts)}")
+        found += [f"  {line}" for line in self.inspection.lines]
+        if self.left_out:
+            reasons = ", ".join(f"{reason} ({count:,})" for reason, count in self.left_out.items())
+            found.append(f"  not used: {reasons}")
+        if self.skipped:
+            path, reason = next(iter(self.skipped.items()))
+            more = f" and {len(self.skipped) - 1:,} more" if len(self.skipped) > 1 else ""
+            why = reason.removeprefix(f"{printable(path)}: ")
+            found.append(f"  skipped: {printable(path)}{more} ({why.rstrip('.')})")
+        return found
+
+    @property
+    def warnings(self) -> list[str]:
+        """Properties of the data that training is likely to suffer from, one sentence each."""
+        found = list(self.inspection.warnings)
+        train = self.splits["train"]
+        if train.per_class is not None:
+            empty = [name for name, count in zip(self.class_names, train.per_class, strict=True) if not count]
+            if empty:
+                found.append(f"{len(empty)} classes have no training {self.noun}: {abridged(empty)}.")
+        return found
+
+    def record(self) -> dict[str, Any]:
+        """Return the summary in plain containers."""
+        return {
+            "name": self.name,
+            "task": self.task,
+            "classes": len(self.class_names),
+            "class_names": list(self.class_names),
+            "splits": {
+                split: {
+                    "samples": one.samples,
+                    "origin": one.origin,
+                    **({} if one.per_class is None else {"per_class": one.per_class.tolist()}),
+                }
+                for split, one in self.splits.items()
+            },
+            "best_split": self.best_split,
+            **self.inspection.facts,
+            "not_used": dict(self.left_out),
+            "skipped": {printable(path): self.skipped[path] for path in list(self.skipped)[:_RECORDED]},
+            "warnings": self.warnings,
+            "notes": list(self.notes),
+        }
+
+
+def abridged(names: Sequence[str]) -> str:
+    """Return the first names with commas, and the last one, in at most about 70 letters."""
+    shown: list[str] = []
+    for name in names[:_NAMES]:
+        text = plain_line(name)
+        text = text if len(text) <= _LETTERS else f"{text[: _LETTERS - 1]}…"
+        if shown and sum(map(len, shown)) + len(text) > _LETTERS:
+            break
+        shown.append(text)
+    rest = len(names) - len(shown)
+    if rest == 0:
+        return ", ".join(shown)
+    last = plain_line(names[-1])
+    return ", ".join(shown) + (f", {last}" if rest == 1 and len(last) <= _LETTERS else f", … ({rest:,} more)")
