@@ -11,6 +11,7 @@ from efficient_ft.core.errors import replace_unprintable
 
 #: First word of the command line, and the module whose ``main(arguments)`` runs it. Imported only when asked for.
 COMMANDS = {
+    "check": "efficient_ft.cli.check",
     "plan": "efficient_ft.cli.plan",
     "cache": "efficient_ft.cli.cache",
     "predict": "efficient_ft.cli.predict",

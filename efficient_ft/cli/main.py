@@ -32,7 +32,7 @@ from efficient_ft.cli.exits import (
     report_outcome,
 )
 from efficient_ft.cli.groups import CONF, register
-from efficient_ft.cli.output_folder import output_folder_faults
+from efficient_ft.cli.output_folder import leaving_nothing, output_folder_faults
 from efficient_ft.cli.rows import zipped
 from efficient_ft.cli.started import first_process, started_processes
 from efficient_ft.cli.stopping import signals_first, while_loading
@@ -61,7 +61,9 @@ def job(composed: DictConfig) -> float | None:
             hydra_config = HydraConfig.get()
             for sentence in not_as_published(config):
                 print(f"note: {sentence}", flush=True)
-            results = run(config, Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task))
+            folder = Path(hydra_config.runtime.output_dir)
+            with leaving_nothing(folder):
+                results = run(config, folder, list(hydra_config.overrides.task))
     except BrokenPipeError:
         leave_closed_pipe()
     except (UserError, OSError) as error:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hydra import compose
@@ -47,6 +48,32 @@ def check_output_folder(name: str, parsed: Sequence[Override]) -> None:
             if "MissingMandatoryValue" in reason:  # what Hydra sets for each job
                 continue
             raise SettingError(override.key_or_group, text, "a folder", f"It cannot be resolved: {reason}.") from None
+
+
+#: Entries that a command writes into its folder before the first step: by Hydra, and by the run.
+_OF_HYDRA = {".hydra", "train.log"}
+_BEFORE_TRAINING = {*_OF_HYDRA, ".lock", "config.yaml", "images", "run_id"}
+
+
+@contextmanager
+def leaving_nothing(folder: Path) -> Iterator[None]:
+    """Remove a new run folder again if the run inside the block is refused before it trains: a mistake writes nothing.
+
+    Args:
+        folder: as Hydra has made it. A folder that holds anything of an earlier command is kept as it is.
+    """
+    new = set(os.listdir(folder)) <= _OF_HYDRA
+    try:
+        yield
+    except UserError:
+        if new and set(os.listdir(folder)) <= _BEFORE_TRAINING:
+            with suppress(OSError):  # the message of the mistake is more important
+                shutil.rmtree(folder)
+                for above in folder.parents:
+                    if above == Path.cwd() or _DEFAULT not in above.parts:
+                        break
+                    above.rmdir()  # fails, and so ends, at the first one that is not empty
+        raise
 
 
 @contextmanager

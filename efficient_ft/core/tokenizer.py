@@ -63,6 +63,11 @@ class Tokenizer:
         parts = {"input_ids": "ids", "attention_mask": "attention_mask", "token_type_ids": "type_ids"}
         return {name: torch.tensor([getattr(encoding, parts[name]) for encoding in found]) for name in self.inputs}
 
+    def decode(self, ids: Tensor) -> list[str]:
+        """Return token ids (B, L) as texts, as the network sees them: with special tokens, without padding."""
+        kept = [[int(token) for token in row if int(token) != self.pad[0]] for row in ids]
+        return [self._tokenizer.decode(row, skip_special_tokens=False) for row in kept]
+
     def _encode(self, texts: Sequence[Sequence[str]]) -> list[Any]:
         items = [tuple(text) if len(text) > 1 else text[0] for text in texts]
         return self._tokenizer.encode_batch(items)  # type: ignore[arg-type]

@@ -136,6 +136,11 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         """The class of each sample of a split, int64 (N,); None: samples have no class."""
         return None
 
+    @property
+    def name(self) -> str:
+        """The name of the data set, or the folder of the user's own."""
+        return printable(self._config.root) if self._config.name in OWN_FOLDERS else self._config.name
+
     def summary(self, *, thorough: bool = False) -> Summary:
         """Return how the data set was understood.
 
@@ -147,9 +152,8 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
             labels = self._labels(part)
             counts = None if labels is None else np.bincount(labels, minlength=self.num_classes)
             splits[split] = SplitSummary(len(part), self._origins.get(split, ""), counts)
-        own = self._config.name in OWN_FOLDERS
         return Summary(
-            printable(self._config.root) if own else self._config.name,
+            self.name,
             self.task,
             self.noun,
             self.class_names,

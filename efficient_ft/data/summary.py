@@ -92,7 +92,8 @@ class Summary:
         if train.per_class is not None:
             empty = [name for name, count in zip(self.class_names, train.per_class, strict=True) if not count]
             if empty:
-                found.append(f"{len(empty)} classes have no training {self.noun}: {abridged(empty)}.")
+                which = "One class has" if len(empty) == 1 else f"{len(empty)} classes have"
+                found.append(f"{which} no training {self.noun}: {abridged(empty)}.")
         return found
 
     def record(self) -> dict[str, Any]:

@@ -196,7 +196,8 @@ class DataReport(TypedDict):
     """`TaskData` of the run's data set; with several tasks the sum, the mean and each task's.
 
     `scores` are further measures by split: of a segmentation pixel accuracy and the IoU of each class by name (None:
-    neither masks nor predictions have it).
+    neither masks nor predictions have it). `summary` states how each data set was understood
+    (`data.summary.Summary.record`), by task; a single data set has the key "".
     """
 
     splits: NotRequired[dict[str, int]]
@@ -205,6 +206,7 @@ class DataReport(TypedDict):
     accuracy: dict[str, float]
     scores: NotRequired[dict[str, Any]]
     tasks: NotRequired[dict[str, TaskData]]
+    summary: NotRequired[dict[str, Any]]
 
 
 class Results(TypedDict):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from efficient_ft.data import (
     open_data,
     open_texts,
 )
+from efficient_ft.data.summary import Summary
 from efficient_ft.models.text import tokenizer_of
 from efficient_ft.training.optimizer import WARMUP_AT_MOST
 
@@ -61,6 +62,28 @@ def open_images(config: Config, spec: InputSpec) -> RunData:
             assert isinstance(opened, ImageData), "refused by `config.check`"
             parts[task] = opened
     return RoundRobinData(parts, config.trainer.grad_accum_steps)
+
+
+def summaries(images: RunData, *, thorough: bool = False) -> dict[str, Summary]:
+    """Return the summary of each data set of the run, by task; a single data set has the key "".
+
+    Args:
+        images: of the run.
+        thorough: as in `data.opened.OpenedData.inspect`.
+    """
+    parts = images.parts if isinstance(images, RoundRobinData) else {"": images}
+    return {task: part.summary(thorough=thorough) for task, part in parts.items()}
+
+
+def summary_text(found: Mapping[str, Summary]) -> str:
+    """Return the summaries of a run's data sets as printed: lines, notes, and warnings on lines of their own."""
+    lines = []
+    for task, one in found.items():
+        prefix = f"{task}: " if task else ""
+        lines += [prefix + line if not line.startswith(" ") else line for line in one.lines()]
+        lines += [prefix + note for note in one.notes]
+        lines += [f"warning: {prefix}{warning}" for warning in one.warnings]
+    return "\n".join(lines)
 
 
 def keep_decoded(images: RunData, epochs: int) -> None:

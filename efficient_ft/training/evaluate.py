@@ -24,7 +24,7 @@ from efficient_ft.record.results import DataReport, flatten
 from efficient_ft.task import TASKS, Task, moved
 from efficient_ft.training import export
 from efficient_ft.training.console import say
-from efficient_ft.training.datamodule import RunData, missing_images, open_images
+from efficient_ft.training.datamodule import RunData, missing_images, open_images, summaries, summary_text
 from efficient_ft.training.run_task import run_task
 from efficient_ft.training.trainer import use_channels_last
 
@@ -69,6 +69,7 @@ def evaluate(run: Path, config: Config | None = None) -> Evaluated:
             f"evaluate={run}: the classes in {roots} must be those of the run, but they differ. Set data.root to images"
             " of the same classes."
         )
+    say(summary_text(summaries(images)))
     trainer = L.Trainer(accelerator=config.trainer.accelerator, devices=1, logger=False, enable_checkpointing=False)
     device = trainer.strategy.root_device
     metric = run_task(config).metric

@@ -47,9 +47,17 @@ from efficient_ft.record.results import (
 )
 from efficient_ft.training import checkpoint, export
 from efficient_ft.training.budget import budget_of, refuse_over_budget, within_budget
-from efficient_ft.training.console import quiet_lightning, results_text, say
+from efficient_ft.training.console import quiet_lightning, rank, results_text, say
 from efficient_ft.training.costs import cost_only, cost_report
-from efficient_ft.training.datamodule import RunDataModule, keep_decoded, missing_images, open_images, run_length
+from efficient_ft.training.datamodule import (
+    RunDataModule,
+    keep_decoded,
+    missing_images,
+    open_images,
+    run_length,
+    summaries,
+    summary_text,
+)
 from efficient_ft.training.evaluate import data_report, evaluate
 from efficient_ft.training.faults import faults_of_the_system
 from efficient_ft.training.features import FeatureCallback
@@ -129,8 +137,8 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
     keep_decoded(images, config.trainer.epochs)
     report = images.report()
     refuse_other_images(config, folder, images_digest(report))
-    for note in report["notes"]:
-        say(note)
+    understood = summaries(images) if rank() == 0 else {}
+    say(summary_text(understood))
     release_freed_memory()  # of making the lists, which allocators keep: 75 MiB of a million images
     before_model = resident_bytes()
     network = factory.create_model(config.model, images.num_classes)
@@ -215,6 +223,7 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
         sum(p.numel() for p in network.parameters() if p.requires_grad or everything) for everything in (True, False)
     )
     data = data_report(config, folder, images, device)
+    data["summary"] = {task: one.record() for task, one in understood.items()}
     allowed = max(COST_SECONDS, COST_SHARE * taken["seconds"])
     most = images.splits["train"] if not isinstance(images, RoundRobinData) else None
     cost = cost_report(config, network, methods, spec, images.num_classes, device, config.cost.steps, allowed, most)

@@ -116,3 +116,19 @@ def test_bytes_that_are_not_text_are_named() -> None:
     assert str(caught.value).startswith(
         "model.weights=/a/\N{REPLACEMENT CHARACTER}.pth: it has bytes that are not UTF-8"
     )
+
+
+def test_a_run_that_is_refused_leaves_no_folder(program: Path) -> None:
+    done = call(program, "method.lbp_wht.order=5")
+    assert done.returncode == 2, done.stderr
+    assert "out of luck" in done.stderr
+    assert not (program / "outputs").exists()
+
+
+def test_a_refused_run_keeps_the_files_of_an_earlier_command(program: Path) -> None:
+    (program / "run").mkdir()
+    (program / "run" / "notes.txt").write_text("mine")
+    done = call(program, "method.lbp_wht.order=5", "hydra.run.dir=run")
+    assert done.returncode == 2
+    assert (program / "run" / "notes.txt").read_text() == "mine"
+    assert (program / "run" / "train.log").exists()

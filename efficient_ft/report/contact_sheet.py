@@ -1,0 +1,230 @@
+"""A contact sheet of training samples as the network sees them: as a PNG image, and as an HTML page."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import importlib.util
+import io
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from efficient_ft.core.input_spec import IGNORED, InputSpec
+from efficient_ft.core.text import plain_line
+from efficient_ft.data import ImageData, SegmentationData, TextData
+from efficient_ft.data.masks import class_colors
+from efficient_ft.record.files import write_atomically, write_text_atomically
+
+#: Pixels of the width and the largest height of a picture, of the gap between two cells, and of a line of text.
+_WIDTH, _HEIGHT, _GAP, _LINE = 176, 264, 8, 15
+#: Letters of a line, lines of a caption, and lines of a text.
+_LETTERS, _CAPTION_LINES, _TEXT_LINES = 27, 2, 14
+#: Share of the color of a class in an overlay.
+_OPACITY = 0.5
+
+_Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
+
+_STYLE = """body{font:14px system-ui,sans-serif;margin:1.5em;color:#222;background:#fff}
+.sheet{display:grid;grid-template-columns:repeat(auto-fill,minmax(190px,1fr));gap:12px}
+figure{margin:0;border:1px solid #ddd;padding:6px;overflow-wrap:anywhere}img{max-width:100%;image-rendering:auto}
+figcaption{font-size:12px;margin-top:4px}p.text{white-space:pre-wrap;font-size:12px;margin:0;max-height:18em;overflow:auto}
+.swatch{display:inline-block;width:.9em;height:.9em;margin:0 .3em 0 .9em;vertical-align:-.1em}
+pre{white-space:pre-wrap}@media(prefers-color-scheme:dark){body{background:#111;color:#ddd}figure{border-color:#444}}"""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One sample: a picture, or a text, with a caption."""
+
+    content: Image.Image | str
+    caption: str
+
+
+@dataclass(frozen=True)
+class ContactSheet:
+    """Training samples as the network sees them.
+
+    Attributes:
+        title: a line above them.
+        cells: the samples.
+        legend: names and RGB colors of classes, for masks.
+    """
+
+    title: str
+    cells: Sequence[Cell]
+    legend: Sequence[tuple[str, tuple[int, int, int]]] = ()
+
+    def image(self, columns: int = 6) -> Image.Image:
+        """Return the sheet as one RGB image.
+
+        Args:
+            columns: cells in a row, at most.
+        """
+        columns = max(min(columns, len(self.cells)), 1)
+        font = _font()
+        wide = columns * (_WIDTH + _GAP) + _GAP
+        rows = [self.cells[start : start + columns] for start in range(0, len(self.cells), columns)]
+        heights = [max(_height(cell) for cell in row) + (_CAPTION_LINES * _LINE) + _GAP for row in rows]
+        per_line = max(wide // 150, 1)
+        legend_lines = -(-len(self.legend) // per_line)
+        head = _GAP + _LINE * 2
+        whole = Image.new("RGB", (wide, head + sum(heights) + legend_lines * _LINE + _GAP), "white")
+        draw = ImageDraw.Draw(whole)
+        draw.text((_GAP, _GAP), plain_line(self.title)[: wide // 7], fill="black", font=font)
+        top = head
+        for row, height in zip(rows, heights, strict=True):
+            for column, cell in enumerate(row):
+                _draw(whole, draw, cell, (_GAP + column * (_WIDTH + _GAP), top), font)
+            top += height
+        for number, (name, color) in enumerate(self.legend):
+            left, line = _GAP + number % per_line * 150, top + number // per_line * _LINE
+            draw.rectangle((left, line + 2, left + 10, line + 12), fill=color)
+            draw.text((left + 15, line), plain_line(name)[:20], fill="black", font=font)
+        return whole
+
+    def html(self, lines: Sequence[str]) -> str:
+        """Return the sheet as a page that needs no network.
+
+        Args:
+            lines: the report of the data, printed above the samples.
+        """
+        figures = []
+        for cell in self.cells:
+            if isinstance(cell.content, str):
+                content = f'<p class="text">{escape(cell.content)}</p>'
+            else:
+                buffer = io.BytesIO()
+                cell.content.save(buffer, format="png")
+                coded = base64.b64encode(buffer.getvalue()).decode()
+                content = f'<img src="data:image/png;base64,{coded}" alt="{escape(cell.caption)}">'
+            figures.append(f"<figure>{content}<figcaption>{escape(cell.caption)}</figcaption></figure>")
+        legend = "".join(
+            f'<span class="swatch" style="background:rgb{color}"></span>{escape(name)}' for name, color in self.legend
+        )
+        report = escape("\n".join(lines))
+        return (
+            f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(self.title)}</title>'
+            f"<style>{_STYLE}</style><h1>{escape(self.title)}</h1><pre>{report}</pre>"
+            f'<div class="sheet">{"".join(figures)}</div><p>{legend}</p></html>\n'
+        )
+
+    def write_image(self, file: Path) -> None:
+        """Write the sheet as PNG."""
+        whole = self.image()
+        write_atomically(file, lambda path: whole.save(path, format="png"))
+
+    def write_html(self, file: Path, lines: Sequence[str]) -> None:
+        """Write the sheet as an HTML page below the `lines` of the report."""
+        write_text_atomically(file, self.html(lines))
+
+
+def contact_sheet(data: ImageData | SegmentationData | TextData, input: InputSpec, count: int) -> ContactSheet:
+    """Return a sheet of training samples: augmented images with labels, images with their masks, or tokenized texts.
+
+    Args:
+        data: an opened data set.
+        input: the network's input.
+        count: number of samples, at most.
+
+    Raises:
+        UserError: a sample cannot be read.
+    """
+    batch, indices = data.training_batch(count)
+    names = [plain_line(name) for name in data.class_names]
+    size = f"{data.noun}s of {data.name} as the network sees them in training ({input})"
+    title = f"{len(indices)} training {size}"
+    if isinstance(data, TextData):
+        inputs, labels = batch
+        texts = data.tokenizer.decode(inputs["input_ids"])
+        cells = [Cell(text, names[int(label)]) for text, label in zip(texts, labels, strict=True)]
+        return ContactSheet(title, cells)
+    pixels, targets = batch
+    pictures = to_pictures(pixels, input)
+    if isinstance(data, ImageData):
+        return ContactSheet(title, [Cell(p, names[int(t)]) for p, t in zip(pictures, targets, strict=True)])
+    colors = class_colors(len(names))
+    cells = []
+    for picture, mask in zip(pictures, targets, strict=True):
+        found = mask.numpy()
+        shares = np.bincount(found[found != IGNORED], minlength=len(names))
+        most = ", ".join(names[k] for k in np.argsort(-shares, kind="stable")[:3] if shares[k]) or "no label"
+        cells.append(Cell(overlaid(picture, found, colors), most))
+    legend = [(name, (int(r), int(g), int(b))) for name, (r, g, b) in zip(names, colors, strict=True)]
+    return ContactSheet(title, cells, legend)
+
+
+def to_pictures(pixels: Tensor, input: InputSpec) -> list[Image.Image]:
+    """Return normalized images (B, C, H, W) as pictures again."""
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (input.mean, input.std))
+    plain = (pixels * std + mean).clamp(0, 1).mul(255).round().to(torch.uint8)
+    return [Image.fromarray(one.permute(1, 2, 0).squeeze(-1).numpy()).convert("RGB") for one in plain]
+
+
+def overlaid(picture: Image.Image, mask: np.ndarray, colors: np.ndarray) -> Image.Image:
+    """Mix a picture with the colors of its classes; pixels without a label stay as they are.
+
+    Args:
+        picture: RGB.
+        mask: uint8 (H, W), indices of classes, or `IGNORED`.
+        colors: uint8 (classes, 3).
+    """
+    labeled = mask != IGNORED
+    mixed = Image.blend(picture, Image.fromarray(colors[np.where(labeled, mask, 0)]), _OPACITY)
+    return Image.composite(mixed, picture, Image.fromarray(labeled.astype(np.uint8) * 255))
+
+
+def _font() -> _Font:
+    """DejaVu Sans, which has Latin, Greek, Cyrillic, Arabic and Hebrew letters, or Pillow's font with basic Latin."""
+    places = ["DejaVuSans.ttf"]
+    spec = importlib.util.find_spec("matplotlib")
+    if spec is not None and spec.origin is not None:
+        places.append(str(Path(spec.origin).parent / "mpl-data" / "fonts" / "ttf" / "DejaVuSans.ttf"))
+    for place in places:
+        with contextlib.suppress(OSError):
+            return ImageFont.truetype(place, 12)
+    return ImageFont.load_default(size=12)
+
+
+def _height(cell: Cell) -> int:
+    if isinstance(cell.content, str):
+        return len(_wrapped(cell.content, _TEXT_LINES)) * _LINE
+    return _fitted(cell.content)[1]
+
+
+def _fitted(picture: Image.Image) -> tuple[int, int]:
+    factor = min(_WIDTH / picture.width, _HEIGHT / picture.height)
+    return max(round(picture.width * factor), 1), max(round(picture.height * factor), 1)
+
+
+def _wrapped(text: str, lines: int) -> list[str]:
+    found = textwrap.wrap(plain_line(text), _LETTERS, max_lines=lines, placeholder=" …")
+    return found or [""]
+
+
+def _draw(
+    whole: Image.Image,
+    draw: ImageDraw.ImageDraw,
+    cell: Cell,
+    corner: tuple[int, int],
+    font: _Font,
+) -> None:
+    """Draw a cell at its upper left corner."""
+    left, top = corner
+    if isinstance(cell.content, str):
+        lines = _wrapped(cell.content, _TEXT_LINES)
+        draw.multiline_text((left, top), "\n".join(lines), fill="black", font=font, spacing=_LINE - 12)
+    else:
+        size = _fitted(cell.content)
+        enlarged = size[0] > cell.content.width
+        resample = Image.Resampling.NEAREST if enlarged else Image.Resampling.BICUBIC
+        whole.paste(cell.content.resize(size, resample), (left, top))
+    for number, line in enumerate(_wrapped(cell.caption, _CAPTION_LINES)):
+        draw.text((left, top + _height(cell) + 2 + number * _LINE), line, fill="#444", font=font)

@@ -1,0 +1,65 @@
+"""``efficient-ft check``: the report of a data set, the contact sheet, and the exit status."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from efficient_ft.cli.check import main, with_task
+from efficient_ft.core.errors import UserError
+from tests.data.conftest import folders  # noqa: F401  (a fixture)
+
+
+def test_a_good_folder_has_status_0_a_sheet_and_a_record(
+    folders: Callable[..., Path],  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    root, out = folders(train={"cat": 6, "dog": 6}, test={"cat": 2, "dog": 2}), tmp_path / "out"
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["data=folder", f"data.root={root}", "data.num_workers=0", "--html", f"--out={out}"]) == 0
+    printed = capsys.readouterr().out
+    assert "2 classes: cat, dog" in printed
+    assert "No model is given: samples are prepared for deit_tiny." in printed
+    assert sorted(path.name for path in out.iterdir()) == ["check.json", "samples.html", "samples.png"]
+    assert [path for path in sorted(tmp_path.rglob("*")) if out not in (path, *path.parents)] == before
+    assert json.loads((out / "check.json").read_text())[""]["splits"]["test"]["samples"] == 4
+    with Image.open(out / "samples.png") as sheet:
+        assert sheet.width > 1000
+
+
+@pytest.mark.parametrize("layout", [{"cat": 3}, {"train": {"cat": 2, "dog": 2}, "test": {"bird": 1}}])
+def test_a_folder_that_training_rejects_has_status_1_and_writes_nothing(
+    folders: Callable[..., Path],  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    layout: dict,
+) -> None:
+    assert main(["data=folder", f"data.root={folders(**layout)}", f"--out={tmp_path / 'out'}"]) == 1
+    assert "Training would reject this data set." in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_task_and_a_model_are_those_of_the_data() -> None:
+    assert with_task(["data=digits"]) == (["data=digits"], "")
+    assert with_task(["data=mask_folder"])[0] == [
+        "data=mask_folder",
+        "task=segmentation",
+        "model=deeplabv3_mobilenetv2",
+    ]
+    assert with_task(["data=text_folder", "model=bert_base"])[0] == ["data=text_folder", "model=bert_base", "task=text"]
+    with pytest.raises(UserError, match=r"needs a model, whose tokenizer reads the texts. Add model=bert_base"):
+        with_task(["data=rte"])
+
+
+def test_mistakes_in_settings_are_errors_of_the_user(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Did you mean 'root'"):
+        main(["data=folder", "data.rooot=x"])
+    with pytest.raises(UserError, match="does not exist"):
+        main(["data=folder", f"data.root={tmp_path / 'nowhere'}"])
+    with pytest.raises(UserError, match="evaluate must be left out with check"):
+        main(["data=digits", f"evaluate={tmp_path}"])
