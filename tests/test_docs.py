@@ -27,8 +27,8 @@ CARDS = sorted(page for page in (REPOSITORY / "docs" / "methods").glob("*.md") i
 
 #: The first words of the installed command that are no settings.
 SUBCOMMANDS = (
-    "plan", "cache", "predict", "report", "table", "figure", "collect", "dashboard", "study", "bench", "gradient-error",
-    "selftest",
+    "check", "plan", "cache", "predict", "report", "table", "figure", "collect", "dashboard", "study", "bench",
+    "gradient-error", "selftest",
 )  # fmt: skip
 
 SECTIONS = ["What it does", "When to use it", "Settings", "Cost", "What it does not do", "Paper", "Our deviations"]

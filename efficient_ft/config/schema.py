@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -15,6 +15,8 @@ LARGEST_SIDE = 8192
 Side = Annotated[int, Field(ge=1, le=LARGEST_SIDE)]
 BatchSize = Annotated[int, Field(ge=1, le=65536)]
 Name = Annotated[str, Field(min_length=1)]
+#: A folder or file; a number, as Hydra reads ``2019``, is its name.
+Place = Annotated[Name, BeforeValidator(lambda given: str(given) if type(given) is int else given)]
 
 
 class Section(BaseModel):
@@ -130,7 +132,7 @@ class DataConfig(Section):
     follow_links: bool = False
     #: Of folders of one's own: the folder or folders of each split, relative to `root` (``.`` is `root` itself), whose
     #: top folders are the classes; null: recognized by their names.
-    splits: dict[Literal["train", "val", "test"], Name | Annotated[list[Name], Field(min_length=1)]] | None = None
+    splits: dict[Literal["train", "val", "test"], Place | Annotated[list[Place], Field(min_length=1)]] | None = None
     batch_size: BatchSize = 64
     #: null: as `batch_size`.
     eval_batch_size: BatchSize | None = None

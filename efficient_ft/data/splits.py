@@ -193,8 +193,14 @@ def some(names: Sequence[str], count: int = 6) -> str:
 
 
 def _quoted(name: str) -> str:
-    """A folder's name as a value of Hydra's grammar: quoted unless it is a plain word."""
-    if re.fullmatch(r"[A-Za-z0-9_.][\w.\-]*", name, re.ASCII):
+    """A folder's name as a text in Hydra's grammar: quoted unless it is a plain word, and none of Hydra's own."""
+    if re.fullmatch(r"[A-Za-z_.][\w.\-]*", name, re.ASCII) and name.lower() not in (
+        "true",
+        "false",
+        "null",
+        "nan",
+        "inf",
+    ):
         return name
     escaped = name.replace('"', '\\"')
     return f'"{escaped}"'

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from efficient_ft.config import DataConfig
 from efficient_ft.core.errors import SettingError
 from efficient_ft.data.splits import chosen_places, name_splits, show, split_of
 
@@ -67,6 +68,11 @@ def test_mistakes_in_the_setting(tmp_path: Path, chosen: dict, message: str) -> 
 def test_the_setting_is_shown_as_hydra_reads_it() -> None:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    chosen = {"train": ["fold 1", "fold2"], "test": "Prüfung, neu"}
+    chosen = {"train": ["fold 1", "fold2", "2019", "007"], "val": "True", "test": "Prüfung, neu"}
     (override,) = OverridesParser.create().parse_overrides([f"data.splits={show(chosen)}"])
     assert override.value() == chosen
+
+
+def test_a_number_is_the_name_of_a_folder() -> None:
+    settings = DataConfig(name="folder", splits={"train": [2019, "2020"], "test": 2021})
+    assert settings.splits == {"train": ["2019", "2020"], "test": "2021"}
