@@ -143,7 +143,10 @@ def _write(data: RunData, spec: Any, options: argparse.Namespace, text: str, fou
 
     parts = data.parts if isinstance(data, RoundRobinData) else {"": data}
     out: Path = options.out
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be made ({error.strerror}). Choose another folder.") from error
     files = []
     for task, part in parts.items():
         try:

@@ -175,23 +175,30 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
             The batch as a training loader returns it, and the indices of its samples.
 
         Raises:
-            UserError: a sample cannot be read.
+            UserError: no sample can be read; others are left out.
         """
         part = self._parts["train"]
         labels = self._labels(part)
         if labels is None:
-            chosen = spread(len(part), count)
+            order = spread(len(part), count)
         else:  # the first sample of each class, then the second, …
             order = np.argsort(labels, kind="stable")
-            starts = np.searchsorted(labels[order], labels[order], side="left")
-            turns = np.arange(len(order)) - starts
-            chosen = order[np.lexsort((labels[order], turns))[:count]]
-        indices = [int(index) for index in chosen]
+            turns = np.arange(len(order)) - np.searchsorted(labels[order], labels[order], side="left")
+            order = order[np.lexsort((labels[order], turns))]
         dataset: Any = self._dataset("train", training=True)
-        batch = dataset.__getitems__([(0, index) for index in indices])
-        if isinstance(batch, LoadFailure):
-            raise UserError(batch.message)
-        return batch, indices
+        chosen: list[int] = []
+        failure = ""
+        for index in map(int, order):
+            sample = dataset.__getitems__([(0, index)])
+            if isinstance(sample, LoadFailure):
+                failure = failure or sample.message
+            else:
+                chosen.append(index)
+            if len(chosen) == count:
+                break
+        if not chosen:
+            raise UserError(failure)
+        return dataset.__getitems__([(0, index) for index in chosen]), chosen
 
     @property
     def num_classes(self) -> int:

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from efficient_ft.config import DataConfig
+from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.data import open_data
 from efficient_ft.data.inspection import Inspection, in_threads, spread
@@ -76,6 +78,21 @@ def test_the_sheet_has_every_class_before_a_second_sample_of_one(
     assert sorted(labels.tolist()[:3]) == [0, 1, 2]
     assert len(set(indices)) == 5
     assert len(data.training_batch(1000)[1]) == data.splits["train"]
+
+
+def test_unreadable_samples_are_left_out_of_the_sheet(
+    folders: Callable[..., Path], data_config: Callable[..., DataConfig]
+) -> None:
+    root = folders(a=4, b=4)
+    for path in (root / "a").iterdir():
+        path.write_bytes(b"no image")
+    data = open_data(data_config("folder", root=str(root), val_fraction=0.2), SPEC, 0)
+    (_, labels), _ = data.training_batch(4)
+    assert set(labels.tolist()) == {1}
+    for path in (root / "b").iterdir():
+        path.write_bytes(b"no image")
+    with pytest.raises(UserError, match="not readable as an image"):
+        data.training_batch(4)
 
 
 def test_indices_are_spread_and_threads_keep_the_order() -> None:
