@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from efficient_ft.config.schema import Config, DataConfig, OptimConfig
+from efficient_ft.config.schema import Config, DataConfig, OptimConfig, TextConfig
 
 #: Settings of display, logging, measurement and loading, which do not change the result of a run.
 _NO_EFFECT: dict[str, Any] = {
@@ -75,6 +75,10 @@ def _content(data: DataConfig) -> dict[str, Any]:
         del what["masks"]
     if data.text is None:  # a later setting
         del what["text"]
+    else:
+        for setting in ("names", "delimiter", "quotes", "encoding", "missing", "ignore_case"):  # later settings
+            if getattr(data.text, setting) == TextConfig.model_fields[setting].default:
+                del what["text"][setting]
     if data.splits is None:  # a later setting
         del what["splits"]
     if data.train_on_val:  # a later setting: the runs from before it keep their folders

@@ -98,12 +98,24 @@ class MaskConfig(Section):
 
 
 class TextConfig(Section):
-    """Settings of a data set of texts alone: the columns of its files."""
+    """Settings of a data set of texts alone: the columns of its files, their format, and the labels."""
 
     #: The column of the text, or the two columns of a pair.
     columns: Annotated[list[Name], Field(min_length=1, max_length=2)] = ["text"]
     #: The column of the class.
     label: Name = "label"
+    #: The names of all columns, for tables whose first line is a row; null: the first line names the columns.
+    names: Annotated[list[Name], Field(min_length=2)] | None = None
+    #: The character between the cells of a table; null: as the extension says, or else the one that fits the columns.
+    delimiter: Literal["comma", "semicolon", "tab", "pipe"] | None = None
+    #: Quotes enclose cells; false: they are plain characters; null: they enclose cells in .csv, not in .tsv.
+    quotes: bool | None = None
+    #: The encoding of the files, as Python names it (cp1252, utf-16-le); null: UTF-8, or that of a byte order mark.
+    encoding: Name | None = None
+    #: Labels that mean "no label", as do empty ones and NaN.
+    missing: list[str | int | float] = ["null", "NULL", "NA", "N/A"]
+    #: Labels that differ only in case are one class (true) or several (false); null: they are rejected.
+    ignore_case: bool | None = None
 
 
 class DataConfig(Section):

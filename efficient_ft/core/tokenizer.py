@@ -42,9 +42,22 @@ class Tokenizer:
         """Number of tokens."""
         return self._tokenizer.get_vocab_size()
 
-    def lengths(self, texts: Sequence[Sequence[str]]) -> list[int]:
-        """Number of tokens of each text or pair, the special ones included."""
-        return [len(encoding) for encoding in self._encode(texts)]
+    def measure(self, texts: Sequence[Sequence[str]]) -> tuple[list[int], list[int]]:
+        """Return the number of tokens of each text or pair, the special ones included, and of the unknown tokens."""
+        unknown = self._unknown()
+        found = [encoding.ids for encoding in self._encode(texts)]
+        return [len(ids) for ids in found], [ids.count(unknown) for ids in found]
+
+    def special(self, texts: int) -> int:
+        """Return the number of special tokens of a text (1) or a pair (2)."""
+        return self._tokenizer.num_special_tokens_to_add(texts > 1)
+
+    def _unknown(self) -> int | None:
+        """Id of the token for characters that the vocabulary lacks; None: there is none."""
+        model = json.loads(self._tokenizer.to_str())["model"]
+        if model.get("unk_id") is not None:  # Unigram
+            return int(model["unk_id"])
+        return self._tokenizer.token_to_id(model["unk_token"]) if model.get("unk_token") else None
 
     def batch(self, texts: Sequence[Sequence[str]], max_length: int) -> dict[str, Tensor]:
         """Encode texts, or pairs, as int64 (B, L) by the names of `inputs`; L is at most `max_length`.

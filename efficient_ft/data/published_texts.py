@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 from efficient_ft.config.schema import TextConfig
@@ -10,24 +9,28 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.core.text import printable
 from efficient_ft.data.fetch import Archive
 from efficient_ft.data.published import PublishedSet
-from efficient_ft.data.texts import TextListing, listing_of, read_rows
+from efficient_ft.data.splits import Split
+from efficient_ft.data.text_places import Places, origin
+from efficient_ft.data.text_rows import read_rows
+from efficient_ft.data.texts import TextListing, listing_of
 
 #: Rows of the splits of RTE.
-_RTE = {"train": ("train.tsv", 2490), "test": ("dev.tsv", 277)}
+_RTE: dict[Split, tuple[str, int]] = {"train": ("train.tsv", 2490), "test": ("dev.tsv", 277)}
 
 
 def _read_rte(root: Path, settings: TextConfig) -> TextListing:
     """Wang et al., "GLUE", ICLR 2019: does the first sentence entail the second?"""
-    folder, found = root / "RTE", {}
+    folder, found = root / "RTE", Places()
     for split, (name, count) in _RTE.items():
-        rows = list(read_rows(folder / name, settings, quoting=csv.QUOTE_NONE))  # quotes are part of the texts
-        if len(rows) != count:
+        read = read_rows(folder / name, settings)
+        if len(read.rows) != count:
             raise UserError(
-                f"{printable((folder / name).absolute())} has {len(rows)} rows, not {count}. Remove the folder and run"
-                " again to fetch it."
+                f"{printable((folder / name).absolute())} has {len(read.rows)} rows, not {count}. Remove the folder and"
+                " run again to fetch it."
             )
-        found[split] = rows
-    listing = listing_of(found, folder)
+        found.rows[split], found.origins[split], found.columns = read.rows, f"{name} ({origin(read)})", read.columns
+        found.notes += read.notes
+    listing = listing_of(found, folder, settings)
     listing.notes.append(
         "The labels of RTE's test texts are not public: as in the papers, its validation texts are tested on."
     )

@@ -101,7 +101,7 @@ def _read_texts(config: DataConfig) -> TextListing:
     """The lists of a data set of texts."""
     assert config.text is not None, "refused by `config.check`"
     if config.name == "text_folder":
-        return read_texts(Path(config.root).expanduser(), config.text, config.follow_links)
+        return read_texts(Path(config.root).expanduser(), config.text, config.follow_links, config.splits)
     source = TEXT_SETS[config.name]
     found: TextListing = source.read(_fetched(config, source), config.text)
     return found

@@ -11,16 +11,14 @@ from torch.utils.data import Dataset
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.tokenizer import Tokenizer
+from efficient_ft.data.inspect_texts import inspect_texts
 from efficient_ft.data.inspection import Inspection
 from efficient_ft.data.listing import stratified_split
 from efficient_ft.data.opened import OpenedData
-from efficient_ft.data.texts import TextListing, Texts
+from efficient_ft.data.texts import TextListing, Texts, reasons_of
 
 if TYPE_CHECKING:
     from efficient_ft.config.schema import DataConfig
-
-#: Texts whose length is looked at when a data set is opened.
-_LOOKED_AT = 1000
 
 
 class TextDataset(Dataset[tuple[dict[str, Tensor], Tensor]]):
@@ -65,21 +63,14 @@ class TextData(OpenedData[Texts, TextDataset]):
     ) -> None:
         super().__init__(config, seed, listing.class_names, listing)
         self.tokenizer, self._max_length = tokenizer, max_length
-        if listing.skipped and config.on_corrupt == "stop":
-            first, *others = listing.skipped.values()
-            more = f" {len(others)} further rows cannot be used either." if others else ""
-            raise UserError(f"{first}{more} Correct them, or leave them out: data.on_corrupt=skip.")
         if listing.skipped:
+            found = f"{len(listing.skipped):,} of {listing.size:,} texts cannot be used: {reasons_of(listing.skipped)}."
+            if config.on_corrupt == "stop":
+                first = next(iter(listing.skipped.values()))
+                raise UserError(f"{found} The first: {first} Correct them, or leave them out: data.on_corrupt=skip.")
             self._skipped.update(listing.skipped)
-            self._notes.append(f"{len(self._skipped)} unusable texts are left out (data.on_corrupt=skip).")
+            self._notes.append(f"{found} They are left out (data.on_corrupt=skip).")
         self._parts = self._choose_splits(listing.train, listing.val, listing.test, stratified_split)
-        lengths = tokenizer.lengths(self._parts["train"].texts[:_LOOKED_AT])
-        cut = sum(length > max_length for length in lengths)
-        if cut:
-            self._notes.append(
-                f"{cut} of {len(lengths)} training texts looked at have more than model.max_length={max_length} tokens,"
-                f" and are cut; the longest has {max(lengths)}."
-            )
 
     @property
     def columns(self) -> int:
@@ -87,7 +78,8 @@ class TextData(OpenedData[Texts, TextDataset]):
         return len(self._parts["train"].texts[0])
 
     def inspect(self, *, thorough: bool = False) -> Inspection:
-        return Inspection()
+        """Look at the texts; see `inspect_texts`."""
+        return inspect_texts(self._parts, self.class_names, self.tokenizer, self._max_length, thorough=thorough)
 
     def _labels(self, part: Texts) -> np.ndarray:
         return part.labels

@@ -1,0 +1,189 @@
+"""Inspection of texts: lengths in tokens, unknown tokens, duplicates, and texts that look wrong."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from efficient_ft.core.text import plain_line
+from efficient_ft.core.tokenizer import Tokenizer
+from efficient_ft.data.inspection import Inspection, spread
+from efficient_ft.data.texts import Texts
+
+#: In a quick inspection: texts that are tokenized, their characters in all, and texts that are compared.
+_TOKENIZED, _CHARACTERS, _COMPARED = 1000, 1_000_000, 100_000
+#: Shares above which there is a warning.
+_UNKNOWN, _CUT, _REPEATED, _ODD = 0.05, 0.25, 0.5, 0.01
+#: Texts that programs write for a missing value.
+_NOTHING = frozenset(["nan", "none", "null", "n/a", "na", "#n/a", "<na>", "[deleted]", "[removed]"])
+#: UTF-8 that was read in another encoding (Ã©, â€™), and characters that could not be read.
+_GARBLED = re.compile("Ã[\x80-\xbf]|â€|\ufffd|Ð[\x80-\xbf]Ð|ï»¿")
+_MARKUP = re.compile(r"<(br|p|div|span|a|b|i)\b[^>]*>", re.IGNORECASE)
+#: Class names that often stand for a missing label.
+_MARKERS = frozenset(["-1", "none", "?", "-", ".", "unknown", "unlabeled", "unlabelled", "unsup", "undefined", "todo"])
+
+
+def inspect_texts(
+    parts: Mapping[str, Texts],
+    class_names: Sequence[str],
+    tokenizer: Tokenizer,
+    max_length: int,
+    *,
+    thorough: bool = False,
+) -> Inspection:
+    """Look at the texts of a data set.
+
+    Args:
+        parts: the texts by split, those of training included.
+        class_names: by label.
+        tokenizer: of the network.
+        max_length: ``model.max_length``, in tokens.
+        thorough: examine all texts, and compare them without case and spaces; False: at most 1,000 training texts,
+            and compare the first 100,000 exactly.
+    """
+    found = Inspection()
+    texts = parts["train"].texts
+    chosen = spread(len(texts), len(texts) if thorough else _TOKENIZED)
+    examined = [texts[index] for index in chosen]
+    if not thorough:
+        ends = np.cumsum([sum(map(len, text)) for text in examined])
+        order = np.random.default_rng(0).permutation(len(examined)) if ends[-1] > _CHARACTERS else None
+        if order is not None:  # long texts: some of them, from the whole set
+            count = max(1, int(len(examined) * _CHARACTERS / ends[-1]))
+            examined = [examined[index] for index in sorted(order[:count])]
+    _lengths(found, examined, len(texts), tokenizer, max_length)
+    _odd(found, examined)
+    _repeated(found, parts, class_names, thorough=thorough)
+    _names(found, class_names, parts)
+    return found
+
+
+def _lengths(
+    found: Inspection, examined: Sequence[tuple[str, ...]], whole: int, tokenizer: Tokenizer, max_length: int
+) -> None:
+    """Tokens and characters of texts, and the share that the vocabulary does not know."""
+    lengths, unknown = map(np.asarray, tokenizer.measure(examined))
+    characters = np.asarray([sum(map(len, text)) for text in examined])
+    cut = float((lengths > max_length).mean())
+    empty = int((lengths <= tokenizer.special(len(examined[0]))).sum())
+    share = float(unknown.sum() / max(1, lengths.sum() - len(lengths) * tokenizer.special(len(examined[0]))))
+    found.facts |= {
+        "texts_examined": len(examined),
+        "tokens": _range(lengths),
+        "characters": _range(characters),
+        "cut_share": cut,
+        "unknown_token_share": share,
+    }
+    seen = f"; {len(examined):,} of {whole:,} examined" if len(examined) < whole else ""
+    ends = f"; {_percent(cut)} are cut at model.max_length={max_length}" if cut else ""
+    found.lines.append(
+        f"texts: {lengths.min():,} to {lengths.max():,} tokens (median {np.median(lengths):,.0f}{seen}){ends}"
+    )
+    if cut > _CUT:
+        found.warnings.append(
+            f"{_percent(cut)} of the texts are cut at model.max_length={max_length}; the longest has {lengths.max():,}"
+            " tokens. Raise model.max_length if the network allows it."
+        )
+    if share > _UNKNOWN:
+        found.warnings.append(
+            f"{_percent(share)} of the tokens are unknown to the tokenizer: it may be for another language or script."
+            " Choose another model.name or model.weights."
+        )
+    if empty:
+        found.warnings.append(
+            f"{empty:,} of {len(examined):,} texts have no token of their own: nothing can be learned."
+        )
+
+
+def _odd(found: Inspection, examined: Sequence[tuple[str, ...]]) -> None:
+    """Texts that look as if something went wrong before."""
+    single = [text for pair in examined for text in pair]
+    for share, reason, example in (
+        (0.0, "stand for a missing text", [text for text in single if text.casefold() in _NOTHING]),
+        (0.0, "were decoded with a wrong encoding", [text for text in single if _GARBLED.search(text)]),
+        (_ODD, "have HTML tags", [text for text in single if _MARKUP.search(text)]),
+    ):
+        if len(example) > share * len(single):
+            found.warnings.append(
+                f"{len(example):,} of {len(single):,} texts seem to {reason.replace('were', 'have been')}, such as"
+                f" {_short(example[0])}."
+            )
+
+
+def _repeated(found: Inspection, parts: Mapping[str, Texts], class_names: Sequence[str], *, thorough: bool) -> None:
+    """Texts that are in two splits, have two labels, or are repeated within the training texts."""
+    limit = None if thorough else _COMPARED
+    hashes = {name: [hash(key) for key in _keys(part.texts[:limit], thorough=thorough)] for name, part in parts.items()}
+    train = set(hashes["train"])
+    compared = "" if limit is None or len(parts["train"]) <= limit else f" (the first {limit:,} examined)"
+    repeats = len(hashes["train"]) - len(train)
+    found.facts["repeated_train_texts"] = repeats
+    if repeats > _REPEATED * len(hashes["train"]):
+        found.warnings.append(
+            f"{repeats:,} of {len(hashes['train']):,} training texts repeat another one{compared}. Check"
+            " data.text.columns."
+        )
+    found.facts["shared_texts"] = {}
+    for name in parts:
+        shared = sum(key in train for key in hashes[name]) if name != "train" else 0
+        if shared:
+            found.facts["shared_texts"][name] = shared
+            found.warnings.append(
+                f"{shared:,} of {len(hashes[name]):,} {name} texts are training texts as well{compared}: the accuracy on"
+                f" {name} is too high. Remove them, or split the data by data.splits."
+            )
+    labels: dict[int, set[int]] = defaultdict(set)
+    for name, part in parts.items():
+        for key, label in zip(hashes[name], part.labels[:limit].tolist(), strict=True):
+            labels[key].add(label)
+    several = {key for key, of in labels.items() if len(of) > 1}
+    found.facts["texts_with_several_labels"] = len(several)
+    if several:
+        part = next(part for name, part in parts.items() if several & set(hashes[name]))
+        name = next(name for name in parts if parts[name] is part)
+        index, key = next((i, key) for i, key in enumerate(hashes[name]) if key in several)
+        names = " and ".join(repr(plain_line(class_names[label])) for label in sorted(labels[key])[:3])
+        found.warnings.append(
+            f"{len(several):,} texts have several labels{compared}, such as {_short(part.texts[index][0])}: {names}."
+        )
+
+
+def _keys(texts: Sequence[tuple[str, ...]], *, thorough: bool) -> Iterator[tuple[str, ...]]:
+    for text in texts:
+        yield tuple(" ".join(one.casefold().split()) for one in text) if thorough else text
+
+
+def _names(found: Inspection, class_names: Sequence[str], parts: Mapping[str, Texts]) -> None:
+    """Names of classes that may stand for missing labels, or are no names."""
+    markers = [name for name in class_names if name.casefold() in _MARKERS]
+    if set(class_names) == {"-1", "1"}:
+        markers = []
+    counts = Counter(parts["train"].labels.tolist())
+    for name in markers:
+        number = counts[class_names.index(name)]
+        found.warnings.append(
+            f"{number:,} training texts have the label {name!r}, which is trained as a class. If it marks texts without"
+            f" a label: 'data.text.missing=[{name!r}]' data.on_corrupt=skip."
+        )
+    long = [name for name in class_names if len(name) > 100]
+    if long:
+        found.warnings.append(
+            f"{len(long)} of {len(class_names)} class names have more than 100 characters, such as {_short(long[0])}."
+            " Check data.text.label."
+        )
+
+
+def _range(values: np.ndarray) -> dict[str, int | float]:
+    return {"min": int(values.min()), "median": float(np.median(values)), "max": int(values.max())}
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %" if share >= 0.001 else "less than 0.1 %"
+
+
+def _short(text: str) -> str:
+    text = plain_line(text)
+    return repr(text if len(text) <= 40 else f"{text[:39]}…")

@@ -1,0 +1,131 @@
+"""Decoding files of texts: encodings, compression, and files that are no text."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import zlib
+from pathlib import Path
+
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.text import printable
+
+#: Byte order marks; that of UTF-32 begins with that of UTF-16.
+_MARKS = (
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF32_LE, "utf-32-le"),
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+#: The first bytes of files that are no text.
+_OTHERS = (
+    (b"PK\x03\x04", "a ZIP archive (a spreadsheet in .xlsx is one). Unpack it, or save the sheet as .csv"),
+    (b"\xd0\xcf\x11\xe0", "an old spreadsheet or document. Save it as .csv"),
+    (b"PAR1", "a Parquet file. Convert it, e.g. by pandas' read_parquet(…).to_json(…, orient='records', lines=True)"),
+    (b"BZh", "compressed (bzip2). Unpack it"),
+    (b"\xfd7zXZ", "compressed (xz). Unpack it"),
+    (b"\x28\xb5\x2f\xfd", "compressed (zstd). Unpack it"),
+    (b"%PDF", "a PDF file. Extract its text"),
+    (b"SQLite format 3", "a database. Export the table as .csv"),
+)
+
+
+def read_text(path: Path, encoding: str | None) -> tuple[str, str | None]:
+    """Read a file of text, also a gzip-compressed one.
+
+    Args:
+        path: the file.
+        encoding: ``data.text.encoding``; None: UTF-8. A byte order mark takes precedence.
+
+    Returns:
+        The text without a byte order mark, and a sentence about its encoding unless it is plain UTF-8.
+
+    Raises:
+        UserError: the file cannot be read, is no text, or has another encoding, which the message guesses.
+    """
+    raw = _bytes(path)
+    name = printable(path)
+    marked = next(((mark, known) for mark, known in _MARKS if raw.startswith(mark)), None)
+    chosen = marked[1] if marked else encoding or "utf-8"
+    try:
+        text = codecs.decode(raw[len(marked[0]) :] if marked else raw, chosen)
+    except LookupError as error:
+        raise SettingError("data.text.encoding", chosen, "an encoding that Python knows, e.g. cp1252") from error
+    except UnicodeDecodeError as error:
+        raise _undecodable(name, raw, error, chosen) from error
+    if not isinstance(text, str):  # base64 and others, which encode bytes
+        raise SettingError("data.text.encoding", chosen, "an encoding of text, e.g. cp1252")
+    if "\0" in text:
+        raise _with_nul(name, text)
+    if encoding is not None and not marked and codecs.lookup(encoding).name != "utf-8" and _is_utf8(raw):
+        return text, f"{name} is valid UTF-8, but is read as {encoding} (data.text.encoding)."
+    return text, f"{name} is read as {chosen} (byte order mark)." if marked and chosen != "utf-8" else None
+
+
+def lines_of(text: str) -> list[str]:
+    """Split a text at line feeds, carriage returns and both, which are kept: not at other separators of Unicode."""
+    return io.StringIO(text, newline="").readlines()
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        raw = path.read_bytes()
+        if raw.startswith(b"\x1f\x8b"):
+            raw = gzip.decompress(raw)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{printable(path)} is a damaged gzip file ({error}). Copy it again.") from error
+    except OSError as error:
+        raise UserError(f"{printable(path)} cannot be read ({error.strerror}).") from error
+    for first, kind in _OTHERS:
+        if raw.startswith(first):
+            raise UserError(f"{printable(path)} is {kind}.")
+    return raw
+
+
+def _is_utf8(raw: bytes) -> bool:
+    """Whether bytes are UTF-8 with at least one character beyond ASCII."""
+    try:
+        return not raw.decode().isascii()
+    except UnicodeDecodeError:
+        return False
+
+
+def _undecodable(name: str, raw: bytes, error: UnicodeDecodeError, chosen: str) -> UserError:
+    """The error for bytes that are not in the encoding, with the likely one."""
+    line = raw.count(b"\n", 0, error.start) + 1
+    where = f"{name}, line {line}: not {'UTF-8' if chosen == 'utf-8' else chosen} (byte {raw[error.start]:#04x})."
+    if chosen != "utf-8":
+        return UserError(f"{where} Set data.text.encoding to the file's encoding, or leave it out for UTF-8.")
+    replaced = raw.decode(errors="replace")
+    bad = replaced.count("\ufffd")
+    good = sum(not character.isascii() for character in replaced) - bad
+    if good > bad:
+        return UserError(
+            f"{where} The file is damaged, or mixes encodings: {good} characters beyond ASCII are UTF-8, {bad} are not."
+            " Correct these lines; `iconv -c -f utf-8 -t utf-8` removes the bytes."
+        )
+    high = sum(byte >= 0x80 for byte in raw)
+    letters = sum(byte in range(0x41, 0x7B) for byte in raw)
+    if high > letters / 2:
+        guess = "Set data.text.encoding to its encoding, e.g. cp1251 (Cyrillic), gb18030 (Chinese) or shift_jis."
+    else:
+        western = "latin-1"
+        try:
+            raw.decode("cp1252")
+            western = "cp1252"
+        except UnicodeDecodeError:
+            pass
+        guess = f"It looks like {western}: set data.text.encoding={western}, and look at the accented letters."
+    return UserError(f"{where} {guess} Or convert it: iconv -f ENCODING -t utf-8.")
+
+
+def _with_nul(name: str, text: str) -> UserError:
+    """The error for NUL characters: UTF-16 without a byte order mark, or a damaged file."""
+    start = text[:2000]
+    if start.count("\0") > len(start) / 4:
+        likely = "utf-16-le" if start[1::2].count("\0") > start[::2].count("\0") else "utf-16-be"
+        return UserError(f"{name} looks like {likely} without a byte order mark: set data.text.encoding={likely}.")
+    line = text.count("\n", 0, text.index("\0")) + 1
+    return UserError(f"{name}, line {line}: {text.count(chr(0))} NUL characters: the file is damaged. Remove them.")

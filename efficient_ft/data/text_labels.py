@@ -1,0 +1,191 @@
+"""Labels of texts to classes: spellings of one label, missing labels, and columns that hold no classes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+
+from efficient_ft.core.errors import UserError, did_you_mean
+from efficient_ft.core.text import plain_line
+from efficient_ft.data.splits import Chosen, Split, show
+
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
+#: More values of numbers with decimals are a quantity; half stars are ten.
+_DECIMALS = 20
+#: Fewer labels than this are not taken for free text.
+_FREE = 10
+#: Labels, or groups of them, that a message shows.
+_SHOWN = 3
+
+
+def in_order(name: str) -> tuple[int, float, str]:
+    """Return the sort key of a class: numbers by their value, before words."""
+    with contextlib.suppress(ValueError):
+        if math.isfinite(value := float(name)):
+            return (0, value, name)
+    return (1, 0.0, name)
+
+
+def spellings(counts: Mapping[str, int], ignore_case: bool | None) -> tuple[dict[str, str], list[str]]:
+    """Return the class of each label, and notes on labels that are one class.
+
+    Equal numbers are one class. Labels that differ only in case, quotes or compatible characters are one class, or
+    several, as `ignore_case` says.
+
+    Args:
+        counts: texts by label, over all splits.
+        ignore_case: ``data.text.ignore_case``.
+
+    Raises:
+        UserError: there are labels that differ only in case, and `ignore_case` is None.
+    """
+    same, notes = {name: name for name in counts}, []
+    numbers: dict[Decimal, list[str]] = defaultdict(list)
+    for name in counts:
+        if _NUMBER.fullmatch(name):
+            numbers[Decimal(name)].append(name)
+    equal = [group for group in numbers.values() if len(group) > 1]
+    for group in equal:
+        best = min(group, key=lambda name: (not re.fullmatch("-?(0|[1-9][0-9]*)", name), -counts[name], name))
+        same |= dict.fromkeys(group, best)
+    if equal:
+        notes.append(f"Labels that are equal numbers are one class: {_groups(equal, counts)}.")
+    similar: dict[str, dict[str, None]] = defaultdict(dict)
+    for name in counts:
+        similar[unicodedata.normalize("NFKC", name).strip("\"'").casefold()][same[name]] = None
+    alike = [list(group) for group in similar.values() if len(group) > 1]
+    if not alike:
+        return same, notes
+    shown = _groups(alike, counts)
+    if ignore_case is None:
+        raise UserError(
+            f"Labels differ only in case or quotes: {shown}. If they are one class: data.text.ignore_case=true; if they"
+            " are several: data.text.ignore_case=false."
+        )
+    if ignore_case:
+        for group in alike:
+            best = min(group, key=lambda name: (-counts[name], name))
+            same |= {name: best for name, current in same.items() if current in group}
+        notes.append(f"Labels that differ only in case are one class (data.text.ignore_case): {shown}.")
+    return same, notes
+
+
+def require_classes(labels: Sequence[str], source: str, column: str | None, columns: Sequence[str]) -> None:
+    """Refuse labels of training texts that are a quantity, or free text.
+
+    Args:
+        labels: of all training texts.
+        source: their file or folder, for messages.
+        column: the column that has them; None: they are names of folders.
+        columns: all columns of the file.
+
+    Raises:
+        UserError: the labels are no classes.
+    """
+    if column is None:
+        return
+    counts = Counter(labels)
+    others = ", ".join(plain_line(name) for name in columns if name != column)
+    choose = f"Set data.text.label to the column of the class; there are also {others}." if others else ""
+    if all(_NUMBER.fullmatch(name) for name in counts):
+        fractions = sum(Decimal(name) % 1 != 0 for name in counts)
+        if fractions and (len(counts) > _DECIMALS or len(counts) > max(2, len(labels) / 2)):
+            raise UserError(
+                f"{source}: the labels in column {column!r} are decimal numbers with {len(counts)} values in"
+                f" {len(labels)} rows, such as {next(name for name in counts if Decimal(name) % 1)}: a quantity, not"
+                f" classes. Turn ranges of it into classes. {choose}".rstrip()
+            )
+    single = sum(count == 1 for count in counts.values())
+    if len(counts) >= _FREE and single > len(labels) / 2:
+        longest = max(counts, key=len)
+        example = longest if len(longest) <= 40 else f"{longest[:39]}…"
+        raise UserError(
+            f"{source}: the {len(labels)} rows have {len(counts)} different labels in column {column!r}, such as"
+            f" {plain_line(example)!r}: free text or an identifier, not classes. {choose}".rstrip()
+        )
+
+
+def require_texts(counts: Mapping[str, int], source: str, places: Mapping[str, str]) -> None:
+    """Refuse a single class, and classes with a single text.
+
+    Args:
+        counts: training texts by class.
+        source: their file or folder, for messages.
+        places: the place of a text, by class.
+
+    Raises:
+        UserError: there is a single class, or a class with a single text.
+    """
+    if len(counts) < 2:
+        name, count = next(iter(counts.items()))
+        raise UserError(
+            f"{source} has the single class {plain_line(name)!r} ({count} texts). Classification needs two."
+        )
+    single = [name for name, count in counts.items() if count == 1]
+    if single:
+        shown = ", ".join(f"{plain_line(name)!r} ({places[name]})" for name in single[:_SHOWN])
+        more = f" and {len(single) - _SHOWN} more" if len(single) > _SHOWN else ""
+        which = "1 class has" if len(single) == 1 else f"{len(single)} classes have"
+        raise UserError(
+            f"{source}: {which} a single training text: {shown}{more}. A class needs two: add texts, or remove it."
+        )
+
+
+def refuse_unknown(counts: Mapping[str, int], places: Mapping[str, str], train: Sequence[str], split: str) -> None:
+    """Refuse classes that the training texts lack.
+
+    Args:
+        counts: texts of the split by class.
+        places: the place of a text, by class.
+        train: the classes of the training texts.
+        split: name of the split.
+
+    Raises:
+        UserError: there is such a class.
+    """
+    unknown = [name for name in counts if name not in train]
+    if not unknown:
+        return
+    first = unknown[0]
+    more = f" {len(unknown) - 1} further classes are unknown, too." if len(unknown) > 1 else ""
+    raise UserError(
+        f"{places[first]}: the class {plain_line(first)!r} ({counts[first]} {split} texts) is none of the training"
+        f" texts, which have {', '.join(map(plain_line, train[:8]))}{', …' if len(train) > 8 else ''}."
+        f"{did_you_mean(first, train)}{more} Correct the labels, or leave the split out by data.splits."
+    )
+
+
+def refuse_unlabeled(
+    labels: Sequence[str], missing: int, split: str, source: str, files: Mapping[Split, Sequence[str]]
+) -> None:
+    """Refuse a split whose texts have no labels, or -1 alone, as the test sets of benchmarks.
+
+    Args:
+        labels: of the texts that have one.
+        missing: number of texts without a label.
+        split: name of the split.
+        source: its file or folder.
+        files: of every split, relative to the root; empty: `data.root` is a file.
+
+    Raises:
+        UserError: the split has no labels.
+    """
+    if set(labels) - {"-1"} or not (labels or missing):
+        return
+    why = f"all {len(labels)} labels are -1" if labels else f"none of {missing} texts has a label"
+    rest = {name: list(places) for name, places in files.items() if name != split}
+    plain: Chosen = {name: places[0] if len(places) == 1 else places for name, places in rest.items()}
+    advice = f" Leave it out: 'data.splits={show(plain)}'." if "train" in plain else ""
+    raise UserError(f"{source} is unlabeled: {why}. It cannot be the {split} split.{advice}")
+
+
+def _groups(groups: Sequence[Sequence[str]], counts: Mapping[str, int]) -> str:
+    shown = "; ".join(
+        " and ".join(f"{plain_line(name)!r} ({counts[name]})" for name in group[:4]) for group in groups[:_SHOWN]
+    )
+    return shown + (f" and {len(groups) - _SHOWN} more" if len(groups) > _SHOWN else "")

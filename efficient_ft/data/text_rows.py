@@ -1,0 +1,352 @@
+"""The rows of a file of texts: tables (.csv, .tsv) and JSON lines."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
+from efficient_ft.core.text import plain_line, printable
+from efficient_ft.data.text_files import lines_of, read_text
+
+if TYPE_CHECKING:
+    from efficient_ft.config.schema import TextConfig
+
+_TABLES, _JSON = (".csv", ".tsv"), (".jsonl", ".ndjson")
+EXTENSIONS = (*_TABLES, *_JSON)
+_DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
+#: Spellings of a missing label by programs, besides those of ``data.text.missing``.
+_MISSING = frozenset(["", "nan", "NaN", "NAN", "-nan", "<NA>", "NaT"])
+#: Letters of a name that are printed.
+_LETTERS = 40
+
+csv.field_size_limit(1 << 30)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A text or pair with the name of its class, and its place; `problem` says why it cannot be used.
+
+    Attributes:
+        text: one or two texts.
+        label: the name of the class; empty: none.
+        file: that holds it, for messages.
+        line: its line; None: the file holds a single text.
+        problem: in a few words; None: it can be used.
+    """
+
+    text: tuple[str, ...]
+    label: str
+    file: str
+    line: int | None = None
+    problem: str | None = None
+
+    @property
+    def place(self) -> str:
+        """The file and the line."""
+        return self.file if self.line is None else f"{self.file}, line {self.line}"
+
+
+@dataclass
+class RowFile:
+    """The rows of a file.
+
+    Attributes:
+        rows: all rows, those that cannot be used included.
+        lines: of the file.
+        notes: assumptions made while reading it, one sentence each.
+        columns: names of its columns.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    lines: int = 0
+    notes: list[str] = field(default_factory=list)
+    columns: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Record:
+    """Cells by column, and the lines of the file that hold them; `width`: the number of cells, where it is wrong."""
+
+    cells: dict[str, Any]
+    first: int
+    last: int
+    width: int | None = None
+
+
+def extension_of(path: Path) -> str:
+    """Return the extension of a file in lower case, without that of its compression."""
+    name = path.name.lower()
+    return Path(name.removesuffix(".gz")).suffix
+
+
+def clean_name(name: str) -> str:
+    """Return the name of a class in one form of Unicode, without spaces around it or characters of no width."""
+    return " ".join(re.sub("[\ufeff\u200b\u2060]", "", unicodedata.normalize("NFC", name)).split())
+
+
+def read_rows(path: Path, settings: TextConfig) -> RowFile:
+    """Read the rows of a .csv, .tsv or .jsonl file, also a gzip-compressed one.
+
+    Args:
+        path: the file.
+        settings: its columns and format.
+
+    Raises:
+        UserError: another kind of file or encoding, no such column, or the file cannot be divided into rows.
+        SettingError: a setting does not fit the file.
+    """
+    kind, name = extension_of(path), printable(path)
+    if kind not in EXTENSIONS:
+        other = " One object per line is .jsonl: jq -c '.[]' FILE > FILE.jsonl." if kind == ".json" else ""
+        raise UserError(f"{name}: the file of texts must be one of {' '.join(EXTENSIONS)}.{other}")
+    text, note = read_text(path, settings.encoding)
+    lines = lines_of(text)
+    found = RowFile(lines=len(lines), notes=[note] if note else [])
+    if kind in _JSON:
+        records = list(_json_records(name, lines))
+        found.columns = list(dict.fromkeys(key for record in records for key in record.cells))
+    else:
+        records = _Table(name, kind, lines, settings, found).records()
+    if not records:
+        raise UserError(f"{name} has no rows.")
+    _require_columns(name, records[0].first, found.columns, settings, table=kind in _TABLES)
+    numbers: Counter[str] = Counter()
+    found.rows = [_row(name, record, settings, numbers, len(found.columns)) for record in records]
+    found.notes += [
+        f"{name}: {count} rows have a number or a truth value as {column!r}, which is read as text."
+        for column, count in numbers.items()
+    ]
+    return found
+
+
+def _require_columns(name: str, line: int, columns: Sequence[str], settings: TextConfig, *, table: bool) -> None:
+    """Refuse a file without the columns that are read, or with two of a name."""
+    for setting, column in (*(("columns", c) for c in settings.columns), ("label", settings.label)):
+        if columns.count(column) > 1:
+            raise UserError(f"{name} has two columns {column!r}. Rename one of them.")
+        if column in columns:
+            continue
+        place = name if table else f"{name}, line {line}"
+        shown = ", ".join(_short(one) or "(no name)" for one in columns[:10])
+        advice = ""
+        if table and settings.names is None:
+            quoted = [one for one in columns if one.strip("\"'") == column]
+            advice = (
+                " Set data.text.quotes=true: quotes enclose its cells."
+                if quoted
+                else " The first line is taken as the names of the columns. Set data.text.columns=[NAME] and"
+                " data.text.label=NAME; if it is a row, name all columns in their order: data.text.names=[label,text]."
+            )
+        raise UserError(
+            f"{place}: no column {column!r} (data.text.{setting}). It has {shown}"
+            f"{f' and {len(columns) - 10} more' if len(columns) > 10 else ''}.{did_you_mean(column, columns)}{advice}"
+        )
+
+
+def _row(name: str, record: _Record, settings: TextConfig, numbers: Counter[str], width: int) -> Row:
+    """A record as a row; values that are no text are counted in `numbers`."""
+    for column in (*settings.columns, settings.label):
+        value = record.cells.get(column)
+        if isinstance(value, list | dict):
+            kind = "a list" if isinstance(value, list) else "an object"
+            advice = "Join its parts to one text." if column in settings.columns else "Write one label per row."
+            raise UserError(f"{name}, line {record.first}: {column!r} is {kind}, not a text. {advice}")
+        if column in settings.columns and isinstance(value, int | float) and value == value:
+            numbers[column] += 1
+    values = [record.cells.get(column) for column in settings.columns]
+    text = tuple("" if value is None or value != value else str(value).strip() for value in values)
+    value = record.cells.get(settings.label)
+    label = "" if value is None else clean_name(str(value))
+    problem = None
+    if record.width is not None:
+        cells = "1 cell" if record.width == 1 else f"{record.width} cells"
+        problem = f"{cells}, where the first line names {width} columns"
+    elif not all(text):
+        problem = "an empty text"
+    elif label in _MISSING:
+        problem = f"no label ({label!r})" if label else "no label"
+    elif label in {str(one) for one in settings.missing}:
+        problem = f"no label ({label!r}; data.text.missing)"
+    if not _is_unicode("".join((*text, label))):
+        problem = "not valid Unicode"
+    return Row(text, label, name, record.first, problem)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _short(text: str) -> str:
+    text = plain_line(text)
+    return text if len(text) <= _LETTERS else f"{text[: _LETTERS - 1]}…"
+
+
+def _json_records(name: str, lines: Sequence[str]) -> Iterator[_Record]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise UserError(f"{name}, line {number}: a name is given twice. Keep one of the values.")
+        return found
+
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line, object_pairs_hook=unique)
+        except UserError:
+            raise
+        except (ValueError, RecursionError) as error:
+            array = " The file is one array; write one object per line." if lines[0].lstrip().startswith("[") else ""
+            raise UserError(f"{name}, line {number}: not JSON ({first_line(error)}).{array}") from error
+        if not isinstance(row, dict):
+            raise UserError(f'{name}, line {number}: a line holds one object, {{"text": …, "label": …}}.')
+        yield _Record(row, number, number)
+
+
+class _Table:
+    """A table of cells: finds its delimiter, reads it, and looks for quotes that swallow rows.
+
+    Args:
+        name: of the file, for messages.
+        kind: its extension.
+        lines: of the file, with their ends.
+        settings: the columns and the format.
+        found: takes the names of the columns, and notes.
+    """
+
+    def __init__(self, name: str, kind: str, lines: Sequence[str], settings: TextConfig, found: RowFile) -> None:
+        self._name, self._settings, self._found = name, settings, found
+        self._quotes = settings.quotes if settings.quotes is not None else kind == ".csv"
+        self._start = next((number for number, line in enumerate(lines) if line.strip()), 0)
+        self._lines = lines
+        default = _DELIMITERS[settings.delimiter] if settings.delimiter else "\t" if kind == ".tsv" else ","
+        sep = re.fullmatch(r'"?sep=(.)"?\s*', lines[self._start]) if lines else None
+        if sep and settings.delimiter is None:  # of spreadsheets
+            self._start, default = self._start + 1, sep[1]
+        self._delimiter = default if settings.delimiter or sep else self._likely(default)
+        if self._delimiter != default:
+            names = {character: word for word, character in _DELIMITERS.items()}
+            found.notes.append(
+                f"{name}: cells are read as separated by a {names[self._delimiter]} (data.text.delimiter)."
+            )
+
+    def _cells(self, lines: Sequence[str], delimiter: str, *, quotes: bool) -> Any:
+        if not quotes:
+            return csv.reader(iter(lines), delimiter=delimiter, quoting=csv.QUOTE_NONE, strict=True)
+        return csv.reader(iter(lines), delimiter=delimiter, strict=True, skipinitialspace=True)
+
+    def _first_cells(self, delimiter: str) -> list[str]:
+        try:
+            return [
+                cell.strip() for cell in next(self._cells(self._lines[self._start :], delimiter, quotes=self._quotes))
+            ]
+        except (csv.Error, StopIteration):
+            return []
+
+    def _likely(self, default: str) -> str:
+        """The delimiter that yields the columns, or else the one with the most cells."""
+        settings = self._settings
+
+        def fits(delimiter: str) -> bool:
+            cells = self._first_cells(delimiter)
+            if settings.names is not None:
+                return len(cells) == len(settings.names)
+            return {*settings.columns, settings.label} <= set(cells)
+
+        order = [default, *(one for one in _DELIMITERS.values() if one != default)]
+        return next(filter(fits, order), max(order, key=lambda one: len(self._first_cells(one))))
+
+    def records(self) -> list[_Record]:
+        """Return the rows.
+
+        Raises:
+            UserError: the quotes do not fit together, or enclose whole rows.
+            SettingError: ``data.text.names`` does not fit the first line.
+        """
+        reader = self._cells(self._lines[self._start :], self._delimiter, quotes=self._quotes)
+        before, found = 0, []
+        names = self._settings.names
+        try:
+            for cells in reader:
+                first, before = self._start + before + 1, reader.line_num
+                if not any(cell.strip() for cell in cells):
+                    continue
+                if not self._found.columns:
+                    self._found.columns = list(names) if names else [cell.strip() for cell in cells]
+                    if names is None:
+                        continue
+                    self._require_names(cells, first)
+                found.append(self._record(cells, first, self._start + before))
+        except csv.Error as error:
+            raise self._unreadable(self._start + before + 1, error) from error
+        self._look_at_long_cells(found)
+        return found
+
+    def _record(self, cells: list[str], first: int, last: int) -> _Record:
+        columns = self._found.columns
+        while len(cells) > len(columns) and not cells[-1].strip():
+            cells = cells[:-1]
+        width = len(cells) if len(cells) != len(columns) else None
+        return _Record(dict(zip(columns, cells, strict=False)), first, last, width)
+
+    def _require_names(self, cells: Sequence[str], line: int) -> None:
+        names = self._settings.names
+        assert names is not None
+        given = [cell.strip() for cell in cells]
+        if len(given) != len(names):
+            raise SettingError(
+                "data.text.names", names, f"{len(given)} names, one for each cell of line {line} of {self._name}"
+            )
+        if sorted(given) == sorted(names) or {self._settings.label, *self._settings.columns} <= set(given):
+            raise SettingError("data.text.names", names, f"null for {self._name}, whose first line names its columns")
+
+    def _unreadable(self, line: int, error: csv.Error) -> UserError:
+        escaped = '\\"' in "".join(self._lines[line - 1 : line])
+        return UserError(
+            f"{self._name}, line {line}: not readable as a table ({error}). A cell that begins with a quote ends with"
+            f' one, and quotes in it are doubled (""){", not escaped by backslashes" if escaped else ""}. If quotes are'
+            " plain characters: data.text.quotes=false."
+        )
+
+    def _look_at_long_cells(self, records: Sequence[_Record]) -> None:
+        """Report rows that span lines; refuse them if their lines are rows themselves."""
+        long = [record for record in records if record.last > record.first]
+        if not long:
+            return
+        label, columns = self._settings.label, self._found.columns
+        if label in columns and self._settings.quotes is None:
+            short = [record for record in records if record.last == record.first and record.width is None]
+            known = {clean_name(record.cells[label]) for record in short or long if label in record.cells} - {""}
+            swallowed = [record for record in long if self._rows_in(record, known) > 1]
+            if swallowed:
+                places = ", ".join(f"{one.first}–{one.last}" for one in swallowed[:3])
+                more = f" and {len(swallowed) - 3} more" if len(swallowed) > 3 else ""
+                raise UserError(
+                    f"{self._name}, lines {places}{more}: a quote opens in the first of these lines and closes in the"
+                    f" last, so that {sum(one.last - one.first + 1 for one in swallowed)} lines that look like rows"
+                    f" make {len(swallowed)}. If quotes are plain characters: data.text.quotes=false; if they are"
+                    " right: data.text.quotes=true."
+                )
+        first = long[0]
+        self._found.notes.append(
+            f"{self._name}: {len(long)} rows span several lines, in quotes, such as lines {first.first}–{first.last}."
+        )
+
+    def _rows_in(self, record: _Record, known: set[str]) -> int:
+        """The number of lines of a row that are rows themselves: with a known label, if quotes are plain characters."""
+        columns = self._found.columns
+        at = columns.index(self._settings.label)
+        cells = self._cells(self._lines[record.first - 1 : record.last], self._delimiter, quotes=False)
+        return sum(len(one) == len(columns) and clean_name(one[at].strip('"')) in known for one in cells)
