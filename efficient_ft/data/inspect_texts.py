@@ -11,10 +11,14 @@ import numpy as np
 from efficient_ft.core.text import plain_line
 from efficient_ft.core.tokenizer import Tokenizer
 from efficient_ft.data.inspection import Inspection, spread
+from efficient_ft.data.text_files import counted
+from efficient_ft.data.text_labels import is_number
 from efficient_ft.data.texts import Texts
 
 #: In a quick inspection: texts that are tokenized, their characters in all, and texts that are compared.
-_TOKENIZED, _CHARACTERS, _COMPARED = 1000, 1_000_000, 100_000
+_TOKENIZED, _CHARACTERS, _COMPARED = 1000, 150_000, 100_000
+#: More classes that are numbers, other than 0 to K - 1, may be a quantity.
+_NUMBERS = 20
 #: Shares above which there is a warning.
 _UNKNOWN, _CUT, _REPEATED, _ODD = 0.05, 0.25, 0.5, 0.01
 #: Texts that programs write for a missing value.
@@ -102,14 +106,13 @@ def _odd(found: Inspection, examined: Sequence[tuple[str, ...]]) -> None:
     """Texts that look as if something went wrong before."""
     single = [text for pair in examined for text in pair]
     for share, reason, example in (
-        (0.0, "stand for a missing text", [text for text in single if text.casefold() in _NOTHING]),
-        (0.0, "were decoded with a wrong encoding", [text for text in single if _GARBLED.search(text)]),
-        (_ODD, "have HTML tags", [text for text in single if _MARKUP.search(text)]),
+        (0.0, "may stand for a missing text", [text for text in single if text.casefold() in _NOTHING]),
+        (0.0, "may have been decoded with a wrong encoding", [text for text in single if _GARBLED.search(text)]),
+        (_ODD, "with HTML tags", [text for text in single if _MARKUP.search(text)]),
     ):
         if len(example) > share * len(single):
             found.warnings.append(
-                f"{len(example):,} of {len(single):,} texts seem to {reason.replace('were', 'have been')}, such as"
-                f" {_short(example[0])}."
+                f"{counted(len(example), 'text')} of {len(single):,} {reason}, such as {_short(example[0])}."
             )
 
 
@@ -126,15 +129,14 @@ def _repeated(found: Inspection, parts: Mapping[str, Texts], class_names: Sequen
             f"{repeats:,} of {len(hashes['train']):,} training texts repeat another one{compared}. Check"
             " data.text.columns."
         )
-    found.facts["shared_texts"] = {}
-    for name in parts:
-        shared = sum(key in train for key in hashes[name]) if name != "train" else 0
-        if shared:
-            found.facts["shared_texts"][name] = shared
-            found.warnings.append(
-                f"{shared:,} of {len(hashes[name]):,} {name} texts are training texts as well{compared}: the accuracy on"
-                f" {name} is too high. Remove them, or split the data by data.splits."
-            )
+    counts = {name: sum(key in train for key in keys) for name, keys in hashes.items() if name != "train"}
+    found.facts["shared_texts"] = {name: count for name, count in counts.items() if count}
+    shared = [f"{count:,} of {len(hashes[name]):,} {name} texts" for name, count in counts.items() if count]
+    if shared:
+        found.warnings.append(
+            f"{' and '.join(shared)} are training texts as well{compared}: the accuracy on these measures memory."
+            " Remove the duplicates."
+        )
     labels: dict[int, set[int]] = defaultdict(set)
     for name, part in parts.items():
         for key, label in zip(hashes[name], part.labels[:limit].tolist(), strict=True):
@@ -147,7 +149,8 @@ def _repeated(found: Inspection, parts: Mapping[str, Texts], class_names: Sequen
         index, key = next((i, key) for i, key in enumerate(hashes[name]) if key in several)
         names = " and ".join(repr(plain_line(class_names[label])) for label in sorted(labels[key])[:3])
         found.warnings.append(
-            f"{len(several):,} texts have several labels{compared}, such as {_short(part.texts[index][0])}: {names}."
+            f"{counted(len(several), 'text')} with several labels{compared}, such as {_short(part.texts[index][0])}:"
+            f" {names}."
         )
 
 
@@ -165,8 +168,25 @@ def _names(found: Inspection, class_names: Sequence[str], parts: Mapping[str, Te
     for name in markers:
         number = counts[class_names.index(name)]
         found.warnings.append(
-            f"{number:,} training texts have the label {name!r}, which is trained as a class. If it marks texts without"
-            f" a label: 'data.text.missing=[{name!r}]' data.on_corrupt=skip."
+            f"{counted(number, 'training text')} with the label {name!r}, which is trained as a class. If it marks"
+            " texts without a label, remove them, or leave rows of files out:"
+            f' "data.text.missing=[{name!r}]" data.on_corrupt=skip.'
+        )
+    numbers = [name for name in class_names if is_number(name)]
+    if len(numbers) == len(class_names) > _NUMBERS and {*map(float, numbers)} not in (
+        set(range(len(numbers))),
+        set(range(1, len(numbers) + 1)),
+    ):
+        found.warnings.append(
+            f"The {len(numbers)} classes are numbers from {numbers[0]} to {numbers[-1]}. If they are a quantity, turn"
+            " ranges of it into classes."
+        )
+    known = set(class_names)
+    joined = [name for name in class_names if _is_joined(name, known)]
+    if joined:
+        found.warnings.append(
+            f"Names of classes that join several labels: {len(joined)}, such as {_short(joined[0])}. Each"
+            " combination is trained as a class of its own."
         )
     long = [name for name in class_names if len(name) > 100]
     if long:
@@ -174,6 +194,14 @@ def _names(found: Inspection, class_names: Sequence[str], parts: Mapping[str, Te
             f"{len(long)} of {len(class_names)} class names have more than 100 characters, such as {_short(long[0])}."
             " Check data.text.label."
         )
+
+
+def _is_joined(name: str, known: set[str]) -> bool:
+    """Whether the name of a class consists of several: a list, or other classes with a separator."""
+    if re.fullmatch(r"[\[({].*,.*[\])}]", name):
+        return True
+    parts = [part.strip() for part in re.split(r"[|;,/+&]", name)]
+    return len(parts) > 1 and all(part in known for part in parts)
 
 
 def _range(values: np.ndarray) -> dict[str, int | float]:

@@ -50,13 +50,11 @@ def read_text(path: Path, encoding: str | None) -> tuple[str, str | None]:
     marked = next(((mark, known) for mark, known in _MARKS if raw.startswith(mark)), None)
     chosen = marked[1] if marked else encoding or "utf-8"
     try:
-        text = codecs.decode(raw[len(marked[0]) :] if marked else raw, chosen)
-    except LookupError as error:
+        text = (raw[len(marked[0]) :] if marked else raw).decode(chosen)
+    except (LookupError, ValueError) as error:
+        if isinstance(error, UnicodeDecodeError):
+            raise _undecodable(name, raw, error, chosen) from error
         raise SettingError("data.text.encoding", chosen, "an encoding that Python knows, e.g. cp1252") from error
-    except UnicodeDecodeError as error:
-        raise _undecodable(name, raw, error, chosen) from error
-    if not isinstance(text, str):  # base64 and others, which encode bytes
-        raise SettingError("data.text.encoding", chosen, "an encoding of text, e.g. cp1252")
     if "\0" in text:
         raise _with_nul(name, text)
     if encoding is not None and not marked and codecs.lookup(encoding).name != "utf-8" and _is_utf8(raw):
@@ -67,6 +65,11 @@ def read_text(path: Path, encoding: str | None) -> tuple[str, str | None]:
 def lines_of(text: str) -> list[str]:
     """Split a text at line feeds, carriage returns and both, which are kept: not at other separators of Unicode."""
     return io.StringIO(text, newline="").readlines()
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with a noun: ``1 text``, ``2,000 texts``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _bytes(path: Path) -> bytes:
@@ -128,4 +131,6 @@ def _with_nul(name: str, text: str) -> UserError:
         likely = "utf-16-le" if start[1::2].count("\0") > start[::2].count("\0") else "utf-16-be"
         return UserError(f"{name} looks like {likely} without a byte order mark: set data.text.encoding={likely}.")
     line = text.count("\n", 0, text.index("\0")) + 1
-    return UserError(f"{name}, line {line}: {text.count(chr(0))} NUL characters: the file is damaged. Remove them.")
+    return UserError(
+        f"{name}, line {line}: {counted(text.count(chr(0)), 'NUL character')}: the file is damaged. Remove them."
+    )

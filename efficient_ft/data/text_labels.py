@@ -12,7 +12,7 @@ from decimal import Decimal
 
 from efficient_ft.core.errors import UserError, did_you_mean
 from efficient_ft.core.text import plain_line
-from efficient_ft.data.splits import Chosen, Split, show
+from efficient_ft.data.text_files import counted
 
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
 #: More values of numbers with decimals are a quantity; half stars are ten.
@@ -21,6 +21,11 @@ _DECIMALS = 20
 _FREE = 10
 #: Labels, or groups of them, that a message shows.
 _SHOWN = 3
+
+
+def is_number(name: str) -> bool:
+    """Return whether a label is a number."""
+    return _NUMBER.fullmatch(name) is not None
 
 
 def in_order(name: str) -> tuple[int, float, str]:
@@ -90,15 +95,14 @@ def require_classes(labels: Sequence[str], source: str, column: str | None, colu
     if column is None:
         return
     counts = Counter(labels)
-    others = ", ".join(plain_line(name) for name in columns if name != column)
-    choose = f"Set data.text.label to the column of the class; there are also {others}." if others else ""
+    choose = f"Set data.text.label to the column of the class; the columns are {', '.join(map(plain_line, columns))}."
     if all(_NUMBER.fullmatch(name) for name in counts):
         fractions = sum(Decimal(name) % 1 != 0 for name in counts)
         if fractions and (len(counts) > _DECIMALS or len(counts) > max(2, len(labels) / 2)):
             raise UserError(
                 f"{source}: the labels in column {column!r} are decimal numbers with {len(counts)} values in"
                 f" {len(labels)} rows, such as {next(name for name in counts if Decimal(name) % 1)}: a quantity, not"
-                f" classes. Turn ranges of it into classes. {choose}".rstrip()
+                f" classes. Turn ranges of it into classes. {choose}"
             )
     single = sum(count == 1 for count in counts.values())
     if len(counts) >= _FREE and single > len(labels) / 2:
@@ -106,7 +110,7 @@ def require_classes(labels: Sequence[str], source: str, column: str | None, colu
         example = longest if len(longest) <= 40 else f"{longest[:39]}…"
         raise UserError(
             f"{source}: the {len(labels)} rows have {len(counts)} different labels in column {column!r}, such as"
-            f" {plain_line(example)!r}: free text or an identifier, not classes. {choose}".rstrip()
+            f" {plain_line(example)!r}: free text or an identifier, not classes. {choose}"
         )
 
 
@@ -124,7 +128,7 @@ def require_texts(counts: Mapping[str, int], source: str, places: Mapping[str, s
     if len(counts) < 2:
         name, count = next(iter(counts.items()))
         raise UserError(
-            f"{source} has the single class {plain_line(name)!r} ({count} texts). Classification needs two."
+            f"{source} has the single class {plain_line(name)!r} ({counted(count, 'text')}). Classification needs two."
         )
     single = [name for name, count in counts.items() if count == 1]
     if single:
@@ -136,7 +140,9 @@ def require_texts(counts: Mapping[str, int], source: str, places: Mapping[str, s
         )
 
 
-def refuse_unknown(counts: Mapping[str, int], places: Mapping[str, str], train: Sequence[str], split: str) -> None:
+def refuse_unknown(
+    counts: Mapping[str, int], places: Mapping[str, str], train: Sequence[str], split: str, advice: str
+) -> None:
     """Refuse classes that the training texts lack.
 
     Args:
@@ -144,6 +150,7 @@ def refuse_unknown(counts: Mapping[str, int], places: Mapping[str, str], train: 
         places: the place of a text, by class.
         train: the classes of the training texts.
         split: name of the split.
+        advice: how to leave it out.
 
     Raises:
         UserError: there is such a class.
@@ -154,15 +161,13 @@ def refuse_unknown(counts: Mapping[str, int], places: Mapping[str, str], train: 
     first = unknown[0]
     more = f" {len(unknown) - 1} further classes are unknown, too." if len(unknown) > 1 else ""
     raise UserError(
-        f"{places[first]}: the class {plain_line(first)!r} ({counts[first]} {split} texts) is none of the training"
-        f" texts, which have {', '.join(map(plain_line, train[:8]))}{', …' if len(train) > 8 else ''}."
-        f"{did_you_mean(first, train)}{more} Correct the labels, or leave the split out by data.splits."
+        f"{places[first]}: the class {plain_line(first)!r} ({counted(counts[first], f'{split} text')}) is none of the"
+        f" training texts, which have {', '.join(map(plain_line, train[:8]))}{', …' if len(train) > 8 else ''}."
+        f"{did_you_mean(first, train)}{more} Correct the labels.{advice}"
     )
 
 
-def refuse_unlabeled(
-    labels: Sequence[str], missing: int, split: str, source: str, files: Mapping[Split, Sequence[str]]
-) -> None:
+def refuse_unlabeled(labels: Sequence[str], missing: int, split: str, source: str, advice: str) -> None:
     """Refuse a split whose texts have no labels, or -1 alone, as the test sets of benchmarks.
 
     Args:
@@ -170,17 +175,14 @@ def refuse_unlabeled(
         missing: number of texts without a label.
         split: name of the split.
         source: its file or folder.
-        files: of every split, relative to the root; empty: `data.root` is a file.
+        advice: how to leave it out.
 
     Raises:
         UserError: the split has no labels.
     """
     if set(labels) - {"-1"} or not (labels or missing):
         return
-    why = f"all {len(labels)} labels are -1" if labels else f"none of {missing} texts has a label"
-    rest = {name: list(places) for name, places in files.items() if name != split}
-    plain: Chosen = {name: places[0] if len(places) == 1 else places for name, places in rest.items()}
-    advice = f" Leave it out: 'data.splits={show(plain)}'." if "train" in plain else ""
+    why = f"all {len(labels)} labels are -1" if labels else f"none of {counted(missing, 'text')} has a label"
     raise UserError(f"{source} is unlabeled: {why}. It cannot be the {split} split.{advice}")
 
 

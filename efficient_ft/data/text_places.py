@@ -23,9 +23,10 @@ from efficient_ft.data.splits import (
     repeated,
     show,
     some,
+    split_of,
 )
-from efficient_ft.data.text_files import read_text
-from efficient_ft.data.text_rows import EXTENSIONS, Row, RowFile, clean_name, extension_of, read_rows
+from efficient_ft.data.text_files import counted, read_text
+from efficient_ft.data.text_rows import EXTENSIONS, NoColumnError, Row, RowFile, clean_name, extension_of, read_rows
 
 if TYPE_CHECKING:
     from efficient_ft.config.schema import TextConfig
@@ -59,6 +60,11 @@ class Places:
     notes: list[str] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
     columns: list[str] = field(default_factory=list)
+
+    def without(self, split: str) -> str:
+        """Return a sentence with the setting that leaves a split out; empty if there is none."""
+        plain: Chosen = {one: _plain(names) for one, names in self.files.items() if one != split}
+        return f" To leave the split out: 'data.splits={show(plain)}'." if plain.get("train") else ""
 
 
 class Reader:
@@ -98,21 +104,24 @@ class Reader:
     def _read_split(self, split: Split, places: Sequence[Path], *, check: bool) -> None:
         rows: list[Row] = []
         origins = []
+        self.found.files[split] = [self._name(place) for place in places]
         for place in places:
             if place.is_dir() and not (files := self._files_of(place)):
                 if check:
                     self._refuse_unclear(split, place)
-                rows += self._class_folders(place)
+                rows += self._class_folders(split, place)
                 origins.append("class folders" if place == self.root else f"{self._name(place)}/")
                 continue
             for file in files if place.is_dir() else [place]:
-                read = self.rows_of(file)
+                try:
+                    read = self.rows_of(file)
+                except NoColumnError as error:
+                    raise UserError(f"{error}{self.found.without(split)}") from error
                 rows += read.rows
                 origins.append(f"{self._name(file)} ({origin(read)})")
                 if split == "train":
                     self.found.columns = self.found.columns or read.columns
         self.found.rows[split] = rows
-        self.found.files[split] = [self._name(place) for place in places]
         more = f" and {len(origins) - 3} more" if len(origins) > 3 else ""
         self.found.origins[split] = ", ".join(origins[:3]) + more
 
@@ -128,6 +137,9 @@ class Reader:
     def _recognized(self) -> Mapping[Split, list[Path]]:
         """The files and folders of each split, by their names."""
         files, folders = _row_files(self.root), _folders(self.root)
+        lost = [path.name for path in _visible(self.root) if path.is_symlink() and not path.exists()]
+        if lost:
+            self.found.left_out[f"broken links ({some(lost, 2)})"] += len(lost)
         bases = {path: _base(path) if path in files else path.name for path in (*files, *folders)}
         splits = name_splits(dict.fromkeys(bases.values()))
         here: dict[Split, list[Path]] = {}
@@ -145,6 +157,7 @@ class Reader:
             train = here["train"][0]
             if train.is_dir() and not self._files_of(train) and not _folders(train) and _texts_in(train):
                 raise self._no_classes(train)
+            self._refuse_half_named(here, [path for path in rest if path.is_dir() or path in files])
             if rest:
                 self.found.left_out[f"in no split: {some([path.name for path in rest], 3)}"] += len(rest)
             return here
@@ -152,10 +165,37 @@ class Reader:
             raise self._without_train(here, rest)
         return {"train": self._single(files, folders)}
 
+    def _refuse_half_named(self, here: Mapping[Split, Sequence[Path]], rest: Sequence[Path]) -> None:
+        """Refuse data whose name has the word of a split that there is not, next to others."""
+        for path in rest:
+            words = re.split(r"[\W_]+", _base(path) if path.is_file() else path.name)
+            split = next((found for word in words if (found := split_of(word)) is not None), None)
+            if split is not None and split not in here:
+                plain: Chosen = {one: _plain([place.name for place in places]) for one, places in here.items()}
+                raise ambiguous(
+                    self.root,
+                    f"The name {printable(path.name)} may denote a {split} split.",
+                    [
+                        (f"it is the {split} split", {**plain, split: path.name}),
+                        ("it is not used", plain),
+                    ],
+                )
+
+    def note_siblings(self, file: Path) -> None:
+        """Note files of other splits next to the only file that is read."""
+        bases = {path: _base(path) for path in _row_files(file.parent)}
+        splits = name_splits(dict.fromkeys(bases.values()))
+        others = [path.name for path in bases if splits.get(bases[path], "train") != "train"]
+        if splits.get(_base(file)) == "train" and others:
+            self.found.notes.append(
+                f"{some(others)} next to {printable(file.name)} is not used. To use it, pass"
+                f" data.root={printable(file.parent)}."
+            )
+
     def _no_classes(self, train: Path) -> UserError:
         return UserError(
-            f"{printable(train)} has {_texts_in(train)} .txt files and no class folders. {LAYOUT} If the folders of"
-            f" {printable(self.root)} are classes: 'data.splits={{train: .}}'."
+            f"{printable(train)} has {counted(_texts_in(train), '.txt file')} and no class folders. {LAYOUT} If"
+            f" the folders of {printable(self.root)} are classes: 'data.splits={{train: .}}'."
         )
 
     def _without_train(self, here: Mapping[Split, Sequence[Path]], rest: Sequence[Path]) -> UserError:
@@ -216,6 +256,13 @@ class Reader:
             )
         deeper = [path for folder in folders for path in _row_files(folder)]
         if deeper and not any(map(_has_texts, folders)):
+            first = deeper[0].parent
+            if all(path.parent == first for path in deeper):
+                names = some([path.name for path in deeper], 4)
+                raise UserError(
+                    f"The files of {printable(self.root)} are in {first.name}: {names}. Pass"
+                    f" data.root={printable(first)}."
+                )
             raise UserError(
                 f"{printable(self.root.absolute())} has no texts, but its folders have: {printable(deeper[0])}"
                 f"{f' and {len(deeper) - 1} more' if len(deeper) > 1 else ''}. Pass data.root=FOLDER, or name the"
@@ -257,7 +304,7 @@ class Reader:
             )
         return shards
 
-    def _class_folders(self, folder: Path) -> list[Row]:
+    def _class_folders(self, split: Split, folder: Path) -> list[Row]:
         """The text files in the class folders of a folder, at any depth."""
         if len(self._settings.columns) > 1:
             raise SettingError(
@@ -281,6 +328,7 @@ class Reader:
             self.found.notes += below[place].notes(place)
         plain = not any(path.lower().endswith(".txt") for one in below.values() for path in one.files)
         rows: list[Row] = []
+        empty: list[str] = []
         for place, one in below.items():
             texts = [path for path in map(Path, one.files) if _is_text(path, without_extension=plain)]
             others = Counter(Path(path).suffix.lower() or "no extension" for path in one.files)
@@ -291,13 +339,18 @@ class Reader:
                 self.found.left_out[f"unlabeled ({place.name}/)"] += len(texts)
                 continue
             if not texts:
-                self.found.left_out[f"folders without texts ({place.name}/)"] += 1
+                empty.append(place.name)
             rows += [self._row(path, place.name) for path in texts]
         if not rows:
             there = some([path.name for path in _visible(folder)]) or "nothing"
             not_used = "".join(f" Not used: {reason} ({count})." for reason, count in self.found.left_out.items())
             raise UserError(
                 f"{printable(folder.absolute())} has no texts in class folders; it has {there}.{not_used} {LAYOUT}"
+            )
+        if empty and split == "train":
+            raise UserError(
+                f"{printable(folder.absolute())} has class folders without .txt files: {some(empty)}. Add texts, or"
+                " remove the folders."
             )
         if plain:
             self.found.notes.append(f"Files without an extension in {printable(folder)} are read as texts.")
@@ -328,8 +381,8 @@ class Reader:
         if len(used) == 1:
             raise self._wrapped(folder, used[0], inner[used[0]])
         top, names = some([p.name for p in nested], 4), [self._name(place) for place in nested]
-        others: dict[Split, list[str]] = {
-            one: [self._name(place) for place in places] for one, places in self._places.items() if one != split
+        others: Chosen = {
+            one: _plain([self._name(place) for place in places]) for one, places in self._places.items() if one != split
         }
         chosen = show({**others, split: self._name(folder)})
         if "train" in name_splits(inner[nested[0]]).values():
@@ -368,11 +421,16 @@ class Reader:
                 split: [self._name(_only_folder(place) or place) for place in places]
                 for split, places in self._places.items()
             }
-            plain: Chosen = {split: names[0] if len(names) == 1 else names for split, names in deeper.items()}
+            plain: Chosen = {split: _plain(names) for split, names in deeper.items()}
             advice = f"Pass 'data.splits={show(plain)}'."
         return UserError(
             f"{printable(folder)} has texts in the single folder {only.name}, which has {some(inside, 4)}. {advice}"
         )
+
+
+def _plain(names: Sequence[str]) -> str | Sequence[str]:
+    """A single name as itself, as in ``data.splits``."""
+    return names[0] if len(names) == 1 else names
 
 
 def origin(read: RowFile) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
 from efficient_ft.core.text import plain_line, printable
-from efficient_ft.data.text_files import lines_of, read_text
+from efficient_ft.data.text_files import counted, lines_of, read_text
 
 if TYPE_CHECKING:
     from efficient_ft.config.schema import TextConfig
@@ -28,6 +28,10 @@ _MISSING = frozenset(["", "nan", "NaN", "NAN", "-nan", "<NA>", "NaT"])
 _LETTERS = 40
 
 csv.field_size_limit(1 << 30)
+
+
+class NoColumnError(UserError):
+    """A file lacks a column that is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +125,7 @@ def read_rows(path: Path, settings: TextConfig) -> RowFile:
     numbers: Counter[str] = Counter()
     found.rows = [_row(name, record, settings, numbers, len(found.columns)) for record in records]
     found.notes += [
-        f"{name}: {count} rows have a number or a truth value as {column!r}, which is read as text."
+        f"{name}: numbers and truth values in column {column!r} are read as texts in {counted(count, 'row')}."
         for column, count in numbers.items()
     ]
     return found
@@ -145,7 +149,7 @@ def _require_columns(name: str, line: int, columns: Sequence[str], settings: Tex
                 else " The first line is taken as the names of the columns. Set data.text.columns=[NAME] and"
                 " data.text.label=NAME; if it is a row, name all columns in their order: data.text.names=[label,text]."
             )
-        raise UserError(
+        raise NoColumnError(
             f"{place}: no column {column!r} (data.text.{setting}). It has {shown}"
             f"{f' and {len(columns) - 10} more' if len(columns) > 10 else ''}.{did_you_mean(column, columns)}{advice}"
         )
@@ -208,8 +212,9 @@ def _json_records(name: str, lines: Sequence[str]) -> Iterator[_Record]:
         except UserError:
             raise
         except (ValueError, RecursionError) as error:
-            array = " The file is one array; write one object per line." if lines[0].lstrip().startswith("[") else ""
-            raise UserError(f"{name}, line {number}: not JSON ({first_line(error)}).{array}") from error
+            start = next(line for line in lines if line.strip()).strip()
+            whole = " Write one object per line: jq -c '.[]' FILE." if start[0] == "[" or start == "{" else ""
+            raise UserError(f"{name}, line {number}: not JSON ({first_line(error)}).{whole}") from error
         if not isinstance(row, dict):
             raise UserError(f'{name}, line {number}: a line holds one object, {{"text": …, "label": …}}.')
         yield _Record(row, number, number)
@@ -228,7 +233,7 @@ class _Table:
 
     def __init__(self, name: str, kind: str, lines: Sequence[str], settings: TextConfig, found: RowFile) -> None:
         self._name, self._settings, self._found = name, settings, found
-        self._quotes = settings.quotes if settings.quotes is not None else kind == ".csv"
+        self._kind = kind
         self._start = next((number for number, line in enumerate(lines) if line.strip()), 0)
         self._lines = lines
         default = _DELIMITERS[settings.delimiter] if settings.delimiter else "\t" if kind == ".tsv" else ","
@@ -242,6 +247,12 @@ class _Table:
                 f"{name}: cells are read as separated by a {names[self._delimiter]} (data.text.delimiter)."
             )
 
+    def _quotes(self, delimiter: str) -> bool:
+        """Whether quotes enclose cells."""
+        if self._settings.quotes is not None:
+            return self._settings.quotes
+        return self._kind == ".csv" or delimiter != "\t"
+
     def _cells(self, lines: Sequence[str], delimiter: str, *, quotes: bool) -> Any:
         if not quotes:
             return csv.reader(iter(lines), delimiter=delimiter, quoting=csv.QUOTE_NONE, strict=True)
@@ -250,7 +261,8 @@ class _Table:
     def _first_cells(self, delimiter: str) -> list[str]:
         try:
             return [
-                cell.strip() for cell in next(self._cells(self._lines[self._start :], delimiter, quotes=self._quotes))
+                cell.strip()
+                for cell in next(self._cells(self._lines[self._start :], delimiter, quotes=self._quotes(delimiter)))
             ]
         except (csv.Error, StopIteration):
             return []
@@ -275,7 +287,8 @@ class _Table:
             UserError: the quotes do not fit together, or enclose whole rows.
             SettingError: ``data.text.names`` does not fit the first line.
         """
-        reader = self._cells(self._lines[self._start :], self._delimiter, quotes=self._quotes)
+        quotes = self._quotes(self._delimiter)
+        reader = self._cells(self._lines[self._start :], self._delimiter, quotes=quotes)
         before, found = 0, []
         names = self._settings.names
         try:
@@ -292,14 +305,34 @@ class _Table:
         except csv.Error as error:
             raise self._unreadable(self._start + before + 1, error) from error
         self._look_at_long_cells(found)
+        self._note_cells(found, quotes=quotes)
         return found
+
+    def _note_cells(self, records: Sequence[_Record], *, quotes: bool) -> None:
+        """Report quotes that are read as characters, and cells beyond the named columns."""
+        if not quotes and self._settings.quotes is None:
+            quoted = sum(any(re.fullmatch('".*"', cell.strip()) for cell in one.cells.values()) for one in records)
+            if quoted:
+                self._found.notes.append(
+                    f"{self._name}: quotes around cells are part of the texts in {counted(quoted, 'row')}"
+                    " (data.text.quotes)."
+                )
+        if "" in self._found.columns[1:]:  # the first one may number the rows
+            beyond = sum(bool(one.cells.get("", "").strip()) for one in records)
+            if beyond:
+                self._found.notes.append(
+                    f"{self._name}: columns without a name have content in {counted(beyond, 'row')}."
+                )
 
     def _record(self, cells: list[str], first: int, last: int) -> _Record:
         columns = self._found.columns
         while len(cells) > len(columns) and not cells[-1].strip():
             cells = cells[:-1]
         width = len(cells) if len(cells) != len(columns) else None
-        return _Record(dict(zip(columns, cells, strict=False)), first, last, width)
+        cells_of = dict(zip(columns, cells, strict=False))
+        if "" in cells_of:
+            cells_of[""] = "".join(cell for name, cell in zip(columns[1:], cells[1:], strict=False) if not name)
+        return _Record(cells_of, first, last, width)
 
     def _require_names(self, cells: Sequence[str], line: int) -> None:
         names = self._settings.names
@@ -341,7 +374,8 @@ class _Table:
                 )
         first = long[0]
         self._found.notes.append(
-            f"{self._name}: {len(long)} rows span several lines, in quotes, such as lines {first.first}–{first.last}."
+            f"{self._name}: {counted(len(long), 'row')} in quotes over several lines, such as lines"
+            f" {first.first}–{first.last}."
         )
 
     def _rows_in(self, record: _Record, known: set[str]) -> int:

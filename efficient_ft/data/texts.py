@@ -117,12 +117,15 @@ def read_texts(
         raise UserError(problem)
     if root.is_dir():
         return listing_of(Reader(root, settings, follow_links).read(splits), root, settings)
+    if not root.is_file():
+        raise UserError(f"data.root={printable(root)} is neither a file nor a folder. {LAYOUT}")
     if splits is not None:
         raise SettingError("data.splits", show(splits), "null if data.root is a file", "Pass the folder as data.root.")
     reader = Reader(root.parent, settings, follow_links)
     read = reader.rows_of(root)
     reader.found.rows["train"], reader.found.columns = read.rows, read.columns
     reader.found.origins["train"] = f"{printable(root.name)} ({origin(read)})"
+    reader.note_siblings(root)
     return listing_of(reader.found, root, settings)
 
 
@@ -148,13 +151,13 @@ def listing_of(found: Places, root: Path, settings: TextConfig) -> TextListing:
         source = top if root.is_file() else f"{top}, {found.origins.get(split, split)}"
         missing = sum(str(row.problem).startswith("no label") for row in unusable)
         if missing == len(unusable):
-            refuse_unlabeled([row.label for row in usable[split]], missing, split, source, found.files)
+            refuse_unlabeled([row.label for row in usable[split]], missing, split, source, found.without(split))
         if not usable[split]:
             why = f": {reasons_of(here)}. The first: {next(iter(here.values()))}" if here else "."
-            raise UserError(f"{source} has no usable text for {split}{why}")
+            raise UserError(f"{source} has no usable text for {split}{why}{found.without(split)}")
     column = settings.label if found.columns else None
     require_classes([row.label for row in usable["train"]], top, column, found.columns)
-    names, notes = _classes(usable, top, settings)
+    names, notes = _classes(usable, top, settings, found)
     class_names = sorted({names[row.label] for row in usable["train"]}, key=in_order)
     ids = {name: number for number, name in enumerate(class_names)}
     numbers = {label: ids[name] for label, name in names.items()}
@@ -172,7 +175,9 @@ def listing_of(found: Places, root: Path, settings: TextConfig) -> TextListing:
     return TextListing(class_names, train, val, test, [*notes, *found.notes], skipped, origins, left_out)
 
 
-def _classes(usable: Mapping[str, Sequence[Row]], top: str, settings: TextConfig) -> tuple[dict[str, str], list[str]]:
+def _classes(
+    usable: Mapping[str, Sequence[Row]], top: str, settings: TextConfig, found: Places
+) -> tuple[dict[str, str], list[str]]:
     """The class of each label, and notes on the labels."""
     raw = {split: Counter(row.label for row in rows) for split, rows in usable.items()}
     names, notes = spellings(sum(raw.values(), Counter[str]()), settings.ignore_case)
@@ -186,7 +191,7 @@ def _classes(usable: Mapping[str, Sequence[Row]], top: str, settings: TextConfig
     known = sorted(counts["train"], key=in_order)
     for split in ("val", "test"):
         if split in counts:
-            refuse_unknown(counts[split], places[split], known, split)
+            refuse_unknown(counts[split], places[split], known, split, found.without(split))
             absent = [name for name in known if name not in counts[split]]
             if absent:
                 notes.append(f"There are no {split} texts of {len(absent)} classes: {some(absent)}.")

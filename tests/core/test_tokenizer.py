@@ -37,7 +37,8 @@ def test_batches_are_those_of_transformers(texts: list[tuple[str, ...]], max_len
 
 def test_lengths_are_those_before_cutting() -> None:
     OURS.batch([("the apple",)], 8)
-    assert OURS.lengths([("the apple",), ("the " * 50,)]) == [4, 52]
+    assert OURS.measure([("the apple",), ("the qzx " * 25,)]) == ([4, 52], [0, 25])
+    assert (OURS.special(1), OURS.special(2)) == (2, 3)
 
 
 def test_it_is_the_same_in_another_process_and_as_text() -> None:
