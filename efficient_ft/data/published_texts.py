@@ -10,7 +10,8 @@ from efficient_ft.core.text import printable
 from efficient_ft.data.fetch import Archive
 from efficient_ft.data.published import PublishedSet
 from efficient_ft.data.splits import Split
-from efficient_ft.data.text_places import Places, origin
+from efficient_ft.data.text_folders import Places
+from efficient_ft.data.text_places import origin
 from efficient_ft.data.text_rows import read_rows
 from efficient_ft.data.texts import TextListing, listing_of
 

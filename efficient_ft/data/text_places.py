@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.errors import UserError
 from efficient_ft.core.text import printable
-from efficient_ft.data.below import Below, files_below, links_in
+from efficient_ft.data.below import links_in
 from efficient_ft.data.splits import (
     SPLITS,
     Chosen,
@@ -25,46 +23,15 @@ from efficient_ft.data.splits import (
     some,
     split_of,
 )
-from efficient_ft.data.text_files import counted, read_text
-from efficient_ft.data.text_rows import EXTENSIONS, NoColumnError, Row, RowFile, clean_name, extension_of, read_rows
+from efficient_ft.data.text_files import counted
+from efficient_ft.data.text_folders import LAYOUT, ClassFolders, Places, folders_in, has_texts, plain, texts_in, visible
+from efficient_ft.data.text_rows import EXTENSIONS, NoColumnError, Row, RowFile, extension_of, read_rows
 
 if TYPE_CHECKING:
     from efficient_ft.config.schema import TextConfig
 
-LAYOUT = (
-    "Expected: a file of rows (.csv, .tsv or .jsonl); or a folder with train, val and test of such files, or with"
-    " CLASS/*.txt or {train,val,test}/CLASS/*.txt."
-)
 #: One of several files of a split, as published by Hugging Face's library: train-00000-of-00002.
 _SHARD = re.compile(r"(.+?)[-_.](\d+)[-_]of[-_](\d+)")
-#: Folders of texts without a class, next to class folders.
-_UNLABELED = frozenset(["unsup", "unsupervised", "unlabeled", "unlabelled"])
-
-
-@dataclass
-class Places:
-    """The rows of a data set by split, and the facts that were found on the way.
-
-    Attributes:
-        rows: by split.
-        files: by split, the paths relative to the root.
-        origins: by split, where the rows come from.
-        notes: one sentence each.
-        left_out: files that are not used, by reason.
-        columns: of the training files; empty: class folders.
-    """
-
-    rows: dict[Split, list[Row]] = field(default_factory=dict)
-    files: dict[Split, list[str]] = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    left_out: Counter[str] = field(default_factory=Counter)
-    columns: list[str] = field(default_factory=list)
-
-    def without(self, split: str) -> str:
-        """Return a sentence with the setting that leaves a split out; empty if there is none."""
-        plain: Chosen = {one: _plain(names) for one, names in self.files.items() if one != split}
-        return f" To leave the split out: 'data.splits={show(plain)}'." if plain.get("train") else ""
 
 
 class Reader:
@@ -79,7 +46,6 @@ class Reader:
     def __init__(self, root: Path, settings: TextConfig, follow_links: bool) -> None:
         self.root, self._settings, self._follow = root, settings, follow_links
         self.found = Places()
-        self._places: Mapping[Split, list[Path]] = {}
 
     def read(self, chosen: Chosen | None) -> Places:
         """Return the rows of all splits.
@@ -95,21 +61,21 @@ class Reader:
         self.found.notes += links_in(
             [p for of in places.values() for p in of if p != self.root], self.root, self._follow
         )
-        self._places = places
+        folders = ClassFolders(self.root, self._settings, self._follow, self.found, places)
         for split in SPLITS:
             if split in places:
-                self._read_split(split, places[split], check=chosen is None)
+                self._read_split(split, places[split], folders, check=chosen is None)
         return self.found
 
-    def _read_split(self, split: Split, places: Sequence[Path], *, check: bool) -> None:
+    def _read_split(self, split: Split, places: Sequence[Path], folders: ClassFolders, *, check: bool) -> None:
         rows: list[Row] = []
         origins = []
         self.found.files[split] = [self._name(place) for place in places]
         for place in places:
             if place.is_dir() and not (files := self._files_of(place)):
                 if check:
-                    self._refuse_unclear(split, place)
-                rows += self._class_folders(split, place)
+                    folders.refuse_unclear(split, place)
+                rows += folders.read(split, place)
                 origins.append("class folders" if place == self.root else f"{self._name(place)}/")
                 continue
             for file in files if place.is_dir() else [place]:
@@ -136,8 +102,8 @@ class Reader:
 
     def _recognized(self) -> Mapping[Split, list[Path]]:
         """The files and folders of each split, by their names."""
-        files, folders = _row_files(self.root), _folders(self.root)
-        lost = [path.name for path in _visible(self.root) if path.is_symlink() and not path.exists()]
+        files, folders = _row_files(self.root), folders_in(self.root)
+        lost = [path.name for path in visible(self.root) if path.is_symlink() and not path.exists()]
         if lost:
             self.found.left_out[f"broken links ({some(lost, 2)})"] += len(lost)
         bases = {path: _base(path) if path in files else path.name for path in (*files, *folders)}
@@ -155,7 +121,7 @@ class Reader:
         rest = [path for path in bases if bases[path] not in splits]
         if "train" in here:
             train = here["train"][0]
-            if train.is_dir() and not self._files_of(train) and not _folders(train) and _texts_in(train):
+            if train.is_dir() and not self._files_of(train) and not folders_in(train) and texts_in(train):
                 raise self._no_classes(train)
             self._refuse_half_named(here, [path for path in rest if path.is_dir() or path in files])
             if rest:
@@ -171,13 +137,13 @@ class Reader:
             words = re.split(r"[\W_]+", _base(path) if path.is_file() else path.name)
             split = next((found for word in words if (found := split_of(word)) is not None), None)
             if split is not None and split not in here:
-                plain: Chosen = {one: _plain([place.name for place in places]) for one, places in here.items()}
+                rest_of: Chosen = {one: plain([place.name for place in places]) for one, places in here.items()}
                 raise ambiguous(
                     self.root,
                     f"The name {printable(path.name)} may denote a {split} split.",
                     [
-                        (f"it is the {split} split", {**plain, split: path.name}),
-                        ("it is not used", plain),
+                        (f"it is the {split} split", {**rest_of, split: path.name}),
+                        ("it is not used", rest_of),
                     ],
                 )
 
@@ -194,7 +160,7 @@ class Reader:
 
     def _no_classes(self, train: Path) -> UserError:
         return UserError(
-            f"{printable(train)} has {counted(_texts_in(train), '.txt file')} and no class folders. {LAYOUT} If"
+            f"{printable(train)} has {counted(texts_in(train), '.txt file')} and no class folders. {LAYOUT} If"
             f" the folders of {printable(self.root)} are classes: 'data.splits={{train: .}}'."
         )
 
@@ -211,7 +177,7 @@ class Reader:
 
     def _single(self, files: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
         """The training data of a folder without names of splits: one file, or class folders."""
-        classes = [folder for folder in folders if _has_texts(folder)]
+        classes = [folder for folder in folders if has_texts(folder)]
         if not files:
             self._refuse_wrapper(folders)
             return [self.root]
@@ -248,14 +214,14 @@ class Reader:
 
     def _refuse_wrapper(self, folders: Sequence[Path]) -> None:
         """Refuse a folder whose data are one level deeper."""
-        if len(folders) == 1 and (_row_files(folders[0]) or _folders(folders[0])):
-            inside = some([path.name for path in (*_folders(folders[0]), *_row_files(folders[0]))], 4)
+        if len(folders) == 1 and (_row_files(folders[0]) or folders_in(folders[0])):
+            inside = some([path.name for path in (*folders_in(folders[0]), *_row_files(folders[0]))], 4)
             raise UserError(
                 f"{printable(self.root)} has the single folder {folders[0].name}, with {inside}. Pass"
                 f" data.root={printable(folders[0])}."
             )
         deeper = [path for folder in folders for path in _row_files(folder)]
-        if deeper and not any(map(_has_texts, folders)):
+        if deeper and not any(map(has_texts, folders)):
             first = deeper[0].parent
             if all(path.parent == first for path in deeper):
                 names = some([path.name for path in deeper], 4)
@@ -294,7 +260,7 @@ class Reader:
     def _files_of(self, folder: Path) -> list[Path]:
         """The files of rows of a folder that has no class folders: one, or numbered parts."""
         files = _row_files(folder)
-        if not files or any(map(_has_texts, _folders(folder))):
+        if not files or any(map(has_texts, folders_in(folder))):
             return []
         shards = self._shards(files)
         if shards is None:
@@ -304,180 +270,14 @@ class Reader:
             )
         return shards
 
-    def _class_folders(self, split: Split, folder: Path) -> list[Row]:
-        """The text files in the class folders of a folder, at any depth."""
-        if len(self._settings.columns) > 1:
-            raise SettingError(
-                "data.text.columns",
-                self._settings.columns,
-                f"one column: {printable(folder)} has folders, a file for each text",
-            )
-        classes = _folders(folder)
-        loose = _texts_in(folder)
-        if loose:
-            self.found.left_out[f"outside of class folders in {self._name(folder)} (.txt)"] += loose
-        listed = frozenset(os.path.realpath(place) for place in classes)
-        self.found.notes += links_in(classes, self.root, self._follow)
-        below = {}
-        for place in classes:
-            below[place] = files_below(
-                place, Below(root=os.path.realpath(self.root), listed=listed, follow_links=self._follow)
-            )
-            if below[place].links or below[place].special or below[place].again:
-                raise UserError(below[place].notes(place)[0])
-            self.found.notes += below[place].notes(place)
-        plain = not any(path.lower().endswith(".txt") for one in below.values() for path in one.files)
-        rows: list[Row] = []
-        empty: list[str] = []
-        for place, one in below.items():
-            texts = [path for path in map(Path, one.files) if _is_text(path, without_extension=plain)]
-            others = Counter(Path(path).suffix.lower() or "no extension" for path in one.files)
-            others.subtract(path.suffix.lower() or "no extension" for path in texts)
-            for extension, count in (+others).items():
-                self.found.left_out[f"not .txt ({extension})"] += count
-            if place.name.casefold() in _UNLABELED:
-                self.found.left_out[f"unlabeled ({place.name}/)"] += len(texts)
-                continue
-            if not texts:
-                empty.append(place.name)
-            rows += [self._row(path, place.name) for path in texts]
-        if not rows:
-            there = some([path.name for path in _visible(folder)]) or "nothing"
-            not_used = "".join(f" Not used: {reason} ({count})." for reason, count in self.found.left_out.items())
-            raise UserError(
-                f"{printable(folder.absolute())} has no texts in class folders; it has {there}.{not_used} {LAYOUT}"
-            )
-        if empty and split == "train":
-            raise UserError(
-                f"{printable(folder.absolute())} has class folders without .txt files: {some(empty)}. Add texts, or"
-                " remove the folders."
-            )
-        if plain:
-            self.found.notes.append(f"Files without an extension in {printable(folder)} are read as texts.")
-        return rows
-
-    def _row(self, path: Path, label: str) -> Row:
-        text, note = read_text(path, self._settings.encoding)
-        if note and note not in self.found.notes and len(self.found.notes) < 8:
-            self.found.notes.append(note)
-        text = text.strip()
-        return Row((text,), clean_name(printable(label)), printable(path), None, None if text else "no text")
-
-    def _refuse_unclear(self, split: Split, folder: Path) -> None:
-        """Refuse folders that may be parts of the data set as well as classes."""
-        used = [
-            place
-            for place in _folders(folder)
-            if place.name.casefold() not in _UNLABELED and _has_texts(place, without_extension=True)
-        ]
-        inner = {
-            place: sorted(sub.name for sub in _folders(place) if _has_texts(sub, without_extension=True))
-            for place in used
-        }
-        direct = [place for place in used if _texts_in(place)]
-        nested = [place for place in used if inner[place] and place not in direct]
-        if not nested:
-            return
-        if len(used) == 1:
-            raise self._wrapped(folder, used[0], inner[used[0]])
-        top, names = some([p.name for p in nested], 4), [self._name(place) for place in nested]
-        others: Chosen = {
-            one: _plain([self._name(place) for place in places]) for one, places in self._places.items() if one != split
-        }
-        chosen = show({**others, split: self._name(folder)})
-        if "train" in name_splits(inner[nested[0]]).values():
-            raise UserError(
-                f"{printable(folder)} has folders with splits of their own: {top} with {some(inner[nested[0]])}. Pass"
-                f" one of them, e.g. data.root={printable(nested[0])}."
-            )
-        if direct:
-            raise UserError(
-                f"{printable(folder)} has texts at two depths: directly in {some([p.name for p in direct], 3)}; in"
-                f" folders of {top} ({some(inner[nested[0]], 3)}). If the top folders are classes:"
-                f" 'data.splits={chosen}'. Otherwise move the inner folders up."
-            )
-        shared = Counter(name for place in nested for name in inner[place])
-        common = sorted(name for name, count in shared.items() if count > 1)
-        if common and len(common) >= len(shared) / 2:
-            raise ambiguous(
-                self.root,
-                f"{top} have the same folders: {some(common, 4)}.",
-                [
-                    ("the inner folders are the classes", {**others, split: names}),
-                    ("the top folders are the classes", {**others, split: self._name(folder)}),
-                ],
-            )
-        self.found.notes.append(
-            f"The classes are the top folders of {printable(folder)} ({top}); texts in their folders, such as"
-            f" {inner[nested[0]][0]}, belong to them."
-        )
-
-    def _wrapped(self, folder: Path, only: Path, inside: Sequence[str]) -> UserError:
-        """The error for a folder whose class folders are one level deeper."""
-        if folder == self.root:
-            advice = f"Pass data.root={printable(only)}."
-        else:
-            deeper = {
-                split: [self._name(_only_folder(place) or place) for place in places]
-                for split, places in self._places.items()
-            }
-            plain: Chosen = {split: _plain(names) for split, names in deeper.items()}
-            advice = f"Pass 'data.splits={show(plain)}'."
-        return UserError(
-            f"{printable(folder)} has texts in the single folder {only.name}, which has {some(inside, 4)}. {advice}"
-        )
-
-
-def _plain(names: Sequence[str]) -> str | Sequence[str]:
-    """A single name as itself, as in ``data.splits``."""
-    return names[0] if len(names) == 1 else names
-
 
 def origin(read: RowFile) -> str:
     """Return the number of rows and lines of a file in words."""
     return f"{len(read.rows):,} rows in {read.lines:,} lines"
 
 
-def _visible(folder: Path) -> list[Path]:
-    try:
-        paths = sorted(folder.iterdir())
-    except OSError as error:
-        raise UserError(f"{printable(folder)} cannot be read ({error.strerror}). Check its permissions.") from error
-    return [path for path in paths if not path.name.startswith(".") and path.name != "__MACOSX"]
-
-
 def _row_files(folder: Path) -> list[Path]:
-    return [path for path in _visible(folder) if extension_of(path) in EXTENSIONS and path.is_file()]
-
-
-def _folders(folder: Path) -> list[Path]:
-    return [path for path in _visible(folder) if path.is_dir()]
-
-
-def _only_folder(place: Path) -> Path | None:
-    """The only folder in a folder, if it has folders itself."""
-    folders = _folders(place) if place.is_dir() else []
-    return folders[0] if len(folders) == 1 and _folders(folders[0]) else None
-
-
-def _texts_in(folder: Path) -> int:
-    """Number of .txt files directly in a folder."""
-    return sum(path.suffix.lower() == ".txt" and path.is_file() for path in _visible(folder))
-
-
-def _is_text(path: Path, *, without_extension: bool) -> bool:
-    suffix = path.suffix.lower()
-    return suffix == ".txt" or (without_extension and (not suffix or suffix[1:].isdigit()))
-
-
-def _has_texts(folder: Path, *, without_extension: bool = False) -> bool:
-    """Whether there is a text file below a folder."""
-    return any(
-        _is_text(Path(name), without_extension=without_extension)
-        for _, _, names in os.walk(folder)
-        for name in names
-        if not name.startswith(".")
-    )
+    return [path for path in visible(folder) if extension_of(path) in EXTENSIONS and path.is_file()]
 
 
 def _stem(path: Path) -> str:

@@ -15,6 +15,7 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.text import printable
 from efficient_ft.data.listing import hold_out_test
 from efficient_ft.data.splits import Chosen, show, some
+from efficient_ft.data.text_folders import LAYOUT, Places
 from efficient_ft.data.text_labels import (
     in_order,
     refuse_unknown,
@@ -23,7 +24,7 @@ from efficient_ft.data.text_labels import (
     require_texts,
     spellings,
 )
-from efficient_ft.data.text_places import LAYOUT, Places, Reader, origin
+from efficient_ft.data.text_places import Reader, origin
 from efficient_ft.data.text_rows import Row
 
 if TYPE_CHECKING:
