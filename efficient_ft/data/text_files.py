@@ -49,6 +49,8 @@ def read_text(path: Path, encoding: str | None) -> tuple[str, str | None]:
     name = printable(path)
     marked = next(((mark, known) for mark, known in _MARKS if raw.startswith(mark)), None)
     chosen = marked[1] if marked else encoding or "utf-8"
+    if not marked and encoding is None:
+        _refuse_unmarked(name, raw[:2000])
     try:
         text = (raw[len(marked[0]) :] if marked else raw).decode(chosen)
     except (LookupError, ValueError) as error:
@@ -56,7 +58,9 @@ def read_text(path: Path, encoding: str | None) -> tuple[str, str | None]:
             raise _undecodable(name, raw, error, chosen) from error
         raise SettingError("data.text.encoding", chosen, "an encoding that Python knows, e.g. cp1252") from error
     if "\0" in text:
-        raise _with_nul(name, text)
+        line = text.count("\n", 0, text.index("\0")) + 1
+        count = counted(text.count("\0"), "NUL character")
+        raise UserError(f"{name}, line {line}: {count}: the file is damaged, or has another encoding. Remove them.")
     if encoding is not None and not marked and codecs.lookup(encoding).name != "utf-8" and _is_utf8(raw):
         return text, f"{name} is valid UTF-8, but is read as {encoding} (data.text.encoding)."
     return text, f"{name} is read as {chosen} (byte order mark)." if marked and chosen != "utf-8" else None
@@ -124,13 +128,8 @@ def _undecodable(name: str, raw: bytes, error: UnicodeDecodeError, chosen: str) 
     return UserError(f"{where} {guess} Or convert it: iconv -f ENCODING -t utf-8.")
 
 
-def _with_nul(name: str, text: str) -> UserError:
-    """The error for NUL characters: UTF-16 without a byte order mark, or a damaged file."""
-    start = text[:2000]
-    if start.count("\0") > len(start) / 4:
-        likely = "utf-16-le" if start[1::2].count("\0") > start[::2].count("\0") else "utf-16-be"
-        return UserError(f"{name} looks like {likely} without a byte order mark: set data.text.encoding={likely}.")
-    line = text.count("\n", 0, text.index("\0")) + 1
-    return UserError(
-        f"{name}, line {line}: {counted(text.count(chr(0)), 'NUL character')}: the file is damaged. Remove them."
-    )
+def _refuse_unmarked(name: str, start: bytes) -> None:
+    """Refuse UTF-16 without a byte order mark, by the zeros in its first bytes."""
+    if start.count(0) > len(start) / 5:
+        likely = "utf-16-le" if start[1::2].count(0) > start[::2].count(0) else "utf-16-be"
+        raise UserError(f"{name} looks like {likely} without a byte order mark: set data.text.encoding={likely}.")

@@ -113,11 +113,10 @@ class Reader:
             if base in splits:
                 here.setdefault(splits[base], []).append(path)
         for split, places in here.items():
-            if len(places) > 1:
-                shards = self._shards(places)
-                if shards is None:
-                    raise repeated(self.root, split, places, here)
-                here[split] = shards
+            shards = self._shards(places)
+            if shards is None:
+                raise repeated(self.root, split, places, here)
+            here[split] = shards
         rest = [path for path in bases if bases[path] not in splits]
         if "train" in here:
             train = here["train"][0]
@@ -190,8 +189,6 @@ class Reader:
                 [("the file has the rows", {"train": files[0].name}), ("the folders are classes", {"train": "."})],
             )
         if shards is not None:
-            name = files[0].name if len(files) == 1 else f"{len(files)} files"
-            self.found.notes.append(f"{name} in {printable(self.root)} is the whole data set.")
             return shards
         raise self._several(files)
 

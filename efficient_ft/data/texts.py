@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -172,7 +173,7 @@ def listing_of(found: Places, root: Path, settings: TextConfig) -> TextListing:
         whole = len(train)
         train, test = hold_out_test(train)
         notes.append(f"{len(test)} of {whole} texts are held out for testing, the same for every seed.")
-        origins["test"] = f"held out of {origins.get('train', 'train')}"
+        origins["test"] = f"held out of {re.sub(' [(][^)]*[)]', '', origins.get('train', 'train'))}"
     return TextListing(class_names, train, val, test, [*notes, *found.notes], skipped, origins, left_out)
 
 
@@ -195,7 +196,7 @@ def _classes(
             refuse_unknown(counts[split], places[split], known, split, found.without(split))
             absent = [name for name in known if name not in counts[split]]
             if absent:
-                notes.append(f"There are no {split} texts of {len(absent)} classes: {some(absent)}.")
+                notes.append(f"Classes without {split} texts: {some(absent)} ({len(absent)} of {len(known)}).")
     return names, notes
 
 

@@ -59,14 +59,17 @@ def test_every_form_holds_the_same_texts(tmp_path: Path, form: str) -> None:
         root = write(tmp_path / "texts.jsonl", "\n".join(lines))
     else:
         separator = {"csv": ",", "tsv": "\t"}[form]
-        quoted = [separator.join(('"' + text.replace('"', '""') + '"', label)) for text, label in ROWS]
-        root = write(tmp_path / f"texts.{form}", "\n".join([f"text{separator}label", *quoted]))
+        cells = [(text if form == "tsv" else '"' + text.replace('"', '""') + '"', label) for text, label in ROWS]
+        lines = [separator.join(row) for row in [("text", "label"), *cells]]
+        root = write(tmp_path / f"texts.{form}", "\n".join(lines))
     listing = read_texts(root, PLAIN)
     assert listing.class_names == ["even", "odd"]
     assert rows_of(listing) == sorted(ROWS)
     assert listing.test is not None
     assert len(listing.test) == 4, "a fifth of every class"
-    assert listing.notes == ["4 of 20 texts are held out for testing, the same for every seed."]
+    assert listing.notes[0] == "4 of 20 texts are held out for testing, the same for every seed."
+    assert len(listing.notes) == (2 if form == "tsv" else 1), "in .tsv quotes are part of a text, which is noted"
+    assert listing.origins["test"] == f"held out of {'class folders' if form == 'folders' else root.name}"
     assert class_count(settings(root)) == 2
 
 
@@ -98,8 +101,8 @@ def test_pairs_and_other_columns(tmp_path: Path) -> None:
 def test_classes_that_are_numbers_are_in_their_order(tmp_path: Path) -> None:
     text = "text,label\n" + "".join(f"t{k},{k % 11}\n" for k in range(44))
     assert read_texts(write(tmp_path / "a.csv", text), PLAIN).class_names == [str(k) for k in range(11)]
-    text = "text,label\n" + "".join(f"t{k},{('nan', '2', 'inf', '10', 'a')[k % 5]}\n" for k in range(10))
-    assert read_texts(write(tmp_path / "b.csv", text), PLAIN).class_names == ["2", "10", "a", "inf", "nan"]
+    text = "text,label\n" + "".join(f"t{k},{('b', '2', 'inf', '10', 'a')[k % 5]}\n" for k in range(10))
+    assert read_texts(write(tmp_path / "b.csv", text), PLAIN).class_names == ["2", "10", "a", "b", "inf"]
 
 
 def test_training_is_shuffled_by_epoch_and_seed_alone(tmp_path: Path) -> None:
@@ -121,8 +124,8 @@ def test_training_is_shuffled_by_epoch_and_seed_alone(tmp_path: Path) -> None:
 def test_long_texts_are_cut_and_said(tmp_path: Path) -> None:
     file = write_texts(tmp_path / "texts.csv", 40)
     data = opened(file, max_length=8)
-    assert any("have more than model.max_length=8 tokens" in note for note in data.report()["notes"])
-    assert not any("max_length" in note for note in opened(file, max_length=32).report()["notes"])
+    assert "are cut at model.max_length=8" in data.inspect().lines[0]
+    assert "max_length" not in opened(file, max_length=32).inspect().lines[0]
     assert max(inputs["input_ids"].shape[1] for inputs, _ in data.train_loader()) == 8
 
 
@@ -141,12 +144,14 @@ def test_rows_that_cannot_be_used_stop_the_run_or_are_left_out(tmp_path: Path) -
     file = write_texts(tmp_path / "texts.csv", 20)
     with file.open("a") as opened_file:
         opened_file.write('" ",fruit\nan apple,\n')
-    with pytest.raises(UserError, match=r"line 22: an empty text\. 1 further rows .* data\.on_corrupt=skip"):
+    with pytest.raises(
+        UserError, match=r"2 of 22 texts .*: an empty text ×1, no label ×1\. .* line 22: .*corrupt=skip"
+    ):
         opened(file)
     data = opened(file, on_corrupt="skip")
     report = data.report()
     assert report["skipped_count"] == 2
-    assert set(report["skipped"].values()) == {f"{file}, line 22: an empty text.", f"{file}, line 23: no class."}
+    assert set(report["skipped"].values()) == {f"{file}, line 22: an empty text.", f"{file}, line 23: no label."}
     assert sum(data.splits.values()) == 20
 
 
@@ -162,14 +167,14 @@ def test_any_change_changes_the_digest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.csv", "text,class\nx,y\n", r"line 2: no column 'label' \(data\.text\.label\)\. It has text, class"),
+        ("a.csv", "text,class\nx,y\n", r"a\.csv: no column 'label' \(data\.text\.label\)\. It has text, class"),
         ("a.csv", "texts,label\nx,y\n", r"no column 'text' \(data\.text\.columns\).* Did you mean 'texts'\?"),
         ("a.csv", "text,label\nx,y,z\n", r"line 2: 3 cells, where the first line names 2 columns"),
         ("a.csv", "text,label\nx\n", r"line 2: 1 cell, where the first line names 2 columns"),
         ("a.csv", 'text,label\na,b\n"x,y\n', r"line 3: not readable as a table .* quotes in it are doubled"),
         ("a.csv", "text,label,label\nx,y,y\n", r"has two columns 'label'\. Rename one"),
         ("a.jsonl", "[" * 100_000, r"line 1: not JSON"),
-        ("a.jsonl", '{"text": "a\\ud800", "label": 1}', r"has no usable text for train\. .*line 1: not valid Unicode"),
+        ("a.jsonl", '{"text": "a\\ud800", "label": 1}', r"has no usable text for train: .*line 1: not valid Unicode"),
         ("a.csv", "text,label\n", r"has no rows"),
         ("a.csv", "", r"has no rows"),
         ("a.csv", "text,label\nx,one\ny,one\n", r"has the single class 'one'"),
@@ -192,7 +197,7 @@ def test_mistakes_in_folders(tmp_path: Path) -> None:
     both = tmp_path / "both"
     write_texts(write(both / "train.csv", ""), 4)
     write(both / "train.jsonl", "{}")
-    with pytest.raises(UserError, match=r"has train\.csv and train\.jsonl\. Keep one"):
+    with pytest.raises(UserError, match=r"train\.csv, train\.jsonl are all names of a train split"):
         read_texts(both, PLAIN)
     write_texts(write(tmp_path / "only" / "test.csv", ""), 4)
     with pytest.raises(UserError, match="has no training texts"):
@@ -200,7 +205,9 @@ def test_mistakes_in_folders(tmp_path: Path) -> None:
     other = tmp_path / "other"
     write_texts(write(other / "train.csv", ""), 4)
     write(other / "test.csv", "text,label\na stone,stone\n")
-    with pytest.raises(UserError, match=r"test\.csv, line 2: the class 'stone' is none of the training texts"):
+    with pytest.raises(
+        UserError, match=r"test\.csv, line 2: the class 'stone' \(1 test text\) is none of the training"
+    ):
         read_texts(other, PLAIN)
     write(tmp_path / "linked" / "a" / "1.txt", "zinc")
     write(tmp_path / "linked" / "b" / "2.txt", "plum")

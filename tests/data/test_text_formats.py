@@ -1,0 +1,181 @@
+"""Formats of files of texts: quotes, delimiters, names of columns, encodings, compression, JSON lines."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from efficient_ft.core.errors import SettingError, UserError
+from tests.data.text_sets import json_lines, open_set, printed, table, write_all
+from tests.models.text_models import sentences
+
+PLAIN = table(20)
+LONE = [('"I love the apple', "fruit"), ("the pear", "fruit"), ("zinc", "metal"), ('the grape"', "fruit")]
+
+
+def size(data: Any) -> int:
+    return sum(data.splits.values())
+
+
+def test_a_lone_quote_swallows_no_rows_of_a_tsv(tmp_path: Path) -> None:
+    data = open_set(write_all(tmp_path, {"a.tsv": table([*sentences(20), *LONE], "\t")}))
+    assert size(data) == 24
+    assert ('"I love the apple',) in [text for part in data._parts.values() for text in part.texts]
+
+
+def test_a_lone_quote_in_a_csv_is_refused_with_its_lines(tmp_path: Path) -> None:
+    write_all(tmp_path, {"a.csv": table([*sentences(20), *LONE])})
+    with pytest.raises(UserError, match=r"lines 22–25: a quote opens .*4 lines .*quotes=false; .*quotes=true"):
+        open_set(tmp_path)
+    assert size(open_set(tmp_path, quotes=False)) == 24
+    assert size(open_set(tmp_path, quotes=True)) == 21
+    write_all(tmp_path, {"a.csv": table([*sentences(20), *LONE[:2]])})
+    with pytest.raises(UserError, match=r"line 22: not readable as a table .*data\.text\.quotes=false"):
+        open_set(tmp_path)
+
+
+def test_cells_over_several_lines_are_noted(tmp_path: Path) -> None:
+    data = open_set(write_all(tmp_path, {"a.csv": PLAIN + '"Dear all,\nthe apple, or\r\npear",fruit\n'}))
+    assert size(data) == 21
+    text = printed(data)
+    assert "1 row in quotes over several lines, such as lines 22–24." in text
+    assert "a.csv (21 rows in 24 lines)" in text
+
+
+def test_quotes_of_a_tsv_are_noted_and_can_enclose(tmp_path: Path) -> None:
+    rows = [(f'"{text}"', label) for text, label in sentences(12)]
+    write_all(tmp_path, {"a.tsv": table(rows, "\t")})
+    assert "quotes around cells are part of the texts in 12 rows (data.text.quotes)" in printed(open_set(tmp_path))
+    assert open_set(tmp_path, quotes=True)._parts["train"].texts[0][0][0] != '"'
+    write_all(tmp_path, {"a.tsv": '"text"\t"label"\n"a"\t"fruit"\n'})
+    with pytest.raises(UserError, match=r"no column 'text'.*Set data\.text\.quotes=true"):
+        open_set(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "note"),
+    [
+        ("a.csv", table(12, ";"), "separated by a semicolon (data.text.delimiter)"),
+        ("a.csv", table(12, "\t"), "separated by a tab (data.text.delimiter)"),
+        ("a.csv", table(12, "|"), "separated by a pipe (data.text.delimiter)"),
+        ("a.csv", "sep=;\n" + table(12, ";"), ""),
+        ("a.tsv", table([(f'"{text}, {text}"', label) for text, label in sentences(12)]), "separated by a comma"),
+        ("a.csv", table([(f'"{text}, x"', f' "{label}"') for text, label in sentences(12)]), ""),
+        ("a.csv", table(12).replace("\n", "\r"), ""),
+        ("a.csv", table(12).replace("\n", ",\n"), ""),
+        ("a.csv", "," + table((f"{k},{text}", label) for k, (text, label) in enumerate(sentences(12))), ""),
+        ("a.csv", "\ufeff" + table(12), ""),
+        ("a.ndjson", json_lines({"text": text, "label": of} for text, of in sentences(12)).replace("\n", "\r"), ""),
+    ],
+)  # fmt: skip
+def test_tables_of_other_programs_are_read(tmp_path: Path, name: str, text: str, note: str) -> None:
+    data = open_set(write_all(tmp_path, {name: text}))
+    assert (data.class_names, size(data)) == (["fruit", "metal"], 12)
+    assert note in printed(data)
+
+
+def test_a_given_delimiter_is_used(tmp_path: Path) -> None:
+    rows = ["text;label|kind", *(f"{text};{label}|{label}" for text, label in sentences(12))]
+    write_all(tmp_path, {"a.csv": "\n".join(rows)})
+    data = open_set(tmp_path, delimiter="pipe", columns=["text;label"], label="kind")
+    assert data._parts["train"].texts[0][0].count(";") == 1
+
+
+def test_a_table_without_names_is_refused_or_named(tmp_path: Path) -> None:
+    write_all(tmp_path, {"a.tsv": "".join(f"{label}\t{text}\n" for text, label in sentences(20))})
+    with pytest.raises(UserError, match=r"It has fruit, .* first line is taken as the names .*names=\[label,text\]"):
+        open_set(tmp_path)
+    assert size(open_set(tmp_path, names=["label", "text"])) == 20
+    with pytest.raises(SettingError, match=r"data\.text\.names must be 2 names, one for each cell of line 1"):
+        open_set(tmp_path, names=["label", "text", "more"])
+    write_all(tmp_path, {"a.tsv": table(20, "\t")})
+    with pytest.raises(SettingError, match=r"data\.text\.names must be null .* whose first line names its columns"):
+        open_set(tmp_path, names=["text", "label"])
+
+
+def test_columns_without_names_are_read_and_their_content_is_noted(tmp_path: Path) -> None:
+    rows = "".join(
+        f'{label},"{text}, \u2019",{"more" if k < 2 else ""},,\r\n' for k, (text, label) in enumerate(sentences(12))
+    )
+    write_all(tmp_path, {"spam.csv": ("v1,v2,,,\r\n" + rows).encode("cp1252")})
+    data = open_set(tmp_path, encoding="cp1252", columns=["v2"], label="v1")
+    assert size(data) == 12
+    assert "columns without a name have content in 2 rows" in printed(data)
+
+
+def test_rows_with_other_numbers_of_cells_are_counted(tmp_path: Path) -> None:
+    write_all(tmp_path, {"a.csv": PLAIN + "a,b,c\nd\n"})
+    with pytest.raises(UserError, match=r"2 of 22 texts cannot be used: 3 cells, where .* ×1, 1 cell, .* line 22"):
+        open_set(tmp_path)
+    assert size(open_set(tmp_path, on_corrupt="skip")) == 20
+
+
+ACCENTS = PLAIN + "caf\u00e9 \u2019apple\u2019,fruit\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (ACCENTS.encode("cp1252"), r"a\.csv, line 22: not UTF-8 \(byte 0xe9\)\. It looks like cp1252: set data\."),
+        (ACCENTS.encode("utf-16-le"), r"like utf-16-le without a byte order mark: set data\.text\.encoding=utf-16-le"),
+        (ACCENTS.encode("utf-16-be"), r"set data\.text\.encoding=utf-16-be"),
+        ("text,label\nпривет,да\n".encode("cp1251"), r"line 2: not UTF-8 .*e\.g\. cp1251"),
+        (ACCENTS.encode() + b"\xff,fruit\n", r"line 23: .* damaged, or mixes encodings: 3 characters .* 1 are not"),
+        ((PLAIN + "a\0b,fruit\n").encode(), r"line 22: 1 NUL character"),
+        (gzip.compress(PLAIN.encode())[:60], r"is a damaged gzip file"),
+        (b"PK\x03\x04....", r"is a ZIP archive .*save the sheet as \.csv"),
+        (b"PAR1....", r"is a Parquet file\. Convert it"),
+    ],
+)  # fmt: skip
+def test_files_that_are_not_utf8_are_refused_with_a_guess(tmp_path: Path, content: bytes, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        open_set(write_all(tmp_path, {"a.csv": content}))
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "utf-16-le", "utf-16-be", "utf-32-be"])
+def test_a_given_encoding_or_a_byte_order_mark_is_used(tmp_path: Path, encoding: str) -> None:
+    write_all(tmp_path, {"a.csv": ACCENTS.encode(encoding)})
+    assert ("caf\u00e9 \u2019apple\u2019",) in all_texts(open_set(tmp_path, encoding=encoding))
+    if encoding != "cp1252":
+        write_all(tmp_path, {"a.csv": ("\ufeff" + ACCENTS).encode(encoding)})
+        data = open_set(tmp_path)
+        assert ("caf\u00e9 \u2019apple\u2019",) in all_texts(data)
+        assert f"is read as {encoding} (byte order mark)" in printed(data)
+
+
+def all_texts(data: Any) -> list[tuple[str, ...]]:
+    return [text for part in data._parts.values() for text in part.texts]
+
+
+def test_a_wrong_encoding_is_noted_or_refused(tmp_path: Path) -> None:
+    write_all(tmp_path, {"a.csv": ACCENTS})
+    assert "is valid UTF-8, but is read as latin-1" in printed(open_set(tmp_path, encoding="latin-1"))
+    with pytest.raises(UserError, match=r"line 22: not ascii .* Set data\.text\.encoding to"):
+        open_set(tmp_path, encoding="ascii")
+    for name in ("utf-81", "base64", "rot13"):
+        with pytest.raises(SettingError, match=r"data\.text\.encoding must be an encoding that Python knows"):
+            open_set(tmp_path, encoding=name)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (json_lines([{"text": "a", "label": ["x"]}]), r"line 1: 'label' is a list, not a text"),
+        (json_lines([{"text": "a", "label": "x"}, {"text": {"b": 1}, "label": "x"}]), r"line 2: 'text' is an object"),
+        ('{"text": "a", "text": "b", "label": 1}\n', r"line 1: a name is given twice"),
+        (json.dumps([{"text": "a", "label": 1}], indent=1), r"line 1: not JSON .*one object per line"),
+        (json_lines([{"text": "a", "kind": 1}]), r"no column 'label' .* It has text, kind"),
+    ],
+)
+def test_json_that_is_no_row_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        open_set(write_all(tmp_path, {"a.jsonl": text}))
+
+
+def test_numbers_as_texts_are_noted(tmp_path: Path) -> None:
+    data = open_set(write_all(tmp_path, {"a.jsonl": json_lines({"text": k, "label": k % 2} for k in range(12))}))
+    assert "numbers and truth values in column 'text' are read as texts in 12 rows" in printed(data)
