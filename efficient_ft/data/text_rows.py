@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,6 +92,7 @@ def extension_of(path: Path) -> str:
     return Path(name.removesuffix(".gz")).suffix
 
 
+@functools.lru_cache(maxsize=4096)
 def clean_name(name: str) -> str:
     """Return the name of a class in one form of Unicode, without spaces around it or characters of no width."""
     return " ".join(re.sub("[\ufeff\u200b\u2060]", "", unicodedata.normalize("NFC", name)).split())
@@ -123,7 +125,8 @@ def read_rows(path: Path, settings: TextConfig) -> RowFile:
         raise UserError(f"{name} has no rows.")
     _require_columns(name, records[0].first, found.columns, settings, table=kind in _TABLES)
     numbers: Counter[str] = Counter()
-    found.rows = [_row(name, record, settings, numbers, len(found.columns)) for record in records]
+    missing = _MISSING.union(map(str, settings.missing))
+    found.rows = [_row(name, record, settings, missing, numbers, len(found.columns)) for record in records]
     found.notes += [
         f"{name}: numbers and truth values in column {column!r} are read as texts in {counted(count, 'row')}."
         for column, count in numbers.items()
@@ -155,7 +158,9 @@ def _require_columns(name: str, line: int, columns: Sequence[str], settings: Tex
         )
 
 
-def _row(name: str, record: _Record, settings: TextConfig, numbers: Counter[str], width: int) -> Row:
+def _row(
+    name: str, record: _Record, settings: TextConfig, missing: Container[str], numbers: Counter[str], width: int
+) -> Row:
     """A record as a row; values that are no text are counted in `numbers`."""
     for column in (*settings.columns, settings.label):
         value = record.cells.get(column)
@@ -175,10 +180,9 @@ def _row(name: str, record: _Record, settings: TextConfig, numbers: Counter[str]
         problem = f"{cells}, where the first line names {width} columns"
     elif not all(text):
         problem = "an empty text"
-    elif label in _MISSING:
-        problem = f"no label ({label!r})" if label else "no label"
-    elif label in {str(one) for one in settings.missing}:
-        problem = f"no label ({label!r}; data.text.missing)"
+    elif label in missing:
+        setting = "" if label in _MISSING else "; data.text.missing"
+        problem = f"no label ({label!r}{setting})" if label else "no label"
     if not _is_unicode("".join((*text, label))):
         problem = "not valid Unicode"
     return Row(text, label, name, record.first, problem)
