@@ -214,11 +214,12 @@ class ClassFolders:
 
 
 def plain(names: Sequence[str]) -> str | Sequence[str]:
-    """A single name as itself, as in ``data.splits``."""
+    """Return a single name as itself, and several as a list, as ``data.splits`` has them."""
     return names[0] if len(names) == 1 else names
 
 
 def visible(folder: Path) -> list[Path]:
+    """Return the files and folders in a folder that are not hidden, sorted by name."""
     try:
         paths = sorted(folder.iterdir())
     except OSError as error:
@@ -227,17 +228,18 @@ def visible(folder: Path) -> list[Path]:
 
 
 def folders_in(folder: Path) -> list[Path]:
+    """Return the visible folders in a folder, sorted by name."""
     return [path for path in visible(folder) if path.is_dir()]
 
 
 def only_folder(place: Path) -> Path | None:
-    """The only folder in a folder, if it has folders itself."""
+    """Return the only folder in a folder if it has folders itself."""
     folders = folders_in(place) if place.is_dir() else []
     return folders[0] if len(folders) == 1 and folders_in(folders[0]) else None
 
 
 def texts_in(folder: Path) -> int:
-    """Number of .txt files directly in a folder."""
+    """Count the .txt files directly in a folder."""
     return sum(path.suffix.lower() == ".txt" and path.is_file() for path in visible(folder))
 
 
@@ -247,7 +249,7 @@ def _is_text(path: Path, *, without_extension: bool) -> bool:
 
 
 def has_texts(folder: Path, *, without_extension: bool = False) -> bool:
-    """Whether there is a text file below a folder."""
+    """Return whether there is a text file below a folder."""
     return any(
         _is_text(Path(name), without_extension=without_extension)
         for _, _, names in os.walk(folder)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -97,3 +99,22 @@ def test_a_run_of_one_data_set_says_nothing_of_tasks() -> None:
         assert "tasks" not in run.model_dump(mode="json")
     # Changes only if a setting is added or renamed: each such change gives every run another folder.
     assert fingerprint(run) == "4de67ffe"
+
+
+def test_settings_of_texts_that_came_later_keep_the_folders_of_earlier_runs() -> None:
+    def run(**text: Any) -> str:
+        model = {"name": "bert", "weights": "w", "max_length": 16}
+        data = {"name": "text_folder", "root": "r", "text": text}
+        return fingerprint(check(with_settings(task="text", model=model, data=data)))
+
+    changes: list[dict[str, Any]] = [
+        {},
+        {"names": ["text", "label"]},
+        {"delimiter": "tab"},
+        {"quotes": True},
+        {"encoding": "cp1252"},
+        {"missing": []},
+        {"ignore_case": False},
+    ]
+    assert len({run(**change) for change in changes}) == len(changes)
+    assert run() == run(missing=["null", "NULL", "NA", "N/A"]) == "c57919fb", "of the settings before them"

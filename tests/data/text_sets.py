@@ -23,7 +23,7 @@ def write_all(folder: Path, files: Mapping[str, str | bytes]) -> Path:
 
 
 def table(rows: Iterable[tuple[str, str]] | int = 20, separator: str = ",", seed: int = 0) -> str:
-    """A table with the columns text and label, of given rows or of so many sentences."""
+    """A table with the columns text and label, of the given rows, or of a number of sentences."""
     chosen = sentences(rows, seed) if isinstance(rows, int) else rows
     return "".join(f"{separator.join(row)}\n" for row in [("text", "label"), *chosen])
 
