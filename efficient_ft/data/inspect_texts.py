@@ -53,16 +53,23 @@ def inspect_texts(
     chosen = spread(len(texts), len(texts) if thorough else _TOKENIZED)
     examined = [texts[index] for index in chosen]
     if not thorough:
-        ends = np.cumsum([sum(map(len, text)) for text in examined])
-        order = np.random.default_rng(0).permutation(len(examined)) if ends[-1] > _CHARACTERS else None
-        if order is not None:  # long texts: some of them, from the whole set
-            count = max(1, int(len(examined) * _CHARACTERS / ends[-1]))
-            examined = [examined[index] for index in sorted(order[:count])]
+        examined = _within(examined, _CHARACTERS)
     _lengths(found, examined, len(texts), tokenizer, max_length)
     _odd(found, examined)
     _repeated(found, parts, class_names, thorough=thorough)
     _names(found, class_names, parts)
     return found
+
+
+def _within(texts: Sequence[tuple[str, ...]], characters: int) -> list[tuple[str, ...]]:
+    """Texts from the whole list with at most `characters` characters in all: fewer, if they are long."""
+    kept: list[int] = []
+    for index in np.random.default_rng(0).permutation(len(texts)).tolist():
+        size = sum(map(len, texts[index]))
+        if size <= characters or not kept:
+            kept.append(index)
+            characters -= size
+    return [texts[index] for index in sorted(kept)]
 
 
 def _lengths(

@@ -28,6 +28,7 @@ _OTHERS = (
     (b"\xfd7zXZ", "compressed (xz). Unpack it"),
     (b"\x28\xb5\x2f\xfd", "compressed (zstd). Unpack it"),
     (b"%PDF", "a PDF file. Extract its text"),
+    (b"version https://git-lfs", "a pointer of Git LFS, not the file itself. Run: git lfs pull"),
     (b"SQLite format 3", "a database. Export the table as .csv"),
 )
 

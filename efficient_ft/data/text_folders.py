@@ -94,7 +94,8 @@ class ClassFolders:
         classes = folders_in(folder)
         loose = texts_in(folder)
         if loose:
-            self._found.left_out[f"outside of class folders in {self._name(folder)} (.txt)"] += loose
+            where = "" if folder == self._root else f" in {self._name(folder)}"
+            self._found.left_out[f"outside of class folders{where} (.txt)"] += loose
         listed = frozenset(os.path.realpath(place) for place in classes)
         self._found.notes += links_in(classes, self._root, self._follow)
         below = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import functools
 import json
+import math
 import re
 import unicodedata
 from collections import Counter
@@ -114,6 +115,8 @@ def read_rows(path: Path, settings: TextConfig) -> RowFile:
         other = " One object per line is .jsonl: jq -c '.[]' FILE > FILE.jsonl." if kind == ".json" else ""
         raise UserError(f"{name}: the file of texts must be one of {' '.join(EXTENSIONS)}.{other}")
     text, note = read_text(path, settings.encoding)
+    if re.match(r"\s*<(!doctype html|html)", text, re.IGNORECASE):
+        raise UserError(f"{name} is a web page, not a file of rows. Download the file itself.")
     lines = lines_of(text)
     found = RowFile(lines=len(lines), notes=[note] if note else [])
     if kind in _JSON:
@@ -154,8 +157,14 @@ def _require_columns(name: str, line: int, columns: Sequence[str], settings: Tex
             )
         raise NoColumnError(
             f"{place}: no column {column!r} (data.text.{setting}). It has {shown}"
-            f"{f' and {len(columns) - 10} more' if len(columns) > 10 else ''}.{did_you_mean(column, columns)}{advice}"
+            f"{f' and {len(columns) - 10} more' if len(columns) > 10 else ''}.{_near(column, columns)}{advice}"
         )
+
+
+def _near(column: str, columns: Sequence[str]) -> str:
+    """The hint to a column of a similar name, first of all one that differs in case."""
+    same = [one for one in columns if one.casefold() == column.casefold()]
+    return f" Did you mean {same[0]!r}?" if same else did_you_mean(column, columns)
 
 
 def _row(
@@ -173,13 +182,15 @@ def _row(
     values = [record.cells.get(column) for column in settings.columns]
     text = tuple("" if value is None or value != value else str(value).strip() for value in values)
     value = record.cells.get(settings.label)
-    label = "" if value is None else clean_name(str(value))
+    label = "" if value is None or value in (math.inf, -math.inf) else clean_name(str(value))
     problem = None
     if record.width is not None:
         cells = "1 cell" if record.width == 1 else f"{record.width} cells"
         problem = f"{cells}, where the first line names {width} columns"
     elif not all(text):
         problem = "an empty text"
+    elif label == settings.label and text == tuple(settings.columns):
+        problem = "the names of the columns once more"
     elif label in missing:
         setting = "" if label in _MISSING else "; data.text.missing"
         problem = f"no label ({label!r}{setting})" if label else "no label"

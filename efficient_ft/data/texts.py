@@ -16,6 +16,7 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.text import printable
 from efficient_ft.data.listing import hold_out_test
 from efficient_ft.data.splits import Chosen, show, some
+from efficient_ft.data.text_files import counted
 from efficient_ft.data.text_folders import LAYOUT, Places
 from efficient_ft.data.text_labels import (
     in_order,
@@ -157,9 +158,14 @@ def listing_of(found: Places, root: Path, settings: TextConfig) -> TextListing:
         if not usable[split]:
             why = f": {reasons_of(here)}. The first: {next(iter(here.values()))}" if here else "."
             raise UserError(f"{source} has no usable text for {split}{why}{found.without(split)}")
-    column = settings.label if found.columns else None
-    require_classes([row.label for row in usable["train"]], top, column, found.columns)
-    names, notes = _classes(usable, top, settings, found)
+    try:
+        column = settings.label if found.columns else None
+        require_classes([row.label for row in usable["train"]], top, column, found.columns)
+        names, notes = _classes(usable, top, settings, found)
+    except UserError as error:
+        if not skipped:
+            raise
+        raise UserError(f"{error} {counted(len(skipped), 'text')} cannot be used: {reasons_of(skipped)}.") from error
     class_names = sorted({names[row.label] for row in usable["train"]}, key=in_order)
     ids = {name: number for number, name in enumerate(class_names)}
     numbers = {label: ids[name] for label, name in names.items()}

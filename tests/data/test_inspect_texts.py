@@ -26,6 +26,9 @@ def test_many_texts_are_sampled_and_all_of_them_on_request(tmp_path: Path) -> No
     rows = [("apple " * 2000, ("fruit", "metal")[k % 2]) for k in range(60)]
     data = open_set(write_all(tmp_path, {"train.csv": table(rows)}))
     assert data.inspect().facts["texts_examined"] < 30, "long texts: fewer"
+    rows = [*sentences(40), ("apple " * 200_000, "fruit")]
+    found = open_set(write_all(tmp_path, {"train.csv": table(rows), "val.csv": table(4)})).inspect()
+    assert found.facts["texts_examined"] == 40, "all but the giant one"
 
 
 def test_words_that_the_vocabulary_lacks_are_warned_of(tmp_path: Path) -> None:

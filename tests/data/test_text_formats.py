@@ -129,6 +129,9 @@ ACCENTS = PLAIN + "caf\u00e9 \u2019apple\u2019,fruit\n"
         (gzip.compress(PLAIN.encode())[:60], r"is a damaged gzip file"),
         (b"PK\x03\x04....", r"is a ZIP archive .*save the sheet as \.csv"),
         (b"PAR1....", r"is a Parquet file\. Convert it"),
+        (b"version https://git-lfs.github.com/spec/v1\n", r"is a pointer of Git LFS"),
+        (b"\n<!DOCTYPE html><html></html>", r"is a web page, not a file of rows"),
+        (PLAIN.replace("text,label", "TEXT,LABEL").encode(), r"no column 'text'.* Did you mean 'TEXT'\?"),
     ],
 )  # fmt: skip
 def test_files_that_are_not_utf8_are_refused_with_a_guess(tmp_path: Path, content: bytes, message: str) -> None:

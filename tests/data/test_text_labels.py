@@ -34,6 +34,12 @@ def test_missing_labels_in_json(tmp_path: Path) -> None:
     assert open_set(tmp_path, on_corrupt="skip").class_names == ["fruit", "metal"]
 
 
+def test_the_names_of_columns_within_a_table_are_no_row(tmp_path: Path) -> None:
+    write_all(tmp_path, {"a.csv": PLAIN + table(10, seed=1) + table(10, seed=2)})
+    with pytest.raises(UserError, match=r"2 of 42 texts cannot be used: the names of the columns once more ×2"):
+        open_set(tmp_path)
+
+
 def test_the_spellings_of_a_missing_label_are_a_setting(tmp_path: Path) -> None:
     write_all(tmp_path, {"a.csv": PLAIN + "zinc,NA\nlead,NA\nlead,-1\nzinc,-1\n"})
     assert open_set(tmp_path, missing=[]).class_names == ["-1", "NA", "fruit", "metal"]
@@ -114,6 +120,12 @@ def test_forms_of_unicode_and_spaces_are_one_class(tmp_path: Path) -> None:
 def test_labels_that_are_no_classes_are_refused(tmp_path: Path, labels: list[str], message: str) -> None:
     write_all(tmp_path, {"a.csv": table((f"t{k}", label) for k, label in enumerate(labels))})
     with pytest.raises(UserError, match=message):
+        open_set(tmp_path)
+
+
+def test_missing_labels_are_named_with_the_classes_that_they_leave(tmp_path: Path) -> None:
+    write_all(tmp_path, {"a.csv": table([*((f"t{k}", "") for k in range(9)), ("a", "x"), ("b", "y")])})
+    with pytest.raises(UserError, match=r"2 classes have a single training text.* 9 texts cannot be used: no label ×9"):
         open_set(tmp_path)
 
 
