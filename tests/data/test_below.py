@@ -41,9 +41,9 @@ def _rows(root: Path) -> DataConfig:
 
 
 def _texts(root: Path) -> DataConfig:
-    for name, word in (("train/a/1", "zinc"), ("train/b/2", "plum"), ("test/a/3", "tin"), ("test/b/4", "pear")):
+    for k, name in enumerate(("train/a/0", "train/a/1", "train/b/2", "train/b/3", "test/a/4", "test/b/5")):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / f"{name}.txt").write_text(word)
+        (root / f"{name}.txt").write_text(f"text {k}")
     return DataConfig(name="text_folder", root=str(root), text=TextConfig())
 
 
