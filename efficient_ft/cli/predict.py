@@ -69,7 +69,7 @@ def _inputs(trained: Trained, items: Sequence[Any]) -> Inputs:
 
     if trained.input.tokenizer is not None:
         return trained.input.tokenizer.batch([line.split("\t") for line in items], trained.input.size[0])
-    transform = Transform(trained.input)
+    transform = Transform(trained.input, decoding=trained.decoding)
     return torch.stack([transform(path) for path in items])
 
 
@@ -115,7 +115,7 @@ def _write_masks(trained: Trained, paths: Sequence[Path], options: argparse.Name
         raise UserError(f"--out {out} holds the image {min(inside)}. Choose another folder.")
     out.mkdir(parents=True, exist_ok=True)
     for path, target in targets.items():
-        image = read_image(path)
+        image = read_image(path, decoding=trained.decoding)
         indices = predict_mask(trained.model, image, trained.input)
         mask_image(indices, ids).save(target)
         if options.overlay:

@@ -199,6 +199,10 @@ def _check_data(key: str, data: DataConfig) -> None:
     parse_bytes(f"{key}.decoded_limit", data.decoded_limit)
     if data.splits is not None and data.name not in OWN_FOLDERS:
         raise SettingError(f"{key}.splits", show(data.splits), f"null with data={data.name}, which has its own splits")
+    if data.value_range is not None and not data.value_range[0] < data.value_range[1]:
+        raise SettingError(f"{key}.value_range", list(data.value_range), "[LOW, HIGH] with LOW < HIGH, or null")
+    if data.value_range is not None and data.name not in ("folder", "mask_folder"):
+        raise SettingError(f"{key}.value_range", list(data.value_range), f"null with data={data.name}")
     if data.augment.scale[0] > data.augment.scale[1]:
         raise SettingError(f"{key}.augment.scale", list(data.augment.scale), "[smallest, largest]")
     if data.augment.name == "none" and data.augment.resize != "input":

@@ -145,7 +145,8 @@ def _constraint(node: dict[str, Any], whole: dict[str, Any]) -> str:
             words = "a non-empty mapping" if node.get("minProperties") else "a mapping"
             # The mapping of a group has names of its own, which its own messages list.
             inner = resolved(below, whole) if isinstance(below, dict) else {}
-            return f"{words} from names to {_plural(_constraint(inner, whole))}" if inner else words
+            keys = " or ".join(resolved(node.get("propertyNames", {}), whole).get("enum", ["names"]))
+            return f"{words} from {keys} to {_plural(_constraint(inner, whole))}" if inner else words
     return "a value of the type in the constructor's signature"
 
 

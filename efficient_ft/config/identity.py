@@ -81,6 +81,10 @@ def _content(data: DataConfig) -> dict[str, Any]:
                 del what["text"][setting]
     if data.splits is None:  # a later setting
         del what["splits"]
+    if data.value_range is None:  # a later setting
+        del what["value_range"]
+    if data.on_corrupt == "stop" or data.max_pixels == DataConfig.model_fields["max_pixels"].default:
+        del what["max_pixels"]  # a later setting, which decides only which images are left out
     if data.train_on_val:  # a later setting: the runs from before it keep their folders
         del what["train_on_val"]
     # A published data set is the same in any place; a folder of images is identified by its path.

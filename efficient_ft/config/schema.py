@@ -145,6 +145,10 @@ class DataConfig(Section):
     #: Of folders of one's own: the folder or folders of each split, relative to `root` (``.`` is `root` itself), whose
     #: top folders are the classes; null: recognized by their names.
     splits: dict[Literal["train", "val", "test"], Place | Annotated[list[Place], Field(min_length=1)]] | None = None
+    #: Of image files with more than 8 bits of gray: the values that become black and white; null: 0 and 65535.
+    value_range: tuple[float, float] | None = None
+    #: Image files with more pixels are refused.
+    max_pixels: Count = 178_956_970
     batch_size: BatchSize = 64
     #: null: as `batch_size`.
     eval_batch_size: BatchSize | None = None

@@ -15,14 +15,14 @@ import torch
 import torchvision
 from PIL import Image
 
-from efficient_ft.data.images import Transform
 from efficient_ft.data.listing import Samples
 from efficient_ft.data.row_store import RowStore, StoreFullError
+from efficient_ft.data.transforms import Transform
 
 log = logging.getLogger(__name__)
 
 #: Changes when stores of earlier versions cannot be used any more.
-_FORMAT = 1
+_FORMAT = 2
 
 
 class DecodedImages:
@@ -52,6 +52,8 @@ class DecodedImages:
             "pillow": PIL.__version__,
             "torchvision": torchvision.__version__,
         }
+        if transform.decoding.value_range is not None:  # a later setting: stores from before it remain
+            self._about["value_range"] = transform.decoding.value_range
         name = hashlib.blake2b(json.dumps(self._about, sort_keys=True).encode(), digest_size=8).hexdigest()
         self.folder, self._count = root / name, len(samples)
         self.bytes = self._count * math.prod(self._shape)

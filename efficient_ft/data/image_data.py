@@ -15,13 +15,15 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.data.decoded import DecodedImages
 from efficient_ft.data.fetch import megabytes
-from efficient_ft.data.images import Transform, read_image
+from efficient_ft.data.images import Decoding, read_image
+from efficient_ft.data.inspect_images import inspect_images
 from efficient_ft.data.inspection import Inspection
 from efficient_ft.data.listing import Listing, Samples, stratified_split
 from efficient_ft.data.loader import SplitDataset
 from efficient_ft.data.opened import OpenedData
 from efficient_ft.data.paths import Paths
 from efficient_ft.data.row_store import require_room
+from efficient_ft.data.transforms import Transform
 
 if TYPE_CHECKING:
     from efficient_ft.config.schema import DataConfig
@@ -40,6 +42,7 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         class_names: by label.
         splits: number of images by split: `train`, and `val` and/or `test`.
         best_split: the split on which the best epoch is selected.
+        decoding: how its files are read.
         transform_eval: a PIL image or a path → float32 (C, H, W), as in evaluation.
 
     Raises:
@@ -52,10 +55,18 @@ class ImageData(OpenedData[Samples, SplitDataset]):
     def __init__(self, listing: Listing, config: DataConfig, input: InputSpec, seed: int) -> None:
         super().__init__(config, seed, listing.class_names, listing)
         augment = config.augment
+        self.decoding = Decoding(config.value_range, config.max_pixels)
         self._train_transform = Transform(
-            input, augment.name, augment.scale, augment.flip, augment.resize, augment.vertical_flip, augment.pick
+            input,
+            augment.name,
+            augment.scale,
+            augment.flip,
+            augment.resize,
+            augment.vertical_flip,
+            augment.pick,
+            self.decoding,
         )
-        self.transform_eval = Transform(input)
+        self.transform_eval = Transform(input, decoding=self.decoding)
         if config.on_corrupt == "skip":
             listing = self._without_corrupt(listing)
         self._decoded: dict[str, DecodedImages] = {}
@@ -78,7 +89,7 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         for name in ("train", "val", "test"):
             part: Samples | None = getattr(listing, name)
             if part is not None and isinstance(part.images, Paths):
-                bad = find_unreadable(part.images, name)
+                bad = find_unreadable(part.images, name, self.decoding)
                 self._skipped.update(bad)
                 part = part.take(np.asarray([i for i, p in enumerate(part.images) if p not in bad], dtype=np.int64))
             parts[name] = part
@@ -99,10 +110,17 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         return replace(listing, **parts)
 
     def inspect(self, *, thorough: bool = False) -> Inspection:
-        return Inspection()
+        return inspect_images(
+            self._parts, self.class_names, self.transform_eval.input, self.decoding, thorough=thorough
+        )
 
     def _labels(self, part: Samples) -> np.ndarray:
         return part.labels
+
+    def content_digest(self) -> str:
+        """Hex digits of the training samples, of those that choose the best epoch, and of how they are read."""
+        digest = super().content_digest()
+        return digest if self.decoding.value_range is None else f"{digest} {self.decoding.value_range}"
 
     def _dataset(self, split: str, *, training: bool) -> SplitDataset:
         transform = self._train_transform if training else self.transform_eval
@@ -145,7 +163,7 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         )
 
 
-def find_unreadable(paths: Paths, split: str = "") -> dict[str, str]:
+def find_unreadable(paths: Paths, split: str = "", decoding: Decoding | None = None) -> dict[str, str]:
     """Decode every file and return those that cannot be read: path → reason.
 
     Only a full decode finds a truncated file, so this costs about as much as loading one epoch. Threads suffice: Pillow
@@ -154,11 +172,12 @@ def find_unreadable(paths: Paths, split: str = "") -> dict[str, str]:
     Args:
         paths: image files.
         split: its name in the progress bar.
+        decoding: how they are read; None: the default.
     """
 
     def problem(path: str) -> str | None:
         try:
-            read_image(path)
+            read_image(path, decoding=decoding)
         except UserError as error:
             return str(error)
         return None

@@ -1,191 +1,240 @@
-"""From an image file to a network's input tensor: reading, resizing, augmenting, normalizing.
-
-Everything before the normalization works on PIL images, for all data sets, so that training, evaluation and prediction
-resample in the same way.
-"""
+"""Image files of every kind, read as RGB."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import os
+import struct
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import IO, Any
 
 import numpy as np
-import torch
-from PIL import Image, ImageOps
-from torch import Tensor
-from torchvision.transforms import InterpolationMode, v2
+from PIL import Image, ImageCms, ImageOps, TiffImagePlugin, features
 
-from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.core.errors import UserError
 from efficient_ft.core.text import printable
 
-#: Of the image formats that are read.
-EXTENSIONS = (
-    ".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp",
-)  # fmt: skip
-#: The formats, in Pillow's names, that files with these extensions may have. Pillow would open others too, and some by
+#: The formats, in Pillow's names, that image files may have with any Pillow. Pillow would open others too, and some by
 #: a program: PostScript, under any name, by Ghostscript.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-#: Augmentations of training images.
-AUGMENT = ("resize_crop", "none")
+for _format in FORMATS:
+    importlib.import_module(f"PIL.{_format.title().replace('Webp', 'WebP')}ImagePlugin")
+
+#: Formats by name that need a build of Pillow, or a package: extensions, Pillow's name, and how to get it.
+_FURTHER = {
+    "AVIF": ((".avif",), "AVIF", "pip install 'pillow>=11.3'"),
+    "JPEG 2000": ((".jp2", ".j2k", ".j2c", ".jpf", ".jpx"), "JPEG2000", "install a Pillow with OpenJPEG"),
+    "HEIC": ((".heic", ".heif", ".hif"), "HEIF", "pip install 'efficient-ft[heic]'"),
+    "JPEG XL": ((".jxl",), "JXL", "pip install pillow-jxl-plugin"),
+}
+_PACKAGES = {"HEIC": "pillow_heif", "JPEG XL": "pillow_jxl"}
 
 
-class Transform:
-    """Transform a PIL image into a normalized tensor, as the recipe of LBP-WHT trains and tests.
+@cache
+def _is_available(kind: str) -> bool:
+    if kind in _PACKAGES:
+        return importlib.util.find_spec(_PACKAGES[kind]) is not None
+    return bool(features.check({"AVIF": "avif", "JPEG 2000": "jpg_2000"}[kind]))
 
-    Evaluation is Resize(size) → normalize; training with `resize_crop` is Resize(`resize`) → RandomResizedCrop(size) →
-    flips → normalize. Random numbers come from torch's CPU generator; the caller seeds it.
 
-    Args:
-        input: the network's input size, normalization and interpolation.
-        augment: ``resize_crop`` or ``none``.
-        scale: smallest and largest area of the crop, as fractions of the image.
-        flip: mirror half of the images left to right.
-        resize: the size before the crop: ``input`` (the network's), a number of pixels (square), or ``none`` (the
-            image's own, with `resize_crop` only).
-        vertical_flip: turn half of the images upside down.
-        pick: of the crop and the flips that are on, this many are drawn for each image; None: all of them.
+#: Extensions of the image formats that are read.
+EXTENSIONS = tuple(
+    sorted(
+        {".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}.union(
+            *(extensions for kind, (extensions, _, _) in _FURTHER.items() if _is_available(kind))
+        )
+    )
+)
+#: Extensions of images and arrays that are not read.
+_CONVERT = (
+    ".arw", ".cr2", ".cr3", ".dcm", ".dng", ".eps", ".exr", ".fits", ".h5", ".hdf5", ".hdr", ".ico", ".mat", ".nef",
+    ".nii", ".npy", ".npz", ".nrrd", ".orf", ".pdf", ".pfm", ".psd", ".raf", ".raw", ".rw2", ".svg", ".tga", ".zarr",
+)  # fmt: skip
+#: Beginnings of files, and the kinds of files that have them.
+_MAGIC = (
+    (b"\xff\xd8\xff", "JPEG"),
+    (b"\x89PNG", "PNG"),
+    (b"\x00\x00\x00\x0cjP  ", "JPEG 2000"),
+    (b"\xff\x4f\xff\x51", "JPEG 2000"),
+    (b"\xff\x0a", "JPEG XL"),
+    (b"\x00\x00\x00\x0cJXL ", "JPEG XL"),
+    (b"%PDF", "PDF"),
+    (b"%!", "PostScript"),
+    (b"8BPS", "Photoshop"),
+    (b"\x93NUMPY", "NumPy"),
+    (b"PK\x03\x04", "ZIP"),
+    (b"\x1f\x8b", "gzip"),
+    (b"\x89HDF", "HDF5"),
+    (b"v/1\x01", "OpenEXR"),
+    (b"SIMPLE  =", "FITS"),
+    (b"version https://git-lfs", "Git LFS pointer"),
+    (b"<svg", "SVG"),
+    (b"<", "HTML or XML"),
+    (b"{", "JSON"),
+    (bytes(16), "zero bytes"),
+)
+_HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
+MAX_PIXELS = 178_956_970
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How image files become RGB pixels.
 
     Attributes:
-        resize_size: (height, width) before the crop; None: the image's own.
-
-    Raises:
-        SettingError: an unknown augmentation or interpolation, a scale outside of (0, 1], or a mean or std without one
-            value per channel.
+        value_range: the values of gray images with more than 8 bits that become black and white; values outside are
+            clipped. None: the full range of 16 bits.
+        max_pixels: larger images are refused.
     """
 
-    def __init__(
-        self,
-        input: InputSpec,
-        augment: str = "none",
-        scale: Sequence[float] = (0.08, 1.0),
-        flip: bool = True,
-        resize: int | str = "input",
-        vertical_flip: bool = False,
-        pick: int | None = None,
-    ) -> None:
-        if augment not in AUGMENT:
-            raise SettingError("data.augment.name", augment, AUGMENT)
-        low, high = scale
-        if not 0 < low <= high <= 1:
-            raise SettingError("data.augment.scale", list(scale), "[low, high] with 0 < low <= high <= 1")
-        channels = len(input.mean)
-        for name, values in (("mean", input.mean), ("std", input.std)):
-            if len(values) not in (1, 3) or len(values) != channels:
-                raise SettingError(f"model.{name}", list(values), "three values (red, green, blue) or one (gray)")
-        try:
-            mode = InterpolationMode(input.interpolation)
-        except ValueError:
-            known = [m.value for m in InterpolationMode]
-            raise SettingError("InputSpec.interpolation", input.interpolation, known) from None
-        size = list(input.size)
-        self.input = input
-        self._gray = channels == 1
-        self.resize_size = (
-            input.image_size if resize == "input" else None if resize == "none" else (int(resize), int(resize))
-        )
-        self._resize = None if self.resize_size is None else v2.Resize(list(self.resize_size), interpolation=mode)
-        steps: list[torch.nn.Module] = []
-        if augment == "resize_crop":
-            steps.append(v2.RandomResizedCrop(size, scale=(low, high), interpolation=mode))
-            if flip:
-                steps.append(v2.RandomHorizontalFlip())
-            if vertical_flip:
-                steps.append(v2.RandomVerticalFlip())
-        if pick is not None and not 1 <= pick <= len(steps):
-            raise SettingError("data.augment.pick", pick, f"null, or from 1 to {len(steps)}, the crop and the flips on")
-        self._augment = v2.Compose(steps) if steps else None
-        if pick is not None and pick < len(steps):
-            self._augment = _Pick(steps, pick, None if self.resize_size == input.image_size else v2.Resize(size, mode))
-        self._mean = torch.tensor(input.mean, dtype=torch.float32).view(channels, 1, 1)
-        self._std = torch.tensor(input.std, dtype=torch.float32).view(channels, 1, 1)
-
-    @property
-    def resized_shape(self) -> tuple[int, ...] | None:
-        """Shape of a resized image, (H, W, 3), or (H, W) if it is gray; None: images keep their own size."""
-        if self.resize_size is None:
-            return None
-        return self.resize_size if self._gray else (*self.resize_size, 3)
-
-    def resize(self, image: Image.Image) -> Image.Image:
-        """Resize; deterministic, so the result may be cached."""
-        image = image.convert("L") if self._gray else image
-        return image if self._resize is None else self._resize(image)
-
-    def augment(self, image: Image.Image) -> Image.Image:
-        """Augment a resized image at random."""
-        return image if self._augment is None else self._augment(image)
-
-    def normalize(self, images: Sequence[Image.Image]) -> Tensor:
-        """Stack B images of the network's size into float32 (B, C, H, W), normalized; C is 3, or 1 for gray."""
-        pixels = torch.from_numpy(np.stack([np.asarray(image) for image in images]))
-        if self._gray:
-            pixels = pixels.unsqueeze(-1)
-        floats = pixels.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
-        return floats.div_(255).sub_(self._mean).div_(self._std)
-
-    def __call__(self, image: Image.Image | str | os.PathLike[str]) -> Tensor:
-        """Transform one RGB image, or the file at a path, into float32 (C, H, W).
-
-        Raises:
-            UserError: the file cannot be read as an image.
-        """
-        if not isinstance(image, Image.Image):
-            image = read_image(image, target_size=self.resize_size)
-        return self.normalize([self.augment(self.resize(image))])[0]
+    value_range: tuple[float, float] | None = None
+    max_pixels: int = MAX_PIXELS
 
 
-class _Pick(torch.nn.Module):
-    """Apply some of several augmentations, drawn for each image, in their order.
-
-    Args:
-        steps: the crop first.
-        count: how many are drawn.
-        resize: what brings an image without the crop to the input size; None: it has it.
-    """
-
-    def __init__(self, steps: Sequence[torch.nn.Module], count: int, resize: torch.nn.Module | None) -> None:
-        super().__init__()
-        self.steps, self.count, self.resize = torch.nn.ModuleList(steps), count, resize
-
-    def forward(self, image: Image.Image) -> Image.Image:
-        chosen = sorted(torch.randperm(len(self.steps))[: self.count].tolist())
-        if chosen[0] != 0 and self.resize is not None:
-            image = self.resize(image)
-        for index in chosen:
-            image = self.steps[index](image)
-        return image
-
-
-def read_image(path: str | os.PathLike[str], target_size: tuple[int, int] | None = None) -> Image.Image:
+def read_image(
+    path: str | os.PathLike[str], target_size: tuple[int, int] | None = None, decoding: Decoding | None = None
+) -> Image.Image:
     """Read the image at `path` as upright RGB.
 
-    EXIF orientation is applied; transparency is composited over white, as viewers do; 16-bit gray values are scaled to
-    8 bits instead of clipped; of an animation the first frame is taken.
+    EXIF orientation is applied; transparency is composited over white, as viewers do; gray values of more than 8 bits
+    are scaled to 8 bits instead of clipped; of an animation the first frame is taken.
 
     Args:
         path: the file.
         target_size: (height, width) that the image will be resized to. A JPEG of at least four times that size is
             decoded at a half, a quarter or an eighth of its own, but never below twice `target_size`.
+        decoding: the value range and the size limit; None: the default.
 
     Raises:
-        UserError: the file is missing, unreadable, truncated or not an image; the message begins with the path.
+        UserError: the file is missing, unreadable, truncated, too large or not an image; the message begins with the
+            path.
     """
+    with opened(path, decoding) as image:
+        if target_size is not None:
+            side = 2 * max(target_size)
+            image.draft(None, (side, side))  # JPEG only; other formats ignore it
+        return to_rgb(image, decoding or Decoding())
+
+
+@contextlib.contextmanager
+def opened(path: str | os.PathLike[str], decoding: Decoding | None = None) -> Iterator[Image.Image]:
+    """Open an image of a supported format; its header is read, its pixels are not. Errors within are `UserError`.
+
+    Args:
+        path: the file.
+        decoding: its size limit is applied; None: the default.
+
+    Raises:
+        UserError: as `read_image`.
+    """
+    limit = (decoding or Decoding()).max_pixels
     try:
-        with Image.open(path, formats=FORMATS) as image:
-            if target_size is not None:
-                side = 2 * max(target_size)
-                image.draft(None, (side, side))  # JPEG only; other formats ignore it
-            image.load()
-            _turn_upright(image)
-            return _rgb(image)
-    except MemoryError:
+        with open(path, "rb") as file:
+            image = _identified(file, os.fspath(path))
+            pixels = image.width * image.height
+            if pixels > limit:
+                raise UserError(
+                    f"{printable(path)}: the image has {image.width}×{image.height} = {pixels:,} pixels, more than"
+                    f" data.max_pixels={limit}. Set data.max_pixels={pixels} if it is as it should be, or reduce the"
+                    " image."
+                )
+            if Image.MAX_IMAGE_PIXELS is not None and limit > Image.MAX_IMAGE_PIXELS:
+                Image.MAX_IMAGE_PIXELS = limit  # Pillow checks parts that are cut out of it, too
+            yield image
+    except (MemoryError, UserError):
         raise
     except Exception as error:  # Pillow's decoders raise all kinds on damaged files
         reason = str(error).replace(repr(os.fspath(path)), "it") or type(error).__name__
         raise UserError(f"{printable(path)}: not readable as an image ({reason}).") from error
+
+
+def to_rgb(image: Image.Image, decoding: Decoding) -> Image.Image:
+    """Decode an opened image as upright RGB.
+
+    Raises:
+        ValueError: its pixels cannot be represented.
+    """
+    bands = _bands(image)
+    if bands > len(image.getbands()) or image.mode == "RGBX":
+        raise ValueError(_too_many(bands))
+    levels = _stored_levels(image) if decoding.value_range else 1.0
+    if decoding.value_range and image.mode in ("RGB", "RGBA") and has_16_bits(image):
+        raise ValueError("it has colors of 16 bits; data.value_range maps gray images. Save it as RGB with 8 bits")
+    image.load()
+    _turn_upright(image)
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    if image.mode.startswith("I") or image.mode == "F":  # Pillow's own conversion clips at 255
+        return _eight_bits(image, decoding.value_range, levels).convert("RGB")
+    if image.mode == "LAB":
+        to = ImageCms.createProfile("sRGB")
+        found = ImageCms.profileToProfile(image, ImageCms.createProfile("LAB"), to, outputMode="RGB")
+        assert found is not None
+        return found
+    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+        layer = image.convert("RGBA")
+        white = Image.new("RGBA", layer.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, layer).convert("RGB")
+    return image.convert("RGB")
+
+
+def gray_values(image: Image.Image) -> np.ndarray | None:
+    """The values of a gray image with more than 8 bits, (H, W); None for other images."""
+    return np.asarray(image) if image.mode.startswith("I") or image.mode == "F" else None
+
+
+def _arguments(image: Image.Image) -> Any:
+    """The arguments of the decoder of an image that is not loaded."""
+    tiles = getattr(image, "tile", None)
+    return tiles[0][3] if tiles else None
+
+
+def has_16_bits(image: Image.Image) -> bool:
+    """Whether an opened image stores more than 8 bits per value, in gray or in color."""
+    return ";16" in str(_arguments(image)) or image.mode.startswith("I") or image.mode == "F"
+
+
+def _eight_bits(image: Image.Image, value_range: tuple[float, float] | None, levels: float) -> Image.Image:
+    """Scale gray values of more than 8 bits.
+
+    Args:
+        image: the image.
+        value_range: the values that become 0 and 255; None: 0 and 65535.
+        levels: factor from the values that Pillow gives to those in the file.
+    """
+    values = np.asarray(image).astype(np.float64) * levels
+    if not np.isfinite(values).all():
+        raise ValueError("its pixels are not all finite numbers")
+    if value_range is None and (image.mode == "F" or values.min() < 0 or values.max() > 65535):
+        kind = "floating-point pixels" if image.mode == "F" else "pixels of 32 bits"
+        raise ValueError(
+            f"its {kind} have no fixed range, here {values.min():g} to {values.max():g}; set"
+            " data.value_range=[LOW, HIGH], the values that become black and white, or save it with 8 or 16 bits"
+        )
+    low, high = value_range or (0, 65535)
+    scaled = ((values - low) / ((high - low) / 255)).round().clip(0, 255).astype(np.uint8)
+    if image.format == "TIFF" and image.tag_v2.get(262) == 0:  # type: ignore[attr-defined]
+        scaled = 255 - scaled  # zero is white, which Pillow heeds with 8 bits only
+    return Image.fromarray(scaled)
+
+
+def _stored_levels(image: Image.Image) -> float:
+    """The factor from the values that Pillow gives, scaled to 16 bits, to those in the file; call before loading."""
+    if image.format == "PPM" and image.mode == "I" and isinstance(args := _arguments(image), tuple):
+        return float(args[-1]) / 65535
+    if image.format == "JPEG2000" and image.mode.startswith("I"):
+        file: Any = image.fp  # type: ignore[attr-defined]
+        place = file.tell()
+        file.seek(0)
+        _, mark, header = file.read(1 << 16).partition(b"\xff\x4f\xff\x51")
+        file.seek(place)
+        return 2.0 ** ((header[38] & 0x7F) + 1 - 16) if mark else 1.0
+    return 1.0
 
 
 def _turn_upright(image: Image.Image) -> None:
@@ -194,21 +243,100 @@ def _turn_upright(image: Image.Image) -> None:
         ImageOps.exif_transpose(image, in_place=True)
 
 
-def _rgb(image: Image.Image) -> Image.Image:
-    if image.mode == "RGB" and "transparency" not in image.info:
-        return image
-    if image.mode.startswith("I"):  # 16 bits per pixel; Pillow's own conversion clips at 255
-        values = np.asarray(image).astype(np.int64)
-        if values.min() < 0 or values.max() > 65535:
-            raise ValueError("its pixels have 32 bits; save it with 8 or 16 bits")
-        return Image.fromarray((values / 257).round().astype(np.uint8)).convert("RGB")
-    if image.mode == "F":
-        raise ValueError("its floating-point pixels have no fixed range; save it with 8 or 16 bits")
-    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
-        layer = image.convert("RGBA")
-        white = Image.new("RGBA", layer.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, layer).convert("RGB")
-    return image.convert("RGB")
+def _bands(image: Image.Image) -> int:
+    """The number of bands in the file, of which Pillow drops those that it cannot place."""
+    return int(image.tag_v2.get(277, 1)) if image.format == "TIFF" else 1  # type: ignore[attr-defined]
+
+
+def _too_many(bands: int) -> str:
+    return (
+        f"it has {bands} bands; gray, RGB, RGBA and CMYK images are read, and networks see RGB or gray."
+        " Save three of its bands as RGB; model.kwargs.in_chans cannot read further ones from files"
+    )
+
+
+def _identified(file: IO[bytes], path: str) -> Image.Image:
+    """Open an image by the formats that may be read; Pillow's own limit of the size is not applied.
+
+    Raises:
+        ValueError: it has none of them.
+    """
+    start = file.read(512)
+    if not start:
+        raise ValueError("the file is empty")
+    kind = file_kind(start)
+    if kind in _FURTHER and not _is_available(kind):
+        raise ValueError(f"its content is {kind}: {_FURTHER[kind][2]}, or convert it to JPEG or PNG")
+    for name in (*FORMATS, *([_plugin(kind)] if kind in _FURTHER else [])):
+        factory, accept = Image.OPEN[name]
+        result = accept is None or accept(start[:16])
+        if result and not isinstance(result, str):
+            file.seek(0)
+            try:
+                return factory(file, path)
+            except (SyntaxError, IndexError, TypeError, struct.error) as error:
+                raise ValueError(_why_not(file, name, error)) from error
+    if kind is None:
+        raise ValueError("cannot identify image file: its beginning is that of no known format")
+    if kind == "Git LFS pointer":
+        raise ValueError("it is a Git LFS pointer, not the file: run git lfs pull")
+    raise ValueError(f"its content is {kind}, not a supported image; convert it, or download it again")
+
+
+def _plugin(kind: str) -> str:
+    """Load the plugin of a further format; return Pillow's name of it."""
+    name = _FURTHER[kind][1]
+    if kind == "HEIC":
+        if name not in Image.OPEN:
+            importlib.import_module("pillow_heif").register_heif_opener()
+    elif kind == "JPEG XL":
+        importlib.import_module("pillow_jxl")
+    else:
+        importlib.import_module({"AVIF": "PIL.AvifImagePlugin"}.get(kind, "PIL.Jpeg2KImagePlugin"))
+    return name
+
+
+def _why_not(file: IO[bytes], name: str, error: Exception) -> str:
+    """The reason why a plugin rejects a file of its format."""
+    if name == "TIFF" and ("pixel mode" in str(error) or "samples per pixel" in str(error)):
+        file.seek(0)
+        tags = TiffImagePlugin.ImageFileDirectory_v2(file.read(8))
+        file.seek(tags.next)
+        tags.load(file)
+        bands = int(tags.get(277, 1))
+        if bands > 4 or bands == 2:
+            return _too_many(bands)
+        bits = "×".join(str(bit) for bit in tags.get(258, ()))
+        return f"a TIFF with {bands} bands of {bits} bits is not supported; save it with 8 or 16 bits"
+    known = str(error) not in ("", "not identified by this driver")
+    return str(error) if known else f"its {name} header is not valid"
+
+
+def file_kind(start: bytes) -> str | None:
+    """Return the kind of a file by its first bytes, such as ``HEIC`` or ``HTML or XML``; None if it is unknown."""
+    if start[4:8] == b"ftyp":
+        brand = start[8:12]
+        if brand in (b"avif", b"avis"):
+            return "AVIF"
+        if brand in _HEIF_BRANDS:
+            return "AVIF" if b"avif" in start[12:64] else "HEIC"
+        return "video"
+    if start[128:132] == b"DICM":
+        return "DICOM"
+    text = start.removeprefix(b"\xef\xbb\xbf").lstrip() if start[:1] in b"\xef \t\r\n<" else start
+    return next((kind for magic, kind in _MAGIC if text.startswith(magic)), None)
+
+
+def reading_hint(extension: str) -> str | None:
+    """Return how images with an extension that is not read can be; None for files that are no images.
+
+    Args:
+        extension: in lower case, with its dot.
+    """
+    for extensions, _, how in _FURTHER.values():
+        if extension in extensions:
+            return how
+    return "convert them to PNG or TIFF" if extension in _CONVERT else None
 
 
 def class_name(folder: str) -> str:

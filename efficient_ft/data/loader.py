@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from efficient_ft.core.errors import UserError, first_line
 from efficient_ft.data.decoded import DecodedImages
-from efficient_ft.data.images import Transform, read_image
 from efficient_ft.data.listing import Samples
 from efficient_ft.data.paths import Paths
+from efficient_ft.data.transforms import Transform
 
 _CACHE_BYTES = 64 << 20  # resized images are cached in memory below this size
 
@@ -76,7 +76,7 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
         kept = None if self._decoded is None else self._decoded.read(index)
         if kept is not None:
             return kept
-        image = self._transform.resize(read_image(self._paths[index], target_size=self._transform.resize_size))
+        image = self._transform.resize(self._transform.read(self._paths[index]))
         if self._decoded is not None:
             self._decoded.keep(index, image)
         return image

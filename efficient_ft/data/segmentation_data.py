@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import IGNORED, InputSpec
-from efficient_ft.data.images import read_image
+from efficient_ft.data.images import Decoding, read_image
 from efficient_ft.data.inspection import Inspection
 from efficient_ft.data.loader import LoadFailure, sample_seed
 from efficient_ft.data.masks import Classes, MaskListing, MaskSamples, hold_out, read_mask
@@ -91,7 +91,15 @@ def _padded(x: Tensor, height: int, width: int, value: float) -> Tensor:
 class MaskDataset(Dataset[tuple[Tensor, Tensor]]):
     """The images and masks of a split by (epoch, index), augmented by (seed, epoch, index) only."""
 
-    def __init__(self, samples: MaskSamples, classes: Classes, transform: MaskTransform, seed: int) -> None:
+    def __init__(
+        self,
+        samples: MaskSamples,
+        classes: Classes,
+        transform: MaskTransform,
+        seed: int,
+        decoding: Decoding | None = None,
+    ) -> None:
+        self._decoding = decoding
         self._samples, self._classes, self._transform, self._seed = samples, classes, transform, seed
         self._table = classes.table
 
@@ -104,7 +112,7 @@ class MaskDataset(Dataset[tuple[Tensor, Tensor]]):
         Raises:
             UserError: one of the files cannot be used.
         """
-        image = read_image(self._samples.images[index])
+        image = read_image(self._samples.images[index], decoding=self._decoding)
         return image, read_mask(self._samples.masks[index], self._classes, image.size, self._table)
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor] | LoadFailure:
@@ -147,6 +155,7 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
         assert config.masks is not None
         super().__init__(config, seed, listing.classes.names, listing)
         self.classes = listing.classes
+        self.decoding = Decoding(config.value_range, config.max_pixels)
         self._transforms = {training: MaskTransform(input, config.masks, training) for training in (True, False)}
         self._parts = self._choose_splits(listing.train, listing.val, listing.test, hold_out)
         if config.on_corrupt == "skip":
@@ -158,11 +167,11 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
         return Inspection()
 
     def _dataset(self, split: str, *, training: bool) -> MaskDataset:
-        return MaskDataset(self._parts[split], self.classes, self._transforms[training], self._seed)
+        return MaskDataset(self._parts[split], self.classes, self._transforms[training], self._seed, self.decoding)
 
     def _readable(self, name: str, part: MaskSamples) -> MaskSamples:
         """The samples whose files can be used; the others are recorded in `_skipped`."""
-        images = MaskDataset(part, self.classes, self._transforms[False], self._seed)
+        images = MaskDataset(part, self.classes, self._transforms[False], self._seed, self.decoding)
 
         def problem(index: int) -> str | None:
             try:

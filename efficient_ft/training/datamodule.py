@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
@@ -13,6 +14,7 @@ from efficient_ft.config import Config, data_configs
 from efficient_ft.core.errors import SettingError
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.data import (
+    Decoding,
     ImageData,
     RoundRobinData,
     SegmentationData,
@@ -102,6 +104,14 @@ def keep_decoded(images: RunData, epochs: int) -> None:
     for task, part in images.parts.items():
         with _settings_of_task(task):
             part.keep_decoded(epochs)
+
+
+def decodings(images: RunData) -> dict[str, Any]:
+    """How the image files of a run are read, as notes of its exported file; empty if as by default."""
+    parts = images.parts if isinstance(images, RoundRobinData) else {"": images}
+    found = {task: part.decoding for task, part in parts.items() if not isinstance(part, TextData)}
+    changed = {task: asdict(decoding) for task, decoding in found.items() if decoding != Decoding()}
+    return {"decoding": changed} if changed else {}
 
 
 @contextmanager

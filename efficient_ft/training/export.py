@@ -22,6 +22,7 @@ from efficient_ft.config.schema import LARGEST_SIDE
 from efficient_ft.core.errors import UserError, first_line
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.tokenizer import Tokenizer
+from efficient_ft.data.images import MAX_PIXELS, Decoding
 from efficient_ft.methods import METHODS
 from efficient_ft.methods.base import Method, in_order
 from efficient_ft.models.factory import create_model, random_model, read_state_dict
@@ -46,6 +47,7 @@ class Trained:
         notes: further metadata of the file: epoch, accuracy, split.
         tasks: class names by task, where there are several; `models.tasks.tasks_of(model).active` is the task that the
             model works on.
+        decoding: how image files are read.
     """
 
     model: nn.Module
@@ -53,6 +55,7 @@ class Trained:
     input: InputSpec
     notes: dict[str, Any]
     tasks: dict[str, list[str]] = field(default_factory=dict)
+    decoding: Decoding = field(default_factory=Decoding)
 
 
 def save(
@@ -194,6 +197,7 @@ def load(run: Path, task: str | None = None) -> Trained:
         input=InputSpec(size, tuple(about.mean), tuple(about.std), about.interpolation, tokenizer),
         notes={k: v for k, v in metadata.items() if k not in _READ},
         tasks=tasks,
+        decoding=Decoding(**about.decoding.get(switch.active if switch is not None else "", _Decoding()).model_dump()),
     )
 
 
@@ -215,12 +219,23 @@ def _metadata(run: Path, file: Path) -> dict[str, str]:
 
 #: Metadata that the notes of `Trained` leave out.
 _READ = ("format", "architecture", "encoder", "model_kwargs", "class_names", "image_size", "mean", "std",
-         "interpolation", "added", TOKENIZER)  # fmt: skip
+         "interpolation", "added", "decoding", TOKENIZER)  # fmt: skip
 
 
 class _Added(BaseModel):
     method: str
     settings: dict[str, Any]
+
+
+class _Decoding(BaseModel):
+    value_range: tuple[float, float] | None = None
+    max_pixels: Annotated[int, Field(ge=1)] = MAX_PIXELS
+
+    @model_validator(mode="after")
+    def _ordered(self) -> _Decoding:
+        if self.value_range is not None and not self.value_range[0] < self.value_range[1]:
+            raise ValueError("value_range is [LOW, HIGH] with LOW < HIGH")
+        return self
 
 
 class _About(BaseModel):
@@ -237,6 +252,7 @@ class _About(BaseModel):
     std: Json[list[Annotated[float, Field(gt=0, allow_inf_nan=False)]]]
     interpolation: Literal["nearest", "nearest-exact", "bilinear", "bicubic", "box", "hamming", "lanczos"]
     added: Json[list[_Added]] = []
+    decoding: Json[dict[str, _Decoding]] = {}
     tokenizer: str | None = None
     task: Literal["classification", "segmentation", "text"] = "classification"
     class_ids: Json[list[Annotated[int, Field(ge=0, le=65535)]]] | None = None

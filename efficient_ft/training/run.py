@@ -51,6 +51,7 @@ from efficient_ft.training.console import quiet_lightning, rank, results_text, s
 from efficient_ft.training.costs import cost_only, cost_report
 from efficient_ft.training.datamodule import (
     RunDataModule,
+    decodings,
     keep_decoded,
     missing_images,
     open_images,
@@ -158,6 +159,7 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
                 notes |= {"task": config.task, "metric": run_task(config).metric, "class_ids": list(images.classes.ids)}
             if isinstance(images, TextData):
                 notes |= {"task": config.task, "columns": images.columns}
+            notes |= decodings(images)
             weights = plain_state_dict(network, methods, copy_weights=False)
             model = portable(config.model, network)
             export.save(folder / export.NAME, weights, model, names, spec, notes, methods)

@@ -84,6 +84,20 @@ def test_a_mistake_is_named_with_key_constraint_and_value(setting: str, value: A
     assert said in str(caught.value)
 
 
+def test_the_names_of_splits_are_named() -> None:
+    with pytest.raises(
+        SettingError, match=r"data\.splits must be a mapping from train or val or test to values, .*trian"
+    ):
+        check(with_settings(data__name="folder", data__splits={"trian": "a"}))
+
+
+def test_the_value_range_is_ordered_and_for_files() -> None:
+    with pytest.raises(SettingError, match=r"data\.value_range must be \[LOW, HIGH\] with LOW < HIGH, .*got \[5.*, 5"):
+        check(with_settings(data__name="folder", data__value_range=[5, 5]))
+    with pytest.raises(SettingError, match=r"data\.value_range must be null with data=cifar10"):
+        check(with_settings(data__name="cifar10", data__value_range=[0, 5]))
+
+
 def test_settings_that_exclude_each_other_are_refused() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"evaluate": "run", "cost_only": True}, "cost_only"),

@@ -75,6 +75,20 @@ def test_a_folder_of_images_is_told_apart_by_its_place() -> None:
     assert run_folder(runs[0]).startswith("outputs/pets/resnet18/full/")
 
 
+def test_how_images_are_read_is_part_of_the_run_where_it_changes_them() -> None:
+    plain = {"data__name": "folder", "data__root": "a"}
+    base = fingerprint(check(with_settings(**plain)))
+    assert fingerprint(check(with_settings(**plain, data__value_range=None, data__max_pixels=5))) == base
+    others = [
+        {"data__value_range": [0, 4095]},
+        {"data__value_range": [0, 1023]},
+        {"data__splits": {"train": "a"}},
+        {"data__on_corrupt": "skip"},
+        {"data__on_corrupt": "skip", "data__max_pixels": 5},
+    ]
+    assert len({base, *(fingerprint(check(with_settings(**plain, **other))) for other in others)}) == 6
+
+
 def test_the_folder_names_data_model_and_methods_safely() -> None:
     run = check(with_settings(model__name="hf_hub:org/a b", method={"lora": {}, "full": {}}))
     assert run_folder(run).split("/")[:-1] == ["outputs", "cifar10", "hf_hub_org_a_b", "full+lora"]

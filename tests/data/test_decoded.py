@@ -14,7 +14,7 @@ from PIL import Image
 
 from efficient_ft.config import DataConfig
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.data import ImageData, loader, open_data, row_store, sources
+from efficient_ft.data import ImageData, open_data, row_store, sources, transforms
 from efficient_ft.data.listing import Listing
 from efficient_ft.data.row_store import StoreFullError
 from tests.data.pictures import SPEC, epoch_of, truncate
@@ -37,10 +37,10 @@ def opened(folders: Make, data_config: Callable[..., DataConfig], tmp_path: Path
 
 
 def no_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: str, **options: Any) -> Image.Image:
+    def refuse(path: str, *options: Any) -> Image.Image:
         raise UserError(f"{path} is decoded again")
 
-    monkeypatch.setattr(loader, "read_image", refuse)
+    monkeypatch.setattr(transforms, "read_image", refuse)
 
 
 def evaluated(data: ImageData) -> torch.Tensor:

@@ -115,22 +115,9 @@ def test_what_is_no_image_is_an_error_naming_it(tmp_path: Path, content: bytes) 
         read_image(file)
 
 
-def test_missing_files_and_values_without_a_range_are_errors(tmp_path: Path) -> None:
+def test_missing_files_are_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"gone\.png"):
         read_image(tmp_path / "gone.png")
-    Image.fromarray(np.ones((4, 4), dtype=np.float32)).save(tmp_path / "float.tif")
-    with pytest.raises(UserError, match=r"float\.tif.*8 or 16 bits"):
-        read_image(tmp_path / "float.tif")
-    Image.fromarray(np.full((4, 4), 1 << 20, dtype=np.int32)).save(tmp_path / "int.tif")
-    with pytest.raises(UserError, match=r"int\.tif.*8 or 16 bits"):
-        read_image(tmp_path / "int.tif")
-
-
-def test_absurdly_large_images_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = save(tmp_path / "bomb.png", 5)
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    with pytest.raises(UserError, match=r"bomb\.png.*decompression bomb"):
-        read_image(file)
 
 
 def test_large_jpegs_are_decoded_smaller_but_never_below_twice_the_input(tmp_path: Path) -> None:
@@ -239,8 +226,10 @@ def test_mistaken_settings_are_named() -> None:
         Transform(SPEC, "resize_cropp")
     with pytest.raises(SettingError, match=r"data\.augment\.scale"):
         Transform(SPEC, "resize_crop", (0.9, 0.1))
-    with pytest.raises(SettingError, match=r"model\.mean"):
-        Transform(InputSpec((8, 8), (0.5, 0.5), (0.5, 0.5)))
+    with pytest.raises(
+        SettingError, match=r"model\.mean must be three values .*kwargs\.in_chans beyond 3.*save three as RGB"
+    ):
+        Transform(InputSpec((8, 8), (0.5,) * 4, (0.5,) * 4))
     with pytest.raises(SettingError, match=r"model\.std"):
         Transform(InputSpec((8, 8), (0.5, 0.5, 0.5), (0.5,)))
     with pytest.raises(SettingError, match=r"interpolation must be one of .*, got bicubik"):

@@ -39,12 +39,15 @@ def test_every_data_set_has_a_configuration_that_holds_all_settings() -> None:
         assert settings["name"] == name
         masks, text = settings.get("masks"), settings.get("text")
         own = "masks" if masks is not None else "text" if text is not None else "augment"
-        assert set(settings) | {"follow_links", "splits"} == set(DataConfig.model_fields) - {
+        assert set(settings) | {"follow_links", "splits", "value_range", "max_pixels"} == set(
+            DataConfig.model_fields
+        ) - {
             "masks",
             "text",
             "augment",
         } | {own}
         assert ("follow_links" in settings) == ("splits" in settings)
+        assert ("value_range" in settings) == ("max_pixels" in settings) == (name in {"folder", "mask_folder"})
         assert ("follow_links" in settings) == (name in {"folder", "mask_folder", "text_folder"})
         assert (masks is not None) == (name == "mask_folder" or name in MASK_SETS)
         assert (text is not None) == (name == "text_folder" or name in TEXT_SETS)

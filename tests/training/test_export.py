@@ -8,19 +8,23 @@ import shutil
 import stat
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from efficient_ft.config import ModelConfig
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.data import Decoding, Transform
 from efficient_ft.methods import LBPWHT, EViT, HeadOnly, LoRA, LowBit, Method, apply_methods
 from efficient_ft.methods.base import plain_state_dict
 from efficient_ft.record.formats import OtherVersionError
 from efficient_ft.training import export
+from efficient_ft.training.run import run
 
 
 def test_loaded_weights_do_not_train(finished):
@@ -109,6 +113,27 @@ def test_tensors_of_one_storage_are_written_apart(tmp_path):
     assert all(torch.equal(written[name], weights[name]) for name in weights)
 
 
+def test_how_images_are_read_is_kept(tmp_path: Path, configuration, without_cost) -> None:
+    """A run on 12-bit images: `predict` scales them as the training did."""
+    values = np.linspace(0, 4095, 20 * 24).reshape(20, 24).astype(np.uint16)
+    for k, name in enumerate(("up", "down")):
+        for i in range(6):
+            file = tmp_path / f"images/{name}/{i}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(np.roll(values[::-1] if k else values, i, axis=1)).save(file)
+    data = {"data__name": "folder", "data__root": str(tmp_path / "images"), "data__keep_decoded": "off"}
+    config = configuration(**data, data__value_range=[0, 4095], data__max_pixels=10**9, trainer__max_steps=1)
+    results = run(config, tmp_path / "run")
+    assert results["data"]["summary"][""]["stored_values"] == [0, 4095]
+    trained = export.load(tmp_path / "run")
+    assert trained.decoding == Decoding((0, 4095), 10**9)
+    pixels = Transform(trained.input, decoding=trained.decoding)(tmp_path / "images/up/0.png")
+    assert float(pixels.max() - pixels.min()) == pytest.approx(1 / trained.input.std[0], rel=0.01)
+    plain = configuration(**data, trainer__max_steps=1)
+    run(plain, tmp_path / "plain")
+    assert export.load(tmp_path / "plain").decoding == Decoding()
+
+
 # ---------------------------------------------------------------------------------------------- noted methods
 KWARGS = {"depth": 3, "embed_dim": 16, "num_heads": 2}
 
@@ -176,6 +201,9 @@ def test_notes_of_another_version_are_refused(pruned, tmp_path, changes, named):
         ({"image_size": "[-32, 32]"}, "image_size"),
         ({"image_size": "[48, 48]"}, "pos_embed"),
         ({"interpolation": "sharp"}, "interpolation"),
+        ({"decoding": '{"": {"value_range": [5, 1]}}'}, "decoding"),
+        ({"decoding": '{"": {"max_pixels": 0}}'}, "decoding"),
+        ({"decoding": "7"}, "decoding"),
         ({"model_kwargs": '{"depth": -1, "embed_dim": 16, "num_heads": 2}'}, "depth"),
         ({"model_kwargs": '{"typo": 1}'}, "typo"),
         ({"model_kwargs": "[]"}, "model_kwargs"),

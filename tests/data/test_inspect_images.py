@@ -1,0 +1,174 @@
+"""Inspection of images: facts, warnings and problems of a few images, and of all."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.data import ImageData, open_data
+from efficient_ft.data.inspection import DECODED, HEADERS, Inspection
+from tests.data.pictures import SPEC, picture, save, truncate
+
+Open = Callable[..., ImageData]
+
+
+@pytest.fixture
+def opened(folders: Callable[..., Path], data_config: Callable[..., Any]) -> tuple[Path, Open]:
+    """A folder of 30 images in two classes, and a function that opens it with settings."""
+    root = folders(train={"a": 10, "b": 10}, val={"a": 2, "b": 2}, test={"a": 3, "b": 3})
+    return root, lambda **settings: open_data(data_config("folder", root=str(root), **settings), SPEC, 0)
+
+
+def warned(found: Inspection, *words: str) -> list[str]:
+    return [text for text in found.warnings if all(word in text for word in words)]
+
+
+def deep(root: Path, most: int, count: int = 10) -> None:
+    """Write 16-bit images with values up to `most` over those of the class a."""
+    ramp = np.linspace(0, most, 480).reshape(20, 24).round().astype(np.uint16)
+    for i in range(count):
+        (root / f"train/a/{i}.jpg").unlink()
+        Image.fromarray(np.roll(ramp, i, axis=1)).save(root / f"train/a/{i}.png")
+
+
+def test_facts_and_lines_of_usual_images(opened: tuple[Path, Open]) -> None:
+    root, make = opened
+    save(root / "train/a/large.jpg", 99, height=90, width=120)
+    found = make().inspect()
+    assert found.facts["sizes"] == {"min": [24, 20], "median": [24, 20], "max": [120, 90]}
+    assert found.facts["modes"] == {"RGB": 31}
+    assert found.facts["formats"] == {"JPEG": 31}
+    assert found.facts["decoded"] == found.facts["samples"] == 31
+    assert found.lines[0].startswith("images: 24×20 to 120×90 (median 24×20), RGB; values ")
+    assert len(found.lines) == 1
+    assert found.warnings == []
+    assert found.problems == {}
+
+
+def test_a_large_set_is_sampled_and_the_sampling_is_reported(data_config: Callable[..., Any], tmp_path: Path) -> None:
+    one = save(tmp_path / "one.jpg", 1)
+    for name in ("a", "b"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for i in range(700):
+            (tmp_path / "images" / name / f"{i}.jpg").hardlink_to(one)
+    found = open_data(data_config("folder", root=str(tmp_path / "images")), SPEC, 0).inspect()
+    assert found.lines[1] == f"sampled: of 1,400 images {DECODED} decoded, {HEADERS:,} headers read"
+    assert found.facts["examined"] == HEADERS
+
+
+def test_small_values_of_16_bits_name_the_range(opened: tuple[Path, Open]) -> None:
+    root, make = opened
+    deep(root, 4000)
+    (text,) = warned(make().inspect(), "data.value_range=[0, 4095]", "(10 decoded)", "up to 4000")
+    assert "dark" in text
+    corrected = make(value_range=(0, 4095)).inspect()
+    assert not warned(corrected, "value_range")
+    assert corrected.facts["stored_values"] == [0, 4000]
+
+
+@pytest.mark.parametrize(("most", "range_"), [(255, 255), (1000, 1023), (16000, 16383), (20000, None), (65535, None)])
+def test_the_range_that_is_suggested(opened: tuple[Path, Open], most: int, range_: int | None) -> None:
+    root, make = opened
+    deep(root, most)
+    assert bool(warned(make().inspect(), f"data.value_range=[0, {range_}]")) == (range_ is not None)
+
+
+def test_images_that_become_one_color(opened: tuple[Path, Open]) -> None:
+    root, make = opened
+    deep(root, 100)
+    (text,) = warned(make().inspect(), "become a single color")
+    assert ", 10 become" in text
+    assert "data.value_range=[0, 255]" in text
+    assert not warned(make(value_range=(0, 100)).inspect(), "single color")
+    Image.new("RGB", (9, 9), "gray").save(root / "train/b/blank.png")
+    assert warned(make(value_range=(0, 100)).inspect(), ", 1 have a single color", "blank.png")
+
+
+def test_a_range_without_effect_and_one_that_clips(opened: tuple[Path, Open]) -> None:
+    root, make = opened
+    assert warned(make(value_range=(0, 4095)).inspect(), "data.value_range has no effect")
+    deep(root, 4000)
+    assert warned(make(value_range=(0, 1000)).inspect(), "% of the gray values, 0 to 4000, are outside")
+
+
+def test_no_bright_pixel(opened: tuple[Path, Open]) -> None:
+    root, make = opened
+    for file in root.rglob("*.jpg"):
+        Image.fromarray(np.asarray(Image.open(file)) // 20).save(file.with_suffix(".png"))
+        file.unlink()
+    assert warned(make().inspect(), "No image has a bright pixel", "of 255")
+
+
+def test_gray_and_color_extensions_frames(opened: tuple[Path, Open]) -> None:
+    root, make = opened
+    for i in range(3):
+        picture(i).convert("L").save(root / f"train/a/{i}.jpg")
+    picture(50).save(root / "train/b/0.jpg", format="PNG")
+    picture(51).save(root / "train/b/x.gif", save_all=True, append_images=[picture(52)])
+    picture(53).save(root / "train/b/y.tif", save_all=True, append_images=[picture(54)])
+    picture(55).save(root / "train/b/one.gif")
+    found = make().inspect()
+    assert warned(found, "Of 33 images, 3 are gray")
+    assert any(line.startswith("1 file has the extension of another format: ") for line in found.lines)
+    assert warned(found, "2 files have several frames or pages, of which the first is used", "x.gif")
+    assert found.facts["several_frames"] == 2
+
+
+def test_small_images_and_classes(data_config: Callable[..., Any], folders: Callable[..., Path]) -> None:
+    root = folders(train={"a": 9, "b": 9, "c": 1}, val={"a": 1, "b": 1}, test={"a": 1, "c": 1})
+    wide = InputSpec((224, 224), SPEC.mean, SPEC.std)
+    found = open_data(data_config("folder", root=str(root)), wide, 0).inspect()
+    assert warned(found, "enlarged ×9.33, from 24×20", "224×224", "model.image_size")
+    assert warned(found, "One class has a single training image: 'c'")
+    assert warned(found, "One class has no val image: 'c'")
+    assert warned(found, "One class has no test image: 'b'")
+    assert found.facts["imbalance"] == 9
+
+
+def test_pixels_in_memory(data_config: Callable[..., Any]) -> None:
+    found = open_data(data_config("digits"), SPEC, 0).inspect()
+    assert found.lines[0] == "images: 8×8, L; values 0–255"
+    assert found.facts["samples"] == 1797
+    thorough = open_data(data_config("digits"), SPEC, 0).inspect(thorough=True)
+    assert thorough.facts["decoded"] == 1797
+
+
+def test_all_files_are_decoded_thoroughly(opened: tuple[Path, Open]) -> None:
+    root, make = opened
+    truncate(root / "train/b/7.jpg")
+    (root / "test/a/2.jpg").write_bytes(b"")
+    quick = make().inspect()
+    assert warned(
+        quick, "Of 30 files looked at, 2 cannot be read, such as", "data.on_corrupt=skip leaves such files out"
+    )
+    assert len(quick.lines) == 1
+    found = make().inspect(thorough=True)
+    assert found.warnings == []
+    assert set(found.problems) == {str(root / "train/b/7.jpg"), str(root / "test/a/2.jpg")}
+    assert "the file is empty" in found.problems[str(root / "test/a/2.jpg")]
+    assert found.facts["decoded"] == 28
+
+
+def test_duplicates(opened: tuple[Path, Open]) -> None:
+    root, make = opened
+    assert make().inspect(thorough=True).facts["duplicates"]["groups"] == 0
+    shutil.copy(root / "train/a/0.jpg", root / "train/a/again.jpg")
+    shutil.copy(root / "train/a/1.jpg", root / "test/a/leak.jpg")
+    Image.open(root / "train/a/2.jpg").save(root / "train/b/other.png")  # the same pixels in another format
+    found = make().inspect(thorough=True)
+    assert found.facts["duplicates"] | {"examples": 0} == {
+        "groups": 3,
+        "across_splits": 1,
+        "across_classes": 1,
+        "examples": 0,
+    }
+    assert warned(found, "1 image occurs in several splits", "train/a/1.jpg (train, a)", "test/a/leak.jpg (test, a)")
+    assert warned(found, "1 image occurs with several labels", "train/a/2.jpg", "train/b/other.png (train, b)")
+    assert any("3 of 33 images repeat another one" in line for line in found.lines)
