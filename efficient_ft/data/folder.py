@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +12,13 @@ import numpy as np
 from efficient_ft.core.errors import UserError, did_you_mean
 from efficient_ft.core.text import printable
 from efficient_ft.data.below import Below, files_below, links_in
-from efficient_ft.data.images import EXTENSIONS, class_name, is_image
+from efficient_ft.data.folder_tree import same_class
+from efficient_ft.data.images import EXTENSIONS, class_name, is_image, reading_hint
+from efficient_ft.data.layout import Layout, find_layout, labels_hint
 from efficient_ft.data.listing import Listing, Samples, hold_out_test
 from efficient_ft.data.paths import Paths
+from efficient_ft.data.splits import Chosen, Split, show, some
 
-_VAL_NAMES = ("val", "valid", "validation")
 _EXTENSIONS = f"Supported extensions: {' '.join(EXTENSIONS)}."
 
 
@@ -32,85 +34,95 @@ def missing_folder(root: Path) -> str | None:
     )
 
 
-def folder_classes(root: Path) -> int | None:
-    """Count the class folders to train on, without opening an image; None if there are none."""
+def folder_classes(root: Path, splits: Chosen | None = None, follow_links: bool = False) -> int | None:
+    """Count the class folders to train on, without opening an image; None: there are none, or the layout is unclear.
+
+    Args:
+        root: the folder.
+        splits: as in `read_folder`.
+        follow_links: as in `read_folder`.
+    """
     if not root.is_dir():
         return None
-    folders = _subfolders(root)
-    train = _subfolders(folders["train"]) if "train" in folders else {}
-    return len(train or folders) or None
+    try:
+        layout = find_layout(root, splits, follow_links)
+    except UserError:
+        return None
+    return len({class_name(name) for place in layout.places["train"] for name in place.folders}) or None
 
 
-def read_folder(root: Path, follow_links: bool = False) -> Listing:
+def read_folder(root: Path, follow_links: bool = False, splits: Chosen | None = None) -> Listing:
     """List the images below `root`.
 
-    Two layouts are read: class folders in `train/` and in `val/` (or `valid/`, `validation/`) and/or `test/`; or class
-    folders only. If there is neither `val/` nor `test/`, a fifth of every class is held out for testing, the same
-    images for every seed. A class folder may nest its images at any depth. Hidden files are ignored; other files
-    without an image extension are counted in the notes.
+    Two layouts are read: class folders in ``train/`` and in ``val/`` and/or ``test/``, in any usual spelling
+    (`data.splits`); or class folders only. If there is neither ``val/`` nor ``test/``, a fifth of every class is held
+    out for testing, the same images for every seed. A class folder may nest its images. Hidden files are ignored; other
+    files that are not used are counted in `Listing.left_out`.
 
     Args:
         root: the folder; may be a link.
         follow_links: use what links out of `root` lead to, and say so in the notes.
+        splits: the folders of each split, as the setting ``data.splits``; None: recognized by their names.
 
     Raises:
-        UserError: no such folder, no class or a single class, a class without images, a class that `train/` lacks, or
-            a link out of `root` that is not to be followed.
+        UserError: no such folder, an unclear layout, no class or a single class, a class without images, a class that
+            the training split lacks, or a link out of `root` that is not to be followed.
     """
     problem = missing_folder(root)
     if problem is not None:
         raise UserError(problem)
-    folders = _subfolders(root)
-    splits = [folders[name] for name in ("train", "test", *_VAL_NAMES) if name in folders]
-    inner = [one for split in splits for one in _subfolders(split).values()]
-    train = folders.get("train")
-    in_splits = train is not None and bool(_subfolders(train))
-    classes = inner if in_splits else list(folders.values())
-    notes = links_in([*splits, *classes] if in_splits else classes, root, follow_links)
-    for place in (root, *splits):
+    layout = find_layout(root, splits, follow_links)
+    places = {split: [folder.path for folder in of] for split, of in layout.places.items()}
+    classes = [one.path for of in layout.places.values() for place in of for one in place.folders.values()]
+    tops = [path for of in places.values() for path in of if path != root]
+    inner = [one for path in tops for one in _between(path, root)]
+    notes = links_in(dict.fromkeys([*inner, *classes]), root, follow_links)
+    for place in dict.fromkeys((root, *tops)):
         notes += _lost_links(place)
-    listed = frozenset(os.path.realpath(one) for one in classes)
-
-    def below() -> Below:
-        return Below(root=os.path.realpath(root), listed=listed, follow_links=follow_links)
-
-    if train is None or not in_splits:
-        if train is not None and folders.keys() <= {"train", "test", *_VAL_NAMES}:
-            raise UserError(f"{train.absolute()} has no class folders. Expected layout: train/CLASS/*.jpg.")
-        split = [name for name in (*_VAL_NAMES, "test") if name in folders]
-        if split and train is None and all(_subfolders(folders[name]) for name in split):
-            raise UserError(
-                f"{root.absolute()} has {split[0]}/ but no train/ with class folders. Add the training images."
+    notes += layout.notes
+    empty = [folder.name for folder in layout.unused if not folder.total or folder.link]
+    if empty:
+        notes.append(f"Not used: {some(empty)} in {printable(root)}.")
+    below = Below(
+        root=os.path.realpath(root), listed=frozenset(map(os.path.realpath, classes)), follow_links=follow_links
+    )
+    others = Counter[str]()
+    origins: dict[str, str] = {split: _origin(root, of) for split, of in places.items()}
+    names, train = _scan_train(places["train"], below, others, notes)
+    found = {split: _scan_eval(root, places, split, names, below, others) for split in ("val", "test")}
+    notes += below.notes(root)
+    left_out = _left_out(others, layout, below)
+    if found["val"] is not None or found["test"] is not None:
+        if found["test"] is None:
+            notes.append(
+                f"There is no test split: the reported accuracy is that on {origins['val']}, which also selects the "
+                "best epoch."
             )
-        names, samples = _scan_train(root, below(), notes)
-        return _with_test_held_out(names, samples, notes)
-
-    validation = [name for name in _VAL_NAMES if name in folders]
-    if len(validation) > 1:
-        raise UserError(f"{root.absolute()} has {' and '.join(f'{n}/' for n in validation)}. Keep one of them.")
-    names, samples = _scan_train(train, below(), notes)
-    others = sorted(folders.keys() - {"train", "test", *_VAL_NAMES})
-    if others:
-        notes.append(f"Not used: {', '.join(printable(name) for name in others)} in {printable(root)}.")
-    val = _scan_eval(folders[validation[0]], names, below(), notes) if validation else None
-    test = _scan_eval(folders["test"], names, below(), notes) if "test" in folders else None
-    if val is None and test is None:
-        notes.append(f"{printable(root)} has train/ only.")
-        return _with_test_held_out(names, samples, notes)
-    if test is None:
-        notes.append(
-            f"There is no test/ folder: the reported accuracy is that on {validation[0]}/, which also selects the "
-            "best epoch."
+        return Listing(names, train, found["val"], found["test"], notes=notes, origins=origins, left_out=left_out)
+    single = [names[label] for label in np.flatnonzero(np.bincount(train.labels) == 1)]
+    if single:
+        raise UserError(
+            f"{_first_names(single)} of the {len(names)} classes in {origins['train']} {_has(single)} a single image:"
+            " none can be held out for testing. Add images, remove the folder, or put test images of your own into"
+            " another folder: 'data.splits={train: FOLDER, test: FOLDER}'."
         )
-    return Listing(names, samples, val, test, notes=notes)
+    train, test = hold_out_test(train)
+    origins["test"] = f"a fifth of each class, held out of {origins['train']}"
+    return Listing(names, train, test=test, notes=notes, origins=origins, left_out=left_out)
 
 
-def _with_test_held_out(names: list[str], samples: Samples, notes: list[str]) -> Listing:
-    train, test = hold_out_test(samples)
-    if not len(test):
-        raise UserError("Every class has a single image: none can be held out for testing. Add images.")
-    notes.append(f"{len(test)} of {len(samples)} images are held out for testing, the same for every seed.")
-    return Listing(names, train, test=test, notes=notes)
+def _has(names: Sequence[str]) -> str:
+    return "has" if len(names) == 1 else "have"
+
+
+def _origin(root: Path, places: Sequence[Path]) -> str:
+    """The folders of a split in a few words, relative to the data set's folder."""
+    return some([f"{root.absolute().name if place == root else os.path.relpath(place, root)}/" for place in places])
+
+
+def _between(path: Path, root: Path) -> list[Path]:
+    """The folders from below `root` down to `path`."""
+    return [*reversed([one for one in path.parents if root in one.parents]), path]
 
 
 def _subfolders(folder: Path) -> dict[str, Path]:
@@ -134,91 +146,141 @@ def _lost_links(folder: Path) -> list[str]:
     return [f"Ignored: {printable(lost[0])}, a link to what does not exist{more}."] if lost else []
 
 
-def _scan_train(folder: Path, left_out: Below, notes: list[str]) -> tuple[list[str], Samples]:
-    """Sorted class names and all images of a folder of class folders."""
-    classes: dict[str, Path] = {}
-    for name, path in sorted(_subfolders(folder).items()):
-        if class_name(name) in classes:
-            raise UserError(f"{folder.absolute()} has two folders for the class {class_name(name)!r}. Merge them.")
-        classes[class_name(name)] = path
-    found: dict[str, Paths] = {}
+def _folders_of(places: Sequence[Path]) -> dict[str, list[Path]]:
+    """The class folders in the folders of a split, by class name, sorted."""
+    classes: dict[str, list[Path]] = {}
+    for place in places:
+        here: set[str] = set()
+        for name, path in sorted(_subfolders(place).items()):
+            if class_name(name) in here:
+                raise UserError(f"{place.absolute()} has two folders for the class {class_name(name)!r}. Merge them.")
+            here.add(class_name(name))
+            classes.setdefault(class_name(name), []).append(path)
+    return dict(sorted(classes.items()))
+
+
+def _scan_train(
+    places: Sequence[Path], below: Below, others: Counter[str], notes: list[str]
+) -> tuple[list[str], Samples]:
+    """Sorted class names and all images of the folders of class folders."""
+    where = some([str(place.absolute()) for place in places])
     ignored = Counter[str]()
-    for name, path in classes.items():
-        found[name], other = _images_below(path, left_out)
-        ignored.update(other)
+    found = {name: _images_below(paths, below, ignored) for name, paths in _folders_of(places).items()}
     if not any(found.values()):
-        loose = sum(1 for path in folder.iterdir() if path.is_file() and is_image(path))
-        hint = f" {loose} images are outside of class folders." if loose else ""
         raise UserError(
-            f"{folder.absolute()} has no class folders with images.{hint} Expected layout: CLASS/*.jpg, one folder "
-            f"per class. {_EXTENSIONS}{_other_files(ignored)}"
+            f"{where} has no class folders with images. Expected layout: CLASS/*.jpg, one folder per class. "
+            f"{_EXTENSIONS}{_other_files(ignored)}"
         )
     empty = [name for name, files in found.items() if not files]
     if empty:
         raise UserError(
-            f"{folder.absolute()} has class folders without images: {_first_names(empty)}. Add images or remove the "
-            f"folders. {_EXTENSIONS}{_other_files(ignored)}"
+            f"{where} has class folders without images: {_first_names(empty)}. Add images or remove the folders. "
+            f"{_EXTENSIONS}{_other_files(ignored)}"
         )
-    names = sorted(found)
+    names = list(found)
     if len(names) == 1:
-        raise UserError(f"{folder.absolute()} has a single class, {names[0]!r}. Classification needs at least two.")
-    _note_ignored(folder, ignored, notes)
-    notes += left_out.notes(folder)
-    parts = [found[name] for name in names]
+        raise UserError(
+            f"{where} has a single class, {names[0]!r}, with {len(found[names[0]]):,} images. Classification needs at"
+            f" least two, each in a folder of its own.{labels_hint([*places, *(place / names[0] for place in places)])}"
+        )
+    others.update(ignored)
+    alike: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        alike[same_class(name)].append(f"{name!r} ({len(found[name]):,})")
+    for same in alike.values():
+        if len(same) > 1:
+            notes.append(
+                f"Classes differ only by case or spaces: {', '.join(same)}. They are separate classes; if they are one,"
+                " merge the folders."
+            )
+    parts = list(found.values())
     return names, Samples(Paths.join(parts), np.repeat(np.arange(len(names)), [len(part) for part in parts]))
 
 
-def _scan_eval(folder: Path, names: list[str], left_out: Below, notes: list[str]) -> Samples:
-    """The images of `val/` or `test/`, labeled by the classes of training."""
-    paths: list[Paths] = []
-    labels: list[int] = []
-    known = {name: label for label, name in enumerate(names)}
-    absent = set(names)
+def _scan_eval(
+    root: Path,
+    splits: Mapping[Split, Sequence[Path]],
+    split: Split,
+    names: list[str],
+    below: Below,
+    others: Counter[str],
+) -> Samples | None:
+    """The images of the validation or test split, labeled by the classes of training; None: there is no such split."""
+    if split not in splits:
+        return None
+    where = some([str(place.absolute()) for place in splits[split]])
     ignored = Counter[str]()
-    unknown = []
-    for name, path in sorted(_subfolders(folder).items(), key=lambda item: class_name(item[0])):
-        files, other = _images_below(path, left_out)
-        ignored.update(other)
-        if class_name(name) not in known:
-            unknown.append(class_name(name))
-        elif files:
-            absent.discard(class_name(name))
-            paths.append(files)
-            labels.append(known[class_name(name)])
+    found = {name: _images_below(paths, below, ignored) for name, paths in _folders_of(splits[split]).items()}
+    known = {name: label for label, name in enumerate(names)}
+    unknown = {name: len(files) for name, files in found.items() if files and name not in known}
     if unknown:
+        first = next(iter(unknown))
+        near = next((f" It differs from {one!r} by case or spaces only." for one in names
+                     if same_class(one) == same_class(first)), did_you_mean(first, names))  # fmt: skip
+        rest: Chosen = {
+            other: relative[0] if len(relative) == 1 else relative
+            for other, of in splits.items()
+            if other != split and (relative := [os.path.relpath(place, root) for place in of])
+        }
         raise UserError(
-            f"{folder.absolute()} has classes that train/ lacks: {_first_names(unknown)}."
-            f"{did_you_mean(unknown[0], names)} The class folders must have the same names."
+            f"{where} has classes that the training split lacks: {_first_names(list(unknown))} "
+            f"({sum(unknown.values()):,} images).{near} The class folders must have the same names. To leave this split"
+            f" out: 'data.splits={show(rest)}'."
         )
-    if not paths:
-        raise UserError(f"{folder.absolute()} has no images in class folders. {_EXTENSIONS}{_other_files(ignored)}")
-    if absent:
-        notes.append(f"{printable(folder)} has no images of {len(absent)} classes: {_first_names(sorted(absent))}.")
-    _note_ignored(folder, ignored, notes)
-    notes += left_out.notes(folder)
-    return Samples(Paths.join(paths), np.repeat(np.asarray(labels), [len(part) for part in paths]))
+    found = {name: files for name, files in found.items() if files}
+    if not found:
+        raise UserError(f"{where} has no images in class folders. {_EXTENSIONS}{_other_files(ignored)}")
+    others.update(ignored)
+    labels = np.asarray([known[name] for name in found])
+    return Samples(Paths.join(list(found.values())), np.repeat(labels, [len(part) for part in found.values()]))
 
 
-def _images_below(folder: Path, left_out: Below) -> tuple[Paths, Counter[str]]:
-    """Sorted paths of all images at any depth, and the extensions of the other visible files."""
-    start = len(left_out.files)
-    files_below(folder, left_out)
-    files, left_out.files[start:] = left_out.files[start:], []
-    other = Counter(Path(name).suffix.lower() or "without extension" for name in files if not is_image(name))
-    return Paths(name for name in files if is_image(name)), other
+def _images_below(folders: Sequence[Path], below: Below, others: Counter[str]) -> Paths:
+    """Sorted paths of all images at any depth; the extensions of the other visible files are counted in `others`."""
+    parts = []
+    for folder in folders:
+        start = len(below.files)
+        files_below(folder, below)
+        files, below.files[start:] = below.files[start:], []
+        others.update(Path(name).suffix.lower() or "no extension" for name in files if not is_image(name))
+        parts.append(Paths(name for name in files if is_image(name)))
+    return Paths.join(parts)
 
 
-def _note_ignored(folder: Path, ignored: Counter[str], notes: list[str]) -> None:
-    if ignored:
-        notes.append(
-            f"{ignored.total()} files in {printable(folder)} are not images and are ignored.{_other_files(ignored)}"
-        )
+def _left_out(others: Counter[str], layout: Layout, below: Below) -> dict[str, int]:
+    """Files that are not used, by reason."""
+    left_out: dict[str, int] = {}
+    for kind in [kind for kind in others if reading_hint(kind)]:
+        left_out[f"{kind} files: {reading_hint(kind)}"] = others.pop(kind)
+    if others:
+        left_out[f"no images: {_kinds(others)}"] = others.total()
+    if layout.loose:
+        left_out["images outside of class folders"] = layout.loose
+    unused = [folder for folder in layout.unused if folder.total and not folder.link]
+    for folder in unused[:3]:
+        left_out[f"images in {printable(folder.name)}/"] = folder.total
+    if len(unused) > 3:
+        left_out[f"images in {len(unused) - 3} more folders"] = sum(one.total for one in unused[3:])
+    for reason, files in (
+        ("links to folders", below.links),
+        ("neither files nor folders", below.special),
+        ("links to files of the data set", below.again),
+    ):
+        if files:
+            left_out[reason] = len(files)
+    return left_out
 
 
-def _other_files(ignored: Counter[str]) -> str:
-    if not ignored:
+def _kinds(others: Counter[str]) -> str:
+    more = f" and {len(others) - 5} more kinds" if len(others) > 5 else ""
+    return ", ".join(f"{kind} ×{count:,}" for kind, count in others.most_common(5)) + more
+
+
+def _other_files(others: Counter[str]) -> str:
+    if not others:
         return ""
-    return f" Other files: {', '.join(f'{kind} ×{count}' for kind, count in ignored.most_common(5))}."
+    hints = dict.fromkeys(f" For {kind} files: {hint}." for kind in others if (hint := reading_hint(kind)))
+    return f" Other files: {_kinds(others)}.{''.join(hints)}"
 
 
 def _first_names(names: Sequence[str]) -> str:

@@ -124,7 +124,9 @@ def read_published(name: str, root: Path) -> Listing:
         listing = source.read(root)
     except Exception as error:  # every format raises its own kinds on damage
         raise UserError(f"data={name}: the lists in {where} cannot be read ({error}). {again}") from error
-    parts = [part for part in (listing.train, listing.val, listing.test) if part is not None]
+    splits = {"train": listing.train, "val": listing.val, "test": listing.test}
+    listing.origins = {split: "official" for split, part in splits.items() if part is not None}
+    parts = [part for part in splits.values() if part is not None]
     for part in parts:
         if len(part) and not 0 <= part.labels.min() <= part.labels.max() < len(listing.class_names):
             raise UserError(f"data={name}: the lists in {where} hold labels without a class. {again}")

@@ -52,7 +52,7 @@ def class_count(config: DataConfig) -> int | None:
         return 10
     root = Path(config.root).expanduser()
     if config.name == "folder":
-        return folder_classes(root)
+        return folder_classes(root, config.splits, config.follow_links)
     if config.name in MASK_SETS:
         return len(MASK_SETS[config.name].classes.names)
     if config.masks is not None:
@@ -77,7 +77,7 @@ def read_data(config: DataConfig) -> Listing | MaskListing | TextListing:
     if config.name == "digits":
         return read_digits()
     if config.name == "folder":
-        return read_folder(Path(config.root).expanduser(), config.follow_links)
+        return read_folder(Path(config.root).expanduser(), config.follow_links, config.splits)
     if config.masks is not None:
         return _read_masks(config)
     if config.text is not None:

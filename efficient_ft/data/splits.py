@@ -75,6 +75,8 @@ _AFFIXES = frozenset(
         "v",
     ]
 )
+#: Words that Hydra reads as a number, a truth value or nothing.
+_READ_AS_VALUES = frozenset({"true", "false", "null", "nan", "inf"})
 _JOINED = re.compile(rf"({'|'.join(sorted(_WORDS, key=len, reverse=True))})(data(?:set)?|sets?|images?|imgs?|splits?)")
 
 
@@ -171,6 +173,8 @@ def repeated(root: Path, split: Split, places: Sequence[Path], others: Mapping[S
     names = [place.name for place in places]
     readings: list[tuple[str, Chosen]] = [(f"{names[0]} alone is the {split} split", {**plain, split: names[0]})]
     readings.append((f"all are the {split} split", {**plain, split: names}))
+    if split == "val" and "test" not in rest and len(names) == 2:
+        readings.append((f"{names[1]} is the test split", {**plain, "val": names[0], "test": names[1]}))
     return ambiguous(root, f"{some(names)} are all names of a {split} split.", readings)
 
 
@@ -193,14 +197,9 @@ def some(names: Sequence[str], count: int = 6) -> str:
 
 
 def _quoted(name: str) -> str:
-    """A folder's name as a text in Hydra's grammar: quoted unless it is a plain word, and none of Hydra's own."""
-    if re.fullmatch(r"[A-Za-z_.][\w.\-]*", name, re.ASCII) and name.lower() not in (
-        "true",
-        "false",
-        "null",
-        "nan",
-        "inf",
-    ):
+    """A folder's name as a value of Hydra's grammar: quoted unless it is a plain word that is read as text."""
+    plain = re.fullmatch(r"[A-Za-z_][\w.\-/]*", name, re.ASCII) and name.lower() not in _READ_AS_VALUES
+    if plain or name == ".":
         return name
     escaped = name.replace('"', '\\"')
     return f'"{escaped}"'

@@ -48,7 +48,7 @@ def test_a_validation_folder_validates_and_nothing_is_taken_from_train(
     root = folders(train={"a": 5, "b": 5}, **{name: {"a": 2, "b": 1}})
     data = opened(data_config("folder", root=str(root)))
     assert data.splits == {"train": 10, "val": 3}
-    assert any("no test/ folder" in note for note in data.report()["notes"])
+    assert any(f"no test split: the reported accuracy is that on {name}/" in n for n in data.report()["notes"])
     with pytest.raises(UserError, match=r"no test split\. It has val\."):
         data.eval_loader("test")
     with pytest.raises(SettingError, match=r"data\.select_best_on must be val, got test.*no test images"):
@@ -86,7 +86,7 @@ def test_train_alone_is_split_too(folders: Make) -> None:
     assert listing.test is not None
     assert len(listing.train) == 12
     assert len(listing.test) == 3
-    assert any("train/ only" in note for note in listing.notes)
+    assert listing.origins == {"train": "train/", "test": "a fifth of each class, held out of train/"}
 
 
 def test_a_class_named_train_is_a_class(folders: Make) -> None:
@@ -96,7 +96,7 @@ def test_a_class_named_train_is_a_class(folders: Make) -> None:
 
 def test_nested_images_links_hidden_files_and_other_files(folders: Make, data_config: Config) -> None:
     root = folders(train={"a": 4, "b": 4}, test={"a": 1, "b": 1})
-    save(root / "train/a/deep/er/x.JPEG", 90)
+    save(root / "test/a/deep/er/x.JPEG", 90)
     save(root / "train/a/y.PNG", 91)
     (root / "train/a/._0.jpg").write_bytes(b"resource fork")
     (root / "train/a/.DS_Store").write_bytes(b"x")
@@ -109,11 +109,15 @@ def test_nested_images_links_hidden_files_and_other_files(folders: Make, data_co
         with contextlib.suppress(OSError):  # Windows without the right to make links
             os.symlink(root / "train/a", root / "train/a/loop", target_is_directory=True)
     data = opened(data_config("folder", root=str(root), val_fraction=0.1))
-    assert data.splits["train"] + data.splits["val"] == 10
-    notes = " ".join(data.report()["notes"])
-    assert "1 files in" in notes
-    assert ".txt ×1" in notes
-    assert "Not used: masks" in notes
+    assert data.splits["train"] + data.splits["val"] == 9
+    assert data.splits["test"] == 3
+    listing = read_folder(root)
+    assert listing.left_out == {
+        "no images: .txt ×1": 1,
+        "images outside of class folders": 1,
+        "links to folders": 1,
+    }
+    assert any(note.startswith("Not used: masks in ") for note in listing.notes)
 
 
 def test_a_pipe_is_no_image_and_a_link_is_no_way_back(folders: Make) -> None:
@@ -185,26 +189,30 @@ def test_names_that_are_not_text(folders: Make, data_config: Config) -> None:
     assert list(skipping.report()["skipped"]) == [f"{root / 'train/a'}/\N{REPLACEMENT CHARACTER}.jpg"]
 
 
-def test_a_class_missing_in_test_is_noted(folders: Make) -> None:
-    listing = read_folder(folders(train={"a": 2, "b": 2, "c": 2}, test={"a": 2, "c": 1}))
+def test_a_class_missing_in_test_is_noted(folders: Make, data_config: Config) -> None:
+    root = folders(train={"a": 3, "b": 3, "c": 3}, test={"a": 2, "c": 1})
+    listing = read_folder(root)
     assert listing.test is not None
     assert listing.test.labels.tolist() == [0, 0, 2]
-    assert any("no images of 1 classes: 'b'" in note for note in listing.notes)
+    assert "One class has no test image: 'b'." in opened(data_config("folder", root=str(root))).inspect().warnings
 
 
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ({"train": {"cats": 2, "dogs": 2}, "test": {"cat": 2}}, "classes that train/ lacks: 'cat'.*mean 'cats'"),
+        (
+            {"train": {"cats": 2, "dogs": 2}, "test": {"cat": 2}},
+            "classes that the training split lacks: 'cat'.*mean 'cats'",
+        ),
         ({"train": {"a": 2, "b": 0}, "test": {"a": 2}}, "without images: 'b'"),
         ({"train": {"a": 2}, "test": {"a": 2}}, "single class, 'a'"),
         ({"a": 2}, "single class, 'a'"),
         ({"train": {"a": 2, "b": 2}, "test": {"a": 0}}, "no images in class folders"),
-        ({"train": {"a": 2, "b": 2}, "val": {"a": 1}, "valid": {"a": 1}}, "val/ and valid/. Keep one"),
+        ({"train": {"a": 2, "b": 2}, "val": {"a": 1}, "valid": {"a": 1}}, "val, valid are all names of a val split"),
         ({"test": {"a": 2, "b": 2}}, "no train/"),
-        ({"train": {"": 3}, "test": {"a": 1}}, "train has no class folders"),
+        ({"train": {"": 3}, "test": {"a": 1}}, r"train/ \(3 images\) has no class folders"),
         ({"a": 0, "b": 0}, "no class folders with images"),
-        ({"a": 1, "b": 1}, "Every class has a single image"),
+        ({"a": 1, "b": 1}, "'a', 'b' of the 2 classes in images/ have a single image"),
     ],
 )
 def test_mistaken_layouts_are_explained(folders: Make, layout: dict[str, object], message: str) -> None:
@@ -214,7 +222,7 @@ def test_mistaken_layouts_are_explained(folders: Make, layout: dict[str, object]
 
 def test_loose_images_and_unreadable_kinds_are_named(tmp_path: Path) -> None:
     save(tmp_path / "0.jpg", 0)
-    with pytest.raises(UserError, match="1 images are outside of class folders"):
+    with pytest.raises(UserError, match=r"1 image\) has no class folders"):
         read_folder(tmp_path)
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

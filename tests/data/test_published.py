@@ -15,6 +15,7 @@ from efficient_ft.data import (
     class_count,
     missing_data,
     open_data,
+    read_data,
 )
 from efficient_ft.data.published import PUBLISHED
 from tests.data.pictures import SPEC
@@ -45,6 +46,7 @@ def test_cifar(
     assert class_count(config) == classes
     files = len(kind.train_list)
     assert data.splits == {"train": files * 2 * classes, "test": 2 * classes}
+    assert read_data(config).origins == {"train": "official", "test": "official"}
     pixels = first[3].reshape(3, 32, 32).transpose(1, 2, 0)  # rows of 1024 reds, 1024 greens, 1024 blues
     assert np.array_equal(data._parts["train"].images[3], pixels)
     loader = data.eval_loader("test")

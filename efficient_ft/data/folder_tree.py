@@ -1,0 +1,118 @@
+"""The folders of a data set, with the number of images in each. No image is opened."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import unicodedata
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from efficient_ft.core.text import printable
+from efficient_ft.data.images import is_image
+
+#: Letters of a folder's name in a message.
+_LETTERS = 60
+
+
+@dataclass
+class Folder:
+    """A folder of a data set.
+
+    Attributes:
+        path: its place.
+        name: its path relative to the data set's folder, with slashes; empty for that folder.
+        images: number of image files directly in it, by their names.
+        total: number of image files in it and below.
+        folders: visible folders in it, by name.
+        link: a link that is not followed, and counts as one image.
+    """
+
+    path: Path
+    name: str = ""
+    images: int = 0
+    total: int = 0
+    folders: dict[str, Folder] = field(default_factory=dict)
+    link: bool = False
+
+    @property
+    def filled(self) -> dict[str, Folder]:
+        """The folders in it that hold images at any depth."""
+        return {name: folder for name, folder in self.folders.items() if folder.total}
+
+    def __str__(self) -> str:
+        return f"{self.shown} ({counted(self.total)})"
+
+    @property
+    def shown(self) -> str:
+        """Its name for messages: shortened, with a slash."""
+        name = printable(self.name)
+        short = name if len(name) <= _LETTERS else f"{name[:_LETTERS]}…"
+        return f"{short}/" if name else printable(self.path)
+
+
+def counted(images: int) -> str:
+    """Return a number of images in words."""
+    return f"{images:,} image{'s' if images != 1 else ''}"
+
+
+def same_class(name: str) -> str:
+    """Return a form of a class name that is equal for names that differ by case, spaces and encoding only."""
+    return unicodedata.normalize("NFC", " ".join(name.split())).casefold()
+
+
+def scan(root: Path, follow_links: bool) -> tuple[Folder, list[tuple[Path, str | None]]]:
+    """Count the images of all folders below `root`.
+
+    A link to a folder is followed in the first levels, outside of classes, if it leads out of `root` and `follow_links`
+    is set. Other links there count as folders with one image: `links_in` refuses them if they are used.
+
+    Args:
+        root: the folder.
+        follow_links: follow links out of it.
+
+    Returns:
+        The folder, and the folders near the top that could not be seen: links (None), or with an error.
+    """
+    top = Folder(root)
+    real = Path(os.path.realpath(root))
+    waiting, order, blocked = [(top, 0)], [], list[tuple[Path, str | None]]()
+    while waiting:
+        folder, depth = waiting.pop()
+        order.append(folder)
+        try:
+            entries = list(os.scandir(folder.path))
+        except OSError as error:
+            if depth <= 2:
+                blocked.append((folder.path, error.strerror or "an error"))
+            continue
+        links = []
+        for entry in entries:
+            if entry.name.startswith(".") or entry.name == "__MACOSX":
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                inner = Folder(Path(entry.path), f"{folder.name}/{entry.name}".lstrip("/"))
+                folder.folders[entry.name] = inner
+                waiting.append((inner, depth + 1))
+            elif entry.is_symlink() and os.path.isdir(entry.path):
+                links.append(entry)
+            elif is_image(entry.name):
+                with contextlib.suppress(OSError):  # a link to itself
+                    folder.images += entry.is_file()
+        if depth > 2 or (depth > 0 and folder.images):
+            continue  # a class: links to folders in it are not followed
+        for entry in links:
+            inner = Folder(Path(entry.path), f"{folder.name}/{entry.name}".lstrip("/"))
+            folder.folders[entry.name] = inner
+            target = Path(os.path.realpath(entry.path))
+            inside = target == real or real in target.parents or target in real.parents
+            if inside or not follow_links:
+                inner.images, inner.link = 1, True
+                blocked.append((inner.path, None))
+                order.append(inner)
+            else:
+                waiting.append((inner, depth + 1))
+    for folder in reversed(order):
+        folder.folders = dict(sorted(folder.folders.items()))
+        folder.total = folder.images + sum(inner.total for inner in folder.folders.values())
+    return top, blocked

@@ -1,0 +1,401 @@
+"""The layout of a user's image folder: which folders are splits, and which folders below them are the classes.
+
+The decision is made once, by `find_layout`, from the names of folders and the number of images in each; no image is
+opened. A layout that can be read in several ways is an error that shows what was found and the settings that choose.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.text import printable
+from efficient_ft.data.below import links_in
+from efficient_ft.data.folder_tree import Folder, counted, same_class, scan
+from efficient_ft.data.splits import SPLITS, Chosen, Split, ambiguous, chosen_places, name_splits, repeated, show, some
+
+#: Names of folders whose images have no class.
+_UNLABELED = ("unlabel", "unlabl", "pred", "unsup", "unknown")
+#: Names of the two folders of a segmentation data set.
+_PICTURES = frozenset({"image", "images", "img", "imgs", "jpegimages", "photos", "pictures"})
+_MASKS = frozenset({"mask", "masks", "label", "labels", "annotation", "annotations", "annotations_png", "gt",
+                    "groundtruth", "ground_truth", "segmentation", "segmentationclass", "seg"})  # fmt: skip
+_TABLES = (".csv", ".tsv", ".json", ".jsonl", ".txt", ".xlsx", ".xls", ".mat", ".parquet", ".xml", ".pkl")
+#: The layouts that are read.
+EXPECTED = "Expected layout: train/CLASS/*.jpg with val/ or test/ of the same form, or CLASS/*.jpg."
+#: Longest list of folders that is suggested as a setting.
+_MOST_PLACES = 12
+
+
+@dataclass
+class Layout:
+    """The decision about a folder of images.
+
+    Attributes:
+        places: by split, the folders whose top folders are the classes.
+        notes: facts that a user should know, one sentence each.
+        loose: number of images outside of class folders.
+        unused: the folders that are not used.
+    """
+
+    places: dict[Split, list[Folder]]
+    notes: list[str] = field(default_factory=list)
+    loose: int = 0
+    unused: list[Folder] = field(default_factory=list)
+
+
+def find_layout(root: Path, chosen: Chosen | None = None, follow_links: bool = False) -> Layout:
+    """Decide which folders are splits, and which are classes.
+
+    Args:
+        root: the data set's folder; exists.
+        chosen: the setting ``data.splits``; None: splits are recognized by their names.
+        follow_links: as in `read_folder`.
+
+    Raises:
+        UserError: the layout can be read in several ways, or in none.
+    """
+    top, blocked = scan(root, follow_links)
+    try:
+        return _explicit(top, chosen) if chosen is not None else _recognized(top)
+    except SettingError:
+        raise
+    except UserError:
+        for place, reason in blocked:  # a part that was not seen is the better reason
+            if reason is not None:
+                raise UserError(f"{printable(place)} cannot be read ({reason}). Check its permissions.") from None
+            links_in([place], root, follow_links)
+        raise
+
+
+def _explicit(top: Folder, chosen: Chosen) -> Layout:
+    """The layout that ``data.splits`` names."""
+    places: dict[Split, list[Folder]] = {}
+    for split, paths in chosen_places(top.path, chosen).items():
+        for path in paths:
+            if not path.is_dir():
+                raise SettingError(f"data.splits.{split}", printable(path.name), "a folder of class folders")
+            parts = Path(os.path.relpath(path, top.path)).parts
+            folder: Folder | None = top
+            for part in parts if path != top.path else ():
+                folder = folder.folders.get(part) if folder else None
+            folder = folder or scan(path, False)[0]
+            if folder.images and not folder.filled:
+                raise UserError(_without_classes(top, [folder]))
+            places.setdefault(split, []).append(folder)
+    used = {folder.name for part in places.values() for folder in part}
+    loose = top.images if "" in used else 0
+    loose += sum(folder.images for part in places.values() for folder in part if folder.name)
+    layout = Layout(places, loose=loose)
+    layout.unused = list(_unnamed(top, used)) if "" not in used else []
+    return layout
+
+
+def _unnamed(folder: Folder, used: set[str]) -> Iterator[Folder]:
+    """The folders that are not used, and hold none that is."""
+    for inner in folder.folders.values():
+        if inner.name in used:
+            continue
+        if any(name.startswith(f"{inner.name}/") for name in used):
+            yield from _unnamed(inner, used)
+        else:
+            yield inner
+
+
+def _recognized(top: Folder) -> Layout:
+    """The layout by the names of the folders."""
+    named = {name: split for name, split in name_splits(top.folders).items() if top.folders[name].total}
+    entered = {name: _entered(top.folders[name]) for name in named}
+    by_split: dict[Split, list[str]] = defaultdict(list)
+    for name in sorted(named):
+        if entered[name].filled:
+            by_split[named[name]].append(name)
+    if "train" not in by_split:
+        return _without_train(top, named, by_split)
+    paths = {split: [Path(name) for name in names] for split, names in by_split.items()}
+    for split in paths:
+        if len(paths[split]) > 1:
+            raise repeated(top.path, split, paths[split], paths)
+    places: dict[Split, list[Folder]] = {split: [entered[by_split[split][0]]] for split in SPLITS if split in by_split}
+    for name, split in name_splits(top.folders).items():
+        if split in by_split:
+            continue
+        folder = top.folders[name]
+        if folder.total:
+            rest = {one: of[0].name for one, of in places.items()}
+            raise UserError(
+                f"{printable(top.path / name)} has no images in class folders, but {counted(folder.images)} without a"
+                f" class. Put them into {printable(name)}/CLASS/, or leave them out: 'data.splits={show(rest)}'."
+            )
+        places[split] = [folder]  # without an image, which is explained where files are listed
+    used = {places[split][0].name.split("/")[0] for split in places}
+    others = [folder for name, folder in top.folders.items() if name not in used]
+    _refuse_rivals(top, places, [one for one in others if one.name not in named and not one.link])
+    layout = Layout(places, loose=top.images, unused=others)
+    for name in sorted(used):
+        place = entered.get(name, top.folders[name])
+        layout.loose += place.images
+        if place.name != name:
+            layout.notes.append(f"{printable(name)}/ holds {printable(place.name)}/ only, which is used.")
+    evaluated = [of[0] for split, of in places.items() if split != "train"]
+    now: dict[Split, str] = {split: of[0].name for split, of in places.items()}
+    _require_clear(top, places["train"][0], now, layout.notes, evaluated=evaluated)
+    return layout
+
+
+def _entered(folder: Folder) -> Folder:
+    """The folder of classes of a split: a folder may hold a single one of the same split, once or twice."""
+    for _ in range(2):
+        inner = list(folder.filled.values())
+        base = os.path.basename(folder.name)
+        if len(inner) != 1 or folder.images or not inner[0].filled:
+            break
+        other = os.path.basename(inner[0].name)
+        both = name_splits([base, other]) if base != other else {}
+        if base != other and both.get(base) != both.get(other, "none"):
+            break
+        folder = inner[0]
+    return folder
+
+
+def _refuse_rivals(top: Folder, places: Mapping[Split, Sequence[Folder]], others: Sequence[Folder]) -> None:
+    """Refuse folders next to ``train`` whose names denote no split, but which could be one, or a class."""
+    classes = {same_class(name) for name in places["train"][0].filled}
+    now: dict[Split, str] = {split: of[0].name for split, of in places.items()}
+    for other in others:
+        shared = [name for name in other.filled if same_class(name) in classes]
+        if shared:
+            free: list[Split] = [split for split in ("test", "val") if split not in now]  # type: ignore[misc]
+            readings: list[tuple[str, Chosen]] = [
+                (f"{printable(other.name)} is the {split} split", {**now, split: other.name}) for split in free[:1]
+            ]
+            readings += [(f"{printable(other.name)} trains as well", {**now, "train": [now["train"], other.name]})]
+            readings += [(f"{printable(other.name)} is not used", now)]
+            raise ambiguous(top.path, f"{other} holds folders with names of classes: {some(shared)}.", readings)
+    flat = [one for one in others if one.images and not _is_unlabeled(one.name)]
+    if len(now) == 1 and len(flat) > 1:
+        found = f"{places['train'][0]} holds folders; {_listed(flat)} hold images directly."
+        raise ambiguous(top.path, found, [("train is the training data", now), ("all are classes", {"train": "."})])
+
+
+def _is_unlabeled(name: str) -> bool:
+    return any(word in name.casefold() for word in _UNLABELED)
+
+
+def _without_train(top: Folder, named: Mapping[str, Split], by_split: Mapping[Split, Sequence[str]]) -> Layout:
+    """The layout of a folder without a recognized training split: its top folders are the classes."""
+    folders = top.filled
+    if not folders:
+        if top.images and not top.folders:
+            raise UserError(_without_classes(top, [top]))
+        trains = [name for name, split in name_splits(top.folders).items() if split == "train"]
+        holder = [top.folders[name] for name in trains if top.folders[name].folders]
+        return Layout({"train": holder[:1] or [top]})  # without an image, which is explained where files are listed
+    rest = [name for name in folders if name not in named and not _is_unlabeled(name)]
+    nested = {name for names in by_split.values() for name in names}
+    flat = sorted((name for name in named if name not in nested), key=lambda name: (SPLITS.index(named[name]), name))
+    if any(named[name] == "train" for name in flat) and (len({named[n] for n in flat}) > 1 or by_split or not rest):
+        raise UserError(_without_classes(top, [folders[name] for name in flat]))
+    if named and not rest:
+        raise UserError(
+            f"{top.path.absolute()} has {some(sorted(named))}/ but no train/ with class folders. Add the training"
+            " images, or name the folder with them: 'data.splits={train: FOLDER}'."
+        )
+    _refuse_wrapper(top)
+    layout = Layout({"train": [top]}, loose=top.images)
+    _require_clear(top, top, {"train": "."}, layout.notes, by_split)
+    if flat:
+        layout.notes.append(f"{some(flat)} {_verb(flat, 'is a class', 'are classes')}, not a split: it has no folders.")
+    return layout
+
+
+def _without_classes(top: Folder, flat: Sequence[Folder]) -> str:
+    """The message for images that are in no class folder."""
+    tables = labels_hint([top.path, *(one.path for one in flat if one is not top)])
+    classes = len(top.filled) > 1 and flat[0] is not top
+    other = f" If the folders are the classes: 'data.splits={show({'train': '.'})}'." if classes else ""
+    place = "" if flat[0] is top else f"In {printable(top.path.absolute())}, "
+    return f"{place}{_listed(flat)} {_verb(flat, 'has', 'have')} no class folders.{tables} {EXPECTED}{other}"
+
+
+def labels_hint(folders: Sequence[Path]) -> str:
+    """Return a sentence that names the files of the folders in which labels may be; empty if there are none."""
+    places = [folder for folder in folders if folder.is_dir()]
+    names = [e.name for place in places for e in os.scandir(place) if e.name.lower().endswith(_TABLES)]
+    return (
+        f" The labels may be in {some(sorted(names), 3)}: sort the images into class folders by them." if names else ""
+    )
+
+
+def _verb(of: Sequence[Any], one: str, several: str) -> str:
+    return one if len(of) == 1 else several
+
+
+def _listed(folders: Sequence[Folder]) -> str:
+    return some([str(folder) for folder in folders], 6)
+
+
+def _refuse_wrapper(top: Folder) -> None:
+    """Refuse a folder that holds the data set in a folder of it."""
+    folders = list(top.filled.values())
+    inner = folders[0]
+    if len(folders) == 1 and not inner.images:
+        while len(inner.filled) == 1 and not inner.images and next(iter(inner.filled.values())).filled:
+            inner = next(iter(inner.filled.values()))
+        if len(inner.filled) > 1:
+            raise UserError(
+                f"{printable(top.path.absolute())} holds a single folder with images, {printable(inner.name)}, which"
+                f" has {some(list(inner.filled))}. Pass data.root={printable(top.path / inner.name)}."
+            )
+    whole = [
+        one
+        for one in folders
+        if any(one.folders[name].filled for name, s in name_splits(one.filled).items() if s == "train")
+    ]
+    if len(whole) == 1:
+        raise UserError(
+            f"{printable(top.path.absolute())} has no train/, but {whole[0]} has {some(list(whole[0].filled))}. Pass"
+            f" data.root={printable(top.path / whole[0].name)}."
+        )
+    keys = {same_class(folder.name): folder for folder in folders}
+    if len(keys) == 2 and keys.keys() & _PICTURES and keys.keys() & _MASKS and keys.keys() <= _PICTURES | _MASKS:
+        raise UserError(
+            f"{printable(top.path.absolute())} holds {_listed(folders)}: images with masks, as they seem, not classes."
+            " For segmentation use data=mask_folder. If they are classes: 'data.splits={train: .}'."
+        )
+
+
+def _require_clear(
+    top: Folder,
+    place: Folder,
+    now: Chosen,
+    notes: list[str],
+    by_split: Mapping[Split, Sequence[str]] | None = None,
+    evaluated: Sequence[Folder] = (),
+) -> None:
+    """Refuse class folders that may not be the classes; note those whose images are in folders below.
+
+    Args:
+        top: the data set's folder.
+        place: the folder whose top folders are the classes.
+        now: the layout as a value of ``data.splits``.
+        notes: is added to.
+        by_split: names of top folders that denote other splits.
+        evaluated: the folders of the other splits in `now`.
+    """
+    classes = list(place.filled.values())
+    depths: Counter[int] = Counter()
+    levels: list[dict[str, list[Folder]]] = []  # below the classes: the folders by the common form of their names
+    examples: dict[int, Folder] = {}
+    for one in classes:
+        _count(one, depths, levels, examples)
+    if len(depths) < 2 and 0 in depths:
+        return
+    if len(classes) == 1:
+        if not classes[0].images and len(classes[0].filled) > 1:
+            inner = {**now, "train": classes[0].name}
+            raise UserError(
+                f"{printable(place.path)} holds a single folder, {classes[0]}, with {some(list(classes[0].filled))}."
+                f" If these are the classes: 'data.splits={show(inner)}', with such folders for all splits."
+            )
+        return
+    deeper = sum(depths.values()) - depths[0]
+    shared = _shared(levels) if deeper > depths[0] else None
+    if shared is not None:
+        raise _same_folders(top, place, now, shared, by_split or {}, evaluated)
+    if len(depths) > 1:
+        counts = [f"{counted(depths[d])} in folders such as {examples[d].shown}" for d in sorted(depths)[:3]]
+        found = (
+            f"Its images are at {len(depths)} depths: {'; '.join(counts)}. Move them to one depth if the deeper folders"
+            " are classes of their own."
+        )
+        raise ambiguous(top.path, found, [("the top folders are the classes, with all images below them", now)])
+    joined = sum(len(folders) for folders in levels[-1].values())
+    notes.append(
+        f"Classes are the top folders of {printable(place.path)} ({some(list(place.filled))}): the images in their"
+        f" {joined} folders are joined."
+    )
+
+
+def _count(
+    folder: Folder, depths: Counter[int], levels: list[dict[str, list[Folder]]], examples: dict[int, Folder]
+) -> None:
+    """Count images by their depth below a class folder, with an example, and collect the folders there by level."""
+    waiting = [(folder, 0)]
+    while waiting:
+        one, at = waiting.pop()
+        if one.images:
+            depths[at] += one.images
+            examples.setdefault(at, one)
+        while one.filled and len(levels) <= at:
+            levels.append({})
+        for name, inner in one.filled.items():
+            levels[at].setdefault(same_class(name), []).append(inner)
+            waiting.append((inner, at + 1))
+
+
+def _shared(levels: Sequence[Mapping[str, Sequence[Folder]]]) -> Mapping[str, Sequence[Folder]] | None:
+    """The folders of the first level at which several folders hold folders of the same names; None: there is none.
+
+    Folders that all hold a single one of the same name, such as ``images``, do not count.
+    """
+    for level in levels:
+        same = {key: folders for key, folders in level.items() if len(folders) > 1}
+        if same and len(level) > 1:
+            return same
+    return None
+
+
+def _same_folders(
+    top: Folder,
+    place: Folder,
+    now: Chosen,
+    shared: Mapping[str, Sequence[Folder]],
+    by_split: Mapping[Split, Sequence[str]],
+    evaluated: Sequence[Folder],
+) -> UserError:
+    """The error for top folders that hold the same folders: years, folds, languages, splits of unknown names."""
+    inside = {folder.name.rpartition("/")[0] for folders in shared.values() for folder in folders}
+    holders = [one for one in _walk(place) if one.name in inside]
+    names = sorted({os.path.basename(folder.name) for folders in shared.values() for folder in folders})
+    found = f"{_listed(holders)} hold folders of the same names: {some(names)}."
+    classes = ("the top folders are the classes, with all images below them", now)
+    if "train" in name_splits(names).values():
+        inner = [(split, one.folders[name].name) for one in holders for name, split in name_splits(one.filled).items()]
+        if any(folder.images for folders in shared.values() for folder in folders) or len(inner) > _MOST_PLACES:
+            found += " To keep their splits, move the images to train/CLASS and test/CLASS."
+            return ambiguous(top.path, found, [classes])
+        joined: Any = {split: _plain([name for s, name in inner if s == split]) for split in dict(inner)}
+        return ambiguous(top.path, found, [("these are splits, to be joined", joined), classes])
+    splits = {name: split for split, of in by_split.items() for name in of}
+    parts = [one for one in holders if one.name not in splits]
+    readings: list[tuple[str, Chosen]] = []
+    others: Any = {split: value for split, value in now.items() if split != "train"}
+    others |= {split: of[0] if len(of) == 1 else list(of) for split, of in by_split.items()}
+    if len(parts) <= _MOST_PLACES:
+        if not others and len(parts) > 1:
+            last = min(parts[::-1], key=lambda one: one.total) if len(parts) == 2 else parts[-1]
+            train = [one.name for one in parts if one is not last]
+            readings.append(
+                (f"{printable(last.name)} is for testing", {"train": _plain(train), "test": last.name}),
+            )
+        words = "all of them are for training" if len(parts) > 1 else f"{parts[0].name} is for training"
+        readings.append((words, {"train": _plain([one.name for one in parts]), **others}))
+    are_classes = all(place.filled.keys() & one.filled.keys() for one in evaluated)
+    return ambiguous(top.path, found, [*readings, classes] if are_classes or not readings else readings)
+
+
+def _plain(names: list[str]) -> str | list[str]:
+    return names[0] if len(names) == 1 else names
+
+
+def _walk(folder: Folder) -> Iterator[Folder]:
+    """The folders with images below a folder, in order."""
+    for inner in folder.filled.values():
+        yield inner
+        yield from _walk(inner)
