@@ -226,8 +226,8 @@ def test_loose_images_and_unreadable_kinds_are_named(tmp_path: Path) -> None:
         read_folder(tmp_path)
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "photo.heic").write_bytes(b"x")
-    with pytest.raises(UserError, match=r"\.heic ×2"):
+        (tmp_path / name / "photo.nef").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"\.nef ×2\. For \.nef files: convert them"):
         read_folder(tmp_path)
 
 
