@@ -106,6 +106,7 @@ def _write_masks(trained: Trained, paths: Sequence[Path], options: argparse.Name
 
     out = options.out or (options.run if options.run.is_dir() else options.run.parent) / "masks"
     ids, names = json.loads(trained.notes["class_ids"]), [plain_text(name) for name in trained.class_names]
+    colors = json.loads(trained.notes.get("class_colors", "null"))
     targets = {path: out / f"{path.stem}.png" for path in paths}
     stem, count = Counter(path.stem for path in paths).most_common(1)[0]
     if count > 1:
@@ -117,7 +118,7 @@ def _write_masks(trained: Trained, paths: Sequence[Path], options: argparse.Name
     for path, target in targets.items():
         image = read_image(path, decoding=trained.decoding)
         indices = predict_mask(trained.model, image, trained.input)
-        mask_image(indices, ids).save(target)
+        mask_image(indices, ids, colors).save(target)
         if options.overlay:
             overlay(image, indices, len(names)).save(target.with_name(f"{path.stem}_overlay.png"))
         print(plain_line(f"{path} -> {target}"))

@@ -185,11 +185,20 @@ _CHOICES = {
 
 
 def _check_masks(name: str, masks: MaskConfig) -> None:
-    for setting in ("classes", "ignored"):
+    for setting in ("classes", "ignored", "values", "colors", "palette", "folder", "image_folder"):
         value = getattr(masks, setting)
-        if value and name != "mask_folder":
+        if value and value != "auto" and name != "mask_folder":
             known = "left out, since the data set has its own"
-            raise SettingError(f"data.masks.{setting}", value, known, "Or use data=mask_folder.")
+            raise SettingError(f"data.masks.{setting}", show(value), known, "Or use data=mask_folder.")
+    if masks.colors is not None:
+        if masks.values is not None:
+            raise SettingError("data.masks.values", show(masks.values), "null with data.masks.colors")
+        if masks.palette == "index":
+            raise SettingError("data.masks.palette", "index", "auto or color with data.masks.colors")
+        for class_name, color in masks.colors.items():
+            if isinstance(color, str) and not re.fullmatch(r"#[0-9a-fA-F]{6}", color):
+                known = '[red, green, blue] or "#rrggbb"'
+                raise SettingError(f"data.masks.colors.{class_name}", color, known)
     low, high = masks.zoom
     if low > high:
         raise SettingError("data.masks.zoom", [low, high], "[smallest, largest]")

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from efficient_ft.config.schema import Config, DataConfig, OptimConfig, TextConfig
+from efficient_ft.config.schema import Config, DataConfig, MaskConfig, OptimConfig, TextConfig
 
 #: Settings of display, logging, measurement and loading, which do not change the result of a run.
 _NO_EFFECT: dict[str, Any] = {
@@ -73,6 +73,10 @@ def _content(data: DataConfig) -> dict[str, Any]:
     what = data.model_dump(mode="json", exclude=_DATA_NO_EFFECT)
     if data.masks is None:  # a later setting
         del what["masks"]
+    else:
+        for setting in ("values", "colors", "palette", "exif", "folder", "image_folder"):  # later settings
+            if getattr(data.masks, setting) == MaskConfig.model_fields[setting].default:
+                del what["masks"][setting]
     if data.text is None:  # a later setting
         del what["text"]
     else:

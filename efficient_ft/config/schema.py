@@ -80,13 +80,30 @@ class AugmentConfig(Section):
     pick: Count | None = None
 
 
+MaskValue = Annotated[int, Field(ge=0, lt=2**16)]
+_Channel = Annotated[int, Field(ge=0, le=255)]
+
+
 class MaskConfig(Section):
-    """Settings of a segmentation data set alone: classes, ids without a label, sizes."""
+    """Settings of a segmentation data set alone: folders, classes, pixel values without a label, sizes."""
 
     #: Names of the classes with ids 0, 1, …; null: those of the data set, or of classes.txt.
     classes: list[Name] | None = None
     #: Further ids of pixels without a label, besides 255.
-    ignored: list[Annotated[int, Field(ge=0, lt=2**16)]] = Field(default_factory=list)
+    ignored: list[MaskValue] = Field(default_factory=list)
+    #: The class of each pixel value, by its name or id, or ``void``; ids: values are ids; null: the same, and masks
+    #: that suggest another reading are rejected.
+    values: Annotated[dict[MaskValue, Name | int], Field(min_length=1)] | Literal["ids"] | None = None
+    #: The color of each class, [red, green, blue] or "#rrggbb", for masks of colors; ``void``: no label.
+    colors: Annotated[dict[Name, Name | tuple[_Channel, _Channel, _Channel]], Field(min_length=1)] | None = None
+    #: Masks with a palette are read by index or by color; auto: by color if the classes have colors.
+    palette: Literal["auto", "index", "color"] = "auto"
+    #: Masks of images with an EXIF orientation belong to the upright image, or to its stored (raw) pixels; auto: as
+    #: their sizes show.
+    exif: Literal["auto", "upright", "raw"] = "auto"
+    #: Names of the folders of masks and of images; null: recognized.
+    folder: Name | None = None
+    image_folder: Name | None = None
     #: Training images are resized by a random factor in this range before a part is cut out.
     zoom: tuple[Positive, Positive] = (0.5, 2.0)
     #: Mirror half of the training images left to right.

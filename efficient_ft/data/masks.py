@@ -1,6 +1,6 @@
-"""Lists of segmentation data: images with masks, the classes of their ids, splits. Nothing is decoded here but masks.
+"""Segmentation data: images with masks, the classes of their pixels, splits. Nothing is decoded here but masks.
 
-A mask is an image file whose pixel values are class ids: 8 or 16 bits, or indices of a palette.
+A mask is an image file whose pixel values are class ids (8 or 16 bits, or indices of a palette), or colors of classes.
 """
 
 from __future__ import annotations
@@ -9,45 +9,97 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import cached_property
+from typing import Literal
 
 import numpy as np
-from PIL import Image
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.core.text import printable
-from efficient_ft.data.below import Below, files_below, links_in
-from efficient_ft.data.images import EXTENSIONS, FORMATS
+from efficient_ft.data.mask_pixels import Pixels, read_pixels
 
-#: Names of ids in classes.txt that are no class.
-_NO_CLASS = frozenset({"void", "unlabeled", "unlabelled", "ignore", "ignored"})
-_SPLITS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
-_LAYOUT = "Expected layout: {train,val,test}/images/NAME.jpg with {train,val,test}/masks/NAME.png, and classes.txt."
-_MASK_EXTENSIONS = (".png", ".bmp", ".tif", ".tiff", ".gif")
+#: In tables: a value of no class.
+UNKNOWN = 254
+Color = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Classes:
-    """The classes of a data set and their ids in its masks.
+    """The classes of a data set and their pixel values in its masks.
 
     Attributes:
         names: by index, as the network has them.
-        ids: of the same classes, in the masks.
-        ignored: ids of pixels without a label; 255 is one always.
+        ids: values of the same classes; predictions are written with them.
+        ignored: values of pixels without a label; 255 is one unless it is a class.
+        further: (value, index of the class) of further values of classes.
+        colors: of the classes, in masks of colors; empty: masks have ids alone.
+        ignored_colors: of pixels without a label.
+        palette: masks with a palette are read by index or by color; auto: by color if there are colors.
+        chosen: the user has chosen the reading of the values: other readings are not considered.
     """
 
     names: tuple[str, ...]
     ids: tuple[int, ...]
     ignored: frozenset[int] = frozenset({IGNORED})
+    further: tuple[tuple[int, int], ...] = ()
+    colors: tuple[Color, ...] = ()
+    ignored_colors: frozenset[Color] = frozenset()
+    palette: Literal["auto", "index", "color"] = "auto"
+    chosen: bool = False
 
-    @property
+    @cached_property
     def table(self) -> np.ndarray:
-        """uint8 (65536,): the index of the class of each id, `IGNORED`, or 254 for an unknown id."""
-        table = np.full(1 << 16, 254, dtype=np.uint8)
-        table[list(self.ids)] = np.arange(len(self.ids))
+        """uint8 (65537,): the index of the class of each value, `IGNORED`, or `UNKNOWN`; the last entry is unknown."""
+        table = np.full((1 << 16) + 1, UNKNOWN, dtype=np.uint8)
         table[sorted(self.ignored)] = IGNORED
+        table[list(self.ids)] = np.arange(len(self.ids))
+        for value, index in self.further:
+            table[value] = index
         return table
+
+    @cached_property
+    def color_table(self) -> np.ndarray:
+        """uint8 (2**24,): as `table`, by color: red · 65536 + green · 256 + blue."""
+        table = np.full(1 << 24, UNKNOWN, dtype=np.uint8)
+        for color in self.ignored_colors:
+            table[_packed(color)] = IGNORED
+        table[[_packed(color) for color in self.colors]] = np.arange(len(self.colors))
+        return table
+
+    @cached_property
+    def gray(self) -> bool:
+        """True if all colors are gray: masks with one channel are then read by color."""
+        return bool(self.colors) and all(len(set(color)) == 1 for color in (*self.colors, *self.ignored_colors))
+
+    def values(self, pixels: Pixels) -> tuple[np.ndarray, bool]:
+        """Return the pixel values that decide the classes, int64 (H, W), and whether they are colors.
+
+        Raises:
+            ValueError: the mask has colors, and the classes have none.
+        """
+        by_color = bool(self.colors) and pixels.colors is not None
+        if by_color and pixels.colors is not None and not (pixels.mode == "P" and self.palette == "index"):
+            return pixels.colors, True
+        ids = pixels.ids
+        if pixels.mode == "1" and (self.gray or (self.table[1] == UNKNOWN and IGNORED in self.ids)):
+            ids = ids * 255  # white
+        if self.gray and pixels.colors is None and ids.max(initial=0) < 256:
+            return ids * 0x010101, True
+        if pixels.mode in ("RGB", "RGBA") and (ids < 0).any():
+            raise ValueError("colors")
+        return ids, False
+
+    def indices(self, values: np.ndarray, by_color: bool) -> np.ndarray:
+        """Return the index of the class of each value: uint8 (H, W) with `IGNORED` and `UNKNOWN`."""
+        if by_color:
+            return self.color_table[values]
+        outside = (values < 0) | (values >= 1 << 16)
+        return self.table[np.where(outside, 1 << 16, values) if outside.any() else values]
+
+
+def _packed(color: Color) -> int:
+    return color[0] << 16 | color[1] << 8 | color[2]
 
 
 @dataclass(frozen=True)
@@ -89,7 +141,11 @@ class MaskListing:
 
     def digest(self) -> str:
         """8 hex digits that tell two copies apart: of the classes, and names and sizes of up to 256 files a split."""
-        found = hashlib.blake2b(repr((self.classes.names, self.classes.ids)).encode(), digest_size=4)
+        classes = self.classes
+        about: tuple[object, ...] = (classes.names, classes.ids)
+        if classes.further or classes.colors:
+            about = (*about, classes.further, classes.colors, sorted(classes.ignored_colors))
+        found = hashlib.blake2b(repr(about).encode(), digest_size=4)
         for name, part in (("train", self.train), ("val", self.val), ("test", self.test)):
             if part is None or not len(part):
                 continue
@@ -108,124 +164,12 @@ def hold_out(samples: MaskSamples, fraction: float, seed: int) -> tuple[MaskSamp
     return samples.take(kept), samples.take(sorted(chosen))
 
 
-def missing_mask_folder(root: Path) -> str | None:
-    """Say what belongs in a folder that does not exist; None: it does."""
-    return None if root.is_dir() else f"data.root={printable(root)}: no such folder. {_LAYOUT}"
-
-
-def read_mask_folder(
-    root: Path, names: Sequence[str] | None = None, ignored: Sequence[int] = (), follow_links: bool = False
-) -> MaskListing:
-    """List the images and masks below `root`.
-
-    Two layouts are read: ``images/`` and ``masks/`` in ``train/`` and in ``val/`` and/or ``test/``; or these two
-    folders only. If there is neither ``val/`` nor ``test/``, a fifth of the images is held out for testing, the same
-    for every seed. A mask has the name of its image, apart from the extension.
-
-    Args:
-        root: the folder; may be a link.
-        names: of the classes, in the order of their ids from 0; None: the lines of ``classes.txt``. An id named
-            ``void`` (or unlabeled, ignore) is no class: its pixels have no label.
-        ignored: further ids without a label, besides 255.
-        follow_links: use what links out of `root` lead to, and say so in the notes.
-
-    Raises:
-        UserError: no such folder, no classes, an image without a mask or a mask without an image, or a link out of
-            `root` that is not to be followed.
-    """
-    classes = _classes(root, names, ignored)
-    places: dict[str, Path] = {}
-    for split, folders in _SPLITS.items():
-        there = [folder for folder in folders if (root / folder / "images").is_dir()]
-        if there:
-            places[split] = root / there[0]
-    if not places and (root / "images").is_dir():
-        places["train"] = root
-    if "train" not in places:
-        raise UserError(f"{printable(root.absolute())} has no folder of images with masks. {_LAYOUT}")
-    inner = [place / kind for place in places.values() for kind in ("images", "masks")]
-    splits = [place for place in places.values() if place != root]
-    notes = links_in([*splits, *inner, root / "classes.txt"], root, follow_links)
-    listed = frozenset(map(os.path.realpath, inner))
-    below = Below(root=os.path.realpath(root), listed=listed, follow_links=follow_links)
-    found = {split: _pairs(place, below) for split, place in places.items()}
-    notes += below.notes(root)
-    train, val, test = found["train"], found.get("val"), found.get("test")
-    if val is None and test is None:
-        if len(train) < 2:
-            raise UserError(f"{printable(root.absolute())} has a single image: none can be held out for testing.")
-        train, test = hold_out(train, 0.2, seed=0)
-        notes.append(
-            f"{len(test)} of {len(train) + len(test)} images are held out for testing, the same for every seed."
-        )
-    return MaskListing(classes, train, val, test, notes)
-
-
-def _classes(root: Path, names: Sequence[str] | None, ignored: Sequence[int]) -> Classes:
-    problem = missing_mask_folder(root)
-    if problem is not None:
-        raise UserError(problem)
-    if names is None:
-        file = root / "classes.txt"
-        if not file.is_file():
-            raise UserError(
-                f"{printable(root.absolute())} has no classes.txt, which names the classes of ids 0, 1, … in the masks,"
-                " one a line. Write it, or set data.masks.classes=[NAME,…]."
-            )
-        names = [
-            line.strip() for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()
-        ]
-    without = {number for number, name in enumerate(names) if name.lower() in _NO_CLASS} | {IGNORED, *ignored}
-    ids = tuple(number for number in range(len(names)) if number not in without)
-    if len(ids) < 2:
-        raise UserError(f"{printable(root.absolute())} has {len(ids)} classes. Segmentation needs at least two.")
-    if len(ids) > 254:
-        raise UserError(f"{printable(root.absolute())} has {len(ids)} classes; at most 254 are possible.")
-    return Classes(tuple(names[i] for i in ids), ids, frozenset(without))
-
-
-def _pairs(folder: Path, below: Below) -> MaskSamples:
-    """The images in ``images/`` of a folder, and the masks of the same names in ``masks/``, at any depth."""
-    images = _files(folder / "images", EXTENSIONS, below)
-    masks = _files(folder / "masks", _MASK_EXTENSIONS, below)
-    if not images:
-        raise UserError(f"{printable((folder / 'images').absolute())} has no images.")
-    lacking = sorted(images.keys() - masks.keys())
-    if lacking:
-        raise UserError(
-            f"{printable(images[lacking[0]])} has no mask {printable((folder / 'masks').absolute())}/{lacking[0]}.png"
-            f"{_more(lacking)}. Add it, or remove the image."
-        )
-    names = sorted(images)
-    return MaskSamples([images[name] for name in names], [masks[name] for name in names])
-
-
-def _files(folder: Path, extensions: Sequence[str], below: Below) -> dict[str, str]:
-    """Paths of the files with these extensions, by their place in the folder without extension."""
-    found: dict[str, str] = {}
-    if not folder.is_dir():
-        return found
-    files_below(folder, below)
-    if below.links or below.special or below.again:
-        raise UserError(below.notes(folder)[0])
-    files, below.files = below.files, []
-    for path in files:
-        stem, extension = os.path.splitext(path)
-        if extension.lower() not in extensions:
-            continue
-        key = os.path.relpath(stem, folder)
-        if key in found:
-            raise UserError(f"{printable(folder)} has two files for {printable(key)}. Keep one of them.")
-        found[key] = path
-    return found
-
-
-def _more(names: Sequence[str]) -> str:
-    return f", nor have {len(names) - 1} further images theirs" if len(names) > 1 else ""
-
-
 def read_mask(
-    path: str, classes: Classes, size: tuple[int, int] | None = None, table: np.ndarray | None = None
+    path: str,
+    classes: Classes,
+    size: tuple[int, int] | None = None,
+    orientation: int = 1,
+    labeled: bool = True,
 ) -> np.ndarray:
     """Read a mask as indices of classes.
 
@@ -233,49 +177,83 @@ def read_mask(
         path: the file.
         classes: of the data set.
         size: (width, height) of its image; None: not compared.
-        table: `Classes.table`, to make it once; None: it is made here.
+        orientation: EXIF orientation of the image, by which the mask is turned too; 1: it is not turned.
+        labeled: refuse a mask without a labeled pixel.
 
     Returns:
         uint8 (H, W): indices of classes, `IGNORED` where there is no label.
 
     Raises:
-        UserError: the file cannot be read, has colors instead of ids, another size than its image, ids of no class, or
-            no labeled pixel.
+        UserError: the file cannot be read, has colors instead of ids, another size than its image, values of no class,
+            or no labeled pixel.
     """
+    pixels = read_pixels(path, orientation)
+    height, width = pixels.ids.shape
+    if size is not None and (width, height) != size:
+        cut = " It looks resized: save it in the size of its image" if _proportional((width, height), size) else ""
+        raise UserError(
+            f"{printable(path)}: the mask is {width}×{height}, its image {size[0]}×{size[1]}. They must have one size."
+            f"{cut and cut + ', to the nearest pixel.'}"
+        )
     try:
-        with Image.open(path, formats=FORMATS) as image:
-            image.load()
-            mode, values = image.mode, np.asarray(image)
-    except MemoryError:
-        raise
-    except Exception as error:  # Pillow's decoders raise all kinds on damaged files
-        raise UserError(f"{printable(path)}: not readable as a mask ({error or type(error).__name__}).") from error
-    if values.ndim != 2 or mode == "F":
+        values, by_color = classes.values(pixels)
+    except ValueError:
+        assert pixels.colors is not None
         raise UserError(
-            f"{printable(path)}: a mask has one class id per pixel (8 or 16 bits, or a palette); this file has the mode"
-            f" {mode}."
-        )
-    if size is not None and (values.shape[1], values.shape[0]) != size:
-        raise UserError(
-            f"{printable(path)}: the mask is {values.shape[1]}×{values.shape[0]}, its image {size[0]}×{size[1]}. They"
-            " must have one size."
-        )
-    ids = values.astype(np.int64)
-    outside = (ids < 0) | (ids >= 1 << 16)
-    indices = (classes.table if table is None else table)[np.where(outside, 0, ids)]
-    unknown = outside | (indices == 254)
+            f"{printable(path)}: the mask has colors (mode {pixels.mode}) instead of class ids:"
+            f" {counted(pixels.colors, True)}. Give each class its color, in classes.txt ('NAME RED GREEN BLUE' on each"
+            " line) or by data.masks.colors={NAME: [RED, GREEN, BLUE], …}; or save the mask with one class id per"
+            " pixel."
+        ) from None
+    indices = classes.indices(values, by_color)
+    unknown = indices == UNKNOWN
     if unknown.any():
-        numbers, counts = np.unique(ids[unknown], return_counts=True)
-        listed = ", ".join(f"{n} ({c} pixels)" for n, c in zip(numbers[:5], counts[:5], strict=True))
-        more = f" and {len(numbers) - 5} more" if len(numbers) > 5 else ""
-        known = f"{min(classes.ids)} to {max(classes.ids)}"
-        raise UserError(
-            f"{printable(path)}: ids of no class: {listed}{more}. The classes have ids {known}; pixels without a label"
-            f" have {', '.join(map(str, sorted(classes.ignored)))} (data.masks.ignored)."
-        )
-    if (indices == IGNORED).all():
+        raise UserError(f"{printable(path)}: {_unknown(values[unknown], by_color, pixels.mode, classes)}")
+    if labeled and (indices == IGNORED).all():
         raise UserError(f"{printable(path)}: no pixel has a label. Remove the image and its mask.")
     return indices
+
+
+def _proportional(size: tuple[int, int], other: tuple[int, int]) -> bool:
+    return abs(size[0] / other[0] - size[1] / other[1]) < 0.02 * size[0] / other[0]
+
+
+def _unknown(values: np.ndarray, by_color: bool, mode: str, classes: Classes) -> str:
+    """Sentences about values of no class, with the settings that map them."""
+    if by_color:
+        back = " or data.masks.palette=index to read the indices of the palette" if mode == "P" else ""
+        return (
+            f"colors of no class: {counted(values, True)}. Add them to the list of classes or to data.masks.colors,"
+            f" with the name void if they have no label{';' + back if back else ''}."
+        )
+    known = ", ".join(map(str, _ranges(sorted({*classes.ids, *(value for value, _ in classes.further)}))))
+    smooth = " The file looks smoothed or converted from JPEG." if len(np.unique(values[:10_000])) > 16 else ""
+    return (
+        f"ids of no class: {counted(values, False)}. The classes have ids {known}; pixels without a label have"
+        f" {', '.join(map(str, _ranges(sorted(classes.ignored))))} (data.masks.ignored).{smooth} Or give each value its"
+        " class by data.masks.values={VALUE: NAME, …}."
+    )
+
+
+def _ranges(numbers: Sequence[int]) -> list[str]:
+    """Numbers as text, in runs: ``0 to 3``, ``7``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    texts = [[f"{run[0]} to {run[-1]}"] if len(run) > 2 else list(map(str, run)) for run in runs]
+    return [text for run in texts for text in run]
+
+
+def counted(values: np.ndarray, by_color: bool) -> str:
+    """Return the five most frequent values with their numbers of pixels, as text."""
+    numbers, counts = np.unique(values, return_counts=True)
+    order = np.argsort(-counts, kind="stable")[:5]
+    names = [f"{n >> 16} {n >> 8 & 255} {n & 255}" if by_color else str(n) for n in map(int, numbers[order])]
+    listed = ", ".join(f"{name} ({count} pixels)" for name, count in zip(names, counts[order], strict=True))
+    return listed + (f" and {len(numbers) - 5} more" if len(numbers) > 5 else "")
 
 
 def class_colors(count: int) -> np.ndarray:

@@ -11,7 +11,8 @@ from pathlib import Path
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.core.text import printable
-from efficient_ft.data.masks import Classes, MaskListing, MaskSamples, read_mask_folder
+from efficient_ft.data.mask_folder import read_mask_folder
+from efficient_ft.data.masks import Classes, MaskListing, MaskSamples
 
 #: Brostow, Fauqueur, Cipolla, "Semantic object classes in video", 2009: the eleven classes that are evaluated.
 _CAMVID = (
@@ -63,12 +64,16 @@ class MaskSet:
             return None
         return (
             f"data={name} ({self.title}): {printable(folder.absolute())} has no {', '.join(absent)}.\n"
-            f"Get it from {self.source} and set data.root to the folder with {', '.join(self.contents)}."
+            f"Get it from {self.source} and set data.root to the folder with {', '.join(self.contents)}. Another layout"
+            " is read by data=mask_folder."
         )
 
 
 def _camvid(root: Path) -> MaskListing:
-    return read_mask_folder(root, None if (root / "classes.txt").is_file() else (*_CAMVID, "void"), follow_links=True)
+    from efficient_ft.config.schema import MaskConfig  # with pydantic, which listing the names of sets does without
+
+    names = None if (root / "classes.txt").is_file() else [*_CAMVID, "void"]
+    return read_mask_folder(root, MaskConfig(classes=names), follow_links=True)
 
 
 def _voc(root: Path) -> MaskListing:

@@ -21,8 +21,10 @@ from tqdm import tqdm
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import IGNORED, InputSpec
 from efficient_ft.data.images import Decoding, read_image
+from efficient_ft.data.inspect_masks import inspect_masks
 from efficient_ft.data.inspection import Inspection
 from efficient_ft.data.loader import LoadFailure, sample_seed
+from efficient_ft.data.mask_survey import mask_orientation, refuse_unclear_masks
 from efficient_ft.data.masks import Classes, MaskListing, MaskSamples, hold_out, read_mask
 from efficient_ft.data.opened import OpenedData
 
@@ -89,7 +91,18 @@ def _padded(x: Tensor, height: int, width: int, value: float) -> Tensor:
 
 
 class MaskDataset(Dataset[tuple[Tensor, Tensor]]):
-    """The images and masks of a split by (epoch, index), augmented by (seed, epoch, index) only."""
+    """The images and masks of a split by (epoch, index), augmented by (seed, epoch, index) only.
+
+
+    Args:
+        samples: of the split.
+        classes: of the data set.
+        transform: of images and masks.
+        seed: of the run.
+        exif: the setting ``data.masks.exif``.
+        labeled: refuse masks without a labeled pixel, from which a network learns nothing.
+        decoding: of the images.
+    """
 
     def __init__(
         self,
@@ -97,11 +110,13 @@ class MaskDataset(Dataset[tuple[Tensor, Tensor]]):
         classes: Classes,
         transform: MaskTransform,
         seed: int,
+        exif: str,
+        labeled: bool,
         decoding: Decoding | None = None,
     ) -> None:
         self._decoding = decoding
         self._samples, self._classes, self._transform, self._seed = samples, classes, transform, seed
-        self._table = classes.table
+        self._exif, self._labeled = exif, labeled
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -112,8 +127,10 @@ class MaskDataset(Dataset[tuple[Tensor, Tensor]]):
         Raises:
             UserError: one of the files cannot be used.
         """
-        image = read_image(self._samples.images[index], decoding=self._decoding)
-        return image, read_mask(self._samples.masks[index], self._classes, image.size, self._table)
+        path, mask = self._samples.images[index], self._samples.masks[index]
+        image = read_image(path, decoding=self._decoding)
+        orientation = mask_orientation(path, mask, self._exif)
+        return image, read_mask(mask, self._classes, image.size, orientation, self._labeled)
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor] | LoadFailure:
         """Load a batch: float32 (B, 3, H, W) and int64 (B, H, W), or the failure to read one of its files."""
@@ -141,6 +158,7 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
 
     Attributes:
         classes: with the ids of the masks.
+        masks: the settings of the masks.
         class_names: by index.
         best_split: the split on which the best epoch is selected.
 
@@ -154,24 +172,33 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
     def __init__(self, listing: MaskListing, config: DataConfig, input: InputSpec, seed: int) -> None:
         assert config.masks is not None
         super().__init__(config, seed, listing.classes.names, listing)
-        self.classes = listing.classes
+        self.classes, self.masks = listing.classes, config.masks
         self.decoding = Decoding(config.value_range, config.max_pixels)
+        if Image.MAX_IMAGE_PIXELS is not None:  # of masks, which may be as large as their images
+            Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, config.max_pixels)
         self._transforms = {training: MaskTransform(input, config.masks, training) for training in (True, False)}
         self._parts = self._choose_splits(listing.train, listing.val, listing.test, hold_out)
+        own = config.name == "mask_folder"
+        refuse_unclear_masks(self._parts, self.classes, config.masks, own)
         if config.on_corrupt == "skip":
             self._parts = {name: self._readable(name, part) for name, part in self._parts.items()}
             if self._skipped:
                 self._notes.append(f"{len(self._skipped)} unusable images are left out (data.on_corrupt=skip).")
 
     def inspect(self, *, thorough: bool = False) -> Inspection:
-        return Inspection()
+        """Look at the images and masks; see `inspect_masks`."""
+        return inspect_masks(self._parts, self.classes, self.masks, self.decoding, thorough=thorough)
 
     def _dataset(self, split: str, *, training: bool) -> MaskDataset:
-        return MaskDataset(self._parts[split], self.classes, self._transforms[training], self._seed, self.decoding)
+        return self._samples(self._parts[split], training, split == "train")
+
+    def _samples(self, part: MaskSamples, training: bool, labeled: bool) -> MaskDataset:
+        transform, exif = self._transforms[training], self.masks.exif
+        return MaskDataset(part, self.classes, transform, self._seed, exif, labeled, self.decoding)
 
     def _readable(self, name: str, part: MaskSamples) -> MaskSamples:
         """The samples whose files can be used; the others are recorded in `_skipped`."""
-        images = MaskDataset(part, self.classes, self._transforms[False], self._seed, self.decoding)
+        images = self._samples(part, False, name == "train")
 
         def problem(index: int) -> str | None:
             try:

@@ -13,7 +13,8 @@ from efficient_ft.data.fetch import fetch
 from efficient_ft.data.folder import folder_classes, missing_folder, read_folder
 from efficient_ft.data.image_data import ImageData
 from efficient_ft.data.listing import Listing
-from efficient_ft.data.masks import MaskListing, missing_mask_folder, read_mask_folder
+from efficient_ft.data.mask_folder import missing_mask_folder, read_mask_folder
+from efficient_ft.data.masks import MaskListing
 from efficient_ft.data.published import PUBLISHED, PublishedSet, read_published
 from efficient_ft.data.published_masks import MASK_SETS
 from efficient_ft.data.published_texts import TEXT_SETS
@@ -146,7 +147,7 @@ def _read_masks(config: DataConfig) -> MaskListing:
     root, masks = Path(config.root).expanduser(), config.masks
     if config.name not in MASK_SETS:
         assert masks is not None, "refused by `config.check`"
-        return read_mask_folder(root, masks.classes, masks.ignored, config.follow_links)
+        return read_mask_folder(root, masks, config.splits, config.follow_links)
     source = MASK_SETS[config.name]
     problem = source.missing(config.name, root)
     if problem is not None:

@@ -222,6 +222,9 @@ _READ = ("format", "architecture", "encoder", "model_kwargs", "class_names", "im
          "interpolation", "added", "decoding", TOKENIZER)  # fmt: skip
 
 
+_Channel = Annotated[int, Field(ge=0, le=255)]
+
+
 class _Added(BaseModel):
     method: str
     settings: dict[str, Any]
@@ -256,6 +259,7 @@ class _About(BaseModel):
     tokenizer: str | None = None
     task: Literal["classification", "segmentation", "text"] = "classification"
     class_ids: Json[list[Annotated[int, Field(ge=0, le=65535)]]] | None = None
+    class_colors: Json[list[tuple[_Channel, _Channel, _Channel]]] | None = None
     columns: Json[Literal[1, 2]] | None = None
 
     @model_validator(mode="after")
@@ -267,6 +271,8 @@ class _About(BaseModel):
             raise ValueError("mean and std have one number per channel")
         if self.task == "segmentation" and len(self.class_ids or ()) != len(self.class_names):
             raise ValueError("class_ids has one number per class")
+        if self.class_colors is not None and len(self.class_colors) != len(self.class_names):
+            raise ValueError("class_colors has one color per class")
         return self
 
 

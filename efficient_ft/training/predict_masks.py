@@ -44,8 +44,16 @@ def predict_mask(model: nn.Module, image: Image.Image, input: InputSpec) -> np.n
     return found
 
 
-def mask_image(indices: np.ndarray, ids: Sequence[int]) -> Image.Image:
-    """A mask to be saved as PNG: its pixels are the classes' ids, with a palette of colors where ids have 8 bits."""
+def mask_image(indices: np.ndarray, ids: Sequence[int], colors: Sequence[Sequence[int]] | None = None) -> Image.Image:
+    """A mask to be saved as PNG, with the pixel values of the training masks.
+
+    Args:
+        indices: (H, W), of classes.
+        ids: values of the classes; an image of 8 bits has a palette of colors.
+        colors: of the classes, if the training masks are read by color: the image is RGB then.
+    """
+    if colors:
+        return Image.fromarray(np.asarray(colors, dtype=np.uint8)[indices])
     values = np.asarray(ids)[indices]
     if max(ids) > 255:
         return Image.fromarray(values.astype(np.uint16))

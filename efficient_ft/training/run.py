@@ -157,6 +157,7 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
                 notes["task_accuracy"] = recorder.best_tasks
             if isinstance(images, SegmentationData):
                 notes |= {"task": config.task, "metric": run_task(config).metric, "class_ids": list(images.classes.ids)}
+                notes |= {"class_colors": images.classes.colors} if images.classes.colors else {}
             if isinstance(images, TextData):
                 notes |= {"task": config.task, "columns": images.columns}
             notes |= decodings(images)

@@ -132,3 +132,27 @@ def test_settings_of_texts_that_came_later_keep_the_folders_of_earlier_runs() ->
     ]
     assert len({run(**change) for change in changes}) == len(changes)
     assert run() == run(missing=["null", "NULL", "NA", "N/A"]) == "c57919fb", "of the settings before them"
+
+
+def test_the_reading_of_masks_is_part_of_the_run_if_it_is_set() -> None:
+    def run(**masks: object) -> str:
+        data = {"name": "mask_folder", "root": "masks", "masks": masks}
+        model = {"name": "unet", "encoder": "resnet18", "pretrained": False}
+        config = check(with_settings(task="segmentation", data=data, model=model))
+        assert check(config.model_dump(mode="json")) == config
+        return fingerprint(config)
+
+    assert run() == "c4a92d97", "runs from before these settings keep their folders"
+    later: list[dict[str, object]] = [
+        {"values": {0: "a", 255: "b"}},
+        {"values": {0: "b", 255: "a"}},
+        {"values": "ids"},
+        {"colors": {"a": [0, 0, 0], "b": "#ff0000"}},
+        {"palette": "index"},
+        {"exif": "raw"},
+        {"exif": "upright"},
+        {"folder": "labels"},
+        {"image_folder": "scans"},
+    ]
+    assert len({run(), *(run(**masks) for masks in later)}) == len(later) + 1
+    assert run(values={0: "a", 255: "b"}) == run(values={255: "b", 0: "a"})

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from efficient_ft.config.schema import MaskConfig
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import IGNORED
-from efficient_ft.data.masks import Classes, class_colors, read_mask, read_mask_folder
+from efficient_ft.data.mask_folder import read_mask_folder as _read_mask_folder
+from efficient_ft.data.masks import Classes, MaskListing, class_colors, read_mask
 from tests.data.mask_pictures import DISK, VOID, picture, write_folder
 
 CLASSES = Classes(("background", "square", "disk"), (0, 1, 3), frozenset({2, IGNORED}))
+
+
+def read_mask_folder(root: Path, splits: Any = None, **settings: Any) -> MaskListing:
+    return _read_mask_folder(root, MaskConfig(**settings), splits)
 
 
 def test_splits_classes_and_ids_without_a_label(tmp_path: Path) -> None:
@@ -22,7 +29,7 @@ def test_splits_classes_and_ids_without_a_label(tmp_path: Path) -> None:
     assert [len(part) for part in (listing.train, listing.val, listing.test) if part is not None] == [4, 2, 3]
     for image, mask in zip(listing.train.images, listing.train.masks, strict=True):
         assert Path(image).stem == Path(mask).stem
-    named = read_mask_folder(tmp_path, ["a", "b", "c", "d"], ignored=[2])
+    named = read_mask_folder(tmp_path, classes=["a", "b", "c", "d"], ignored=[2])
     assert named.classes == Classes(("a", "b", "d"), (0, 1, 3), frozenset({2, IGNORED}))
 
 
@@ -50,11 +57,11 @@ def test_folders_may_be_nested(tmp_path: Path) -> None:
         (lambda root: (root / "classes.txt").unlink(), "has no classes.txt, which names the classes"),
         (
             lambda root: (root / "classes.txt").write_text("void\nsky\n"),
-            "has 1 classes. Segmentation needs at least two",
+            r"has 1 class \(classes.txt\). Segmentation needs at least two",
         ),
         (lambda root: (root / "train/masks/001.png").unlink(), r"001.jpg has no mask .*masks/001.png\. Add it"),
         (lambda root: [p.unlink() for p in (root / "train/images").iterdir()], "train/images has no images"),
-        (lambda root: (root / "train").rename(root / "training"), "no folder of images with masks. Expected layout"),
+        (lambda root: (root / "train").rename(root / "spare"), "Images with masks are in several folders"),
         (lambda root: Image.new("L", (4, 4)).save(root / "train/masks/000.bmp"), "has two files for 000"),
     ],
 )
@@ -107,11 +114,14 @@ def test_ids_above_255_are_read(tmp_path: Path) -> None:
     [
         (
             np.array([[0, 7, 7], [9, 0, 1]]),
-            r"ids of no class: 7 \(2 pixels\), 9 \(1 pixels\). The classes have ids 0 to 3",
+            r"ids of no class: 7 \(2 pixels\), 9 \(1 pixels\). The classes have ids 0, 1, 3",
         ),
         (np.full((2, 3), VOID), "no pixel has a label"),
         (np.zeros((3, 3)), "the mask is 3×3, its image 3×2"),
-        (np.zeros((2, 3, 3)), "this file has the mode RGB"),
+        (
+            np.eye(3)[[[0, 1, 2], [0, 0, 0]]],
+            r"the mask has colors \(mode RGB\) instead of class ids: 1 0 0 \(4 pixels\)",
+        ),
     ],
 )
 def test_a_mask_that_cannot_be_used_is_named(tmp_path: Path, mask: np.ndarray, expected: str) -> None:

@@ -131,6 +131,60 @@ def test_masks_of_new_images_have_the_ids_of_the_training_masks(
     assert f"{tmp_path / 'out' / '000.png'}" in printed
 
 
+_COLORS = np.array([[0, 0, 0], [255, 0, 0], [9, 9, 9], [0, 0, 255]], dtype=np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("values", "masks", "mode"),
+    [
+        (
+            np.array([0, 255, 7, 100], np.uint8),
+            {"values": {0: "background", 255: "square", 7: "void", 100: "disk"}},
+            "P",
+        ),
+        (
+            _COLORS,
+            {"colors": {"background": [0, 0, 0], "square": "#ff0000", "void": [9, 9, 9], "disk": [0, 0, 255]}},
+            "RGB",
+        ),
+    ],
+)
+def test_predictions_have_the_values_and_colors_of_the_training_masks(
+    segmentation: Callable[..., Config],
+    tmp_path: Path,
+    without_cost: None,
+    values: np.ndarray,
+    masks: dict[str, Any],
+    mode: str,
+) -> None:
+    folder = write_folder(tmp_path / "shapes", {"train": 24, "val": 6})
+    for path in folder.glob("*/masks/*.png"):
+        Image.fromarray(values[np.asarray(Image.open(path))]).save(path)
+    config = segmentation(
+        data={"root": str(folder), "masks": {"zoom": [0.8, 1.25], **masks}},
+        trainer__epochs=8,
+        optim__lr=5e-3,
+        optim__warmup_steps=0,
+    )
+    results = run(config, tmp_path / "run")
+    assert set(results["data"]["scores"]["val"]["iou"]) == {"background", "square", "disk"}
+    assert evaluate(tmp_path / "run")["accuracy"]["val"] == pytest.approx(results["accuracy"]["best"], abs=1e-6)
+    predict.main([str(tmp_path / "run"), str(folder / "val" / "images"), "--out", str(tmp_path / "out")])
+    agreement = []
+    for path in sorted((folder / "val" / "masks").iterdir()):
+        true = np.asarray(Image.open(path))
+        with Image.open(tmp_path / "out" / path.name) as opened:
+            assert opened.mode == mode
+            found = np.asarray(opened)
+        assert found.shape == true.shape
+        known = {tuple(np.atleast_1d(value).tolist()) for value in values[[0, 1, 3]]}
+        assert {
+            tuple(np.atleast_1d(value).tolist()) for value in np.unique(found.reshape(-1, *found.shape[2:]), axis=0)
+        } <= known
+        agreement.append((found == true).mean())
+    assert np.mean(agreement) > 0.7
+
+
 def test_the_page_of_runs_shows_predictions_and_the_curve(
     trained: tuple[Path, Config, dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -1,0 +1,255 @@
+"""Inspection of images with masks: sizes, kinds of masks, pixels per class, and samples that cannot be used."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from efficient_ft.core.errors import UserError
+from efficient_ft.core.input_spec import IGNORED
+from efficient_ft.core.text import plain_line, printable
+from efficient_ft.data.images import Decoding, read_image
+from efficient_ft.data.inspection import Inspection, in_threads
+from efficient_ft.data.mask_survey import Survey, examined, mask_orientation, orientations, survey
+from efficient_ft.data.masks import UNKNOWN, Classes, MaskSamples, read_mask
+
+if TYPE_CHECKING:
+    from efficient_ft.config.schema import MaskConfig
+
+#: Shares of pixels without a label above which a warning is due.
+_MOSTLY_UNLABELED = 0.9
+#: Characters of the list of the classes' shares.
+_LINE = 60
+_MODES = {
+    "1": "1-bit ids (black is 0, white is 1)",
+    "L": "8-bit ids",
+    "P": "indices of a palette",
+    "LA": "8-bit ids",
+    "I": "32-bit ids",
+}
+
+
+def inspect_masks(
+    parts: Mapping[str, MaskSamples],
+    classes: Classes,
+    settings: MaskConfig,
+    decoding: Decoding | None = None,
+    *,
+    thorough: bool = False,
+) -> Inspection:
+    """Inspect the images and masks of a data set.
+
+    Args:
+        parts: by split.
+        classes: of the data set.
+        settings: of the masks; `exif` decides which pixels of an image its mask belongs to.
+        decoding: of the images.
+        thorough: decode every file, and compare images over splits; else headers and some masks are read.
+
+    Returns:
+        Facts, lines, warnings, and problems by path of the mask or the image.
+    """
+    found = survey(parts, classes, thorough, _progress if thorough else lambda items, total: items)
+    result = Inspection()
+    _facts(result, found, classes)
+    _lines(result, found, classes)
+    _warnings(result, found, classes, settings, thorough)
+    if thorough:
+        _problems(result, parts, classes, settings, decoding)
+        _duplicates(result, parts)
+    else:
+        _problems_of_headers(result, found, settings)
+    return result
+
+
+def _progress(items: Iterable[Any], total: int) -> Iterable[Any]:
+    return tqdm(items, total=total, desc="masks", leave=False, disable=None)
+
+
+def _facts(result: Inspection, found: Survey, classes: Classes) -> None:
+    rows = [row for of_split in found.headers.values() for row in of_split]
+    sizes = Counter(header.size for _, _, header, _ in rows if header)
+    modes = Counter(header.mode for _, _, header, _ in rows if header)
+    shares = found.shares()
+    known = max(int(shares.sum()), 1)
+    train = found.shares("train")
+    labeled = max(int(train[:UNKNOWN].sum()), 1)
+    result.facts |= {
+        "mask_sizes": {f"{w}×{h}": count for (w, h), count in sizes.most_common(5)},
+        "mask_size_count": len(sizes),
+        "mask_modes": dict(modes.most_common()),
+        "unlabeled_share": round(int(shares[IGNORED]) / known, 6),
+        "train_pixels": {name: round(int(train[i]) / labeled, 6) for i, name in enumerate(classes.names)},
+        "headers_read": len(rows),
+        "masks_decoded": sum(map(len, found.counted.values())),
+        "masks": sum(found.totals.values()),
+    }
+    turned = orientations(found)
+    if turned:
+        result.facts["exif_orientations"] = turned
+
+
+def _lines(result: Inspection, found: Survey, classes: Classes) -> None:
+    facts = result.facts
+    sizes = list(facts["mask_sizes"])
+    size = sizes[0] if len(sizes) == 1 else f"{facts['mask_size_count']} sizes, most {sizes[0]}" if sizes else "no size"
+    kinds = list(dict.fromkeys(_kind(mode, classes) for mode in facts["mask_modes"]))
+    result.lines.append(
+        f"masks: {size}, {' and '.join(kinds)}; {_percent(facts['unlabeled_share'])} of pixels without a label"
+        f" ({examined(found)})"
+    )
+    order = sorted(facts["train_pixels"].items(), key=lambda item: -item[1])
+    present = [f"{plain_line(name)} {_percent(share)}" for name, share in order if share > 0]
+    count = sum(1 for end in range(1, len(present) + 1) if len(", ".join(present[:end])) <= _LINE)
+    rest = f", … ({len(present)} classes)" if len(present) > max(count, 1) else ""
+    absent = [plain_line(name) for name, share in facts["train_pixels"].items() if not share]
+    result.lines.append(f"training pixels: {', '.join(present[: max(count, 1)])}{rest}")
+    if absent:
+        result.lines.append(f"classes without a training pixel: {_names(absent)}")
+    turned = facts.get("exif_orientations")
+    if turned:
+        words = {
+            "raw": "masks of the stored pixels, which are turned as the image",
+            "upright": "masks of the upright image",
+            "unclear": "masks of either",
+        }
+        listed = ", ".join(f"{count} with {words[kind]}" for kind, count in sorted(turned.items()))
+        result.lines.append(f"images with an EXIF orientation: {listed}")
+
+
+def _kind(mode: str, classes: Classes) -> str:
+    if classes.colors and (mode in ("RGB", "RGBA") or (mode == "P" and classes.palette != "index") or classes.gray):
+        return "colors of classes"
+    if mode in ("RGB", "RGBA"):
+        return "8-bit ids in three equal channels"
+    return _MODES.get(mode, "16-bit ids" if mode.startswith("I;16") else f"mode {mode}")
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.095 or not share else f"{share:.1%}" if share >= 0.001 else "<0.1%"
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+
+def _warnings(result: Inspection, found: Survey, classes: Classes, settings: MaskConfig, thorough: bool) -> None:
+    train = found.counted.get("train", [])
+    number = len(train)
+    where = "in" if number == found.totals.get("train") else f"in {number} of"
+    absent = [plain_line(name) for name, share in result.facts["train_pixels"].items() if not share]
+    if absent:
+        zero = "255 has no label: data.masks.values maps it to a class." if result.facts["unlabeled_share"] else ""
+        result.warnings.append(
+            f"{_names(absent)} {'has' if len(absent) == 1 else 'have'} no training pixel ({where}"
+            f" {found.totals.get('train', 0)} masks).{' ' + zero if zero and not classes.chosen else ''}"
+        )
+    for split in found.counted:
+        shares = found.shares(split)
+        unlabeled = int(shares[IGNORED]) / max(int(shares.sum()), 1)
+        if unlabeled > _MOSTLY_UNLABELED:
+            result.warnings.append(
+                f"{_percent(unlabeled)} of the pixels of the {split} masks have no label"
+                f" ({', '.join(map(str, sorted(classes.ignored)[:5]))}): see data.masks.values and data.masks.ignored."
+            )
+        empty = sum(1 for _, one in found.counted[split] if 0 < one.shares[IGNORED] == one.shares.sum())
+        if empty and split != "train":
+            result.warnings.append(f"{empty} {split} masks have no labeled pixel: they count for no score.")
+    different = _sizes_that_differ(found, settings)
+    if different:
+        image, mask = different[0]
+        rows = sum(map(len, found.headers.values()))
+        result.warnings.append(
+            f"{len(different)} of {rows} masks have another size than their images, as {printable(mask)}"
+            f" ({printable(image)}). Such pairs are rejected; data.on_corrupt=skip leaves them out."
+        )
+
+
+def _sizes_that_differ(found: Survey, settings: MaskConfig) -> list[tuple[str, str]]:
+    """Images and masks whose sizes do not agree, turned as they will be."""
+    different = []
+    for rows in found.headers.values():
+        for image, mask, header, stored in rows:
+            if header is None or stored is None:
+                continue
+            (width, height), orientation = stored
+            fitting = {(width, height)}
+            if orientation >= 5:
+                upright = {(height, width)}
+                fitting = upright if settings.exif == "upright" else fitting
+                fitting = fitting | upright if settings.exif == "auto" else fitting
+            if header.size not in fitting:
+                different.append((image, mask))
+    return different
+
+
+def _problems_of_headers(result: Inspection, found: Survey, settings: MaskConfig) -> None:
+    """Problems that headers and the decoded masks show."""
+    for split, rows in found.counted.items():
+        for path, one in rows:
+            if one.error and one.error != "colors":
+                result.problems[path] = one.error
+            elif one.error or one.shares[UNKNOWN]:
+                result.problems[path] = "colors without classes" if one.error else "values of no class"
+            elif split == "train" and one.shares.sum() == one.shares[IGNORED]:
+                result.problems[path] = "no pixel has a label"
+    for _, mask in _sizes_that_differ(found, settings):
+        result.problems.setdefault(mask, "another size than its image")
+
+
+def _problems(
+    result: Inspection,
+    parts: Mapping[str, MaskSamples],
+    classes: Classes,
+    settings: MaskConfig,
+    decoding: Decoding | None,
+) -> None:
+    """Read every pair as training does."""
+
+    def problem(job: tuple[str, str, bool]) -> tuple[str, str] | None:
+        image, mask, labeled = job
+        try:
+            size = read_image(image, decoding=decoding).size
+        except UserError as error:
+            return image, str(error)
+        try:
+            read_mask(mask, classes, size, mask_orientation(image, mask, settings.exif), labeled)
+        except UserError as error:
+            return mask, str(error)
+        return None
+
+    jobs = [
+        (image, mask, split == "train")
+        for split, part in parts.items()
+        for image, mask in zip(part.images, part.masks, strict=True)
+    ]
+    result.problems |= dict(filter(None, _progress(in_threads(problem, jobs), len(jobs))))
+
+
+def _duplicates(result: Inspection, parts: Mapping[str, MaskSamples]) -> None:
+    """Find equal image files in several splits."""
+    jobs = [(split, path) for split, part in parts.items() for path in part.images]
+    splits: dict[bytes, dict[str, str]] = {}
+    for (split, path), digest in zip(jobs, in_threads(_content, [path for _, path in jobs]), strict=True):
+        if digest is not None:
+            splits.setdefault(digest, {}).setdefault(split, path)
+    shared = [found for found in splits.values() if len(found) > 1]
+    result.facts["images_in_several_splits"] = len(shared)
+    if shared:
+        (first, one), (second, two) = list(shared[0].items())[:2]
+        result.warnings.append(
+            f"{len(shared)} images are in several splits, as {printable(one)} ({first}) and {printable(two)}"
+            f" ({second}): scores on them are too high. Remove one of each."
+        )
+
+
+def _content(path: str) -> bytes | None:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()
+    except OSError:
+        return None

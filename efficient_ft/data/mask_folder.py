@@ -1,0 +1,221 @@
+"""Folders of images with masks: layouts, splits, and which mask belongs to which image."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from efficient_ft.core.errors import UserError
+from efficient_ft.core.text import printable
+from efficient_ft.data.below import Below, files_below, links_in
+from efficient_ft.data.class_list import FILES
+from efficient_ft.data.images import EXTENSIONS
+from efficient_ft.data.mask_classes import folder_classes
+from efficient_ft.data.mask_layout import LAYOUT, Area, Tree, mask_tree, named_places, recognized_places, shown
+from efficient_ft.data.mask_names import Matches, match_names
+from efficient_ft.data.mask_pixels import MASK_EXTENSIONS
+from efficient_ft.data.masks import MaskListing, MaskSamples, hold_out
+from efficient_ft.data.splits import Chosen, Split, some
+
+if TYPE_CHECKING:
+    from efficient_ft.config.schema import MaskConfig
+
+
+def missing_mask_folder(root: Path) -> str | None:
+    """Say what belongs in a folder that does not exist; None: it does."""
+    return None if root.is_dir() else f"data.root={printable(root)}: no such folder. {LAYOUT}"
+
+
+def read_mask_folder(
+    root: Path, settings: MaskConfig, chosen: Chosen | None = None, follow_links: bool = False
+) -> MaskListing:
+    """List the images and masks below `root`.
+
+    The names of folders tell images from masks, and splits: ``SPLIT/images`` with ``SPLIT/masks``, ``images/SPLIT``
+    with ``masks/SPLIT``, ``SPLIT`` with ``SPLIT_masks``, or ``images`` with ``masks``. If there is neither a validation
+    nor a test split, a fifth of the images is held out for testing, the same for every seed. A mask has the name of its
+    image, apart from the extension and a constant prefix or suffix.
+
+    Args:
+        root: the folder; may be a link.
+        settings: of the masks.
+        chosen: the setting ``data.splits``: folders with images and masks, or folders of images; None: recognized.
+        follow_links: use the targets of links out of `root`, and name them in the notes.
+
+    Raises:
+        UserError: no such folder, no classes, several readings of the layout, an image without a mask, or a link out
+            of `root` that is not to be followed.
+    """
+    problem = missing_mask_folder(root)
+    if problem is not None:
+        raise UserError(problem)
+    tree = mask_tree(root, settings)
+    places = named_places(root, tree, chosen) if chosen is not None else recognized_places(root, tree, settings)
+    classes, notes = folder_classes(root, settings)
+    folders = {area.path for pairs in places.values() for pair in pairs for area in pair if area is not None}
+    above = {one for area in folders for one in (area, *area.parents) if root in one.parents}
+    notes += links_in([*sorted(above), *(root / name for name in FILES)], root, follow_links)
+    below = Below(
+        root=os.path.realpath(root), listed=frozenset(map(os.path.realpath, folders)), follow_links=follow_links
+    )
+    found = _Pairs(root, {area.path for area in tree.areas}, below)
+    parts: dict[Split, MaskSamples] = {}
+    origins: dict[str, str] = {}
+    for split, pairs in places.items():
+        parts[split] = found.samples(split, pairs)
+        origins[split] = ", ".join(shown(pair[0].path, root) for pair in pairs)
+        if not len(parts[split]):
+            del parts[split], origins[split]
+    if "train" not in parts:
+        raise UserError(f"{printable(root.absolute())} has no training images with masks. {LAYOUT}")
+    unused = {area.path for area in tree.areas} - folders
+    found.leave_out(tree, unused)
+    notes += below.notes(root) + found.notes
+    listing = MaskListing(
+        classes, parts["train"], parts.get("val"), parts.get("test"), notes, origins, dict(found.left_out)
+    )
+    if listing.val is None and listing.test is None:
+        _hold_out_test(root, listing)
+    return listing
+
+
+def _hold_out_test(root: Path, listing: MaskListing) -> None:
+    whole = listing.train
+    if len(whole) < 2:
+        raise UserError(f"{printable(root.absolute())} has a single image: none can be held out for testing.")
+    listing.train, listing.test = hold_out(whole, 0.2, seed=0)
+    listing.origins["test"] = f"held out of {listing.origins['train']}"
+    listing.notes.append(
+        f"{len(listing.test)} of {len(whole)} images are held out for testing, the same for every seed."
+    )
+
+
+class _Pairs:
+    """Collects the images and masks of folders, and what is left out.
+
+    Args:
+        root: of the data set.
+        areas: all folders of images and of masks; the files of one are not those of another one above it.
+        below: the rules for links.
+    """
+
+    def __init__(self, root: Path, areas: set[Path], below: Below) -> None:
+        self._root, self._areas, self._below = root, areas, below
+        self.notes: list[str] = []
+        self.left_out: Counter[str] = Counter()
+        self._unused: dict[Path, dict[str, str]] = {}
+
+    def samples(self, split: Split, pairs: Sequence[tuple[Area, Area | None]]) -> MaskSamples:
+        """Return the images and masks of a split."""
+        found = MaskSamples([], [])
+        for images, masks in pairs:
+            if masks is None:
+                if split == "train":
+                    raise UserError(
+                        f"{printable(images.path.absolute())} has {images.count} images, but no folder of masks belongs"
+                        f" to it. {LAYOUT}"
+                    )
+                self.left_out[f"images without masks ({shown(images.path, self._root)})"] += images.count
+                self.notes.append(
+                    f"{shown(images.path, self._root)} has {images.count} images without masks, which are not used."
+                )
+                continue
+            part = self._matched(images.path, masks.path)
+            found.images.extend(part.images)
+            found.masks.extend(part.masks)
+        return found
+
+    def _matched(self, images: Path, masks: Path) -> MaskSamples:
+        pictures, _ = self._files(images, EXTENSIONS)
+        drawn, others = self._files(masks, MASK_EXTENSIONS)
+        if not pictures:
+            raise UserError(f"{printable(images.absolute())} has no images.")
+        found = match_names(list(pictures), list(drawn))
+        if found.several:
+            one, two = (os.path.basename(drawn[name]) for name in found.several)
+            raise UserError(
+                f"{printable(masks.absolute())} has several masks of an image: {printable(one)} and {printable(two)}"
+                f" ({len(drawn)} masks, {len(pictures)} images). Keep one mask per image, with the ids of all its"
+                " classes."
+            )
+        if found.images:
+            raise _lacking(found, pictures, masks, drawn, others)
+        for extension, count in others.items():
+            self.left_out[f"not masks ({extension} in {shown(masks, self._root)})"] += count
+        if found.rule:
+            form = f"named {found.rule}" if "NAME" in found.rule else f"matched to images {found.rule}"
+            self.notes.append(f"The masks in {shown(masks, self._root)} are {form}.")
+        rest = self._unused.setdefault(masks, dict(drawn))
+        for _, mask in found.pairs:
+            rest.pop(mask, None)
+        return MaskSamples([pictures[a] for a, _ in found.pairs], [drawn[b] for _, b in found.pairs])
+
+    def leave_out(self, tree: Tree, unused: set[Path]) -> None:
+        """Record masks without images, and folders that are not used."""
+        for folder, rest in self._unused.items():
+            if rest:
+                self.left_out["masks without an image"] += len(rest)
+                self.notes.append(
+                    f"{len(rest)} masks in {shown(folder, self._root)} have no image and are not used:"
+                    f" {some(sorted(os.path.basename(path) for path in rest.values()), 3)}."
+                )
+        counts = {shown(area.path, self._root): area.count for area in tree.areas if area.path in unused}
+        counts |= {f"{printable(name)}/": count for name, count in tree.plain.items() if name != "."}
+        named = {key[len("images without masks (") : -1] for key in self.left_out if key.startswith("images without")}
+        counts = {name: count for name, count in counts.items() if name not in named}
+        if counts:
+            self.left_out["files in other folders"] += sum(counts.values())
+            self.notes.append(f"Not used: {some([f'{name} ({count} files)' for name, count in counts.items()])}.")
+
+    def _files(self, folder: Path, extensions: Sequence[str]) -> tuple[dict[str, str], Counter[str]]:
+        """Paths of the files with these extensions by their place without extension, and the other extensions."""
+        below, other = self._below, Counter[str]()
+        found: dict[str, str] = {}
+        files_below(folder, below)
+        if below.links or below.special or below.again:
+            raise UserError(below.notes(folder)[0])
+        files, below.files = below.files, []
+        inner = [os.fspath(area) + os.sep for area in self._areas if folder in area.parents]
+        for path in files:
+            if inner and path.startswith(tuple(inner)):
+                continue
+            stem, extension = os.path.splitext(path)
+            if extension.lower() not in extensions:
+                other[extension.lower() or "no extension"] += 1
+                continue
+            key = os.path.relpath(stem, folder).replace(os.sep, "/")
+            if key in found:
+                raise UserError(f"{printable(folder)} has two files for {printable(key)}. Keep one of them.")
+            found[key] = path
+        return found, other
+
+
+def _lacking(
+    found: Matches, pictures: Mapping[str, str], masks: Path, drawn: Mapping[str, str], others: Counter[str]
+) -> UserError:
+    """The error for images without masks."""
+    first, total = found.images[0], len(pictures)
+    expected = found.rule.replace("NAME", Path(first).name) if "NAME" in found.rule else Path(first).name
+    place = (masks.absolute() / first).parent / f"{expected}.png"
+    more = f", nor have {len(found.images) - 1} further images theirs" if len(found.images) > 1 else ""
+    text = f"{printable(pictures[first])} has no mask {printable(place)}{more}."
+    lossy = {kind: count for kind, count in others.items() if kind in (".jpg", ".jpeg", ".jfif", ".webp")}
+    if lossy:
+        kind, count = max(lossy.items(), key=lambda item: item[1])
+        text += (
+            f" {printable(masks)} has {count} {kind} files: JPEG and WebP change pixel values, so they cannot be masks."
+            " Save the masks as PNG from their source."
+        )
+    elif others:
+        listed = ", ".join(f"{kind} ×{count}" for kind, count in others.most_common(3))
+        text += f" {printable(masks)} has other files ({listed}); masks are {', '.join(MASK_EXTENSIONS)}."
+    elif drawn and not found.pairs:
+        names = some(sorted(os.path.basename(path) for path in drawn.values()), 3)
+        text += (
+            f" None of the {total} images and {len(drawn)} masks ({names}) have the same name. Give each mask the"
+            " name of its image; one mask per image has the ids of all its classes."
+        )
+    return UserError(f"{text} Add it, or remove the image." if not lossy else text)

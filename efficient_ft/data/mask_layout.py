@@ -1,0 +1,391 @@
+"""The layout of a folder of images with masks: the folders of each split, by their names or by settings."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.text import printable
+from efficient_ft.data.images import EXTENSIONS
+from efficient_ft.data.mask_names import Kind, read_name
+from efficient_ft.data.mask_pixels import MASK_EXTENSIONS
+from efficient_ft.data.splits import SPLITS, Chosen, Split, ambiguous, chosen_places, name_splits, some
+
+if TYPE_CHECKING:
+    from efficient_ft.config.schema import MaskConfig
+
+LAYOUT = (
+    "Expected layout: {train,val,test}/images/NAME.jpg with {train,val,test}/masks/NAME.png, or"
+    " images/{train,val,test} with masks/{train,val,test}; and classes.txt."
+)
+#: Levels of folders whose names are read.
+_DEPTH = 4
+
+
+@dataclass
+class Area:
+    """A folder of images or of masks at any depth below it.
+
+    Attributes:
+        path: of the folder.
+        kind: of its files; None: the names of its folders do not say it.
+        split: that the names denote.
+        prefix: the folders above the first one whose name says something, relative to the root.
+        key: the names of the folders without the words that denote images or masks.
+        count: of image files.
+    """
+
+    path: Path
+    kind: Kind | None
+    split: Split | None
+    prefix: str
+    key: tuple[str, ...]
+    count: int = 0
+
+
+@dataclass
+class Tree:
+    """The folders of a data set.
+
+    Attributes:
+        areas: those that names denote, with image files.
+        plain: numbers of image files of the other folders.
+        inside: numbers of image files of plain folders in areas that are neither images nor masks.
+        empty: folders that names denote, without image files and without folders.
+    """
+
+    areas: list[Area] = field(default_factory=list)
+    plain: dict[str, int] = field(default_factory=dict)
+    inside: dict[str, int] = field(default_factory=dict)
+    empty: list[Area] = field(default_factory=list)
+
+
+def shown(path: Path, root: Path) -> str:
+    """Return a folder as text, relative to the root: ``train/images/``."""
+    return "./" if path == root else printable(path.relative_to(root).as_posix()) + "/"
+
+
+def mask_tree(root: Path, settings: MaskConfig) -> Tree:
+    """Read the names of all folders below the root, and count their images."""
+    tree = Tree()
+    seen: set[str] = set()
+    areas: dict[Path, Area] = {}
+
+    def visit(folder: Path, area: Area | None, prefix: tuple[str, ...], fixed: bool, depth: int) -> None:
+        folders, count = _entries(folder)
+        if area is not None:
+            if not count and not folders and area.path == folder:
+                tree.empty.append(area)
+            area.count += count
+            if count and area.kind is None and area.path != folder:
+                tree.inside[folder.relative_to(root).as_posix()] = count
+            if count:
+                areas[area.path] = area
+        elif count:
+            tree.plain[folder.relative_to(root).as_posix()] = count
+        names = {name: read_name(name) for name in folders} if depth < _DEPTH else {}
+        splits = name_splits({read.rest for read in names.values()})
+        for name, path in sorted(folders.items()):
+            read = names.get(name)
+            kind, sticky = _kind(name, read.kind if read else None, settings)
+            kind, sticky = (area.kind if area else None, True) if fixed else (kind, sticky)
+            if read and kind != read.kind and not sticky:  # masks or images other than those that a setting names
+                tree.plain[path.relative_to(root).as_posix()] = _images_below(path)
+                continue
+            split = splits.get(read.rest) if read else None
+            seen.update({name} if sticky else ())
+            if path.is_symlink() and kind is None and split is None:
+                continue
+            if kind is None and split is None:
+                visit(path, area, (*prefix, name) if area is None else prefix, fixed, depth + 1)
+                continue
+            rest = read.rest if read else ""
+            key = (*(area.key if area else prefix), *([rest] if rest else []))
+            inner = Area(
+                path,
+                kind or (area.kind if area else None),
+                split or (area.split if area else None),
+                area.prefix if area else "/".join(prefix),
+                key,
+            )
+            visit(path, inner if not fixed else (area if split is None else inner), prefix, fixed or sticky, depth + 1)
+
+    visit(root, None, (), False, 0)
+    for setting in ("folder", "image_folder"):
+        value = getattr(settings, setting)
+        if value is not None and value not in seen:
+            there = sorted(
+                {printable(area.path.relative_to(root).as_posix()) for area in areas.values()} | set(tree.plain)
+            )
+            known = f"the name of a folder in {printable(root)}"
+            raise SettingError(f"data.masks.{setting}", value, known, f"It has {some(there)}.")
+    tree.areas = [area for area in areas.values() if area.count]
+    return tree
+
+
+def _kind(name: str, read: Kind | None, settings: MaskConfig) -> tuple[Kind | None, bool]:
+    """The kind of a folder's files, and whether a setting names the folder."""
+    if name in (settings.folder, settings.image_folder):
+        return ("masks" if name == settings.folder else "images"), True
+    if (read == "masks" and settings.folder) or (read == "images" and settings.image_folder):
+        return None, False
+    return read, False
+
+
+def _entries(folder: Path) -> tuple[dict[str, Path], int]:
+    """The visible folders in a folder, and the number of its image files."""
+    folders, count = {}, 0
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith(".") or entry.name == "__MACOSX":
+                    continue
+                if os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir():
+                    folders[entry.name] = folder / entry.name
+                elif entry.name.lower().endswith(EXTENSIONS):
+                    count += 1
+    except OSError as error:
+        raise UserError(f"{printable(folder)} cannot be read ({error.strerror}). Check its permissions.") from error
+    return folders, count
+
+
+def _images_below(folder: Path) -> int:
+    folders, count = _entries(folder)
+    return count + sum(_images_below(inner) for inner in folders.values() if not inner.is_symlink())
+
+
+#: The folders of a split: of images, and of masks; None: there are none.
+Places = dict[Split, list[tuple[Area, Area | None]]]
+
+
+def recognized_places(root: Path, tree: Tree, settings: MaskConfig) -> Places:
+    """The folders of each split, by their names."""
+    areas = tree.areas
+    if "." in tree.plain and not any(a.kind == "images" or a.split for a in areas):
+        areas = [*areas, Area(root, "images", None, "", (), tree.plain["."])]
+    masks = [area for area in areas if area.kind == "masks"]
+    images = [area for area in areas if area.kind == "images" or (area.kind is None and area.split is not None)]
+    empty = [a for a in tree.empty if a.kind != "masks" and a.split in ("train", None)]
+    if empty and not any(area.split == empty[0].split for area in images):
+        raise UserError(f"{printable(empty[0].path.absolute())} has no images.")
+    if not masks or not images:
+        raise _nothing(root, tree, bool(masks))
+    _refuse_prefixes(root, [*masks, *images])
+    splits = {area.split for area in images} - {None}
+    whole = [area for area in images if area.split is None]
+    if splits and whole and any(area.split is None for area in masks) and "train" not in splits:
+        splits = set()
+    if splits and whole and any(area.split is None and area.key == whole[0].key for area in masks):
+        by_split: Chosen = {s: shown(a.path, root)[:-1] for a in images if (s := a.split) is not None}
+        raise ambiguous(
+            root,
+            f"It has {_counts(whole, root)} and {_counts([a for a in images if a.split], root)}.",
+            [
+                ("the folders named after splits are meant", by_split),
+                ("all images train", {"train": [shown(a.path, root)[:-1] for a in images]}),
+            ],
+        )
+    if not splits:
+        return {"train": [(_one(root, whole or images, "image_folder"), _one(root, _without_split(masks), "folder"))]}
+    if "train" not in splits:
+        raise UserError(
+            f"{printable(root.absolute())} has {_counts(images, root)}, but no folder of training images."
+            " Name it by data.splits={train: FOLDER, …}."
+        )
+    places: Places = {}
+    for split in SPLITS:
+        here = [area for area in images if area.split == split]
+        if not here:
+            continue
+        if len({area.key for area in here}) > 1:
+            raise _repeated(root, split, here, images)
+        clear = [area for area in here if area.kind == "images"]
+        area = _one(root, clear if settings.image_folder else here, "image_folder")
+        places[split] = [(area, _masks_of(root, area, masks))]
+    return places
+
+
+def _without_split(masks: list[Area]) -> list[Area]:
+    return [area for area in masks if area.split is None] or masks
+
+
+def _repeated(root: Path, split: Split, here: list[Area], images: list[Area]) -> UserError:
+    """The error for several folders of one split."""
+    others: dict[Split, list[str]] = defaultdict(list)
+    for area in images:
+        if area.split is not None and area.split != split:
+            others[area.split].append(_split_folder(area, root))
+    rest: dict[Split, str | Sequence[str]] = {
+        one: names[0] if len(names) == 1 else names for one, names in others.items()
+    }
+    names = [_split_folder(area, root) for area in here]
+    return ambiguous(
+        root,
+        f"{_counts(here, root)} are all named after a {split} split.",
+        [
+            (f"{names[0]} alone is the {split} split", {**rest, split: names[0]}),
+            (f"all are the {split} split", {**rest, split: names}),
+        ],
+    )
+
+
+def _split_folder(area: Area, root: Path) -> str:
+    """The folder to be named in ``data.splits``: that with the images and the masks, if there is one."""
+    folder = area.path
+    while read_name(folder.name).kind == "images" and not read_name(folder.name).rest and folder.parent != root:
+        folder = folder.parent
+    return folder.relative_to(root).as_posix()
+
+
+def _masks_of(root: Path, images: Area, masks: list[Area]) -> Area | None:
+    """The masks of a folder of images: those of the same split, or of all splits."""
+    of_split = [area for area in masks if area.split == images.split]
+    of_all = [area for area in masks if area.split is None]
+    found = of_split or of_all
+    return _one(root, found, "folder") if found else None
+
+
+def _one(root: Path, areas: list[Area], setting: str) -> Area:
+    """The only one of some folders."""
+    if len(areas) == 1:
+        return areas[0]
+    noun = "masks" if setting == "folder" else "images"
+    named = dict.fromkeys(_quoted(area.path.name) for area in areas if area.kind is not None)
+    choices = " or ".join(f"data.masks.{setting}={name}" for name in list(named)[:3])
+    raise UserError(
+        f"{printable(root.absolute())} has several folders of {noun}: {_counts(areas, root)}. Choose one: {choices}, or"
+        " move the other files away."
+    )
+
+
+def _quoted(name: str) -> str:
+    return name if name.replace("_", "").replace("-", "").isalnum() else f"'\"{printable(name)}\"'"
+
+
+def _counts(areas: Sequence[Area], root: Path) -> str:
+    return some([f"{shown(area.path, root)} ({area.count} files)" for area in areas])
+
+
+def _refuse_prefixes(root: Path, areas: list[Area]) -> None:
+    """Refuse data sets that are deeper than the root, or in several folders of it."""
+    counts = Counter[str]()
+    for area in areas:
+        counts[area.prefix] += area.count
+    if list(counts) == [""]:
+        return
+    if len(counts) == 1:
+        inner = root / next(iter(counts))
+        raise UserError(
+            f"{printable(root.absolute())} has its images and masks in {printable(next(iter(counts)))}/."
+            f" Pass data.root={printable(inner)}."
+        )
+    found = some([f"{printable(prefix) or '.'} ({count} files)" for prefix, count in counts.most_common()])
+    inner = root / next(prefix for prefix, _ in counts.most_common() if prefix)
+    ordered = sorted(prefix or "." for prefix in counts)
+    parts: Chosen = {"train": ordered[:-1], "test": ordered[-1]}
+    readings: list[tuple[str, Chosen]] = [
+        ("all of them train", {"train": ordered}),
+        (f"{ordered[-1]} is for testing", parts),
+    ]
+    if "" in counts:
+        readings = [("these folders are splits", {"train": "FOLDER", "test": "FOLDER"})]
+    raise ambiguous(
+        root,
+        f"Images with masks are in several folders: {found}. If one is the data set, pass"
+        f" data.root={printable(inner)}.",
+        readings,
+    )
+
+
+def _nothing(root: Path, tree: Tree, has_masks: bool) -> UserError:
+    """The error for a folder without recognized images and masks."""
+    lacks = "images" if has_masks else "masks"
+    for area in tree.empty:
+        if area.kind == "masks" and not has_masks:
+            others = Counter(one.suffix.lower() or "no extension" for one in area.path.iterdir() if one.is_file())
+            listed = ", ".join(f"{kind} ×{count}" for kind, count in others.most_common(3)) or "no files"
+            return UserError(
+                f"{printable(area.path.absolute())} has no masks, but {listed}. Save one image file per mask"
+                f" ({', '.join(MASK_EXTENSIONS)})."
+            )
+    there = [*(f"{shown(a.path, root)} ({a.count} files)" for a in tree.areas if a.kind)]
+    there += [f"{shown(a.path, root)} ({a.count} files)" for a in tree.areas if not a.kind and not tree.inside]
+    there += [f"{printable(name)}/ ({count} files)" for name, count in tree.inside.items()]
+    there += [f"{printable(name)}/ ({count} files)" for name, count in tree.plain.items()]
+    if not there:
+        return UserError(f"{printable(root.absolute())} has no folder of images with masks. {LAYOUT}")
+    together = ""
+    if not has_masks and any(_named_masks(root / a.path) for a in tree.areas):
+        together = " Images and masks in one folder are not read: move the masks into a folder masks/."
+    return UserError(
+        f"{printable(root.absolute())} has no folder of {lacks} with a known name: it has {some(there)}.{together} Set"
+        f" data.masks.folder=NAME and data.masks.image_folder=NAME, or rename the folders. {LAYOUT}"
+    )
+
+
+def _named_masks(folder: Path) -> bool:
+    """Whether a folder has files whose names denote masks."""
+    names = [entry.name for entry in os.scandir(folder) if entry.name.lower().endswith(EXTENSIONS)]
+    kinds = Counter(read_name(os.path.splitext(name)[0]).kind == "masks" for name in names)
+    return kinds[True] > 0 and kinds[False] > 0
+
+
+def named_places(root: Path, tree: Tree, chosen: Chosen) -> Places:
+    """Return the folders of each split, by the setting ``data.splits``.
+
+    Args:
+        root: the data set's folder.
+        tree: its folders.
+        chosen: by split, folders with images and masks, or folders of images.
+
+    Raises:
+        UserError: a folder does not exist, or has no images, or no masks belong to it.
+    """
+    places: Places = {}
+    for split, paths in chosen_places(root, chosen).items():
+        for path in paths:
+            if not path.is_dir():
+                raise SettingError(f"data.splits.{split}", path.name, "a folder of images with masks")
+            places.setdefault(split, []).append(_named(root, tree, split, path))
+    return places
+
+
+def _named(root: Path, tree: Tree, split: Split, path: Path) -> tuple[Area, Area]:
+    """The images and masks of a folder that ``data.splits`` names."""
+    inside = [area for area in tree.areas if area.path == path or path in area.path.parents]
+    masks = [area for area in inside if area.kind == "masks"]
+    images = [area for area in inside if area.kind != "masks"]
+    above = [area for area in tree.areas if area.path in path.parents]
+    if not images:
+        plain = sum(n for name, n in tree.plain.items() if (root / name) == path or path in (root / name).parents)
+        count = plain or sum(area.count for area in above if area.kind != "masks")
+        if not count:
+            raise SettingError(f"data.splits.{split}", path.relative_to(root).as_posix(), "a folder with images")
+        images = [Area(path, "images", split, "", _key(path, root), count)]
+    every = [area for area in tree.areas if area.kind == "masks"]
+    if not masks:  # next to it: images/a and masks/a, or a and a_masks
+        masks = [area for area in every if area.key == _key(path, root)]
+        tails = [path.relative_to(area.path) for area in above if area.kind != "masks"]
+        next_to_it = [(area, area.path / tail) for area in every for tail in tails]
+        masks = masks or [
+            Area(inner, "masks", split, area.prefix, area.key, area.count)
+            for area, inner in next_to_it
+            if inner.is_dir()
+        ]
+    if not masks:
+        raise UserError(
+            f"data.splits.{split}={printable(path.relative_to(root).as_posix())}: no folder of masks belongs to"
+            f" it. Found: {_counts(every, root) or 'none'}. Pass a folder with images/ and masks/, or set"
+            " data.masks.folder=NAME."
+        )
+    return _one(root, images, "image_folder"), _one(root, masks, "folder")
+
+
+def _key(path: Path, root: Path) -> tuple[str, ...]:
+    rests = [read_name(name).rest for name in path.relative_to(root).parts]
+    return tuple(rest for rest in rests if rest)

@@ -1,0 +1,232 @@
+"""The pixels of mask files as they are stored: ids or colors, whose classes are not known here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+from efficient_ft.core.errors import UserError
+from efficient_ft.core.text import printable
+from efficient_ft.data.images import FORMATS
+
+#: Extensions of files that can be masks: formats that keep every value.
+MASK_EXTENSIONS = (".png", ".bmp", ".tif", ".tiff", ".gif")
+_EXACT = ("BMP", "GIF", "PNG", "TIFF")
+#: Pillow scales gray values of 2 and 4 bits to 8 bits, by these factors.
+_FACTORS = {"L;2": 85, "L;2I": 85, "L;4": 17, "L;4I": 17}
+_INVERTED = 262  # TIFF's tag PhotometricInterpretation; 0: the value 0 is white
+_ORIENTATION = 274
+#: The operation that turns an image of an EXIF orientation upright.
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """The pixels of a mask.
+
+    Attributes:
+        mode: Pillow's name of their kind.
+        ids: int64 (H, W), values or indices of the palette; -1 where three channels differ.
+        colors: int64 (H, W), red · 65536 + green · 256 + blue; None: gray.
+    """
+
+    mode: str
+    ids: np.ndarray
+    colors: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Header:
+    """The header of a mask file, and its palette.
+
+    Attributes:
+        mode: Pillow's name of the kind of the pixels.
+        size: (width, height).
+        palette: uint8 (N, 3); None: it has none.
+    """
+
+    mode: str
+    size: tuple[int, int]
+    palette: np.ndarray | None = None
+
+
+def read_pixels(path: str, orientation: int = 1) -> Pixels:
+    """Read the pixels of a mask.
+
+    Args:
+        path: the file.
+        orientation: EXIF orientation of its image, by which the mask is turned as well.
+
+    Raises:
+        UserError: the file cannot be read, its format does not keep values, or it has several pages.
+    """
+    try:
+        with Image.open(path, formats=FORMATS) as image:
+            _require_exact(path, image)
+            raw = _raw_mode(image)
+            image.load()
+            _require_plain(path, image, raw)
+            turned = image.transpose(_TURNS[orientation]) if orientation in _TURNS else image.copy()
+    except (MemoryError, UserError):
+        raise
+    except Exception as error:  # Pillow's decoders raise all kinds on damaged files
+        reason = str(error).replace(repr(path), "it") or type(error).__name__
+        raise UserError(f"{printable(path)}: not readable as a mask ({reason}).") from error
+    return _pixels(path, turned, raw)
+
+
+def read_header(path: str) -> Header:
+    """Read the mode, the size and the palette of a mask.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    try:
+        with Image.open(path, formats=FORMATS) as image:
+            palette = image.palette
+            if image.mode != "P" or palette is None:
+                return Header(image.mode, image.size)
+            if palette.rawmode == "RGB":
+                colors = np.frombuffer(bytes(palette.palette), np.uint8)
+            else:
+                colors = np.asarray(image.getpalette("RGB"), np.uint8)
+            return Header(image.mode, image.size, colors[: len(colors) // 3 * 3].reshape(-1, 3))
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise UserError(f"{printable(path)}: not readable as a mask ({error or type(error).__name__}).") from error
+
+
+def stored_size(path: str) -> tuple[tuple[int, int], int] | None:
+    """Return the (width, height) of the stored pixels of an image, and its EXIF orientation (1: none).
+
+    Args:
+        path: of the image.
+
+    Returns:
+        None if the file cannot be read: reading the image reports it.
+    """
+    try:
+        with open(path, "rb") as file:
+            late = file.read(8) == b"\x89PNG\r\n\x1a\n" and not _png_has_exif(file)
+        with Image.open(path, formats=FORMATS) as image:
+            number = 1
+            if not late:
+                with contextlib.suppress(Exception):  # a broken EXIF block has no orientation
+                    number = image.getexif().get(_ORIENTATION, 1)
+            tags = getattr(image, "tag_v2", {})  # the size of a TIFF image is that of the upright one
+            size = (tags.get(256, image.width), tags.get(257, image.height))
+            return size, number if number in _TURNS else 1
+    except MemoryError:
+        raise
+    except Exception:
+        return None
+
+
+def _png_has_exif(file: object) -> bool:
+    """Whether a PNG file has a chunk with an orientation; Pillow would decode the whole image to know it."""
+    read, seek = file.read, file.seek  # type: ignore[attr-defined]
+    while len(start := read(8)) == 8:
+        kind, length = start[4:], int.from_bytes(start[:4], "big")
+        if kind == b"eXIf":
+            return True
+        if kind in (b"tEXt", b"zTXt", b"iTXt") and length >= 20:
+            text = read(20)
+            if text.startswith((b"Raw profile type exi", b"XML:com.adobe.xmp")):
+                return True
+            length -= 20
+        seek(length + 4, os.SEEK_CUR)
+    return False
+
+
+def _raw_mode(image: Image.Image) -> str:
+    """Pillow's name of the kind of the stored pixels, from which `image.mode` is made."""
+    tiles = getattr(image, "tile", None)
+    arguments = tiles[0][3] if tiles else None
+    if isinstance(arguments, tuple) and arguments:
+        arguments = arguments[0]
+    return arguments if isinstance(arguments, str) else image.mode
+
+
+def _require_exact(path: str, image: Image.Image) -> None:
+    """Refuse formats that change pixel values, files of several pages, and masks with an orientation."""
+    compression = str(image.info.get("compression", ""))
+    if image.format not in _EXACT or "jpeg" in compression or "webp" in compression:
+        kind = image.format if image.format not in _EXACT else f"{image.format} with {compression} compression"
+        raise UserError(
+            f"{printable(path)}: a mask must be a PNG, TIFF, BMP or GIF file, got {kind}, which does not keep exact"
+            " values. Save the mask as PNG from its source."
+        )
+    frames = getattr(image, "n_frames", 1)
+    if frames > 1:
+        raise UserError(
+            f"{printable(path)}: a mask must have one page, got {frames}. Save the page with the class ids alone."
+        )
+    if image.format != "TIFF":
+        return
+    _require_upright(path, image)  # Pillow turns it while it loads
+    if getattr(image, "tag_v2", {}).get(_INVERTED) == 0:
+        raise UserError(
+            f"{printable(path)}: the value 0 is white in this file (PhotometricInterpretation WhiteIsZero), so its"
+            " values can be read in two ways. Save it as PNG."
+        )
+
+
+def _require_upright(path: str, image: Image.Image) -> None:
+    orientation = 1
+    with contextlib.suppress(Exception):  # a broken EXIF block has no orientation
+        orientation = image.getexif().get(_ORIENTATION, 1)
+    if orientation in _TURNS:
+        raise UserError(
+            f"{printable(path)}: the mask has an EXIF orientation of its own ({orientation}). Save it without one."
+        )
+
+
+def _require_plain(path: str, image: Image.Image, raw: str) -> None:
+    """Refuse decoded files whose values Pillow has changed."""
+    _require_upright(path, image)
+    if image.mode in ("RGB", "RGBA", "LA") and "16" in raw:
+        raise UserError(
+            f"{printable(path)}: the mask has {len(image.getbands())} channels of 16 bits. Save it with one class id"
+            " per pixel, or with colors of 8 bits."
+        )
+
+
+def _pixels(path: str, image: Image.Image, raw: str) -> Pixels:
+    """The values of a decoded mask."""
+    mode = image.mode
+    if mode in ("LA", "RGBA"):
+        alpha = np.asarray(image.getchannel("A"))
+        if alpha.size and (alpha != alpha.flat[0]).any():
+            raise UserError(
+                f"{printable(path)}: the transparency of the mask varies (mode {mode}). Save it without transparency."
+            )
+        image = image.convert("RGB") if mode == "RGBA" else image.getchannel("L")
+    elif mode not in ("1", "L", "P", "RGB") and not mode.startswith("I"):
+        kind = "floating-point values" if mode == "F" else f"the mode {mode}"
+        raise UserError(
+            f"{printable(path)}: a mask has one class id per pixel (8 or 16 bits, or a palette), or a color; this file"
+            f" has {kind}."
+        )
+    values = np.asarray(image).astype(np.int64)
+    if image.mode == "P":
+        palette = np.asarray(image.getpalette("RGB") or [0, 0, 0], dtype=np.int64).reshape(-1, 3)
+        packed = np.zeros(max(len(palette), int(values.max(initial=0)) + 1), dtype=np.int64)
+        packed[: len(palette)] = palette @ (65536, 256, 1)
+        return Pixels(mode, values, packed[values])
+    if image.mode == "RGB":
+        gray = (values == values[..., :1]).all(-1)
+        return Pixels(mode, np.where(gray, values[..., 0], -1), values @ (65536, 256, 1))
+    return Pixels(mode, values // _FACTORS.get(raw, 1))

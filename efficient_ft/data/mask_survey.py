@@ -1,0 +1,431 @@
+"""Masks looked at before training: their headers, and the values of some, to reject data with several readings."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from efficient_ft.core.errors import UserError
+from efficient_ft.core.input_spec import IGNORED
+from efficient_ft.core.text import printable
+from efficient_ft.data.inspection import DECODED, HEADERS, in_threads, spread
+from efficient_ft.data.mask_pixels import Header, read_header, read_pixels, stored_size
+from efficient_ft.data.masks import UNKNOWN, Classes, MaskSamples, read_mask
+
+if TYPE_CHECKING:
+    from efficient_ft.config.schema import MaskConfig
+
+#: Decoded pixels of a quick look: fewer masks are decoded where they are large.
+_PIXELS = 30_000_000
+#: Masks decoded to find a second class.
+_SEARCHED = 512
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The pixels of a decoded mask, counted.
+
+    Attributes:
+        mode: Pillow's name of their kind.
+        values: distinct ids; empty for colors.
+        counts: of these.
+        shares: int64 (256,), pixels by index of their class, `IGNORED` and `UNKNOWN` included.
+        error: the reason why it cannot be read; empty: it can.
+    """
+
+    mode: str
+    values: np.ndarray
+    counts: np.ndarray
+    shares: np.ndarray
+    error: str = ""
+
+
+@dataclass
+class Survey:
+    """Headers and counted pixels of the masks of a data set, by split.
+
+    Attributes:
+        headers: (path of the image, path of the mask, header of the mask, size and orientation of the image).
+        counted: (path, pixels) of the decoded masks.
+        totals: number of masks.
+    """
+
+    headers: dict[str, list[tuple[str, str, Header | None, tuple[tuple[int, int], int] | None]]] = field(
+        default_factory=dict
+    )
+    counted: dict[str, list[tuple[str, Counted]]] = field(default_factory=dict)
+    totals: dict[str, int] = field(default_factory=dict)
+
+    def shares(self, *splits: str) -> np.ndarray:
+        """Return the number of pixels by index of their class, int64 (256,), over some splits; none: over all."""
+        found = [one.shares for split in splits or self.counted for _, one in self.counted.get(split, ())]
+        return np.sum(found, axis=0) if found else np.zeros(256, dtype=np.int64)
+
+    def values(self, split: str) -> dict[int, int]:
+        """Return the number of pixels by id."""
+        found: dict[int, int] = {}
+        for _, one in self.counted[split]:
+            for value, count in zip(one.values.tolist(), one.counts.tolist(), strict=True):
+                found[value] = found.get(value, 0) + count
+        return found
+
+
+def survey(
+    parts: Mapping[str, MaskSamples],
+    classes: Classes,
+    thorough: bool = False,
+    progress: Callable[[Iterable[Any], int], Iterable[Any]] = lambda items, total: items,
+) -> Survey:
+    """Read headers and decode masks: of a large data set some, evenly spread.
+
+    Args:
+        parts: images and masks by split.
+        classes: of the data set.
+        thorough: read all.
+        progress: shows the progress of an iterable with a total.
+    """
+    found = Survey(totals={split: len(part) for split, part in parts.items()})
+    whole = sum(found.totals.values())
+    for split, part in parts.items():
+        size = len(part)
+        count = size if thorough else max(HEADERS * size // max(whole, 1), 1)
+        chosen = [(part.images[i], part.masks[i]) for i in spread(size, count)]
+        found.headers[split] = list(in_threads(_headers, chosen))
+        pixels = max((np.prod(header.size) for *_, header, _ in found.headers[split] if header), default=1)
+        count = int(min(DECODED if split == "train" else DECODED // 4, max(_PIXELS // max(pixels, 1), 4)))
+        decoded = [part.masks[i] for i in spread(size, size if thorough else count)]
+        results = progress(in_threads(lambda path: counted_mask(path, classes), decoded), len(decoded))
+        found.counted[split] = list(zip(decoded, results, strict=True))
+    return found
+
+
+def _headers(pair: tuple[str, str]) -> tuple[str, str, Header | None, tuple[tuple[int, int], int] | None]:
+    image, mask = pair
+    return image, mask, _header(mask, _stamp(mask)), _stored(image, _stamp(image))
+
+
+def _stamp(path: str) -> int:
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return 0
+
+
+@lru_cache(maxsize=4 * HEADERS)
+def _stored(path: str, _stamp: int) -> tuple[tuple[int, int], int] | None:
+    return stored_size(path)
+
+
+@lru_cache(maxsize=4 * HEADERS)
+def _header(path: str, _stamp: int) -> Header | None:
+    try:
+        return read_header(path)
+    except UserError:  # reported where the mask is read
+        return None
+
+
+def counted_mask(path: str, classes: Classes) -> Counted:
+    """Decode a mask and count its pixels."""
+    return _counted(path, _stamp(path), classes)
+
+
+@lru_cache(maxsize=1024)
+def _counted(path: str, _stamp: int, classes: Classes) -> Counted:
+    none = np.zeros(0, dtype=np.int64)
+    try:
+        pixels = read_pixels(path)
+        values, by_color = classes.values(pixels)
+    except UserError as error:
+        return Counted("", none, none, np.zeros(256, dtype=np.int64), str(error))
+    except ValueError:
+        return Counted(pixels.mode, none, none, np.zeros(256, dtype=np.int64), "colors")
+    shares = np.bincount(classes.indices(values, by_color).ravel(), minlength=256)
+    if by_color:
+        return Counted(pixels.mode, none, none, shares)
+    if values.size and values.min() >= 0 and values.max() < 1 << 16:
+        counts = np.bincount(values.ravel())
+        present = np.flatnonzero(counts)
+        return Counted(pixels.mode, present, counts[present], shares)
+    present, counts = np.unique(values, return_counts=True)
+    return Counted(pixels.mode, present, counts, shares)
+
+
+def mask_orientation(image: str, mask: str, exif: str) -> int:
+    """Return the EXIF orientation by which a mask is turned, as its image is; 1: it is not turned.
+
+    Args:
+        image: path of the image.
+        mask: path of its mask.
+        exif: the setting ``data.masks.exif``.
+
+    Raises:
+        UserError: the sizes do not show whether the mask belongs to the upright image or to its stored pixels.
+    """
+    stored = stored_size(image)
+    if stored is None or stored[1] == 1 or exif == "upright":
+        return 1
+    if exif == "raw":
+        return stored[1]
+    reading = _orientation_by_size(stored, read_header(mask).size)
+    if reading is None:
+        raise UserError(
+            f"{printable(image)} has the EXIF orientation {stored[1]}, and the sizes do not show which pixels its mask"
+            f" belongs to. {_EXIF}"
+        )
+    return stored[1] if reading == "raw" else 1
+
+
+_EXIF = (
+    "Set data.masks.exif=upright if masks were drawn on the images as viewers show them, or data.masks.exif=raw if on"
+    " the stored pixels (cv2.IMREAD_IGNORE_ORIENTATION, PIL without exif_transpose)."
+)
+
+
+def _orientation_by_size(stored: tuple[tuple[int, int], int], mask: tuple[int, int]) -> str | None:
+    """``raw``, ``upright`` or None, for an image with an orientation."""
+    (width, height), orientation = stored
+    if orientation < 5 or width == height:
+        return None if mask == (width, height) else "upright"  # another size is reported where it is read
+    return "raw" if mask == (width, height) else "upright"
+
+
+def orientations(found: Survey) -> dict[str, int]:
+    """Return the numbers of images with an EXIF orientation: ``raw``, ``upright``, ``unclear``, by their masks."""
+    counts: dict[str, int] = {}
+    for rows in found.headers.values():
+        for _, _, header, stored in rows:
+            if stored is not None and stored[1] != 1 and header is not None:
+                key = _orientation_by_size(stored, header.size) or "unclear"
+                counts[key] = counts.get(key, 0) + 1
+    return counts
+
+
+def refuse_unclear_masks(parts: Mapping[str, MaskSamples], classes: Classes, settings: MaskConfig, own: bool) -> None:
+    """Refuse masks with several readings.
+
+    Args:
+        parts: images and masks by split.
+        classes: of the data set.
+        settings: of the masks.
+        own: a folder of the user's; a published data set has one reading of its values.
+
+    Raises:
+        UserError: with what was found, and the settings that choose a reading.
+    """
+    found = survey(parts, classes)
+    _refuse_palettes(found, classes)
+    _refuse_gray_palettes(found, classes)
+    if settings.exif == "auto":
+        _refuse_orientations(found)
+    for split, part in parts.items():
+        try:
+            _refuse_values(found, classes, split, own)
+        except UserError:
+            # Some masks lack a class more often than many do.
+            wider = [part.masks[i] for i in spread(len(part), _SEARCHED)]
+            found.counted[split] = [
+                (path, one)
+                for path, one in zip(wider, in_threads(lambda p: counted_mask(p, classes), wider), strict=True)
+            ]
+            _refuse_values(found, classes, split, own)
+
+
+def examined(found: Survey, *splits: str) -> str:
+    """Return how many masks were decoded, in words."""
+    chosen = splits or tuple(found.counted)
+    count, total = (sum(len(found.counted[s]) for s in chosen), sum(found.totals[s] for s in chosen))
+    return f"all {total} masks decoded" if count == total else f"{count} of {total} masks decoded"
+
+
+def _refuse_palettes(found: Survey, classes: Classes) -> None:
+    """Refuse palettes that give one index several colors, if indices are ids."""
+    if classes.palette == "index" or (classes.colors and classes.palette != "index"):
+        return
+    entries = [value for value in classes.ids if value < 256]
+    first: tuple[str, np.ndarray] | None = None
+    every = [row for rows in found.headers.values() for row in rows]
+    total = sum(1 for *_, header, _ in every if header and header.palette is not None)
+    for _, mask, header, _ in every:
+        if header is None or header.palette is None:
+            continue
+        if first is None:
+            first = mask, header.palette
+            continue
+        shared = [e for e in entries if e < min(len(first[1]), len(header.palette))]
+        differs = (first[1][shared] != header.palette[shared]).any(-1)
+        if differs.any():
+            at = shared[int(np.argmax(differs))]
+            one, two = (" ".join(map(str, palette[at].tolist())) for palette in (first[1], header.palette))
+            raise UserError(
+                f"The palettes of the masks differ: index {at} is the color {one} in {printable(first[0])}, and"
+                f" {two} in {printable(mask)} ({total} palettes compared, {sum(found.totals.values())} masks). Set"
+                " data.masks.palette=index if the indices are the class ids; or map the masks by color: give each"
+                " class its color in classes.txt ('NAME RED GREEN BLUE'), or by data.masks.colors={NAME: [RED,"
+                " GREEN, BLUE], …}."
+            )
+
+
+def _refuse_gray_palettes(found: Survey, classes: Classes) -> None:
+    """Refuse gray palettes in another order than their gray values, if both could be the ids."""
+    if classes.palette != "auto" or classes.colors:
+        return
+    palettes = {
+        mask: header.palette
+        for rows in found.headers.values()
+        for _, mask, header, _ in rows
+        if header is not None and header.palette is not None
+    }
+    for path, one in (row for rows in found.counted.values() for row in rows):
+        palette = palettes.get(path)
+        if palette is None or not len(one.values) or one.values[-1] >= len(palette):
+            continue
+        used = palette[one.values]
+        grays = used[:, 0].astype(np.int64)
+        differs = grays != one.values
+        if (used == used[:, :1]).all() and differs.any() and set(grays.tolist()) <= set(classes.ids):
+            at = int(np.argmax(differs))
+            raise UserError(
+                f"{printable(path)} has a palette of gray values in another order: index {one.values[at]} is the gray"
+                f" value {grays[at]}, and both are ids of classes. Set data.masks.palette=index if the indices are the"
+                " ids; or save the masks without a palette."
+            )
+
+
+def _refuse_orientations(found: Survey) -> None:
+    counts = orientations(found)
+    if not counts.get("unclear"):
+        return
+    rows = [row for rows in found.headers.values() for row in rows]
+    unclear = [
+        (image, stored[1])
+        for image, _, header, stored in rows
+        if stored and header and stored[1] != 1 and _orientation_by_size(stored, header.size) is None
+    ]
+    shown = ", ".join(sorted({str(orientation) for _, orientation in unclear}))
+    hints = [
+        f" The masks of {counts[kind]} other images have the size of the {words}."
+        for kind, words in (("raw", "stored pixels"), ("upright", "upright image"))
+        if counts.get(kind)
+    ]
+    raise UserError(
+        f"{len(unclear)} of {len(rows)} images have an EXIF orientation ({shown}), as {printable(unclear[0][0])}, and"
+        f" the sizes do not show which pixels their masks belong to.{''.join(hints)} {_EXIF}"
+    )
+
+
+def _refuse_values(found: Survey, classes: Classes, split: str, own: bool) -> None:
+    """Refuse masks without labels, and ids that suggest another reading."""
+    shares = found.shares(split)
+    unread = sum(1 for _, one in found.counted[split] if one.error or one.shares[UNKNOWN])
+    if shares[IGNORED] and not shares[:UNKNOWN].any() and not unread:
+        index = " set data.masks.palette=index if its indices are the class ids."
+        values = " give its values a class by data.masks.values={VALUE: NAME, …}."
+        raise UserError(
+            f"No pixel of the {split} masks has a label ({examined(found, split)}). Remove the {split} split, or"
+            f"{index if classes.colors else values}"
+        )
+    if own:
+        _refuse_ids(found, classes, split)
+    rows = found.counted[split]
+    broken = [path for path, one in rows if one.error or one.shares[UNKNOWN]]
+    if len(broken) * 2 > len(rows):
+        try:
+            read_mask(broken[0], classes)
+        except UserError as error:
+            raise UserError(f"{len(broken)} of {len(rows)} {split} masks examined cannot be used. {error}") from error
+
+
+def _refuse_ids(found: Survey, classes: Classes, split: str) -> None:
+    """Refuse values of no class in most masks, and classes that another reading would give pixels."""
+    rows = [one for _, one in found.counted[split] if not one.error and len(one.values)]
+    if not rows:
+        return
+    unknown = sum(1 for one in rows if one.shares[UNKNOWN])
+    outside = [value for value in found.values(split) if not 0 <= value < 1 << 16]
+    if outside and unknown * 2 > len(rows):
+        raise UserError(
+            f"{unknown} of {len(rows)} {split} masks have values outside of 0 to 65535: {_shown(found.values(split))}."
+            " Save them with one class id per pixel, and 255 where there is no label."
+        )
+    if unknown * 2 > len(rows):
+        raise UserError(
+            f"{unknown} of {len(rows)} {split} masks have values of no class: {_shown(found.values(split))}. The"
+            f" {len(classes.names)} classes have the ids {_few(classes.ids)}. Give each value its class:"
+            f" {_values(found.values(split), classes)}; or a value without a label: data.masks.ignored=[VALUE]."
+        )
+    present = np.flatnonzero(found.shares(split)[:UNKNOWN])
+    absent = [name for index, name in enumerate(classes.names) if index not in present]
+    values = found.values(split)
+    if classes.chosen or not absent or not len(present):
+        return
+    unlabeled = values.get(IGNORED, 0)
+    binary = split == "train" and set(values) == {0, 1} and len(classes.names) > 2
+    single = len(present) == 1 and split == "train"
+    suspicious = unlabeled and len(present) <= (2 if split == "train" else 1)
+    if not suspicious and not binary and not single:
+        return
+    seen = f"The {split} masks hold only the values {_shown(values)} ({examined(found, split)})"
+    lacking = f"{_names(absent)} {'has' if len(absent) == 1 else 'have'} no pixel"
+    keep = "data.masks.values=ids"
+    if unlabeled:
+        raise UserError(
+            f"{seen}. As 255 means no label, {lacking}. If 255 is a class, map the values:"
+            f" {_values(values, classes)}{_fewer(values, classes)}; if its pixels have no label: {keep}."
+        )
+    name = classes.names[int(present[0])]
+    if single:
+        raise UserError(
+            f"{seen}: every pixel is {name}, and {lacking}. Check the masks; to train on them as they are: {keep}."
+        )
+    two = ", ".join(map(_quoted, classes.names[:2]))
+    raise UserError(
+        f"{seen}, but there are {len(classes.names)} classes: {lacking}. If the masks have two classes, name them:"
+        f" 'data.masks.classes=[{two}]'; if they have all, of which {len(absent)} do not occur: {keep}."
+    )
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _few(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values[:6])) + (", …" if len(values) > 6 else "")
+
+
+def _shown(values: Mapping[int, int]) -> str:
+    """Values with their shares of the pixels."""
+    total = max(sum(values.values()), 1)
+    order = sorted(sorted(values, key=lambda value: -values[value])[:6])
+    listed = [f"{value} ({values[value] / total:.1%} of the pixels)" for value in order]
+    more = f" and {len(values) - len(order)} more" if len(values) > len(order) else ""
+    return ", ".join(listed) + more
+
+
+def _values(values: Mapping[int, int], classes: Classes) -> str:
+    """The setting that maps the values found to classes in their order."""
+    order = sorted(values)
+    if len(order) > max(len(classes.names), 2) or len(order) > 8:
+        return "data.masks.values={VALUE: NAME, …}"
+    names = [*classes.names, *["void"] * len(order)]
+    pairs = ", ".join(f"{value}: {_quoted(name)}" for value, name in zip(order, names, strict=False))
+    return f"'data.masks.values={{{pairs}}}'"
+
+
+def _fewer(values: Mapping[int, int], classes: Classes) -> str:
+    """The setting that leaves out the classes for which there are no values."""
+    if len(values) >= len(classes.names) or len(values) < 2:
+        return ""
+    return f" with 'data.masks.classes=[{', '.join(map(_quoted, classes.names[: len(values)]))}]'"
+
+
+def _quoted(name: str) -> str:
+    if re.fullmatch(r"[A-Za-z][\w.-]*", name, re.ASCII):
+        return name
+    escaped = name.replace('"', '\\"')
+    return f'"{escaped}"'
