@@ -54,8 +54,9 @@ def fingerprint(config: Config) -> str:
         del what["task"]
     if config.model.max_length is None:  # a later setting
         del what["model"]["max_length"]
-    if config.model.encoder is None:  # a later setting
-        del what["model"]["encoder"]
+    for setting in ("encoder", "weights_key"):  # later settings
+        if what["model"][setting] is None:
+            del what["model"][setting]
     for settings in what["method"].values():
         for setting in ("skip", "fused"):  # later settings
             if setting in settings and settings[setting] is None:

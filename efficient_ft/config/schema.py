@@ -35,6 +35,8 @@ class ModelConfig(Section):
     encoder: Name | None = None
     #: Local file (.safetensors, .pth, .npz) in timm's names; used instead of a download.
     weights: str | None = None
+    #: The part of `weights` to use, if several fit: the start of names in the file, e.g. ``teacher.backbone``.
+    weights_key: Name | Annotated[int, Field(ge=0)] | None = None
     #: With `name` a text classifier of transformers: tokens of a text, longer ones are cut; null: it takes images.
     max_length: Annotated[int, Field(ge=8)] | None = None
     #: Pixels, or [height, width]; null: what the weights were trained at.

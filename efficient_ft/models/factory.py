@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from timm.models import PretrainedCfg
-from torch import nn
+from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, first_line
 from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.models.checkpoint import read_contents
 from efficient_ft.models.hub import fetch_weights, missing_weights
+from efficient_ft.models.loading_report import loading_report
 from efficient_ft.models.segmentation import (
     build_segmenter,
     input_of_segmenter,
@@ -29,12 +31,12 @@ from efficient_ft.models.text import build_text, input_of_text, is_text, load_te
 from efficient_ft.models.timm_config import build, image_size, pretrained_cfg, timm_kwargs
 from efficient_ft.models.timm_config import input_of as input_of_classifier
 from efficient_ft.models.view import view
-from efficient_ft.models.weights import load_weights, read_state_dict
+from efficient_ft.models.weights import load_weights
 
 if TYPE_CHECKING:
     from efficient_ft.config.schema import ModelConfig
 
-__all__ = ["create_model", "input_of", "missing_weights", "random_model", "read_state_dict"]
+__all__ = ["create_model", "input_of", "loading_report", "missing_weights", "random_model", "read_state_dict"]
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,11 @@ def input_of(config: ModelConfig) -> InputSpec:
     if is_text(config):
         return input_of_text(config)
     return input_of_segmenter(config) if is_segmenter(config) else input_of_classifier(config)
+
+
+def read_state_dict(path: Path) -> dict[str, Tensor]:
+    """Read the tensors of a file by their full names; see `models.checkpoint.read_contents`."""
+    return read_contents(path).tensors
 
 
 def create_model(config: ModelConfig, num_classes: int | Mapping[str, int]) -> nn.Module:
@@ -76,33 +83,26 @@ def create_model(config: ModelConfig, num_classes: int | Mapping[str, int]) -> n
             _zero_head(random)
         return random
     if is_text(config):
-        model, new_heads = load_text(config, num_classes)
-        path: Path | str = config.weights or config.name
-        return _loaded(config, model, num_classes, new_heads, path)
+        return _loaded(config, load_text(config, num_classes), num_classes)
     cfg = weights_cfg(config) if is_segmenter(config) else pretrained_cfg(config)
     path = fetch_weights(config, cfg) if config.weights is None else Path(config.weights).expanduser()
     if is_segmenter(config):
-        model, new_heads = load_segmenter(config, num_classes, path)
-    else:
-        model, new_heads = load_weights(config, timm_kwargs(config, cfg, num_classes), random, cfg, path)
-        _record_input_size(config, model)
-    return _loaded(config, model, num_classes, new_heads, path)
+        return _loaded(config, load_segmenter(config, num_classes, path, random), num_classes)
+    model = load_weights(config, timm_kwargs(config, cfg, num_classes), random, cfg, path)
+    _record_input_size(config, model)
+    return _loaded(config, model, num_classes)
 
 
-def _loaded(config: ModelConfig, model: nn.Module, num_classes: int, new_heads: str, path: Path | str) -> nn.Module:
-    """Say which parts of a network are new, and prepare these."""
-    if new_heads:
-        if config.zero_head:
-            _zero_head(model)
-        log.warning(
-            "%s: newly initialized for %d classes: %s; all other weights from %s.",
-            config.name,
-            num_classes,
-            new_heads,
-            path,
-        )
-    else:
-        log.debug("%s: all weights from %s.", config.name, path)
+def _loaded(config: ModelConfig, model: nn.Module, num_classes: int) -> nn.Module:
+    """Log what was loaded, and prepare new parts."""
+    report = loading_report(model)
+    assert report is not None, "every loader leaves a report"
+    if report.new_heads and config.zero_head:
+        _zero_head(model)
+    for line in report.lines(num_classes):
+        log.info("%s", line)
+    for words in report.suspicious:
+        log.warning("warning: the weights are suspicious: %s.", words)
     return model
 
 

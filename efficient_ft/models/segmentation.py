@@ -7,6 +7,8 @@ license for non-commercial use. Encoders are timm's (``tu-NAME``), with timm's w
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +17,12 @@ from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
 from efficient_ft.core.input_spec import InputSpec
-from efficient_ft.models.timm_config import pretrained_cfg
-from efficient_ft.models.weights import read_state_dict, tensors_do_not_fit
+from efficient_ft.models.checkpoint import Contents, read_contents
+from efficient_ft.models.loading_report import set_loading_report
+from efficient_ft.models.matching import Fit, choose, compare, fit_of_transformers, no_fit
+from efficient_ft.models.mismatch import explain
+from efficient_ft.models.timm_config import build, pretrained_cfg
+from efficient_ft.models.weights import match_timm, report_of
 
 if TYPE_CHECKING:
     from efficient_ft.config.schema import ModelConfig
@@ -186,59 +192,75 @@ def _encoder_decoder(config: ModelConfig, classes: int, encoder: dict[str, Tenso
     return network
 
 
-def load_segmenter(config: ModelConfig, classes: int, path: Path) -> tuple[nn.Module, str]:
+def load_segmenter(config: ModelConfig, classes: int, path: Path, random: nn.Module) -> nn.Module:
     """Build a segmentation network with the weights of a file: its own, or timm's of its encoder.
 
     Args:
         config: the `model` section of the configuration.
         classes: number of classes.
-        path: a file that `read_state_dict` reads.
+        path: a file that `read_contents` reads.
+        random: the same network with random weights.
 
     Returns:
-        The network, and what is newly initialized in words ("" if all weights are the file's).
+        The network, with its `LoadingReport`.
 
     Raises:
         SettingError: the file does not exist, cannot be read, or does not fit.
     """
-    weights = {k: v.float() if v.is_floating_point() else v for k, v in read_state_dict(path).items()}
     if config.encoder is None:
-        return _load_segformer(config, classes, path, weights)
-    network = build_segmenter(config, classes)
-    own = network.state_dict()
-    if not any(name.startswith("encoder.") for name in weights):
-        # timm loads what it finds; its features have ``stages_0`` for ``stages.0``.
-        inside = [n.removeprefix("encoder.model.") for n in own if n.startswith("encoder.model.")]
-        names = {re.sub(r"^([a-z]+)_(\d+)\.", r"\1.\2.", n) for n in inside if not n.endswith("num_batches_tracked")}
-        missing = sorted(names - weights.keys())
-        if missing:
-            raise tensors_do_not_fit(config, path, missing, "missing")
-        return build_segmenter(config, classes, weights), "the decoder and its head"
-    head = "segmentation_head."
-    new = [n for n in own if n.startswith(head) and (n not in weights or weights[n].shape != own[n].shape)]
-    weights.update({n: own[n] for n in new})
-    wrong = [n for n in own if n not in weights or weights[n].shape != own[n].shape]
-    if wrong or weights.keys() - own.keys():
-        raise tensors_do_not_fit(
-            config, path, wrong or sorted(weights.keys() - own.keys()), "missing or of another shape"
-        )
-    network.load_state_dict(weights)
-    return network, head.rstrip(".") if new else ""
+        return _load_segformer(config, classes, path, random)
+    own = random.state_dict()
+    head = "segmentation_head"
+
+    def fit(searched: Contents, prefix: str) -> Fit:
+        return compare(prefix, searched.weights_under(prefix), own, random, (head,))
+
+    contents, chosen = choose(config, path, read_contents(path), own, fit)
+    if chosen.complete:
+        random.load_state_dict(chosen.taken)
+        return set_loading_report(random, report_of(path, contents, chosen, random))
+    if any(name.startswith(("decoder.", f"{head}.")) for name in contents.under(chosen.prefix)):
+        raise no_fit(config, path, explain(config.name, path, contents, chosen, own, (head,)))
+    return _load_encoder(config, classes, path, own)
 
 
-def _load_segformer(config: ModelConfig, classes: int, path: Path, weights: dict[str, Tensor]) -> tuple[nn.Module, str]:
+def _load_encoder(config: ModelConfig, classes: int, path: Path, own: Mapping[str, Tensor]) -> nn.Module:
+    """Build the network with timm's weights of its encoder."""
+    cfg = encoder_cfg(config)
+    update: dict[str, Any] = {"name": config.encoder, "encoder": None, "image_size": None, "kwargs": {}}
+    encoder = config.model_copy(update=update)
+    # timm's features have ``stages_0`` for ``stages.0``, and not the layers behind the last stage.
+    inside = {
+        re.sub(r"^([a-z]+)_(\d+)\.", r"\1.\2.", n.removeprefix("encoder.model."))
+        for n in own
+        if n.startswith("encoder.model.")
+    }
+    plain = build(encoder, {"num_classes": 0})
+    contents, chosen, model = match_timm(encoder, {"num_classes": 0}, plain, cfg, path, inside, config)
+    report = report_of(path, contents, chosen, model)
+    network = build_segmenter(config, classes, dict(chosen.taken))
+    return set_loading_report(network, replace(report, new_heads={"decoder and its head": "absent in the file"}))
+
+
+def _load_segformer(config: ModelConfig, classes: int, path: Path, random: nn.Module) -> nn.Module:
     """Load by transformers, which knows the names of earlier versions."""
     network, about = _segformer_class(config, classes)
-    loaded, found = network.from_pretrained(
-        None, config=about, state_dict=weights, ignore_mismatched_sizes=True, output_loading_info=True
-    )
-    new = sorted({name for name, *_ in found["mismatched_keys"]} | set(found["missing_keys"]))
-    wrong = [name for name in new if not name.startswith("decode_head.classifier.")]
-    unexpected = sorted(found["unexpected_keys"])
-    if wrong or unexpected:
-        what = "missing or of another shape" if wrong else "unexpected"
-        raise tensors_do_not_fit(config, path, wrong or unexpected, what)
-    _note_input(config, loaded)
-    return loaded, "decode_head.classifier" if new else ""
+    decoder, head = "decode_head", "decode_head.classifier"
+
+    def fit(searched: Contents, prefix: str) -> Fit:
+        weights = searched.weights_under(prefix)
+        loaded, found = network.from_pretrained(
+            None, config=about, state_dict=weights, ignore_mismatched_sizes=True, output_loading_info=True
+        )
+        new = head if any(name.startswith(f"{decoder}.") for name in weights) else decoder
+        return fit_of_transformers(prefix, loaded, found, {new})
+
+    contents, chosen = choose(config, path, read_contents(path), random.state_dict(), fit)
+    if not chosen.complete or chosen.model is None:
+        raise no_fit(config, path, explain(config.name, path, contents, chosen, random.state_dict(), (head,)))
+    report = report_of(path, contents, chosen, chosen.model)
+    _note_input(config, chosen.model)
+    return set_loading_report(chosen.model, report)
 
 
 def _note_input(config: ModelConfig, network: nn.Module) -> None:

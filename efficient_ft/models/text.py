@@ -16,13 +16,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.network import unreachable
 from efficient_ft.core.tokenizer import Tokenizer
-from efficient_ft.models.weights import read_state_dict, tensors_do_not_fit
+from efficient_ft.models.checkpoint import Contents, read_contents
+from efficient_ft.models.loading_report import set_loading_report
+from efficient_ft.models.matching import Fit, choose, fit_of_transformers, no_fit
+from efficient_ft.models.mismatch import explain
+from efficient_ft.models.weights import report_of
 
 if TYPE_CHECKING:
     from efficient_ft.config.schema import ModelConfig
@@ -132,7 +136,7 @@ def _random(config: ModelConfig, about: Any) -> nn.Module:
     return model
 
 
-def load_text(config: ModelConfig, classes: int) -> tuple[nn.Module, str]:
+def load_text(config: ModelConfig, classes: int) -> nn.Module:
     """Build a text classifier with the weights of its repository, of a local folder, or of a file.
 
     Args:
@@ -140,7 +144,7 @@ def load_text(config: ModelConfig, classes: int) -> tuple[nn.Module, str]:
         classes: number of classes.
 
     Returns:
-        The network, and what is newly initialized in words ("" if all weights are the file's).
+        The network, with its `LoadingReport`.
 
     Raises:
         SettingError: as `build_text`; the weights do not fit.
@@ -148,9 +152,11 @@ def load_text(config: ModelConfig, classes: int) -> tuple[nn.Module, str]:
     """
     about, source = _architecture(config, classes), _local(config)
     with torch.device("meta"):
-        kind: Any = type(_random(config, about))
-    weights = read_state_dict(source) if source.is_file() else None
-    try:
+        plain = _random(config, about)
+    kind: Any = type(plain)
+    own, base = plain.state_dict(), f"{plain.base_model_prefix}."
+
+    def load(weights: dict[str, Tensor] | None, prefix: str) -> Fit:
         model, found = kind.from_pretrained(
             None if source.is_file() else str(source),
             config=about,
@@ -161,14 +167,26 @@ def load_text(config: ModelConfig, classes: int) -> tuple[nn.Module, str]:
             local_files_only=True,
             trust_remote_code=False,
         )
+        new = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
+        heads = {name.rpartition(".")[0] for name in new if not name.startswith(base) or ".pooler." in name}
+        return fit_of_transformers(prefix, model, found, heads)
+
+    try:
+        if source.is_file():
+            held = read_contents(source)
+            whole = any(f".{base}" in f".{name}" for name in held.tensors)
+            names = own if whole else {name.removeprefix(base) for name in own}
+            contents, chosen = choose(config, source, held, names, lambda part, at: load(part.weights_under(at), at))
+        else:
+            contents, chosen = Contents({}, {}), load(None, "")
     except (*_REFUSALS, OSError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"{source}: the weights cannot be read ({first_line(error)}).") from error
-    new = sorted({name for name, *_ in found["mismatched_keys"]} | set(found["missing_keys"]))
-    base = f"{model.base_model_prefix}."
-    wrong = [name for name in new if name.startswith(base) and ".pooler." not in name]
-    if wrong:
-        raise tensors_do_not_fit(config, source, wrong, "missing or of another shape")
-    return _noted(config, model), ", ".join(sorted({name.rpartition(".")[0] for name in new}))
+    if not chosen.complete or chosen.model is None:
+        raise no_fit(config, source, explain(config.name, source, contents, chosen, own, ()))
+    report = report_of(source, contents, chosen, chosen.model)
+    return set_loading_report(_noted(config, chosen.model), report)
 
 
 def tokenizer_of(config: ModelConfig) -> Tokenizer:

@@ -8,6 +8,7 @@ import timm
 from timm.models import PretrainedCfg, get_pretrained_cfg
 from torch import nn
 
+import efficient_ft.models.proxyless  # registers proxyless_mobile
 import efficient_ft.models.small  # noqa: F401  registers vit_digits and vit_micro
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
 from efficient_ft.core.input_spec import InputSpec

@@ -1,181 +1,296 @@
-"""Weights from a file into a model, strictly: a missing or unexpected name is an error.
+"""Weights from a file into a model of timm. A missing name, or one of another form of the model, is an error.
 
 Only a classifier of another size is replaced by a newly initialized one.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import warnings
+import json
+import logging
 import zipfile
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
-from timm.models import PretrainedCfg
-from timm.models import load_state_dict as read_weights
+import numpy as np
+import timm.models._builder as timm_builder
+import torch
+from safetensors import safe_open
+from timm.models import PretrainedCfg, adapt_input_conv
 from torch import Tensor, nn
 
-from efficient_ft.core.errors import SettingError, UserError, first_line, why_unreadable
-from efficient_ft.models.proxyless import timm_names
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.models.checkpoint import Contents, error_text, read_contents, require_file, why_unusable
+from efficient_ft.models.loading_report import LoadingReport, set_loading_report
+from efficient_ft.models.matching import Fit, choose, compare, no_fit, outside, some, split_prefix
+from efficient_ft.models.mismatch import explain
 from efficient_ft.models.timm_config import build
 
 if TYPE_CHECKING:
     from efficient_ft.config.schema import ModelConfig
 
+#: Beyond these, values are reported: a running variance, and any weight.
+_LARGE_VARIANCE, _LARGE_WEIGHT = 1e8, 1e6
+#: Beyond this, values are refused.
+_ABSURD = 1e15
+
 
 def load_weights(
     config: ModelConfig, kwargs: dict[str, Any], random: nn.Module, cfg: PretrainedCfg, path: Path
-) -> tuple[nn.Module, str]:
-    """Create the model with the weights of a file.
+) -> nn.Module:
+    """Create the model with the weights of a file, and keep the `LoadingReport` on it.
 
-    timm converts names, resizes position embeddings and attention biases, and loads strictly: it is given the file's
-    tensors, in which a classifier that does not fit is replaced by that of `random`.
+    timm converts names and resizes position embeddings and attention biases.
 
     Args:
         config: the `model` section of the configuration.
         kwargs: of `timm.create_model`.
-        random: the same model with random weights.
+        random: the same model with random weights; a classifier that does not fit is replaced by its own.
         cfg: timm's record of the model.
-        path: a file that `read_state_dict` reads, or .npz with the original JAX weights of the ViT family.
-
-    Returns:
-        The model, and the newly initialized classifiers in words ("" if all weights are the file's).
+        path: a file that `read_contents` reads, or .npz with the original JAX weights of the ViT family.
 
     Raises:
-        SettingError: the file does not exist, cannot be read, or does not fit the model.
+        SettingError: the file does not exist, cannot be read, or does not fit the model; or several parts of it do.
     """
-    if path.suffix == ".npz":
+    if path.suffix == ".npz" and _is_jax(path):
         return _load_npz(config, kwargs, path)
-    weights = {k: v.float() if v.is_floating_point() else v for k, v in read_state_dict(path).items()}
-    if cfg.architecture == "proxyless_mobile":
-        try:
-            weights = timm_names(weights)  # here, not only in timm: the classifier's name is needed below
-        except ValueError as error:
-            raise _does_not_fit(config, path, error) from error
+    contents, fit, model = match_timm(config, kwargs, random, cfg, path)
+    model.load_state_dict(fit.taken)
+    return set_loading_report(model, report_of(path, contents, fit, model))
+
+
+def match_timm(
+    config: ModelConfig,
+    kwargs: dict[str, Any],
+    random: nn.Module,
+    cfg: PretrainedCfg,
+    path: Path,
+    needed: Collection[str] | None = None,
+    decoder: ModelConfig | None = None,
+) -> tuple[Contents, Fit, nn.Module]:
+    """Find the weights of a model of timm in a file; see `load_weights`.
+
+    Args:
+        config, kwargs, random, cfg, path: as for `load_weights`.
+        needed: names that the file must have; None: all.
+        decoder: the segmentation network whose encoder the model is.
+
+    Returns:
+        What was searched, the part that fits, and a model to load it into.
+    """
     own = random.state_dict()
-    new_heads = []
-    classifiers = cfg.classifier or ()
-    for classifier in (classifiers,) if isinstance(classifiers, str) else classifiers:
-        names = [n for n in own if n.startswith(f"{classifier}.")]
-        offset = cfg.label_offset or 0
-        fits = all(
-            n in weights
-            and weights[n].shape[1:] == own[n].shape[1:]
-            and weights[n].shape[0] in (own[n].shape[0], own[n].shape[0] + offset)
-            for n in names
-        )
-        if names and not fits:
-            was = weights[f"{classifier}.weight"].shape[0] if f"{classifier}.weight" in weights else None
-            new_heads.append(f"{classifier} ({'absent' if was is None else f'{was} classes'} in the file)")
-            weights.update({n: own[n] for n in names})
-    overlay = {"state_dict": weights, "num_classes": kwargs["num_classes"], "custom_load": False}
-    if new_heads:
-        overlay["label_offset"] = None
-    try:
+    heads = (cfg.classifier,) if isinstance(cfg.classifier, str) else tuple(cfg.classifier or ())
+    overlay: dict[str, Any] = {"num_classes": kwargs["num_classes"], "custom_load": False}
+    size = _noted_size(path)
+    if size is not None:  # timm takes a grid of positions that is not square from its record
+        overlay["input_size"] = (kwargs.get("in_chans", 3), *size)
+    with _caught_conversion() as caught:
         model = build(config, kwargs, pretrained=True, pretrained_cfg_overlay=overlay)
-    except (RuntimeError, KeyError, AttributeError, IndexError) as error:
-        raise _does_not_fit(config, path, error) from error
-    # timm keeps the overlay as the model's record; its tensors would be copied with every deepcopy.
-    record: Any = model.pretrained_cfg
-    record["state_dict"] = None
-    return model, ", ".join(new_heads)
+    convert, lenient = caught["filter_fn"], not caught["strict"]
+
+    def fit(contents: Contents, prefix: str) -> Fit:
+        given, unusable = _plain(contents.under(prefix), own)
+        error = ""
+        try:
+            with _quiet():
+                converted = given if convert is None else _call(convert, dict(given), model)
+            converted = _first_layer(converted, own, cfg)
+        except Exception as failure:  # timm's conversions expect weights of their own model
+            converted, error = given, error_text(failure)
+        result = compare(prefix, converted, own, model, heads, offset=cfg.label_offset or 0, lenient=lenient)
+        notes = (*result.notes, *_changes(given, result.taken, result.new_heads))
+        odd = {n: f"{kind} in the file" for n, kind in unusable.items() if n in result.taken or n in own}
+        missing = tuple(name for name in result.missing if needed is None or name in needed)
+        return replace(result, notes=notes, error=error, misshapen={**result.misshapen, **odd}, missing=missing)
+
+    contents, chosen = choose(config, path, read_contents(path), own, fit)
+    if not chosen.complete:
+        setting = "model=timm model.name" if decoder is None else "model.encoder"
+        details = explain(config.name, path, contents, chosen, own, heads, setting)
+        raise no_fit(decoder or config, path, details)
+    return contents, chosen, model
 
 
-def _load_npz(config: ModelConfig, kwargs: dict[str, Any], path: Path) -> tuple[nn.Module, str]:
+def report_of(path: Path, contents: Contents, fit: Fit, model: nn.Module) -> LoadingReport:
+    """The report of a network whose weights are `fit`.
+
+    Raises:
+        SettingError: weights are not finite, or beyond any sense.
+    """
+    key, prefix = split_prefix(contents, fit.prefix)
+    left_out = {fit.prefix + name: reason for name, reason in fit.left_out.items()}
+    return LoadingReport(
+        str(path),
+        key,
+        prefix,
+        fit.loaded,
+        len(fit.taken),
+        {**left_out, **outside(contents, fit.prefix)},
+        fit.new_heads,
+        fit.notes,
+        check_values(path, fit.taken, model),
+    )
+
+
+def check_values(path: Path, weights: Mapping[str, Tensor], model: nn.Module) -> tuple[str, ...]:
+    """Look for values that no trained network has.
+
+    Returns:
+        What is suspicious, in words.
+
+    Raises:
+        SettingError: values are not finite, negative variances, or beyond 1e15.
+    """
+    floats = {name: value for name, value in weights.items() if value.is_floating_point() and value.numel()}
+    bad = [name for name, value in floats.items() if not bool(value.isfinite().all())]
+    if bad:
+        raise _senseless(path, bad, "NaN or infinity")
+    variances = {name: value for name, value in floats.items() if name.endswith("running_var")}
+    bad = [name for name, value in variances.items() if bool((value < 0).any())]
+    if bad:
+        raise _senseless(path, bad, "negative variances")
+    peaks = {name: float(value.abs().max()) for name, value in floats.items()}
+    bad = [name for name, peak in peaks.items() if peak > _ABSURD]
+    if bad:
+        raise _senseless(path, bad, f"values up to {max(peaks.values()):.0e}")
+    large = [n for n, peak in peaks.items() if peak > (_LARGE_VARIANCE if n in variances else _LARGE_WEIGHT)]
+    dead = [name for name, value in variances.items() if float((value <= 1e-12).float().mean()) > 0.5]
+    matrices = [name for name, _ in model.named_parameters() if name in floats and floats[name].ndim > 1]
+    flat = [n for n in matrices if floats[n].numel() > 1 and bool((floats[n] == floats[n].flatten()[0]).all())]
+    return tuple(
+        f"{some(names)}: {words}"
+        for names, words in (
+            (large, f"values up to {max((peaks[n] for n in large), default=0):.0e}"),
+            (dead, "a running variance of 0 in most channels"),
+            (flat if len(flat) * 2 > len(matrices) else [], "all values are equal"),
+        )
+        if names
+    )
+
+
+def _senseless(path: Path, names: list[str], what: str) -> SettingError:
+    verb = "holds" if len(names) == 1 else "hold"
+    return SettingError(
+        "model.weights", path, "a file of finite weights", f"{some(names)} {verb} {what}. Export the weights again."
+    )
+
+
+@contextmanager
+def _caught_conversion() -> Iterator[dict[str, Any]]:
+    """Let timm build a model without loading weights, and catch how it would convert them."""
+    caught: dict[str, Any] = {"filter_fn": None, "strict": True}
+    with mock.patch.object(timm_builder, "load_pretrained", lambda *_, **given: caught.update(given)):
+        yield caught
+
+
+def _call(convert: Any, weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Convert as timm does: some of its functions take the weights alone."""
+    try:
+        return dict(convert(weights, model))
+    except TypeError:
+        return dict(convert(weights))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence timm's lines about resized tensors, which the report has."""
+    log = logging.getLogger("timm")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def _plain(given: dict[str, Tensor], own: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors in fp32, and by name why some cannot be weights; zeros replace these while names are matched."""
+    unusable = {}
+    plain = {}
+    for name, value in given.items():
+        kind = why_unusable(value)
+        integer = kind is not None and not value.is_complex() and not value.is_floating_point()
+        if kind is None:
+            plain[name] = value.float()
+        elif integer and value.layout == torch.strided and not (value.is_meta or value.is_quantized):
+            plain[name] = value
+            if name in own and own[name].is_floating_point():
+                unusable[name] = kind
+        else:
+            plain[name] = torch.zeros(1).expand(value.shape)
+            unusable[name] = kind or ""
+    return plain, unusable
+
+
+def _first_layer(weights: dict[str, Tensor], own: Mapping[str, Tensor], cfg: PretrainedCfg) -> dict[str, Tensor]:
+    """Change the number of input channels of the first layers, as timm does."""
+    names = (cfg.first_conv,) if isinstance(cfg.first_conv, str) else tuple(cfg.first_conv or ())
+    for name in (f"{one}.weight" for one in names):
+        if name not in weights or name not in own or weights[name].ndim != 4 or own[name].ndim != 4:
+            continue
+        if weights[name].shape[1] == cfg.input_size[0] and own[name].shape[1] != weights[name].shape[1]:
+            weights = {**weights, name: adapt_input_conv(own[name].shape[1], weights[name])}
+    return weights
+
+
+def _changes(given: Mapping[str, Tensor], taken: Mapping[str, Tensor], new_heads: Mapping[str, str]) -> list[str]:
+    """What the conversion changed in the shapes of tensors, in words."""
+    heads = tuple(f"{head}." for head in new_heads)
+    changed = [n for n, v in taken.items() if n in given and given[n].shape != v.shape and not n.startswith(heads)]
+    words = []
+    for name in changed:
+        was, now, end = given[name].shape, taken[name].shape, name.rpartition(".")[2]
+        if end == "pos_embed" and len(was) == len(now) == 3:
+            words.append(f"position embedding resized from {was[1]} to {now[1]} positions")
+        elif name.endswith("patch_embed.proj.weight") and len(was) == len(now) == 4 and was[2:] != now[2:]:
+            words.append(f"patches resized from {was[2]}×{was[3]} to {now[2]}×{now[3]} pixels")
+        elif len(was) == len(now) == 4 and was[1] != now[1] and was[2:] == now[2:]:
+            words.append(f"{name} changed from {was[1]} to {now[1]} channels")
+    tables = sum(name.endswith("relative_position_bias_table") for name in changed)
+    return words + ([f"{tables} tables of relative positions resized"] if tables else [])
+
+
+def _noted_size(path: Path) -> tuple[int, int] | None:
+    """(H, W) of the images that a run's model.safetensors was trained on; None: the file does not note it."""
+    if path.suffix != ".safetensors":
+        return None
+    try:
+        with safe_open(path, "pt") as opened:
+            size = json.loads((opened.metadata() or {}).get("image_size", "null"))
+    except Exception:  # reading the weights reports what is wrong with the file
+        return None
+    return (size[0], size[1]) if isinstance(size, list) and [type(n) for n in size] == [int, int] else None
+
+
+def _is_jax(path: Path) -> bool:
+    """Whether an archive of arrays has the names of the original JAX weights, or is none that can be read."""
+    require_file(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any("/" in name for name in archive.namelist()) or not archive.namelist()
+    except (zipfile.BadZipFile, OSError):
+        return False
+
+
+def _load_npz(config: ModelConfig, kwargs: dict[str, Any], path: Path) -> nn.Module:
     """Load the original JAX weights of the ViT family with timm's own loader, which initializes a head that differs."""
-    _require_file(path)
     overlay = {"file": str(path), "custom_load": True, "hf_hub_id": None, "url": ""}
     try:
         model = build(config, kwargs, pretrained=True, pretrained_cfg_overlay=overlay)
-    except (KeyError, RuntimeError, AttributeError, OSError, zipfile.BadZipFile, UserError) as error:
+    except (KeyError, RuntimeError, AttributeError, OSError, ValueError, zipfile.BadZipFile, UserError) as error:
         raise SettingError(
             "model.weights",
             path,
             f"a file of the original JAX weights of {config.name}",
-            f"Loading it failed: {first_line(error)}. Or use a .safetensors or .pth file with timm's names.",
+            f"Loading it failed: {error_text(error)}. Or use a .safetensors or .pth file with timm's names.",
         ) from error
-    return model, "the head, if its size differs from the file's"
-
-
-def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a .safetensors, .pth, .pt, .bin or .ckpt file, without running code from it.
-
-    Entries `state_dict`, `model` and EMA are opened and the prefixes of wrappers removed, by timm's rules (EMA first).
-
-    Raises:
-        SettingError: the file does not exist, is damaged, or holds no weights.
-    """
-    _require_file(path)
-    try:
-        with warnings.catch_warnings():  # torch's advice about pickles, of which nothing but tensors is read
-            warnings.filterwarnings("ignore", message="Detected pickle protocol")
-            weights = read_weights(str(path), device="cpu", weights_only=True)
-    except Exception as error:  # torch and safetensors raise a dozen kinds on a damaged file
-        raise SettingError(
-            "model.weights",
-            path,
-            "a complete file of weights (.safetensors; .pth, .pt, .bin or .ckpt with tensors only; .npz for the ViT"
-            " family)",
-            f"Reading it failed: {why_unreadable(error).rstrip('.')}.",
-        ) from error
-    # A Lightning checkpoint nests the network under one more name.
-    if weights and all(k.startswith("model.") for k in weights):
-        weights = {k.removeprefix("model."): v for k, v in weights.items()}
-    if not weights or not all(isinstance(v, Tensor) for v in weights.values()):
-        odd = [str(k) for k, v in weights.items() if not isinstance(v, Tensor)]
-        raise SettingError(
-            "model.weights",
-            path,
-            "a file with a state dict (names to tensors)",
-            f"It holds {', '.join(odd[:5]) or 'nothing'}.",
-        )
-    return weights
-
-
-def _require_file(path: Path) -> None:
-    if not os.path.isfile(path):  # pathlib raises for a name that is too long
-        raise SettingError("model.weights", path, "an existing file")
-
-
-def _does_not_fit(config: ModelConfig, path: Path, error: Exception) -> SettingError:
-    """Name the parameters at fault, read from torch's own message (after timm's conversion of names)."""
-    text = str(error)
-
-    def listed(title: str) -> list[str]:
-        found = re.search(rf'{title} key\(s\) in state_dict: (".*?")\.\s', text + " ", re.DOTALL)
-        return re.findall(r'"([^"]+)"', found[1]) if found else []
-
-    def some(names: list[str]) -> str:
-        return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-    parts = {
-        "missing": listed("Missing"),
-        "unexpected": listed("Unexpected"),
-        "of another shape": re.findall(r"size mismatch for (\S+):", text),
-    }
-    details = "; ".join(f"{kind}: {some(names)}" for kind, names in parts.items() if names)
-    return SettingError(
-        "model.weights",
-        path,
-        f"a file that fits model.name={config.name}",
-        f"It may belong to another model: {details or first_line(error)}.",
-    )
-
-
-def tensors_do_not_fit(config: ModelConfig, path: Path, names: list[str], what: str) -> SettingError:
-    """The error for weights that do not fit a network.
-
-    Args:
-        config: the `model` section of the configuration.
-        path: of the weights.
-        names: of the tensors that do not.
-        what: what is wrong with them, in words.
-    """
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return SettingError(
-        "model.weights",
-        path,
-        f"a file that fits model.name={config.name}",
-        f"It may belong to another model: {what}: {', '.join(names[:4])}{more}.",
-    )
+    own = model.state_dict()
+    classes = len(np.load(path).get("head/bias", ()))
+    new = {} if classes == kwargs["num_classes"] else {"head": f"{classes} in the file" if classes else "absent"}
+    loaded = len(own) - 2 * len(new)
+    suspicious = check_values(path, own, model)
+    report = LoadingReport(str(path), "", "", loaded, len(own), new_heads=new, suspicious=suspicious)
+    return set_loading_report(model, report)

@@ -100,9 +100,10 @@ def test_the_released_weights_give_the_released_network_s_output(tmp_path, relea
 
 
 def test_its_own_export_and_another_head_are_taken(tmp_path, release, caplog):
+    caplog.set_level("INFO")
     torch.save({"state_dict": release.state_dict()}, tmp_path / "w.pth")
     model = factory.create_model(config(tmp_path / "w.pth", drop_rate=0.2), 7)
-    assert "classifier (1000 classes in the file)" in caplog.text
+    assert "classifier newly initialized for 7 classes (1000 in the file)" in caplog.text
     assert model.drop_rate == 0.2
     torch.testing.assert_close(model.conv_head.weight, release.feature_mix_layer.conv.weight)
     save_file(model.state_dict(), tmp_path / "own.safetensors")

@@ -43,16 +43,18 @@ def test_weights_in_the_formats_people_have(tmp_path, form):
 
 
 def test_a_head_of_another_size_is_newly_initialized_and_logged(tmp_path, caplog):
+    caplog.set_level("INFO")
     source = pretend_pretrained(1000)
     torch.save(source.state_dict(), tmp_path / "w.pth")
     model = factory.create_model(small(weights=str(tmp_path / "w.pth")), 7)
     assert model.head.weight.shape == (7, 16)
     assert_equal(backbone(model), backbone(source))
-    assert "head (1000 classes in the file)" in caplog.text
-    assert "newly initialized for 7 classes" in caplog.text
+    assert "Weights: 30 of 32 tensors from" in caplog.text
+    assert "head newly initialized for 7 classes (1000 in the file)" in caplog.text
 
 
 def test_a_file_without_a_head_is_taken(tmp_path, caplog):
+    caplog.set_level("INFO")
     source = pretend_pretrained()
     save_file(backbone(source), tmp_path / "w.safetensors")
     model = factory.create_model(small(weights=str(tmp_path / "w.safetensors")), 7)
@@ -106,7 +108,7 @@ def test_original_jax_weights_of_the_vit_family(tmp_path):
     torch.testing.assert_close(model.head.weight.data, torch.from_numpy(held["head/kernel"].T))
 
     np.savez(tmp_path / "other.npz", something=array(3))
-    with pytest.raises(UserError, match="a file of the original JAX weights"):
+    with pytest.raises(UserError, match=r"fits model\.name=vit_tiny"):
         factory.create_model(small(weights=str(tmp_path / "other.npz")), 1000)
 
 
@@ -118,17 +120,19 @@ def test_a_file_of_another_model_is_refused_with_names(tmp_path):
     with pytest.raises(UserError) as caught:
         factory.create_model(small(weights=str(tmp_path / "w.safetensors")), 7)
     assert "missing: blocks.1.norm1.weight" in str(caught.value)
-    assert "unexpected: extra.weight" in str(caught.value)
 
     save_file(timm.create_model("resnet18").state_dict(), tmp_path / "resnet.safetensors")
-    with pytest.raises(UserError, match=r"a file that fits model\.name=vit_tiny.*and \d+ more"):
+    with pytest.raises(
+        UserError,
+        match=r"a file that fits model\.name=vit_tiny.*none of its 122 names.*and \d+ more.*model\.name=resnet18",
+    ):
         factory.create_model(small(weights=str(tmp_path / "resnet.safetensors")), 7)
 
 
 def test_a_backbone_of_another_width_is_refused(tmp_path):
     torch.save(pretend_pretrained().state_dict(), tmp_path / "w.pth")
     wider = small(weights=str(tmp_path / "w.pth"), kwargs={**SMALL, "embed_dim": 32})
-    with pytest.raises(UserError, match="of another shape: cls_token"):
+    with pytest.raises(UserError, match="the file has 2 blocks of width 16, the model 2 of width 32"):
         factory.create_model(wider, 1000)
 
 

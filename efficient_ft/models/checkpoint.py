@@ -1,0 +1,239 @@
+"""The tensors of a weights file by name, read without running code from it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import warnings
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from efficient_ft.core.errors import SettingError, first_line, why_unreadable
+
+_FORMS = (
+    "a complete file of weights (.safetensors; .pth, .pt, .bin or .ckpt with tensors only; .npz for the ViT family)"
+)
+#: First bytes of files that are often given instead of weights, and a sentence about each.
+_OTHER_FILES = (
+    (rb"version https://git-lfs", "It is a Git LFS pointer, not the file itself. Run git lfs pull"),
+    (rb"\s*<(!doctype|html|\?xml)", "It is a web page: the download failed"),
+    (rb"\x89HDF", "It is an HDF5 file, which Keras writes. Convert it to PyTorch's names first"),
+    (rb"GGUF", "It is a GGUF file. Use the original weights"),
+    (rb"\x1f\x8b|BZh|7z\xbc|\xfd7zXZ|Rar!", "It is a compressed archive. Unpack it first"),
+    (rb"\s*\{[^\0]*$", "It is a JSON file. Join the shards that it lists into one .safetensors file"),
+)
+#: Nesting beyond this depth is not searched.
+_DEPTH = 16
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The tensors of a file.
+
+    Attributes:
+        tensors: by full name, in which the keys of nested mappings and lists are joined by dots.
+        keys: by full name, the part that names the mapping; "" at the top.
+        objects: classes of the Python objects in the file that were not loaded.
+    """
+
+    tensors: dict[str, Tensor]
+    keys: dict[str, str]
+    objects: tuple[str, ...] = ()
+
+    def under(self, prefix: str) -> dict[str, Tensor]:
+        """The tensors whose full names start with `prefix`, without it."""
+        return {name[len(prefix) :]: value for name, value in self.tensors.items() if name.startswith(prefix)}
+
+    def weights_under(self, prefix: str) -> dict[str, Tensor]:
+        """The same in fp32, without tensors whose values cannot be weights; integers stay."""
+        return {
+            name: value.float() if value.is_floating_point() else value
+            for name, value in self.under(prefix).items()
+            if not value.is_floating_point() or why_unusable(value) is None
+        }
+
+
+def read_contents(path: Path) -> Contents:
+    """Read all tensors of a .safetensors, .pth, .pt, .bin, .ckpt or .npz file. The form is recognized by its content.
+
+    Raises:
+        SettingError: the file does not exist, is damaged, or holds no tensors.
+    """
+    require_file(path)
+    objects: tuple[str, ...] = ()
+    try:
+        with open(path, "rb") as opened:
+            start = opened.read(512)
+        why = _other_file(path, start)
+        if why is None:
+            held, objects = _read(path, start)
+    except Exception as error:  # torch, numpy and safetensors raise a dozen kinds on a damaged file
+        why = f"Reading it failed: {why_unreadable(error).rstrip('.')}"
+        if "Python objects" in why:
+            why += ". Save the weights alone: torch.save(model.state_dict(), FILE)"
+    if why is not None:
+        raise SettingError("model.weights", path, _FORMS, f"{why}.")
+    tensors: dict[str, Tensor] = {}
+    keys: dict[str, str] = {}
+    for key, name, value in _walk(held, ()):
+        full = f"{key}.{name}".lstrip(".") if key else name
+        if full in tensors:
+            raise SettingError("model.weights", path, "a file whose names differ", f"It holds {full} twice.")
+        tensors[full], keys[full] = value, key
+    if not tensors:
+        raise _without_tensors(path, held, objects)
+    return Contents(tensors, keys, objects)
+
+
+def require_file(path: Path) -> None:
+    """Raise a SettingError if there is no such file; a folder gets advice."""
+    if os.path.isfile(path):  # pathlib raises for a name that is too long
+        return
+    do = None
+    if os.path.isdir(path):
+        inside = sorted(name for name in os.listdir(path) if re.search(r"\.(safetensors|pth|pt|bin|ckpt|npz)$", name))
+        do = "It is a folder" + (f" with {len(inside)} files of weights" if inside else " without files of weights")
+        shards = [name for name in inside if re.search(r"-\d+-of-\d+\.", name)]
+        if shards:
+            do += ", shards of one model. Join them into one file: their tensors in one mapping, written by"
+            do += " safetensors.torch.save_file."
+        else:
+            do += f". Pass one of them: model.weights={path / inside[0]}." if inside else "."
+    raise SettingError("model.weights", path, "an existing file", do)
+
+
+def _other_file(path: Path, start: bytes) -> str | None:
+    """The sentence about a file that holds no weights, judged by its first bytes; None for any other."""
+    if not start:
+        return "Reading it failed: it is empty"
+    for pattern, sentence in _OTHER_FILES:
+        if re.match(pattern, start, re.IGNORECASE):
+            return sentence
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+        inner = {name.partition("/")[2] for name in names}
+        if "constants.pkl" in inner:
+            return "It is a TorchScript program. Save its weights: torch.save(torch.jit.load(FILE).state_dict(), NEW)"
+        if "data.pkl" not in inner and not any(name.endswith(".npy") for name in names):
+            return f"It is an archive ({', '.join(names[:3])}). Unpack it first"
+    return None
+
+
+def _read(path: Path, start: bytes) -> tuple[Any, tuple[str, ...]]:
+    """The object in a file, and the classes that were not loaded."""
+    if start[8:9] == b"{":
+        return load_file(path), ()
+    if path.suffix == ".npz" or start[:6] == b"\x93NUMPY":
+        arrays = np.load(path, allow_pickle=False)
+        if isinstance(arrays, np.ndarray):
+            raise ValueError("it holds one array without a name")
+        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}, ()
+    with warnings.catch_warnings():  # torch's advice about pickles, of which nothing but tensors is read
+        warnings.filterwarnings("ignore", message="Detected pickle protocol")
+        return _unpickle(path)
+
+
+class _Inert:
+    """Base of the classes that replace those of a pickle. Their objects ignore arguments and state."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None: ...
+
+
+class _InertDict:
+    """Replaces a class of mappings; torch fills none but its own kinds."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        return OrderedDict()
+
+
+class _InertList:
+    """Replaces a class of lists."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        return []
+
+
+def _unpickle(path: Path) -> tuple[Any, tuple[str, ...]]:
+    """Read a file of torch.save, with inert objects where it has any of classes that torch does not allow.
+
+    Settings, metrics and paths are often stored next to the weights.
+    """
+    try:
+        names = [str(name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)]
+    except ValueError:  # an earlier format than archives
+        names = []
+    inert: dict[str, type] = {name: type(name, (_Inert,), {}) for name in names}
+    while True:
+        allowed: Any = [(cls, name) for name, cls in inert.items()]
+        try:
+            with torch.serialization.safe_globals(allowed):
+                held = torch.load(path, map_location="cpu", weights_only=True)
+            return held, tuple(names)
+        except pickle.UnpicklingError as error:
+            # A mapping or list of a class of its own: torch names the replaced class that it would have to fill.
+            kind = {"Can only SETITEM": _InertDict, "Can only append": _InertList, "Can only extend": _InertList}
+            other = next((made for text, made in kind.items() if text in str(error)), None)
+            found = next((n for n, cls in inert.items() if issubclass(cls, _Inert) and repr(cls) in str(error)), None)
+            if other is None or found is None:
+                raise
+            inert[found] = type(found, (other,), {})
+
+
+def _walk(held: Any, path: tuple[str, ...]) -> Iterator[tuple[str, str, Tensor]]:
+    """Key of the mapping, name and value of each tensor in nested mappings and lists."""
+    if isinstance(held, Tensor) and not path:
+        yield "", "tensor", held
+    if len(path) > _DEPTH:
+        return
+    entries = held.items() if isinstance(held, Mapping) else enumerate(held) if isinstance(held, list | tuple) else ()
+    for name, value in entries:
+        if isinstance(value, Tensor):
+            yield ".".join(path), str(name), value.detach()
+        else:
+            yield from _walk(value, (*path, str(name)))
+
+
+def _without_tensors(path: Path, held: Any, objects: tuple[str, ...]) -> SettingError:
+    """The error for a file in which no tensor has a name."""
+    objects = tuple(name for name in objects if not name.startswith(("numpy.", "builtins.")))
+    inside = ", ".join(map(str, list(held)[:5])) if isinstance(held, Mapping) and held else "nothing"
+    do = f"It holds {inside}."
+    if objects:
+        do = (
+            f"It holds Python objects (of {', '.join(objects[:3])}), which are not loaded: they could run code."
+            " Save the weights alone: torch.save(model.state_dict(), FILE)."
+        )
+    return SettingError("model.weights", path, "a file with a state dict (names to tensors)", do)
+
+
+def why_unusable(tensor: Tensor) -> str | None:
+    """Say why the values of a tensor cannot be weights by their kind; None: they can."""
+    if tensor.is_quantized:
+        return "quantized"
+    if tensor.is_meta:
+        return "without values (on the meta device)"
+    if tensor.layout != torch.strided:
+        return "sparse"
+    if tensor.is_complex():
+        return "complex"
+    if tensor.is_floating_point():
+        return f"{str(tensor.dtype).removeprefix('torch.')} without its scales" if tensor.itemsize == 1 else None
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def error_text(error: BaseException) -> str:
+    """The first line of an error's text, without a period."""
+    return first_line(error).rstrip(".")

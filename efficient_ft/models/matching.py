@@ -1,0 +1,350 @@
+"""The part of a weights file that fits a network: its place, and the tensors that are missing, wrong or left over."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from efficient_ft.core.errors import SettingError
+from efficient_ft.models.checkpoint import Contents
+
+if TYPE_CHECKING:
+    from efficient_ft.config.schema import ModelConfig
+
+#: Tensors that networks of this family put before those of the patches, and the names of the tokens.
+PREFIX_TOKENS = {"cls_token": "class", "dist_token": "distillation", "reg_token": "register",
+                 "register_tokens": "register"}  # fmt: skip
+#: Candidates that are looked at, at most: by matching names, and by the structure of the file alone.
+_BY_NAMES, _BY_STRUCTURE = 16, 24
+#: timm's training keeps the average of the weights under these keys, next to the weights.
+_AVERAGES = {"state_dict_ema": "state_dict", "model_ema": "model"}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The tensors under one prefix of a file, compared with a network.
+
+    Attributes:
+        prefix: of the full names.
+        taken: by the network's names, the tensors that it takes; of a new head, the network's own.
+        missing: names of the network that are not there.
+        misshapen: by name, shapes in the file and in the model, in words.
+        foreign: names without a place in the network, which belong to another form of it.
+        left_out: by name without the prefix, why a tensor is not used.
+        new_heads: by name, why a classifier is to be initialized.
+        notes: changes to tensors, in words.
+        error: the reason why the names could not be converted.
+        loaded: number of tensors taken from the file.
+        model: the network with these weights, if comparing builds it.
+    """
+
+    prefix: str
+    taken: Mapping[str, Tensor] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    misshapen: Mapping[str, str] = field(default_factory=dict)
+    foreign: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    new_heads: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    error: str = ""
+    loaded: int = 0
+    model: nn.Module | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the network takes all that it needs, and nothing belongs to another form of it."""
+        return not (self.error or self.missing or self.misshapen or self.foreign)
+
+
+def choose(
+    config: ModelConfig, path: Path, contents: Contents, own: Collection[str], fit: Callable[[Contents, str], Fit]
+) -> tuple[Contents, Fit]:
+    """Find the prefix under which a file fits a network.
+
+    Args:
+        config: the `model` section; `weights_key` restricts the search.
+        path: the file, for messages.
+        contents: of the file.
+        own: names of the network.
+        fit: compares the tensors under a prefix with the network.
+
+    Returns:
+        The contents that were searched, and the fit; the nearest one, which is not complete, if none is.
+
+    Raises:
+        SettingError: several parts of the file fit, or `model.weights_key` names none.
+    """
+    searched = _restricted(config, path, contents)
+    votes = _votes(searched.tensors, own)
+    most = max(votes.values(), default=0)
+    likely = [prefix for prefix, count in votes.most_common(_BY_NAMES) if count * 2 >= most]
+    fits = [fit(searched, prefix) for prefix in likely]
+    complete = [one for one in fits if one.complete]
+    if not complete:
+        fits += [fit(searched, prefix) for prefix in _groups(searched.tensors, len(own)) if prefix not in likely]
+        complete = [one for one in fits if one.complete]
+    if not complete:
+        return searched, max(
+            fits,
+            key=lambda one: (one.loaded, len(searched.under(one.prefix))),
+            default=Fit("", error="no name matches"),
+        )
+    complete = _different(complete)
+    if len(complete) == 1:
+        return searched, complete[0]
+    average = _average(complete)
+    if average is None:
+        raise _ambiguous(config, path, searched, complete)
+    return searched, average
+
+
+def _restricted(config: ModelConfig, path: Path, contents: Contents) -> Contents:
+    """The part of a file that `model.weights_key` names."""
+    if config.weights_key is None:
+        return contents
+    start = f"{str(config.weights_key).rstrip('.')}."
+    tensors = {name: value for name, value in contents.tensors.items() if name.startswith(start)}
+    if not tensors:
+        groups = Counter(".".join(name.split(".")[:-1][:2]) or name for name in contents.tensors)
+        inside = ", ".join(f"{name} ({count} tensors)" for name, count in groups.most_common(8))
+        raise SettingError(
+            "model.weights_key", config.weights_key, "the start of names in model.weights", f"{path} holds {inside}."
+        )
+    return Contents(tensors, contents.keys, contents.objects)
+
+
+def _votes(names: Collection[str], own: Collection[str]) -> Counter[str]:
+    """By prefix, the number of names that are a name of the network behind it."""
+    votes: Counter[str] = Counter()
+    for name in names:
+        start = 0
+        while True:
+            if name[start:] in own:
+                votes[name[:start]] += 1
+            start = name.find(".", start) + 1
+            if not start:
+                break
+    return votes
+
+
+def _groups(names: Collection[str], size: int) -> list[str]:
+    """Prefixes of many names, the shortest first: for names that a conversion must change."""
+    counts: Counter[str] = Counter()
+    for name in names:
+        parts = name.split(".")
+        counts.update(".".join(parts[:n]) + "." * (n > 0) for n in range(min(len(parts), 8)))
+    many = [prefix for prefix, count in counts.items() if count >= max(2, size // 3)]
+    return sorted(many, key=lambda prefix: prefix.count("."))[:_BY_STRUCTURE]
+
+
+def _different(fits: Sequence[Fit]) -> list[Fit]:
+    """The fits without those that have the same values as an earlier one, as modules that are registered twice."""
+    kept: list[Fit] = []
+    for one in fits:
+        if not any(_same(one.taken, other.taken) for other in kept):
+            kept.append(one)
+    return kept
+
+
+def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and bool(one) and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def _average(fits: Sequence[Fit]) -> Fit | None:
+    """The average of the weights where timm's training has stored both."""
+    if len(fits) != 2:
+        return None
+    for one, other in (fits, fits[::-1]):
+        key, _, rest = one.prefix.partition(".")
+        if _AVERAGES.get(key) == other.prefix.partition(".")[0] and rest == other.prefix.partition(".")[2]:
+            note = f"the average ({key}) is used, as in timm; without it: model.weights_key={_AVERAGES[key]}"
+            return replace(one, notes=(*one.notes, note))
+    return None
+
+
+def _ambiguous(config: ModelConfig, path: Path, contents: Contents, fits: Sequence[Fit]) -> SettingError:
+    named = [(one.prefix.rstrip("."), len(contents.under(one.prefix))) for one in fits]
+    listed = ", ".join(f"{name or 'the top level'} ({count} tensors)" for name, count in named)
+    keys = [name for name, _ in named if name]
+    return SettingError(
+        "model.weights_key",
+        "null" if config.weights_key is None else config.weights_key,
+        f"one of {', '.join(keys)}",
+        f"{path} holds {len(fits)} sets of weights that fit {config.name}: {listed}. Set model.weights_key={keys[-1]}"
+        " or another of them.",
+    )
+
+
+def compare(
+    prefix: str,
+    given: Mapping[str, Tensor],
+    own: Mapping[str, Tensor],
+    model: nn.Module,
+    heads: Sequence[str],
+    *,
+    offset: int = 0,
+    lenient: bool = False,
+) -> Fit:
+    """Compare tensors, in the network's names, with a network.
+
+    Args:
+        prefix: of their full names.
+        given: the tensors.
+        own: the network's tensors, with new classifiers.
+        model: the network.
+        heads: names of its classifiers.
+        offset: number of further classes at the start of a published classifier.
+        lenient: the network's own library drops names of other forms of it.
+    """
+    given = {n: v.reshape(()) if n in own and own[n].ndim == 0 and v.numel() == 1 else v for n, v in given.items()}
+    new: dict[str, str] = {}
+    for head in heads:
+        given, reason = _fit_head(head, given, own, offset)
+        if reason is not None:
+            new[head] = reason
+    fresh = {name for name in own for head in new if name.startswith(f"{head}.")}
+    taken = {name: own[name] if name in fresh else given[name] for name in own if name in fresh or name in given}
+    misshapen = {
+        name: f"{shape(value)} in the file, {shape(own[name])} in the model"
+        for name, value in taken.items()
+        if value.shape != own[name].shape
+    }
+    misshapen |= {
+        name: f"{str(value.dtype).removeprefix('torch.')} in the file"
+        for name, value in taken.items()
+        if own[name].is_floating_point() and not value.is_floating_point()
+    }
+    missing = tuple(name for name in own if name not in taken and not name.endswith("num_batches_tracked"))
+    left_out: dict[str, str] = {}
+    foreign = []
+    buffers = dict(model.named_buffers()).keys() - own.keys()
+    for name in given.keys() - own.keys():
+        reason = _reason(name, model, heads, buffers)
+        if reason is None and not lenient:
+            foreign.append(name)
+        else:
+            left_out[name] = reason or "not used by this form of the model"
+    return Fit(
+        prefix,
+        taken,
+        missing,
+        misshapen,
+        tuple(sorted(foreign)),
+        {name: left_out[name] for name in given if name in left_out},
+        new,
+        loaded=len(taken) - len(fresh) - len(misshapen),
+    )
+
+
+def fit_of_transformers(prefix: str, model: nn.Module, found: Mapping[str, Any], heads: Collection[str]) -> Fit:
+    """The fit of weights that transformers has loaded.
+
+    Args:
+        prefix: of their full names.
+        model: the loaded network.
+        found: transformers' loading info.
+        heads: names of parts that may be new.
+    """
+    own = model.state_dict()
+    shapes = {name: f"{'×'.join(map(str, was))} in the file, {'×'.join(map(str, now))} in the model"
+              for name, was, now in sorted(found["mismatched_keys"], key=lambda one: str(one[0]))}  # fmt: skip
+    fresh = {name: head for name in {*shapes, *found["missing_keys"]} for head in heads
+             if name.startswith(f"{head}.")}  # fmt: skip
+    rows = {name.rpartition(".")[0]: was[0] for name, was, _ in found["mismatched_keys"] if len(was)}
+    reasons = {head: f"{rows[head]} in the file" if head in rows else "absent in the file"
+               for head in sorted(set(fresh.values()))}  # fmt: skip
+    buffers = dict(model.named_buffers()).keys()
+    left_out = {name: _reason(name, model, tuple(heads), buffers) for name in sorted(found["unexpected_keys"])}
+    missing = tuple(sorted(name for name in found["missing_keys"] if name not in fresh))
+    wrong = {name: words for name, words in shapes.items() if name not in fresh}
+    return Fit(
+        prefix,
+        own,
+        missing,
+        wrong,
+        tuple(name for name, why in left_out.items() if why is None),
+        {name: why for name, why in left_out.items() if why is not None},
+        reasons,
+        loaded=len(own) - len(fresh) - len(missing) - len(wrong),
+        model=model,
+    )
+
+
+def _fit_head(
+    head: str, given: dict[str, Tensor], own: Mapping[str, Tensor], offset: int
+) -> tuple[dict[str, Tensor], str | None]:
+    """The tensors without those of a classifier that is newly initialized, and the reason; None: it is the file's."""
+    names = [name for name in own if name.startswith(f"{head}.")]
+    here = [name for name in names if name in given]
+    if not names or any(given[name].ndim != own[name].ndim or not given[name].ndim for name in here):
+        return given, None  # a wrong shape is reported as one
+    rows = {given[name].shape[0] for name in here}
+    if len(rows) > 1:
+        return given, None
+    if len(here) == len(names) and all(given[name].shape[1:] == own[name].shape[1:] for name in names):
+        (rows_here,), rows_own = rows, own[names[0]].shape[0]
+        if rows_here == rows_own:
+            return given, None
+        if offset and rows_here == rows_own + offset:
+            return {**given, **{name: given[name][offset:] for name in names}}, None
+        reason = f"{rows_here} in the file"
+    elif not here:
+        reason = "absent in the file"
+    elif len(here) < len(names):
+        reason = f"{', '.join(name for name in names if name not in here)} absent in the file"
+    else:
+        reason = "for other features in the file"
+    return {name: value for name, value in given.items() if name not in names}, reason
+
+
+def _reason(name: str, model: nn.Module, heads: Sequence[str], buffers: Collection[str]) -> str | None:
+    """Why a tensor without a place in the network can be left out; None: it belongs to another form of the network."""
+    first = name.partition(".")[0]
+    if name.endswith(("total_ops", "total_params")):
+        return "a profiler's counter"
+    if name in buffers or name.endswith("num_batches_tracked"):
+        return "computed by the model"
+    if first in PREFIX_TOKENS:
+        return None
+    if first == "mask_token":
+        return "used in pretraining alone"
+    for head in heads:
+        base = head.partition(".")[0]
+        if first == base and (head == base or not hasattr(getattr(model, base), name.split(".")[1])):
+            return "another head"
+    return None if hasattr(model, first) else "not part of the model"
+
+
+def shape(tensor: Tensor) -> str:
+    """The shape in words: 3×16×16, or a single number."""
+    return "×".join(map(str, tensor.shape)) or "a single number"
+
+
+def split_prefix(contents: Contents, prefix: str) -> tuple[str, str]:
+    """Split the prefix of full names into the key of a nested mapping and the prefix of the names in it."""
+    key = next((contents.keys[name] for name in contents.tensors if name.startswith(prefix)), "")
+    if key and not f"{prefix}.".startswith(f"{key}."):
+        return prefix.rstrip("."), ""
+    return key, prefix[len(key) + 1 :] if key else prefix
+
+
+def outside(contents: Contents, prefix: str) -> dict[str, str]:
+    """By full name, why the tensors of a file outside of a prefix are left out."""
+    return {name: "outside of the network" for name in contents.tensors if not name.startswith(prefix)}
+
+
+def no_fit(config: ModelConfig, path: Path, details: str) -> SettingError:
+    """The error for a file that does not fit; `details` is a sentence, or several."""
+    encoder = "" if config.encoder is None else f" or model.encoder={config.encoder}"
+    return SettingError("model.weights", path, f"a file that fits model.name={config.name}{encoder}", details)
+
+
+def some(names: Sequence[Any]) -> str:
+    """The first four names, and the number of the others."""
+    return ", ".join(map(str, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

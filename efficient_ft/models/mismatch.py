@@ -1,0 +1,239 @@
+"""Words for weights that do not fit a network: tokens, depth, width, positions, and a model of timm that they fit."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Iterator, Mapping
+from difflib import SequenceMatcher
+from pathlib import Path
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from efficient_ft.models.checkpoint import Contents, why_unusable
+from efficient_ft.models.matching import PREFIX_TOKENS, Fit, compare, some
+
+#: Seconds that the search for a model that fits may take.
+_SECONDS = 4.0
+#: Looked at first if the file's names are of another family.
+_COMMON = ("resnet18", "resnet50", "deit_tiny_patch16_224", "vit_base_patch16_224", "swin_tiny_patch4_window7_224",
+           "convnext_tiny", "efficientnet_b0", "mobilenetv2_100", "mobilenetv3_large_100", "resnet34", "resnet101",
+           "deit_small_patch16_224", "deit_base_patch16_224", "vit_small_patch16_224", "densenet121", "vgg16",
+           "regnety_016", "tf_efficientnet_lite0", "beit_base_patch16_224", "mixer_b16_224")  # fmt: skip
+_INDEX = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")
+
+
+def explain(
+    name: str,
+    path: Path,
+    contents: Contents,
+    fit: Fit,
+    own: Mapping[str, Tensor],
+    heads: tuple[str, ...],
+    setting: str = "model=timm model.name",
+) -> str:
+    """Sentences about why the nearest part of a file does not fit a network.
+
+    Args:
+        name: timm's name of the network, or another's.
+        path: the file.
+        contents: what was searched.
+        fit: the nearest one.
+        own: the network's tensors.
+        heads: names of its classifiers.
+        setting: how another network of timm is chosen.
+    """
+    given = contents.under(fit.prefix)
+    if any(".lora_" in one or ".base_layer." in one for one in contents.tensors):
+        return "It holds LoRA adapters apart from the weights. Merge them first (peft: merge_and_unload())."
+    odd = [f"{one} ({kind})" for one, value in given.items() if (kind := why_unusable(value))
+           and (one not in own or own[one].is_floating_point())
+           and not (one.endswith("num_batches_tracked") or "index" in one or "position_ids" in one)]  # fmt: skip
+    if odd and not fit.missing and not fit.foreign:
+        return f"Weights must be floating-point numbers (fp32, fp16 or bf16): {some(odd)} cannot be used."
+    if fit.model is None and not fit.error:  # as converted
+        rest = {one: given.get(one, torch.empty(0)) for one in (*fit.foreign, *fit.left_out)}
+        heads_made = tuple(f"{head}." for head in fit.new_heads)
+        given = {one: value for one, value in fit.taken.items() if not one.startswith(heads_made)} | rest
+    alike = sum(one in own for one in given)
+    if fit.model is not None:
+        details = "; ".join(_lists(fit))
+    elif fit.error and alike * 3 <= len(own):
+        details = f"its names cannot be converted ({fit.error})"
+    elif alike * 20 <= len(own):
+        details = (
+            f"none of its {len(contents.tensors)} names is one of the network's: it holds {some(list(given))}; the"
+            f" network has {some(list(own))}"
+        )
+    else:
+        details = "; ".join([*_tokens(given, own), *_structure(given, own)] or _lists(fit)) or fit.error
+    better = suggestion(name, path.stem, contents, heads) if timm.is_model(name) else None
+    advice = "" if better is None else f" The file fits {setting}={better}."
+    if contents.objects and not fit.loaded:
+        advice += f" Python objects in it were not read ({some(contents.objects)})."
+    return f"It may belong to another model: {details}.{advice}"
+
+
+def _tokens(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
+    """Differences in prefix tokens, and in positions where the tokens are the same."""
+    theirs, ours = _prefix_tokens(given), _prefix_tokens(own)
+    if theirs != ours:
+        return [f"the file has {_words(theirs)}, the model {_words(ours)}"]
+    name = next((n for n in own if n in given and n.rpartition(".")[2] in ("pos_embed", "position_embedding")), None)
+    if name is None or given[name].ndim != 3 or own[name].ndim != 3 or given[name].shape[2] != own[name].shape[2]:
+        return []
+    there, here = given[name].shape[1], own[name].shape[1]
+    own_tokens = sum(ours.values())
+    if there == here:
+        return []
+    with_tokens = own_tokens > 0 and not _is_square(here)
+    return [
+        f"its position embedding has {_positions(there, own_tokens)}, that of the model {_positions(here, own_tokens)}"
+        + ("" if _is_square(there - own_tokens * with_tokens) else
+           ". Only a square grid can be resized: give the model.image_size of the pretraining")
+    ]  # fmt: skip
+
+
+def _prefix_tokens(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Number of tokens before those of the patches, by kind."""
+    found: dict[str, int] = {}
+    for name, kind in PREFIX_TOKENS.items():
+        value = tensors.get(name)
+        if value is not None:
+            found[kind] = value.shape[1] if value.ndim == 3 else 1
+    return found
+
+
+def _words(tokens: Mapping[str, int]) -> str:
+    if not tokens:
+        return "no prefix token"
+    kinds = [kind if count == 1 else f"{count} {kind}s" for kind, count in tokens.items()]
+    count = sum(tokens.values())
+    return f"{count} prefix token{'s' * (count > 1)} ({', '.join(kinds)})"
+
+
+def _is_square(number: int) -> bool:
+    return number > 0 and math.isqrt(number) ** 2 == number
+
+
+def _positions(number: int, tokens: int) -> str:
+    """Positions as a grid, with or without prefix tokens."""
+    for more in (0, tokens):
+        if _is_square(number - more):
+            side = math.isqrt(number - more)
+            others = f" and {more} prefix token{'s' * (more > 1)}" if more else " alone" if tokens else ""
+            return f"{side}×{side} patches{others}"
+    return f"{number} entries, which are no square grid"
+
+
+def _structure(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
+    """Differences in depth, width and patch size."""
+    facts = []
+    theirs, ours = _depths(given), _depths(own)
+    deep = [one for one in ours if one in theirs and theirs[one] != ours[one]]
+    wide = {kind: (size(given), size(own)) for kind, size in (("width", _width), ("patches", _patch))}
+    there, here = wide["width"]
+    if there and here and there != here:
+        at = next((one for one in ("blocks", "layers", "stages") if one in theirs and one in ours), None)
+        count = (f"{theirs[at]} {at}", f"{ours[at]}") if at else ("a stem", "one")
+        facts.append(f"the file has {count[0]} of width {there}, the model {count[1]} of width {here}")
+        deep = [one for one in deep if one != at]
+    facts += [f"the file has {theirs[one]} {one}, the model {ours[one]}" for one in deep[:2]]
+    if wide["patches"][0] and wide["patches"][1] and wide["patches"][0] != wide["patches"][1]:
+        facts.append(f"the file has patches of {wide['patches'][0]} pixels, the model of {wide['patches'][1]}")
+    return facts
+
+
+def _lists(fit: Fit) -> list[str]:
+    """The names of the tensors that differ."""
+    shapes = [f"{name} ({words})" for name, words in fit.misshapen.items()]
+    parts = {"missing": fit.missing, "unexpected": fit.foreign, "of another shape": shapes}
+    return [f"{what}: {some(names)}" for what, names in parts.items() if names]
+
+
+def _depths(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """By the name of a list of modules, the number of its entries."""
+    entries: dict[str, set[str]] = {}
+    for name in tensors:
+        for index in _INDEX.finditer(name):
+            entries.setdefault(name[: index.start()].rstrip("."), set()).add(index[0])
+    return {name: len(numbers) for name, numbers in entries.items() if name}
+
+
+def _width(tensors: Mapping[str, Tensor]) -> int | None:
+    """Channels behind the patch embedding, or of the tokens."""
+    for name in ("patch_embed.proj.weight", "cls_token", "pos_embed"):
+        value = tensors.get(name)
+        if value is not None and value.ndim >= 3:
+            return value.shape[0 if name.endswith("weight") else -1]
+    return None
+
+
+def _patch(tensors: Mapping[str, Tensor]) -> str | None:
+    value = tensors.get("patch_embed.proj.weight")
+    return f"{value.shape[-2]}×{value.shape[-1]}" if value is not None and value.ndim == 4 else None
+
+
+def suggestion(name: str, stem: str, contents: Contents, heads: tuple[str, ...]) -> str | None:
+    """A model of timm whose tensors have the names and shapes of a file's; None if a short search finds none.
+
+    Args:
+        name: of the model that does not fit.
+        stem: of the file.
+        contents: of the file.
+        heads: names of the classifiers of the model.
+    """
+    limit = time.monotonic() + _SECONDS
+    for other in _by_likeness(name, stem, contents):
+        if time.monotonic() > limit:
+            return None
+        try:
+            with torch.device("meta"):
+                model = timm.create_model(other)
+        except Exception:  # some models compute with values while they are built
+            continue
+        if _fits(model, contents, heads):
+            return other
+    return None
+
+
+def _fits(model: nn.Module, contents: Contents, heads: tuple[str, ...]) -> bool:
+    own = model.state_dict()
+    classifier = model.pretrained_cfg.get("classifier") if isinstance(model.pretrained_cfg, dict) else None  # type: ignore[union-attr]
+    names = (classifier,) if isinstance(classifier, str) else tuple(classifier or heads)
+    first = next(iter(own))
+    for full in contents.tensors:
+        if full == first or full.endswith(f".{first}"):
+            prefix = full[: len(full) - len(first)]
+            fit = compare(prefix, contents.under(prefix), own, model, names)
+            return fit.complete and fit.loaded * 2 > len(own)
+    return False
+
+
+def _by_likeness(name: str, stem: str, contents: Contents) -> Iterator[str]:
+    """Names of timm's models: those whose names say what the file's tensors do, and the most similar ones first."""
+    plain = name.partition(".")[0]
+    ends = {full.rpartition(".")[2] for full in contents.tensors}
+    hints = [word for token, word in (("dist_token", "distilled"), ("reg_token", "reg")) if token in ends]
+    for full, value in contents.tensors.items():
+        if full.endswith("patch_embed.proj.weight") and value.ndim == 4:
+            hints.append(f"patch{value.shape[-1]}")
+
+    def likeness(other: str) -> float:
+        alike = max(SequenceMatcher(None, one, other).ratio() for one in (plain, stem))
+        return sum(word in other for word in hints) + alike
+
+    known = timm.list_models()
+    module = getattr(timm.models, plain).__module__ if hasattr(timm.models, plain) else ""
+    family = {one for one in known if getattr(getattr(timm.models, one, None), "__module__", "") == module}
+    plain_vits = {*timm.list_models(module="vision_transformer"), *timm.list_models(module="deit")}
+    if any(full.endswith(("blocks.0.attn.qkv.weight", "cls_token")) for full in contents.tensors):
+        family |= plain_vits
+    elif plain in plain_vits:  # the file is of another family
+        family = set()
+    yield from sorted(family, key=likeness, reverse=True)
+    yield from (one for one in _COMMON if one not in family)
+    yield from sorted(set(known) - family - set(_COMMON), key=likeness, reverse=True)
