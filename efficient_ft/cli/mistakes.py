@@ -54,13 +54,74 @@ def _of_timm(name: str) -> str:
     return f"timm has no {name} either.{did_you_mean(name, timm.list_models())}"
 
 
-def _new_argument(name: str, line: str) -> UserError:
-    """The advice for an argument of the network that the model's options do not have yet."""
+def _new_argument(name: str, line: str, forms: str | None = None) -> UserError:
+    """The advice for an argument of the network that the model's options do not have yet.
+
+    Args:
+        name: of the argument.
+        line: the argument as typed.
+        forms: the form that works; None: a plus before it.
+    """
     from efficient_ft.models.timm_config import SET_ELSEWHERE
 
     if name in SET_ELSEWHERE:
         return UserError(f"{line}: timm's {name} is not set here. {SET_ELSEWHERE[name]}")
-    return UserError(f"{line}: a new argument of the network is added with a plus: +{line}")
+    return UserError(f"{line}: a new argument of the network is added with a plus: {forms or f'+{line}'}")
+
+
+def _given_whole(loader: ConfigLoader, known: DictConfig, override: Override) -> UserError | None:
+    """The error for a mapping that is given as a whole and has a key that does not exist; None: it has none.
+
+    Args:
+        loader: of the configuration groups.
+        known: the configuration without the settings of the command line.
+        override: the argument.
+    """
+    line = str(override.input_line)
+    found = _first_wrong(override.key_or_group, override.value(), OmegaConf.select(known, override.key_or_group))
+    if found is None:
+        return None
+    key, name, value, node = found
+    if name is None:
+        form = "a list, [VALUE,VALUE]" if OmegaConf.is_list(node) else "a mapping, {NAME: VALUE}"
+        return SettingError(key, value, form)
+    if key == "model.kwargs":
+        plain = not any(isinstance(one, dict | list) for one in value.values())
+        forms = " ".join(f"+{key}.{n}={_shown(one)}" for n, one in value.items()) if plain else f"'+{line}'"
+        return _new_argument(name, f"{key}.{name}={_shown(value[name])}", forms)
+    if key == "method":
+        inner = value[name] if isinstance(value[name], dict) else {}
+        settings = "".join(f" method.{name}.{n}={_shown(one)}" for n, one in inner.items())
+        return UserError(f"{line}: a method is chosen by name: method={name}{settings}")
+    if key == "tasks":
+        return UserError(f"{line}: a data set is added with +data@tasks.{name}=OPTION.")
+    return unknown(loader, f"{key}.{name}", value[name], [str(k) for k in node])
+
+
+def _first_wrong(key: str, value: Any, node: Any) -> tuple[str, str | None, Any, Any] | None:
+    """The first part of a mapping that the configuration does not have.
+
+    Returns:
+        Its key, the name that does not exist (None: the value is of another kind), the value given, and the node.
+    """
+    if not isinstance(value, dict):
+        wrong = isinstance(value, list) and OmegaConf.is_dict(node)
+        return (key, None, value, node) if wrong else None
+    if OmegaConf.is_list(node):
+        return key, None, value, node
+    if not OmegaConf.is_dict(node):
+        return None
+    for name, inner in value.items():
+        if str(name) not in node.keys():  # noqa: SIM118  as in _walk
+            return key, str(name), value, node
+        found = _first_wrong(f"{key}.{name}", inner, node._get_node(str(name)))
+        if found is not None:
+            return found
+    return None
+
+
+def _shown(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def group_options(loader: ConfigLoader, group: str) -> list[str]:
@@ -128,7 +189,12 @@ def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error
         parsed: the arguments of the job.
         error: raised by Hydra when it composed them.
     """
-    choices = [o for o in parsed if loader.get_group_options(o.key_or_group) or o.key_or_group.startswith("hydra")]
+    choices = [
+        o
+        for o in parsed
+        if o.key_or_group.startswith("hydra")
+        or (loader.get_group_options(o.key_or_group) and not isinstance(o.value(), dict))
+    ]
     lines = [str(o.input_line) for o in choices]
     try:
         known = compose(name, lines)
@@ -142,6 +208,9 @@ def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error
         if missing is None:
             if override.is_add() and not isinstance(override.value(), dict | list):
                 return UserError(f"{line}: {key} exists already; leave out the +.")
+            whole = _given_whole(loader, known, override)
+            if whole is not None:
+                return whole
             continue
         if override.is_add() or override.is_force_add():
             continue

@@ -84,6 +84,8 @@ def _check_together(config: Config) -> None:
             f"false for {model.name}, which has no published weights",
             "Or pass model.weights=FILE.",
         )
+    if model.weights_key is not None and model.weights is None:
+        raise SettingError("model.weights_key", model.weights_key, "null without model.weights=FILE")
     _check_task(config)
     for key, one in {f"tasks.{name}": one for name, one in config.tasks.items()}.items() or [("data", data)]:
         _check_data(key, one)

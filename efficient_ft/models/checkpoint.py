@@ -139,8 +139,8 @@ def _read(path: Path, start: bytes) -> tuple[Any, tuple[str, ...]]:
         if isinstance(arrays, np.ndarray):
             raise ValueError("it holds one array without a name")
         return {name: torch.from_numpy(arrays[name]) for name in arrays.files}, ()
-    with warnings.catch_warnings():  # torch's advice about pickles, of which nothing but tensors is read
-        warnings.filterwarnings("ignore", message="Detected pickle protocol")
+    with warnings.catch_warnings():  # torch's advice about pickles and about kinds of tensors that are refused here
+        warnings.simplefilter("ignore")
         return _unpickle(path)
 
 
@@ -212,8 +212,9 @@ def _without_tensors(path: Path, held: Any, objects: tuple[str, ...]) -> Setting
     inside = ", ".join(map(str, list(held)[:5])) if isinstance(held, Mapping) and held else "nothing"
     do = f"It holds {inside}."
     if objects:
+        what = "a whole model" if any(name.startswith("torch.nn.modules.") for name in objects) else "Python objects"
         do = (
-            f"It holds Python objects (of {', '.join(objects[:3])}), which are not loaded: they could run code."
+            f"It holds {what} (classes {', '.join(objects[:3])}), which is not loaded: it could run code."
             " Save the weights alone: torch.save(model.state_dict(), FILE)."
         )
     return SettingError("model.weights", path, "a file with a state dict (names to tensors)", do)

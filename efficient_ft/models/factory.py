@@ -6,7 +6,8 @@ Classifiers of images have timm's names; for segmentation networks see `models.s
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from efficient_ft.models.text import build_text, input_of_text, is_text, load_te
 from efficient_ft.models.timm_config import build, image_size, pretrained_cfg, timm_kwargs
 from efficient_ft.models.timm_config import input_of as input_of_classifier
 from efficient_ft.models.view import view
-from efficient_ft.models.weights import load_weights
+from efficient_ft.models.weights import load_weights, noted_size
 
 if TYPE_CHECKING:
     from efficient_ft.config.schema import ModelConfig
@@ -145,14 +146,14 @@ def _record_input_size(config: ModelConfig, model: nn.Module) -> None:
 
 
 def _check_image_size(config: ModelConfig, cfg: PretrainedCfg, model: nn.Module) -> None:
-    """Refuse a size that the model takes as an argument and then fails on (attention over fixed grids)."""
+    """Refuse a size that the model takes as an argument and then fails on, or of which its patches miss pixels."""
     own = tuple(cfg.input_size[-2:])
     size = image_size(config, cfg)
-    if size == own:
+    if size == own and not any("patch" in name for name in config.kwargs):
         return
     training = model.training
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _patches(model, size) as patches:
             model.eval()(torch.zeros(1, config.kwargs.get("in_chans", 3), *size))
     except (RuntimeError, AssertionError, ValueError) as error:
         raise SettingError(
@@ -163,3 +164,40 @@ def _check_image_size(config: ModelConfig, cfg: PretrainedCfg, model: nn.Module)
         ) from error
     finally:
         model.train(training)
+    noted = None if config.weights is None else noted_size(Path(config.weights).expanduser())
+    if patches and noted != size:  # a run of an earlier version may have trained with unused pixels
+        raise _unused_pixels(config, size, patches[0])
+
+
+@contextmanager
+def _patches(model: nn.Module, size: tuple[int, int]) -> Iterator[list[tuple[int, int]]]:
+    """Record the patch sizes of layers that cut images of `size` into patches and leave a rest."""
+    found: list[tuple[int, int]] = []
+
+    def look(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        assert isinstance(layer, nn.Conv2d)
+        patch = (layer.kernel_size[0], layer.kernel_size[1])
+        cuts = patch == tuple(layer.stride) and layer.padding in ((0, 0), 0, "valid") and max(patch) > 1
+        if cuts and tuple(inputs[0].shape[-2:]) == size and any(s % p for s, p in zip(size, patch, strict=True)):
+            found.append(patch)
+
+    hooks = [m.register_forward_pre_hook(look) for m in model.modules() if isinstance(m, nn.Conv2d)]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _unused_pixels(config: ModelConfig, size: tuple[int, int], patch: tuple[int, int]) -> SettingError:
+    """The error for an image size that patches do not fill."""
+    used, next_ = ([s // p * p + up * p * (s % p > 0) for s, p in zip(size, patch, strict=True)] for up in (0, 1))
+    square = size[0] == size[1] and patch[0] == patch[1]
+    near = [side[0] if square else f"[{side[0]},{side[1]}]" for side in (used, next_) if min(side)]
+    shown = [str(side[0]) if square else f"{side[0]}×{side[1]}" for side in (used, size)]
+    return SettingError(
+        "model.image_size",
+        size[0] if square else f"[{size[0]},{size[1]}]",
+        f"a multiple of {patch[0]}, the patch size of {config.name}",
+        f"Only {shown[0]} of {shown[1]} pixels would be used. Use {' or '.join(map(str, near))}.",
+    )

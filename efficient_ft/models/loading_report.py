@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -44,7 +45,7 @@ class LoadingReport:
         return asdict(self)
 
     def lines(self, classes: int) -> list[str]:
-        """At most three lines: what was loaded, what was left out, and what is new or changed.
+        """Three lines, more only with several changes: what was loaded, what was left out, and what is new or changed.
 
         Args:
             classes: number of classes of the network.
@@ -56,27 +57,26 @@ class LoadingReport:
         if self.left_out:
             lines.append(self._left_out())
         heads = [f"{head} newly initialized for {classes} classes ({why})" for head, why in self.new_heads.items()]
-        if heads or self.notes:
-            lines.append(f"Changed: {'; '.join([*heads, *self.notes])}.")
+        line = ""
+        for change in [*heads, *self.notes]:
+            if line and len(line) + len(change) > _COLUMNS - 15:
+                lines, line = [*lines, f"Changed: {line}."], ""
+            line += f"; {change}" if line else change
+        lines += [f"Changed: {line}."] if line else []
         return lines
 
     def _left_out(self) -> str:
-        """One line with the names left out, grouped by their first part."""
-        groups: dict[str, list[str]] = {}
-        for name in self.left_out:
+        """One line: by reason, the number of tensors left out, and the first parts of their names."""
+        groups: dict[str, Counter[str]] = {}
+        for name, reason in self.left_out.items():
             shown = name.removeprefix(f"{self.key}.") if self.key else name
-            shown = shown.removeprefix(self.prefix)
-            groups.setdefault(shown.partition(".")[0], []).append(shown)
-        parts = [
-            names[0] if len(names) == 1 else f"{group}.* ({len(names)} tensors)" for group, names in groups.items()
-        ]
-        line = f"Left out: {parts[0]}"
-        rest = len(self.left_out) - len(next(iter(groups.values())))
-        for part, names in zip(parts[1:], list(groups.values())[1:], strict=True):
-            if len(line) + len(part) > _COLUMNS - 25:
-                return f"{line} and {rest} more tensors."
-            line, rest = f"{line}, {part}", rest - len(names)
-        return f"{line}."
+            first, dot, _ = shown.removeprefix(self.prefix).partition(".")
+            groups.setdefault(reason, Counter())[f"{first}.*" if dot else first] += 1
+        parts = []
+        for reason, names in groups.items():
+            most = [name for name, _ in names.most_common(2)]
+            parts.append(f"{names.total()} {reason} ({', '.join(most)}{', …' * (len(names) > 2)})")
+        return f"Left out: {'; '.join(parts)}."
 
 
 def set_loading_report(model: nn.Module, report: LoadingReport) -> nn.Module:

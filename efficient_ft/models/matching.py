@@ -111,7 +111,9 @@ def _restricted(config: ModelConfig, path: Path, contents: Contents) -> Contents
     start = f"{str(config.weights_key).rstrip('.')}."
     tensors = {name: value for name, value in contents.tensors.items() if name.startswith(start)}
     if not tensors:
-        groups = Counter(".".join(name.split(".")[:-1][:2]) or name for name in contents.tensors)
+        groups = Counter(name.partition(".")[0] for name in contents.tensors)
+        if len(groups) == 1:
+            groups = Counter(".".join(name.split(".")[:2]) for name in contents.tensors)
         inside = ", ".join(f"{name} ({count} tensors)" for name, count in groups.most_common(8))
         raise SettingError(
             "model.weights_key", config.weights_key, "the start of names in model.weights", f"{path} holds {inside}."
@@ -163,7 +165,7 @@ def _average(fits: Sequence[Fit]) -> Fit | None:
     for one, other in (fits, fits[::-1]):
         key, _, rest = one.prefix.partition(".")
         if _AVERAGES.get(key) == other.prefix.partition(".")[0] and rest == other.prefix.partition(".")[2]:
-            note = f"the average ({key}) is used, as in timm; without it: model.weights_key={_AVERAGES[key]}"
+            note = f"the average is used, as in timm; model.weights_key={_AVERAGES[key]} uses the weights themselves"
             return replace(one, notes=(*one.notes, note))
     return None
 
@@ -336,7 +338,7 @@ def split_prefix(contents: Contents, prefix: str) -> tuple[str, str]:
 
 def outside(contents: Contents, prefix: str) -> dict[str, str]:
     """By full name, why the tensors of a file outside of a prefix are left out."""
-    return {name: "outside of the network" for name in contents.tensors if not name.startswith(prefix)}
+    return {name: "elsewhere in the file" for name in contents.tensors if not name.startswith(prefix)}
 
 
 def no_fit(config: ModelConfig, path: Path, details: str) -> SettingError:

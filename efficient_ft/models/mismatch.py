@@ -17,7 +17,7 @@ from efficient_ft.models.checkpoint import Contents, why_unusable
 from efficient_ft.models.matching import PREFIX_TOKENS, Fit, compare, some
 
 #: Seconds that the search for a model that fits may take.
-_SECONDS = 4.0
+_SECONDS = 3.0
 #: Looked at first if the file's names are of another family.
 _COMMON = ("resnet18", "resnet50", "deit_tiny_patch16_224", "vit_base_patch16_224", "swin_tiny_patch4_window7_224",
            "convnext_tiny", "efficientnet_b0", "mobilenetv2_100", "mobilenetv3_large_100", "resnet34", "resnet101",
@@ -58,7 +58,7 @@ def explain(
         rest = {one: given.get(one, torch.empty(0)) for one in (*fit.foreign, *fit.left_out)}
         heads_made = tuple(f"{head}." for head in fit.new_heads)
         given = {one: value for one, value in fit.taken.items() if not one.startswith(heads_made)} | rest
-    alike = sum(one in own for one in given)
+    alike, search = sum(one in own for one in given), True
     if fit.model is not None:
         details = "; ".join(_lists(fit))
     elif fit.error and alike * 3 <= len(own):
@@ -69,9 +69,13 @@ def explain(
             f" network has {some(list(own))}"
         )
     else:
-        details = "; ".join([*_tokens(given, own), *_structure(given, own)] or _lists(fit)) or fit.error
-    better = suggestion(name, path.stem, contents, heads) if timm.is_model(name) else None
+        facts = [*_tokens(given, own), *_structure(given, own)]
+        details = "; ".join(facts or _lists(fit)) or fit.error
+        search = bool(facts or fit.missing or fit.foreign)
+    better = suggestion(name, path.stem, contents, heads) if search and timm.is_model(name) else None
     advice = "" if better is None else f" The file fits {setting}={better}."
+    if better is None and "prefix token" in details:
+        advice = _with_tokens(name, _prefix_tokens(given))
     if contents.objects and not fit.loaded:
         advice += f" Python objects in it were not read ({some(contents.objects)})."
     return f"It may belong to another model: {details}.{advice}"
@@ -86,15 +90,13 @@ def _tokens(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]
     if name is None or given[name].ndim != 3 or own[name].ndim != 3 or given[name].shape[2] != own[name].shape[2]:
         return []
     there, here = given[name].shape[1], own[name].shape[1]
-    own_tokens = sum(ours.values())
     if there == here:
         return []
-    with_tokens = own_tokens > 0 and not _is_square(here)
-    return [
-        f"its position embedding has {_positions(there, own_tokens)}, that of the model {_positions(here, own_tokens)}"
-        + ("" if _is_square(there - own_tokens * with_tokens) else
-           ". Only a square grid can be resized: give the model.image_size of the pretraining")
-    ]  # fmt: skip
+    count = sum(ours.values())
+    facts = f"its position embedding has {_positions(there, count)}, that of the model {_positions(here, count)}"
+    if count and not _is_square(there - count) and _is_square(there):
+        facts += ". Its positions may exclude the prefix tokens (+model.kwargs.no_embed_class=true)"
+    return [f"{facts}. If its images were not square, set model.image_size to their [height, width]"]
 
 
 def _prefix_tokens(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -115,18 +117,28 @@ def _words(tokens: Mapping[str, int]) -> str:
     return f"{count} prefix token{'s' * (count > 1)} ({', '.join(kinds)})"
 
 
+def _with_tokens(name: str, tokens: Mapping[str, int]) -> str:
+    """A sentence about timm's models that have such prefix tokens."""
+    pattern = (
+        f"*reg{tokens['register']}*" if "register" in tokens else "*distilled*" if "distillation" in tokens else ""
+    )
+    names = list(timm.list_models(pattern)) if pattern else []
+    names.sort(key=lambda one: SequenceMatcher(None, name, one).ratio(), reverse=True)
+    return f" Models of timm with such tokens: {', '.join(names[:3])}." if names else ""
+
+
 def _is_square(number: int) -> bool:
     return number > 0 and math.isqrt(number) ** 2 == number
 
 
 def _positions(number: int, tokens: int) -> str:
     """Positions as a grid, with or without prefix tokens."""
-    for more in (0, tokens):
+    for more in (tokens, 0):
         if _is_square(number - more):
             side = math.isqrt(number - more)
-            others = f" and {more} prefix token{'s' * (more > 1)}" if more else " alone" if tokens else ""
-            return f"{side}×{side} patches{others}"
-    return f"{number} entries, which are no square grid"
+            others = f" and {more} prefix token{'s' * (more > 1)}" if more else ""
+            return f"{number} entries ({side}×{side} patches{others})"
+    return f"{number} entries"
 
 
 def _structure(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
@@ -141,7 +153,10 @@ def _structure(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[s
         count = (f"{theirs[at]} {at}", f"{ours[at]}") if at else ("a stem", "one")
         facts.append(f"the file has {count[0]} of width {there}, the model {count[1]} of width {here}")
         deep = [one for one in deep if one != at]
-    facts += [f"the file has {theirs[one]} {one}, the model {ours[one]}" for one in deep[:2]]
+    for one in deep[:2]:
+        plain = one in ("blocks", "layers", "stages")
+        facts.append(f"the file has {theirs[one]} {one}, the model {ours[one]}" if plain
+                     else f"{one} has {theirs[one]} parts in the file, {ours[one]} in the model")  # fmt: skip
     if wide["patches"][0] and wide["patches"][1] and wide["patches"][0] != wide["patches"][1]:
         facts.append(f"the file has patches of {wide['patches'][0]} pixels, the model of {wide['patches'][1]}")
     return facts
@@ -149,7 +164,8 @@ def _structure(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[s
 
 def _lists(fit: Fit) -> list[str]:
     """The names of the tensors that differ."""
-    shapes = [f"{name} ({words})" for name, words in fit.misshapen.items()]
+    scalars = {name: words for name, words in fit.misshapen.items() if "single number" in words}
+    shapes = [f"{name} ({words})" for name, words in (scalars or fit.misshapen).items()]
     parts = {"missing": fit.missing, "unexpected": fit.foreign, "of another shape": shapes}
     return [f"{what}: {some(names)}" for what, names in parts.items() if names]
 
@@ -234,6 +250,6 @@ def _by_likeness(name: str, stem: str, contents: Contents) -> Iterator[str]:
         family |= plain_vits
     elif plain in plain_vits:  # the file is of another family
         family = set()
-    yield from sorted(family, key=likeness, reverse=True)
-    yield from (one for one in _COMMON if one not in family)
-    yield from sorted(set(known) - family - set(_COMMON), key=likeness, reverse=True)
+    nearest = sorted(family, key=likeness, reverse=True)
+    farther = sorted(set(known) - family, key=likeness, reverse=True)
+    yield from dict.fromkeys([*nearest[:6], *sorted(_COMMON, key=lambda one: one not in family), *nearest, *farther])

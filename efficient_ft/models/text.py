@@ -151,6 +151,8 @@ def load_text(config: ModelConfig, classes: int) -> nn.Module:
         UserError: as `build_text`; files cannot be fetched or read.
     """
     about, source = _architecture(config, classes), _local(config)
+    if config.weights_key is not None and source.is_dir():
+        raise SettingError("model.weights_key", config.weights_key, "null with a folder as model.weights")
     with torch.device("meta"):
         plain = _random(config, about)
     kind: Any = type(plain)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -84,7 +85,7 @@ def match_timm(
     own = random.state_dict()
     heads = (cfg.classifier,) if isinstance(cfg.classifier, str) else tuple(cfg.classifier or ())
     overlay: dict[str, Any] = {"num_classes": kwargs["num_classes"], "custom_load": False}
-    size = _noted_size(path)
+    size = noted_size(path)
     if size is not None:  # timm takes a grid of positions that is not square from its record
         overlay["input_size"] = (kwargs.get("in_chans", 3), *size)
     with _caught_conversion() as caught:
@@ -174,7 +175,10 @@ def check_values(path: Path, weights: Mapping[str, Tensor], model: nn.Module) ->
 def _senseless(path: Path, names: list[str], what: str) -> SettingError:
     verb = "holds" if len(names) == 1 else "hold"
     return SettingError(
-        "model.weights", path, "a file of finite weights", f"{some(names)} {verb} {what}. Export the weights again."
+        "model.weights",
+        path,
+        "a file of finite weights that a network was trained to",
+        f"{some(names)} {verb} {what}. Export the weights again.",
     )
 
 
@@ -201,7 +205,9 @@ def _quiet() -> Iterator[None]:
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # numpy's and torch's, about how timm interpolates
+            yield
     finally:
         log.setLevel(level)
 
@@ -244,16 +250,16 @@ def _changes(given: Mapping[str, Tensor], taken: Mapping[str, Tensor], new_heads
     for name in changed:
         was, now, end = given[name].shape, taken[name].shape, name.rpartition(".")[2]
         if end == "pos_embed" and len(was) == len(now) == 3:
-            words.append(f"position embedding resized from {was[1]} to {now[1]} positions")
+            words.append(f"positions resized from {was[1]} to {now[1]}")
         elif name.endswith("patch_embed.proj.weight") and len(was) == len(now) == 4 and was[2:] != now[2:]:
-            words.append(f"patches resized from {was[2]}×{was[3]} to {now[2]}×{now[3]} pixels")
+            words.append(f"patches resized from {was[2]}×{was[3]} to {now[2]}×{now[3]}")
         elif len(was) == len(now) == 4 and was[1] != now[1] and was[2:] == now[2:]:
             words.append(f"{name} changed from {was[1]} to {now[1]} channels")
     tables = sum(name.endswith("relative_position_bias_table") for name in changed)
     return words + ([f"{tables} tables of relative positions resized"] if tables else [])
 
 
-def _noted_size(path: Path) -> tuple[int, int] | None:
+def noted_size(path: Path) -> tuple[int, int] | None:
     """(H, W) of the images that a run's model.safetensors was trained on; None: the file does not note it."""
     if path.suffix != ".safetensors":
         return None
