@@ -172,15 +172,16 @@ def _unpickle(path: Path) -> tuple[Any, tuple[str, ...]]:
     Settings, metrics and paths are often stored next to the weights.
     """
     try:
-        names = [str(name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)]
+        with open(path, "rb") as opened:  # torch would judge a path by its suffix
+            names = [str(name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(opened)]
     except ValueError:  # an earlier format than archives
         names = []
     inert: dict[str, type] = {name: type(name, (_Inert,), {}) for name in names}
     while True:
         allowed: Any = [(cls, name) for name, cls in inert.items()]
         try:
-            with torch.serialization.safe_globals(allowed):
-                held = torch.load(path, map_location="cpu", weights_only=True)
+            with open(path, "rb") as opened, torch.serialization.safe_globals(allowed):
+                held = torch.load(opened, map_location="cpu", weights_only=True)
             return held, tuple(names)
         except pickle.UnpicklingError as error:
             # A mapping or list of a class of its own: torch names the replaced class that it would have to fill.

@@ -102,10 +102,13 @@ def match_timm(
         except Exception as failure:  # timm's conversions expect weights of their own model
             converted, error = given, error_text(failure)
         result = compare(prefix, converted, own, model, heads, offset=cfg.label_offset or 0, lenient=lenient)
+        left_out = {**result.left_out, **_dropped(given, converted)}
         notes = (*result.notes, *_changes(given, result.taken, result.new_heads))
         odd = {n: f"{kind} in the file" for n, kind in unusable.items() if n in result.taken or n in own}
         missing = tuple(name for name in result.missing if needed is None or name in needed)
-        return replace(result, notes=notes, error=error, misshapen={**result.misshapen, **odd}, missing=missing)
+        return replace(
+            result, notes=notes, error=error, misshapen={**result.misshapen, **odd}, missing=missing, left_out=left_out
+        )
 
     contents, chosen = choose(config, path, read_contents(path), own, fit)
     if not chosen.complete:
@@ -229,6 +232,16 @@ def _plain(given: dict[str, Tensor], own: Mapping[str, Tensor]) -> tuple[dict[st
             plain[name] = torch.zeros(1).expand(value.shape)
             unusable[name] = kind or ""
     return plain, unusable
+
+
+def _dropped(given: Mapping[str, Tensor], converted: Mapping[str, Tensor]) -> dict[str, str]:
+    """Tensors that timm's conversion left out; none are named if it has made new ones, which may contain them."""
+    kept = {value.untyped_storage().data_ptr() for value in converted.values()}
+    own = {value.untyped_storage().data_ptr() for value in given.values()}
+    if any(v.untyped_storage().data_ptr() not in own for n, v in converted.items() if n not in given):
+        return {}
+    gone = (n for n, v in given.items() if n not in converted and v.untyped_storage().data_ptr() not in kept)
+    return dict.fromkeys(gone, "not used by timm's model")
 
 
 def _first_layer(weights: dict[str, Tensor], own: Mapping[str, Tensor], cfg: PretrainedCfg) -> dict[str, Tensor]:
