@@ -193,18 +193,18 @@ def _unpickle(path: Path) -> tuple[Any, tuple[str, ...]]:
             inert[found] = type(found, (other,), {})
 
 
-def _walk(held: Any, path: tuple[str, ...]) -> Iterator[tuple[str, str, Tensor]]:
-    """Key of the mapping, name and value of each tensor in nested mappings and lists."""
+def _walk(held: Any, path: tuple[str, ...], above: tuple[int, ...] = ()) -> Iterator[tuple[str, str, Tensor]]:
+    """Key of the mapping, name and value of each tensor in nested mappings and lists; a cycle is not followed."""
     if isinstance(held, Tensor) and not path:
         yield "", "tensor", held
-    if len(path) > _DEPTH:
+    if len(path) > _DEPTH or id(held) in above:
         return
     entries = held.items() if isinstance(held, Mapping) else enumerate(held) if isinstance(held, list | tuple) else ()
     for name, value in entries:
         if isinstance(value, Tensor):
             yield ".".join(path), str(name), value.detach()
         else:
-            yield from _walk(value, (*path, str(name)))
+            yield from _walk(value, (*path, str(name)), (*above, id(held)))
 
 
 def _without_tensors(path: Path, held: Any, objects: tuple[str, ...]) -> SettingError:

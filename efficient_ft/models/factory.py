@@ -58,20 +58,21 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
     return read_contents(path).tensors
 
 
-def create_model(config: ModelConfig, num_classes: int | Mapping[str, int]) -> nn.Module:
+def create_model(config: ModelConfig, num_classes: int | Mapping[str, int], *, report: bool = True) -> nn.Module:
     """Create the network `config.name` with its weights, in fp32 on the CPU.
 
     Args:
         config: the `model` section of the configuration.
         num_classes: number of outputs; or by task, for a classifier per task (`models.tasks`): the first is created or
             loaded as that of a network of one task, the others are newly initialized.
+        report: log which weights were loaded; `loading_report` has it in any case.
 
     Raises:
         UserError: an unknown name, arguments or an image size that the model refuses, or weights that cannot be
             fetched or do not fit.
     """
     if not isinstance(num_classes, int):
-        model = create_model(config, next(iter(num_classes.values())))
+        model = create_model(config, next(iter(num_classes.values())), report=report)
         give_heads(model, num_classes, zero=config.zero_head)
         return model
     random = random_model(config, num_classes)
@@ -84,24 +85,24 @@ def create_model(config: ModelConfig, num_classes: int | Mapping[str, int]) -> n
             _zero_head(random)
         return random
     if is_text(config):
-        return _loaded(config, load_text(config, num_classes), num_classes)
+        return _loaded(config, load_text(config, num_classes), num_classes, report)
     cfg = weights_cfg(config) if is_segmenter(config) else pretrained_cfg(config)
     path = fetch_weights(config, cfg) if config.weights is None else Path(config.weights).expanduser()
     if is_segmenter(config):
-        return _loaded(config, load_segmenter(config, num_classes, path, random), num_classes)
+        return _loaded(config, load_segmenter(config, num_classes, path, random), num_classes, report)
     model = load_weights(config, timm_kwargs(config, cfg, num_classes), random, cfg, path)
     _record_input_size(config, model)
-    return _loaded(config, model, num_classes)
+    return _loaded(config, model, num_classes, report)
 
 
-def _loaded(config: ModelConfig, model: nn.Module, num_classes: int) -> nn.Module:
+def _loaded(config: ModelConfig, model: nn.Module, num_classes: int, shown: bool) -> nn.Module:
     """Log what was loaded, and prepare new parts."""
     report = loading_report(model)
     assert report is not None, "every loader leaves a report"
     if report.new_heads and config.zero_head:
         _zero_head(model)
     for line in report.lines(num_classes):
-        log.info("%s", line)
+        log.log(logging.INFO if shown else logging.DEBUG, "%s", line)
     for words in report.suspicious:
         log.warning("warning: the weights are suspicious: %s.", words)
     return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,8 @@ PREFIX_TOKENS = {"cls_token": "class", "dist_token": "distillation", "reg_token"
                  "register_tokens": "register"}  # fmt: skip
 #: Candidates that are looked at, at most: by matching names, and by the structure of the file alone.
 _BY_NAMES, _BY_STRUCTURE = 16, 24
+#: What torch.compile, FSDP and recomputation put into names.
+_WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 #: timm's training keeps the average of the weights under these keys, next to the weights.
 _AVERAGES = {"state_dict_ema": "state_dict", "model_ema": "model"}
 
@@ -80,7 +83,13 @@ def choose(
     Raises:
         SettingError: several parts of the file fit, or `model.weights_key` names none.
     """
-    searched = _restricted(config, path, contents)
+    return _search(config, path, _restricted(config, path, contents), own, fit)
+
+
+def _search(
+    config: ModelConfig, path: Path, searched: Contents, own: Collection[str], fit: Callable[[Contents, str], Fit]
+) -> tuple[Contents, Fit]:
+    """The search of `choose`; a second one looks behind wrappers inside of names."""
     votes = _votes(searched.tensors, own)
     most = max(votes.values(), default=0)
     likely = [prefix for prefix, count in votes.most_common(_BY_NAMES) if count * 2 >= most]
@@ -89,11 +98,17 @@ def choose(
     if not complete:
         fits += [fit(searched, prefix) for prefix in _groups(searched.tensors, len(own)) if prefix not in likely]
         complete = [one for one in fits if one.complete]
+    if not complete and any(_WRAPPERS.search(name) for name in searched.tensors):
+        names = {name: _WRAPPERS.sub("", name) for name in searched.tensors}
+        if len(set(names.values())) == len(names):
+            plain = {names[name]: value for name, value in searched.tensors.items()}
+            keys = {names[name]: _WRAPPERS.sub("", searched.keys[name]) for name in names}
+            return _search(config, path, Contents(plain, keys, searched.objects), own, fit)
     if not complete:
         return searched, max(
             fits,
             key=lambda one: (one.loaded, len(searched.under(one.prefix))),
-            default=Fit("", error="no name matches"),
+            default=Fit("", missing=tuple(own)),
         )
     complete = _different(complete)
     if len(complete) == 1:
@@ -171,6 +186,9 @@ def _average(fits: Sequence[Fit]) -> Fit | None:
 
 
 def _ambiguous(config: ModelConfig, path: Path, contents: Contents, fits: Sequence[Fit]) -> SettingError:
+    def setting(key: str) -> str:
+        return f"model.weights_key={key}" if re.fullmatch(r"[\w.-]+", key) else f"\"model.weights_key='{key}'\""
+
     named = [(one.prefix.rstrip("."), len(contents.under(one.prefix))) for one in fits]
     listed = ", ".join(f"{name or 'the top level'} ({count} tensors)" for name, count in named)
     keys = [name for name, _ in named if name]
@@ -178,7 +196,7 @@ def _ambiguous(config: ModelConfig, path: Path, contents: Contents, fits: Sequen
         "model.weights_key",
         "null" if config.weights_key is None else config.weights_key,
         f"one of {', '.join(keys)}",
-        f"{path} holds {len(fits)} sets of weights that fit {config.name}: {listed}. Set model.weights_key={keys[-1]}"
+        f"{path} holds {len(fits)} sets of weights that fit {config.name}: {listed}. Set {setting(keys[-1])}"
         " or another of them.",
     )
 

@@ -256,7 +256,7 @@ def _first_layer(weights: dict[str, Tensor], own: Mapping[str, Tensor], cfg: Pre
 
 
 def _changes(given: Mapping[str, Tensor], taken: Mapping[str, Tensor], new_heads: Mapping[str, str]) -> list[str]:
-    """What the conversion changed in the shapes of tensors, in words."""
+    """Changes of shapes by the conversion, in words."""
     heads = tuple(f"{head}." for head in new_heads)
     changed = [n for n, v in taken.items() if n in given and given[n].shape != v.shape and not n.startswith(heads)]
     words = []

@@ -181,7 +181,7 @@ def load(run: Path, task: str | None = None) -> Trained:
             _require_same_shapes(file, model)
             model.load_state_dict(read_state_dict(file))
         else:
-            model = create_model(config, classes)
+            model = create_model(config, classes, report=False)
             _require_same_shapes(file, model)
     except (UserError, RuntimeError, TypeError) as error:
         raise _altered(file, first_line(error)) from error

@@ -127,6 +127,12 @@ def test_networks_at_their_real_size(tmp_path: Path, name: str) -> None:
     assert found.left_out["state_dict.loss.weight"] == "elsewhere in the file"
 
 
+@pytest.mark.parametrize("wrapper", ["_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"])
+def test_wrappers_inside_of_names(tmp_path: Path, weights: State, wrapper: str) -> None:
+    held = {f"model.{name.replace('attn.', f'{wrapper}.attn.')}": value for name, value in weights.items()}
+    assert_equal(load(tmp_path / "w.pth", held).state_dict(), weights)
+
+
 def test_counters_buffers_and_heads_are_left_out_with_the_reason(tmp_path: Path, weights: State) -> None:
     extra = {"total_ops": torch.zeros(1), "blocks.0.total_params": torch.zeros(1), "mask_token": torch.zeros(1, 1, 16)}
     projection = {"head.mlp.0.weight": torch.zeros(8, 16)}
@@ -191,6 +197,19 @@ def test_timm_s_average_is_used_and_named(tmp_path: Path, weights: State) -> Non
     assert_equal(model.state_dict(), shifted(weights))
     assert "model.weights_key=state_dict uses the weights themselves" in report(model).lines(1000)[-1]
     assert_equal(load(tmp_path / "w.pth", held, weights_key="state_dict").state_dict(), weights)
+
+
+def test_files_without_names_cycles_and_names_that_are_there_twice(tmp_path: Path, weights: State) -> None:
+    with pytest.raises(SettingError, match="none of its 2 names is one of the network's: it holds 0, 1"):
+        load(tmp_path / "w.pth", [torch.ones(2), torch.ones(3)])
+    cycle: dict[str, Any] = {"net": weights}
+    cycle["self"] = cycle
+    assert not report(load(tmp_path / "w.pth", cycle)).left_out
+    with pytest.raises(SettingError, match=r"It holds a\.b\.c twice"):
+        load(tmp_path / "w.pth", {"a": {"b.c": torch.ones(1)}, "a.b": {"c": torch.ones(1)}})
+    held = {"net (best)": weights, "net (last)": shifted(weights)}
+    with pytest.raises(SettingError, match=r"Set \"model\.weights_key='net \(last\)'\" or another"):
+        load(tmp_path / "w.pth", held)
 
 
 def test_a_key_that_is_not_there_lists_those_that_are(tmp_path: Path, weights: State) -> None:
