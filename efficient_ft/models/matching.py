@@ -335,6 +335,8 @@ def _reason(name: str, model: nn.Module, heads: Sequence[str], buffers: Collecti
     if first == "mask_token":
         return "used in pretraining alone"
     for head in heads:
+        if name.startswith(f"{head}."):
+            return "another head"
         base = head.partition(".")[0]
         if first == base and (head == base or not hasattr(getattr(model, base), name.split(".")[1])):
             return "another head"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-import time
 from collections.abc import Iterator, Mapping
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from efficient_ft.models.checkpoint import Contents, why_unusable
 from efficient_ft.models.matching import PREFIX_TOKENS, Fit, compare, some
 
-#: Seconds that the search for a model that fits may take.
-_SECONDS = 3.0
+#: Models that the search for one that fits builds, without values, at most.
+_TRIED = 32
 #: Looked at first if the file's names are of another family.
 _COMMON = ("resnet18", "resnet50", "deit_tiny_patch16_224", "vit_base_patch16_224", "swin_tiny_patch4_window7_224",
            "convnext_tiny", "efficientnet_b0", "mobilenetv2_100", "mobilenetv3_large_100", "resnet34", "resnet101",
@@ -54,7 +54,7 @@ def explain(
            and not (one.endswith("num_batches_tracked") or "index" in one or "position_ids" in one)]  # fmt: skip
     if odd and not fit.missing and not fit.foreign:
         return f"Weights must be floating-point numbers (fp32, fp16 or bf16): {some(odd)} cannot be used."
-    if fit.model is None and not fit.error:  # as converted
+    if fit.model is None and fit.taken and not fit.error:  # as converted
         rest = {one: given.get(one, torch.empty(0)) for one in (*fit.foreign, *fit.left_out)}
         heads_made = tuple(f"{head}." for head in fit.new_heads)
         given = {one: value for one, value in fit.taken.items() if not one.startswith(heads_made)} | rest
@@ -202,10 +202,7 @@ def suggestion(name: str, stem: str, contents: Contents, heads: tuple[str, ...])
         contents: of the file.
         heads: names of the classifiers of the model.
     """
-    limit = time.monotonic() + _SECONDS
-    for other in _by_likeness(name, stem, contents):
-        if time.monotonic() > limit:
-            return None
+    for other in itertools.islice(_by_likeness(name, stem, contents), _TRIED):
         try:
             with torch.device("meta"):
                 model = timm.create_model(other)
