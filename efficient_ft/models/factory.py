@@ -103,7 +103,7 @@ def _loaded(config: ModelConfig, model: nn.Module, num_classes: int, shown: bool
         _zero_head(model)
     for line in report.lines(num_classes):
         log.log(logging.INFO if shown else logging.DEBUG, "%s", line)
-    for words in report.suspicious:
+    for words in report.suspicious if shown else ():
         log.warning("warning: the weights are suspicious: %s.", words)
     return model
 
