@@ -12,6 +12,7 @@ from timm.models import PretrainedCfg
 
 from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.core.network import unreachable
+from efficient_ft.models.checkpoint import require_file
 from efficient_ft.models.segmentation import is_segmenter, weights_cfg
 from efficient_ft.models.text import is_text, missing_text
 from efficient_ft.models.timm_config import pretrained_cfg
@@ -41,9 +42,11 @@ def missing_weights(config: ModelConfig) -> str | None:
         return missing_text(config)
     cfg = weights_cfg(config) if is_segmenter(config) else pretrained_cfg(config)
     if config.weights is not None:
-        if os.path.isfile(Path(config.weights).expanduser()):  # pathlib raises for a name that is too long
-            return None
-        return str(SettingError("model.weights", config.weights, "an existing file"))
+        try:
+            require_file(Path(config.weights).expanduser())
+        except SettingError as error:
+            return str(error)
+        return None
     if not config.pretrained:
         return None
     if not (cfg.hf_hub_id or cfg.url or cfg.file):
