@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     (config,) = configurations(CONF, "train", settings, sweep=False)
     restart_with(config.allocator)
     use_allocator(config.allocator)
-    from efficient_ft.training.console import format_bytes
+    from efficient_ft.core.format import format_bytes
     from efficient_ft.training.fill_features import fill_features
 
     features = fill_features(config)

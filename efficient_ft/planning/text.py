@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
+from efficient_ft.core.format import format_seconds
 from efficient_ft.core.text import table
 from efficient_ft.planning.candidates import Exactness
 from efficient_ft.planning.options import Option
 from efficient_ft.planning.planner import Plan
-from efficient_ft.training.console import format_seconds
 
 #: What each class of recipes is called.
 CLASSES = {

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_only
 
+from efficient_ft.core.format import format_bytes, format_number, format_seconds
 from efficient_ft.core.text import plain_text, spelled, table
 from efficient_ft.task import TASKS
 
@@ -40,34 +41,6 @@ def quiet_lightning() -> None:
         ".*isinstance\\(treespec, LeafSpec\\).*",
     ):
         warnings.filterwarnings("ignore", message=message)
-
-
-# ---------------------------------------------------------------------------------------------- units
-def format_number(value: float, unit: str = "", step: int = 1000) -> str:
-    """Three digits and a prefix: 1234567 → ``1.23 M``; with ``step=1024``: ``1.18 Mi``."""
-    prefixes = ["", "k", "M", "G", "T", "P"] if step == 1000 else ["", "Ki", "Mi", "Gi", "Ti", "Pi"]
-    power = 0
-    while abs(value) >= 999.5 and power < len(prefixes) - 1:
-        value /= step
-        power += 1
-    digits = 0 if abs(value) >= 99.95 or (power == 0 and value == int(value)) else 1 if abs(value) >= 9.995 else 2
-    return f"{value:.{digits}f} {prefixes[power]}{unit}".rstrip()
-
-
-def format_bytes(value: float) -> str:
-    """1536 → ``1.50 KiB``."""
-    return format_number(value, "B", 1024)
-
-
-def format_seconds(value: float) -> str:
-    """0.0421 → ``42.1 ms``; 3725 → ``1 h 02 min``."""
-    if value < 1:
-        return f"{value * 1000:.3g} ms"
-    if value < 100:
-        return f"{value:.3g} s"
-    minutes, rest = divmod(round(value), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
 
 
 # ---------------------------------------------------------------------------------------------- tables

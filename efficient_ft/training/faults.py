@@ -12,9 +12,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.format import format_bytes
 from efficient_ft.record import config_file
 from efficient_ft.training import checkpoint
-from efficient_ft.training.console import format_bytes
 
 #: Texts of errors of torch and safetensors that stand for a write that failed; neither passes on the system's number.
 _FAILED_WRITES = ("PytorchStreamWriter", "inline_container", "unexpected pos", "I/O error", "os error")

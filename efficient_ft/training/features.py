@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 
 from efficient_ft.config import Config
 from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.format import format_bytes
 from efficient_ft.cost.executed import AUTOCAST
 from efficient_ft.cost.run_flops import FlopsCounter
 from efficient_ft.data import ImageData
@@ -34,7 +35,7 @@ from efficient_ft.models.prefix_form import Form, choose_form
 from efficient_ft.record.environment import device_name
 from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.results import FeaturesReport, PrefixReport
-from efficient_ft.training.console import format_bytes, say
+from efficient_ft.training.console import say
 from efficient_ft.training.row_form import RowForm
 from efficient_ft.training.trainer import bf16_is_emulated
 
