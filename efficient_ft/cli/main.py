@@ -41,6 +41,7 @@ from efficient_ft.config import Config, check
 from efficient_ft.config.plain import plain
 from efficient_ft.core.allocator import restart_with, use_allocator
 from efficient_ft.core.errors import UserError, replace_unprintable
+from efficient_ft.core.terminal import ConsoleHandler, show, start_console
 
 # Nothing here may import torch, Lightning or timm before `job`: help and completion answer at once.
 
@@ -55,12 +56,13 @@ def job(composed: DictConfig) -> float | None:
         with signals_first():
             with while_loading():
                 config = check(plain(composed))
+                start_console(config.verbose)
                 prepare(config)
                 from efficient_ft.training.run import run
 
             hydra_config = HydraConfig.get()
             for sentence in not_as_published(config):
-                print(f"note: {sentence}", flush=True)
+                show(f"note: {sentence}")
             folder = Path(hydra_config.runtime.output_dir)
             with leaving_nothing(folder):
                 results = run(config, folder, list(hydra_config.overrides.task))
@@ -153,7 +155,7 @@ def check_commandline(arguments: Any) -> list[ComposedJob]:
         raise UserError("-m starts a process for each job. Leave out torchrun or srun, or run the jobs one by one.")
     for name in () if _sweeps(arguments) else ("jobs", "job_timeout"):
         if any(text.startswith(f"{name}=") for text in arguments.overrides):
-            print(f"note: {name} has no effect on a single run; it is for sweeps (-m).", file=sys.stderr)
+            show(f"note: {name} has no effect on a single run; it is for sweeps (-m).", sys.stderr)
     # A sweep or a submission trains nothing here: each of its jobs is a program of its own.
     if composed and not _sweeps(arguments) and not slurm.submits(arguments.overrides):
         restart_with(composed[0].config.allocator)
@@ -161,10 +163,10 @@ def check_commandline(arguments: Any) -> list[ComposedJob]:
         prepare(one.config)
     first = composed[0].config if composed else None
     if first is not None and first.model.name == "vit_digits" and first.data.name != "digits" and _trains(first):
-        print(
+        show(
             f"note: model=vit_digits starts from random weights at 32×32; for data={first.data.name} choose a"
             " pretrained model, e.g. model=deit_tiny.",
-            file=sys.stderr,
+            sys.stderr,
         )
     return composed
 
@@ -203,7 +205,8 @@ def evaluate(arguments: Any, composed: Sequence[ComposedJob]) -> None:
         parallel = max((one.config.jobs for one in composed), default=1)
         jobs.run_jobs(todo, lambda one: jobs.command(*sources, one.arguments), parallel)
         return
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[ConsoleHandler()])
+    start_console(composed[0].config.verbose)
     from efficient_ft.training.run import run
 
     report_outcome(results=run(composed[0].config, Path()))

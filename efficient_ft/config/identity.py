@@ -25,6 +25,7 @@ _NO_EFFECT: dict[str, Any] = {
     "step_stats": True,
     "logger": True,
     "allocator": True,
+    "verbose": True,
     "memory": True,
     "trainer": {"progress", "accelerator", "strategy", "cache_folder", "cache_limit"},
 }

@@ -272,6 +272,8 @@ class LoggerConfig(Section):
     tags: list[str] = Field(default_factory=list)
     job_type: Name = "train"
     mode: Literal["online", "offline"] = "online"
+    #: Optimizer steps between two rows of train loss and learning rate; null: 50, or fewer for at least 20 rows.
+    every_n_steps: Count | None = None
 
 
 class CostConfig(Section):
@@ -322,6 +324,8 @@ class Config(Section):
     evaluate: str | None = None
     #: Print the cost; train nothing.
     cost_only: bool = False
+    #: Print details, too: each module that a method changes or leaves, and the notes of train.log.
+    verbose: bool = False
     #: The memory allocator of the process (Linux with glibc): see `core.allocator`.
     allocator: Literal["auto", "mimalloc", "tcmalloc", "keep", "system"] = "auto"
     #: The memory that the run may take, with a unit (4GB, 3.5GiB), see `training.budget`; null: no budget.

@@ -12,6 +12,7 @@ Only programs call this, never the library on import: it changes the whole proce
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import platform
 import subprocess
@@ -22,6 +23,8 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from efficient_ft.core.errors import SettingError
+
+log = logging.getLogger(__name__)
 
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
@@ -77,9 +80,9 @@ def keep_freed_memory() -> bool:
 def restart_with(choice: str, setting: str = "allocator") -> None:
     """Start this program again with the allocator `choice` preloaded; return if that is not needed or not possible.
 
-    Replaces the process (same id, same terminal) and says so in one line on stderr. Does nothing in a process that is
-    not a program of this package (a notebook, a test, somebody's script), under a debugger or profiler, once torch is
-    loaded, or if an allocator is preloaded already. Processes started by this one inherit the allocator.
+    Replaces the process (same id, same terminal); `use_allocator` then notes it in the log. Does nothing in a process
+    that is not a program of this package (a notebook, a test, somebody's script), under a debugger or profiler, once
+    torch is loaded, or if an allocator is preloaded already. Processes started by this one inherit the allocator.
 
     Args:
         choice: one of `CHOICES`; ``auto``: the first allocator found that loads, or none.
@@ -95,12 +98,6 @@ def restart_with(choice: str, setting: str = "allocator") -> None:
             environment = _environment(library)
             if not _loads(name, environment):
                 continue
-            print(
-                f"note: started again with {name} in LD_PRELOAD ({library}); {setting}=system leaves the allocator as"
-                " it is.",
-                file=sys.stderr,
-                flush=True,
-            )
             sys.stdout.flush()
             os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
     if choice != "auto":
@@ -130,7 +127,13 @@ def use_allocator(choice: str, setting: str = "allocator") -> str:
             raise SettingError(setting, choice, "auto or system here", f"{why[0].upper()}{why[1:]}.")
     elif choice != "system" and loaded != choice:
         raise _missing(choice, setting)
-    return allocator_in_use()
+    used = allocator_in_use()
+    if _RESTARTED in os.environ:
+        log.debug("The program started again with %s (LD_PRELOAD=%s). %s=system leaves the allocator as it is.",
+                  used, os.environ.get("LD_PRELOAD"), setting)  # fmt: skip
+    else:
+        log.debug("Allocator: %s.", used)
+    return used
 
 
 def allocator_in_use() -> str:

@@ -97,6 +97,7 @@ class MethodCallback(Callback):
         if not applied_before and getattr(trainer, "is_global_zero", False):
             for report in self.reports:
                 log.info("%s", report)
+                log.debug("%s", report.details().partition("\n")[2])
         if stage == "fit" and (self._runner.adds_loss or hasattr(pl_module, "on_total_loss")):
             _TotalLoss.add(pl_module, self._runner)
 

@@ -96,6 +96,7 @@ class MethodCallback(TrainerCallback, ExportableState):
         if state.is_world_process_zero:
             for report in self.reports:
                 log.info("%s", report)
+                log.debug("%s", report.details().partition("\n")[2])
 
     def _refuse_arguments(self, args: Any) -> None:
         for name, why in _REFUSED.items():

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from efficient_ft.core.errors import UserError
 from efficient_ft.methods.declarations import ORDER_OF_APPLICATION, Adds, Axis, Needs
 from efficient_ft.methods.stack import check_needs, check_removal, check_stack
+from efficient_ft.methods.summary import count, left, within
 from efficient_ft.models.marks import Mark, add_mark, marks_of, remove_mark
 from efficient_ft.models.view import ModelView, Skipped, view
 
@@ -49,6 +50,8 @@ class Applied:
             touching nothing is an error.
         modules: full names of the modules it put into the model. The view of the model leaves them out.
         routed: full names of modules whose input it routes, so that their tokens come from any images.
+        summary: what was done, as a phrase for ``print(report)``: "blocks 9–11, norm and head train". Empty:
+            the number and place of `touched`, the reasons of `skipped` and the notes.
     """
 
     method: str
@@ -58,12 +61,22 @@ class Applied:
     none_needed: str = ""
     modules: tuple[str, ...] = ()
     routed: tuple[str, ...] = ()
+    summary: str = ""
 
     def __str__(self) -> str:
-        lines = [f"{self.method}: {len(self.touched)} touched, {len(self.skipped)} skipped"]
-        lines += [f"  + {name}" for name in self.touched]
+        """One line: what was done, and in a few words why parts were left."""
+        if self.summary:
+            return f"{self.method}: {self.summary}"
+        if not self.touched:
+            return f"{self.method}: nothing is changed ({self.none_needed})"
+        done = f"{count(len(self.touched), 'part')} changed ({within(self.touched)})"
+        return "; ".join([f"{self.method}: {done}{left(self.skipped, 'unchanged', 'part')}", *self.notes])
+
+    def details(self) -> str:
+        """Return the full report: the line of ``str(report)``, each part touched (+) or left (-), and the notes."""
+        lines = [str(self), *(f"  + {name}" for name in self.touched)]
         lines += [f"  - {name}: {why}" for name, why in self.skipped.items()]
-        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+        return "\n".join([*lines, *(f"  {note}" for note in self.notes if note not in lines[0])])
 
 
 class Method(ABC):

@@ -173,8 +173,12 @@ def final_accuracy(accuracy: Mapping[str, Any]) -> float:
 
 
 class AppliedReport(TypedDict):
-    """The modules or parameters a method touched, and those it skipped with the reason (`methods.base.Applied`)."""
+    """What a method changed, in a line; the modules or parameters, and those that it left, with the reason.
 
+    See `methods.base.Applied`. Runs from before there was a `summary` have none.
+    """
+
+    summary: NotRequired[str]
     touched: list[str]
     skipped: dict[str, str]
     notes: list[str]

@@ -129,5 +129,9 @@ class Scores(nn.Module, ABC):
         """The measures of all batches since the last `reset`, the task's `metric` first."""
 
     @abstractmethod
+    def each_class(self) -> dict[int, float]:
+        """The measure of each class that the batches or predictions had, by its number."""
+
+    @abstractmethod
     def reset(self) -> None:
         """Start again."""

@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
-from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+from torchmetrics import Metric
+from torchmetrics.classification import MulticlassConfusionMatrix
 
 from efficient_ft.task.base import Scores, at_size
+
+
+class _Counts(Metric):
+    """Images of each class, and those of them predicted right."""
+
+    right: Tensor
+    support: Tensor
+
+    def __init__(self, num_classes: int, local: bool) -> None:
+        super().__init__(sync_on_compute=not local)
+        for name in ("right", "support"):
+            self.add_state(name, torch.zeros(num_classes, dtype=torch.long), dist_reduce_fx="sum")
+
+    def update(self, logits: Tensor, targets: Tensor) -> None:
+        self.right += targets[logits.argmax(1) == targets].bincount(minlength=len(self.right))
+        self.support += targets.bincount(minlength=len(self.support))
+
+    def compute(self) -> tuple[Tensor, Tensor]:
+        return self.right, self.support
 
 
 class Accuracy(Scores):
@@ -13,13 +34,18 @@ class Accuracy(Scores):
 
     def __init__(self, num_classes: int, local: bool = False) -> None:
         super().__init__()
-        self._metric = MulticlassAccuracy(num_classes, average="micro", validate_args=False, sync_on_compute=not local)
+        self._metric = _Counts(num_classes, local)
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
         self._metric.update(logits, targets)
 
     def compute(self) -> dict[str, float]:
-        return {"accuracy": float(self._metric.compute())}
+        right, support = self._metric.compute()
+        return {"accuracy": float(right.sum().float() / support.sum().float().clamp(min=1))}
+
+    def each_class(self) -> dict[int, float]:
+        right, support = (counts.tolist() for counts in self._metric.compute())
+        return {number: a / b for number, (a, b) in enumerate(zip(right, support, strict=True)) if b}
 
     def reset(self) -> None:
         self._metric.reset()
@@ -42,11 +68,21 @@ class Overlap(Scores):
 
     def compute(self) -> dict[str, float]:
         counts = self._matrix.compute().double()  # (true, predicted)
-        both, union = counts.diagonal(), counts.sum(0) + counts.sum(1) - counts.diagonal()
-        overlaps = both / union
-        found = {"mean_iou": float(overlaps.nanmean()), "pixel_accuracy": float(both.sum() / counts.sum())}
-        each = enumerate(overlaps.tolist())
-        return {**found, **{f"iou_{number}": value for number, value in each if value == value}}
+        found = {
+            "mean_iou": float(_overlaps(counts).nanmean()),
+            "pixel_accuracy": float(counts.diagonal().sum() / counts.sum()),
+        }
+        return {**found, **{f"iou_{number}": value for number, value in self.each_class().items()}}
+
+    def each_class(self) -> dict[int, float]:
+        overlaps = _overlaps(self._matrix.compute().double()).tolist()
+        return {number: value for number, value in enumerate(overlaps) if value == value}
 
     def reset(self) -> None:
         self._matrix.reset()
+
+
+def _overlaps(counts: Tensor) -> Tensor:
+    """Intersection over union of each class, from counts of (true, predicted); NaN where neither has it."""
+    both = counts.diagonal()
+    return both / (counts.sum(0) + counts.sum(1) - both)

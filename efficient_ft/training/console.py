@@ -1,4 +1,4 @@
-"""Printing of a run: messages of the first process, numbers in human units, and the tables at the end."""
+"""Printing of a run: messages of the first process, and the tables at the end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_only
 
 from efficient_ft.core.format import format_bytes, format_number, format_seconds
-from efficient_ft.core.text import plain_text, spelled, table
+from efficient_ft.core.terminal import show, shown_path
+from efficient_ft.core.text import spelled, table
 from efficient_ft.task import TASKS
 
 
@@ -21,8 +22,8 @@ def rank() -> int:
 
 @rank_zero_only
 def say(text: str) -> None:
-    """Print `text` in the first process only."""
-    print(plain_text(text), flush=True)
+    """Print `text`, wrapped, in the first process only; a leading ``warning:`` is colored on a terminal."""
+    show(text)
 
 
 def quiet_lightning() -> None:
@@ -30,6 +31,7 @@ def quiet_lightning() -> None:
     logging.raiseExceptions = False  # a log file on a full disk is no reason for a traceback
     for name in ("lightning.pytorch", "lightning.fabric", "lightning", "timm"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # what libraries register there is their affair
     for message in (
         ".*does not have many workers.*",
         ".*module\\(s\\) in eval mode at the start of training.*",
@@ -55,7 +57,7 @@ _COSTS = (
 
 
 def cost_table(cost: dict[str, Any], method: str, batch: int, sample: str = "image") -> str:
-    """FLOPs, saved bytes, peak and step time; where a baseline was probed, its column and the ratio to it.
+    """FLOPs, saved bytes, peak and step time; with another step as baseline its column, and the ratio to it.
 
     Args:
         cost: a `record.results.CostReport`.
@@ -64,20 +66,22 @@ def cost_table(cost: dict[str, Any], method: str, batch: int, sample: str = "ima
         sample: what a batch consists of, in a word.
     """
     baseline = cost.get("baseline")
+    if baseline and all(baseline[group] == cost[group] for group in ("executed", "measured")):
+        baseline = None  # the run's own step
     rows = [["cost", method, *([baseline["name"], "ratio"] if baseline else [])]]
-    for group, key, title, show in _COSTS:
+    for group, key, title, form in _COSTS:
         value = cost[group].get(key)
         if value is None:
             continue
-        row = [title.format(batch=batch, sample=sample), show(value)]
+        row = [title.format(batch=batch, sample=sample), form(value)]
         if baseline and baseline[group].get(key):
-            row += [show(baseline[group][key]), f"{value / baseline[group][key]:.2f}×"]
+            row += [form(baseline[group][key]), f"{value / baseline[group][key]:.2f}×"]
         rows.append(row)
     return table(rows)
 
 
 def memory_table(memory: dict[str, Any], batch: int) -> str:
-    """Memory of the training process, felt, next to the count of the same things.
+    """Memory of the training process, next to the count of the tensors in it.
 
     Args:
         memory: a `record.results.MemoryReport`.
@@ -85,17 +89,16 @@ def memory_table(memory: dict[str, Any], batch: int) -> str:
     """
     growth, counted, device = memory["growth_bytes"], memory["counted_bytes"], memory["device"]
     rows = [
-        ["memory of the process", ""],
-        ["before the model", format_bytes(memory["before_model_bytes"])],
-        ["before the first step", format_bytes(memory["before_steps_bytes"])],
+        ["process memory", ""],
+        ["before the model is built", format_bytes(memory["before_model_bytes"])],
+        ["before training", format_bytes(memory["before_steps_bytes"])],
     ]
     if device:
         rows.append(["allocated on the GPU", format_bytes(device["allocated_bytes"])])
         rows.append(["reserved on the GPU", format_bytes(device["reserved_bytes"])])
-    rows.append([f"growth, batch of {batch}", format_bytes(growth)])
-    rows.append(["counted for the same", format_bytes(counted)])
+    rows.append([f"used by training, batch of {batch}", format_bytes(growth)])
     if counted:
-        rows.append(["growth / counted", f"{growth / counted:.2f}×"])
+        rows.append(["in it, tensors (counted)", format_bytes(counted)])
     return table(rows)
 
 
@@ -117,16 +120,15 @@ def results_text(results: dict[str, Any], folder: Path) -> str:
     lines = [
         "",
         f"{config['model']['name']} on {data} with {method}:"
-        f" {results['trainable_parameters']:,} of {results['total_parameters']:,} parameters trained",
+        f" {format_number(results['trainable_parameters'])} of {format_number(results['total_parameters'])} parameters"
+        " trained",
     ]
     limit = config["trainer"].get("limit_eval_batches")
     if limit is not None:
         chosen += _seen(limit, config["data"], results["data"], sample)
     for name, applied in results["methods"].items():
-        skipped = f", {len(applied['skipped'])} skipped" if applied["skipped"] else ""
-        reasons = sorted(set(applied["skipped"].values()))
-        why = f" ({'; '.join(reasons[:2])}{'; …' if len(reasons) > 2 else ''})" if reasons else ""
-        lines.append(f"  {name}: {len(applied['touched'])} touched{skipped}{why}")
+        # Runs from before there were summaries have none.
+        lines.append(f"  {name}: {applied.get('summary') or str(len(applied['touched'])) + ' parts changed'}")
     if not config["model"]["pretrained"] and config["model"]["weights"] is None:
         lines.append("  started from random weights (model.pretrained=false)")
     skipped_images = results["data"].get("skipped", 0)
@@ -139,8 +141,8 @@ def results_text(results: dict[str, Any], folder: Path) -> str:
         cost_table(results["cost"], method, batch, sample),
         "",
         *([memory_table(results["memory"], batch), ""] if "memory" in results else []),
-        f"Allocator: {results['environment'].get('allocator', 'not recorded')}",
-        f"Results: {folder} (model.safetensors holds the {'epoch of the best mean' if tasks else 'best epoch'})",
+        f"Results: {shown_path(folder)} (model.safetensors holds the"
+        f" {'epoch of the best mean' if tasks else 'best epoch'})",
     ]
     return "\n".join(lines)
 

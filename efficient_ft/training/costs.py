@@ -82,10 +82,12 @@ def cost_report(
         switch.active = switch.names[0]
     selection = baseline_methods(config)
     plain = config.optim.model_copy(update={"state_bits": 32, "in_backward": False})  # the baseline saves nothing
+    keys = [None if of is None else [m.state_key for m in of] for of in (selection, methods)]
+    is_baseline = keys[0] == keys[1] and config.optim == plain  # the run's own step is compared with nothing
     found = cost.compare(
         network,
         methods,
-        None if selection is None else lambda: factory.random_model(config.model, classes),
+        None if selection is None or is_baseline else lambda: factory.random_model(config.model, classes),
         baseline_methods=selection or (),
         batch_size=min(config.data.batch_size, largest_batch or config.data.batch_size),
         input_size=spec.size,
@@ -103,8 +105,10 @@ def cost_report(
     )
     for name, one in found.items():
         if one.note:
-            say(f"cost of {config.cost.baseline if name == 'baseline' else name}: {one.note}")
+            say(f"Cost of {config.cost.baseline if name == 'baseline' else '+'.join(config.method)}: {one.note}.")
     method = _step_cost(found["method"])
+    if is_baseline:
+        return {**method, "baseline": {"name": config.cost.baseline, **method}}
     if "baseline" not in found:
         return {**method, "baseline": None}
     return {**method, "baseline": {"name": config.cost.baseline, **_step_cost(found["baseline"])}}

@@ -12,6 +12,7 @@ from filelock import FileLock, Timeout
 
 from efficient_ft.config import Config, fingerprint, image_folders
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.terminal import shown_path
 from efficient_ft.record import config_file, results
 from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.formats import START_AGAIN
@@ -126,7 +127,7 @@ def _move_earlier_run(folder: Path) -> None:
         # Hydra has already opened the log file of this command.
         if entry.suffix != ".log" and entry.name not in (".hydra", LOCK):
             shutil.move(str(entry), target / entry.name)
-    say(f"resume=never: the earlier run was moved to {target}.")
+    say(f"resume=never: the earlier run was moved to {shown_path(target)}.")
 
 
 def run_id(folder: Path) -> str:

@@ -7,11 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from lightning.pytorch.loggers import Logger
 
 from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.terminal import shown_path
 from efficient_ft.record.results import final_accuracy, flatten
+from efficient_ft.training.console import say
+from efficient_ft.training.samples import Sample
 
 
 def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence[str] = ()) -> list[Logger]:
@@ -35,9 +39,9 @@ def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence
         if options.name == "tensorboard":
             from lightning.pytorch.loggers import TensorBoardLogger
 
-            board = TensorBoardLogger(save_dir=folder, name="", version="tensorboard")
-            board.log_hyperparams(flatten(plain))
-            return [board]
+            # Settings are written with the results, at the end: hp_metric would be a curve of -1.
+            return [TensorBoardLogger(save_dir=folder, name="", version="tensorboard", default_hp_metric=False)]
+        import wandb
         from lightning.pytorch.loggers import WandbLogger
 
         _require_key(options.mode)
@@ -55,8 +59,12 @@ def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence
             mode="offline" if options.mode == "offline" else None,
             log_model=False,
             config=plain,
+            settings=wandb.Settings(silent=True),  # its warnings are printed all the same
         )
+        logger._wandb_init.pop("anonymous", None)  # Lightning passes it, and wandb warns of it
         define_metrics(logger.experiment)
+        if not logger.experiment.offline:
+            say(f"wandb: this run is shown at {logger.experiment.url}")
     except ModuleNotFoundError as error:
         raise UserError(
             f"logger={options.name} needs a package that is not installed. Install it: pip install {options.name}"
@@ -129,13 +137,57 @@ def summary_of(results: Mapping[str, Any]) -> dict[str, Any]:
     return summary
 
 
-def write_summary(loggers: Sequence[Logger], results: Mapping[str, Any]) -> None:
-    """Write accuracy, cost and totals to wandb's summary, where runs are compared, and close the loggers."""
+def write_summary(
+    loggers: Sequence[Logger], results: Mapping[str, Any], text: str, step: int, samples: Sequence[Sample] = ()
+) -> None:
+    """Write what a run ended with, and close the loggers.
+
+    wandb's summary, where runs are compared, gets accuracy, cost and totals; TensorBoard's table of settings too. Both
+    get samples with their predictions, and TensorBoard the text at the end of the run.
+
+    Args:
+        loggers: started by `start_loggers`.
+        results: a `record.results.Results`.
+        text: the tables at the end of the run.
+        step: the last optimizer step.
+        samples: predictions of single samples.
+    """
     for logger in loggers:
-        experiment: Any = getattr(logger, "experiment", None)
+        experiment: Any = logger.experiment
         if hasattr(experiment, "summary"):
+            _samples_to_wandb(experiment, samples)
             experiment.summary.update(summary_of(results))
+            if experiment.offline:
+                say(f"wandb: `wandb sync {shown_path(experiment.settings.sync_dir)}` sends this run.")
+        else:
+            _write_board(logger, results, text, step, samples)
     close_loggers(loggers, failed=False)
+
+
+def _samples_to_wandb(experiment: Any, samples: Sequence[Sample]) -> None:
+    import wandb
+
+    images = [wandb.Image(one.image, caption=one.caption) for one in samples if one.image is not None]
+    texts = [[one.text, one.caption] for one in samples if one.image is None]
+    if images:
+        experiment.log({"samples": images})
+    if texts:
+        experiment.log({"samples": wandb.Table(columns=["text", "classes"], data=texts)})
+
+
+def _write_board(board: Any, results: Mapping[str, Any], text: str, step: int, samples: Sequence[Sample]) -> None:
+    writer, texts = board.experiment, []
+    for number, one in enumerate(samples):
+        if one.image is None:
+            texts.append(f"- {one.text}: **{one.caption}**")
+        else:
+            writer.add_image(f"samples/{number}: {one.caption}", np.asarray(one.image), step, dataformats="HWC")
+    if texts:
+        writer.add_text("samples", "\n".join(texts), step)
+    writer.add_text("results", "\n".join(f"    {line}" for line in text.splitlines()), step)
+    numbers = {name: value for name, value in summary_of(results).items() if isinstance(value, int | float)}
+    board.log_hyperparams(flatten(results["config"]), numbers)
+    board.finalize("success")
 
 
 def close_loggers(loggers: Sequence[Logger], failed: bool) -> None:

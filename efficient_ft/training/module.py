@@ -81,6 +81,8 @@ class FineTuner(L.LightningModule):
         #: The last evaluation; with several tasks the mean, and each task's.
         self.evaluated: Evaluation | None = None
         self.evaluated_tasks: dict[str, Evaluation] = {}
+        #: The metric of each class that the last evaluation had, by number; with several tasks none.
+        self.evaluated_classes: dict[int, float] = {}
         #: By task: smallest and largest class predicted, and of the labels, in the present evaluation.
         self._classes: dict[int, list[Tensor]] = {}
         self._constant = False  # whether the last evaluation predicted one class for all images
@@ -211,6 +213,11 @@ class FineTuner(L.LightningModule):
             " was saved."
         )
 
+    def loss_so_far(self) -> float | None:
+        """The mean training loss of the epoch so far, of the losses that have been read; None: of none yet."""
+        total, count = self._sums["epoch"]
+        return total / count if count else None
+
     def mean_loss(self, over: str) -> float | None:
         """The mean training loss since the last call with the same `over`, and start again; None: no batch since then.
 
@@ -237,6 +244,7 @@ class FineTuner(L.LightningModule):
         scores, losses = [one.compute() for one in self.scores], [float(one.compute()) for one in self.eval_loss]
         accuracies = [one.pop(self.task.metric) for one in scores]
         more = scores[0] if self.tasks is None else {}
+        self.evaluated_classes = self.scores[0].each_class() if self.tasks is None else {}
         self.evaluated = Evaluation(sum(accuracies) / len(accuracies), sum(losses) / len(losses), more)
         if self.tasks is not None:
             each = map(Evaluation, accuracies, losses)

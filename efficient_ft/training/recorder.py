@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,11 @@ from efficient_ft.training.module import FineTuner
 from efficient_ft.training.processes import from_first, requeue
 from efficient_ft.training.totals import Totals
 
-#: Optimizer steps between two rows of training loss.
+#: Optimizer steps between two rows of training loss, at most; a short run has at least `LEAST_ROWS` rows.
 RECORD_EVERY = 50
+LEAST_ROWS = 20
+#: With more classes loggers get no values of single classes.
+LARGEST_CHART = 100
 #: A checkpoint is written at the end of an epoch, unless the last one is younger than this …
 EPOCH_CHECKPOINT_SECONDS = 10.0
 #: … and within an epoch that takes longer than this.
@@ -33,6 +36,11 @@ STEP_CHECKPOINT_SECONDS = 600.0
 REQUEUE = tuple(number for name in ("SIGUSR1", "SIGUSR2") if (number := getattr(signal, name, None)) is not None)
 #: Signals after which a run saves and stops.
 _STOP = (*REQUEUE, signal.SIGTERM, signal.SIGINT)
+
+
+def rows_every(given: int | None, total_steps: int) -> int:
+    """Optimizer steps between two rows of training loss: as given, or at most `RECORD_EVERY` for `LEAST_ROWS` rows."""
+    return given or max(1, min(RECORD_EVERY, total_steps // LEAST_ROWS))
 
 
 class Recorder(L.Callback):
@@ -44,6 +52,8 @@ class Recorder(L.Callback):
         keep_best: writes the network's weights; called with the module, the epoch (from 1) and its accuracy.
         extra: further entries of every checkpoint, in plain containers.
         totals: the callback that adds up what training takes, which comes before this one.
+        every: optimizer steps between two rows of training loss, see `rows_every`.
+        class_names: names for the values of single classes that loggers get.
     """
 
     def __init__(
@@ -53,9 +63,13 @@ class Recorder(L.Callback):
         keep_best: Callable[[L.LightningModule, int, float], None],
         extra: dict[str, Any],
         totals: Totals,
+        every: int,
+        class_names: Sequence[str] = (),
     ):
         self.folder, self.split, self.keep_best, self.extra = folder, split, keep_best, extra
-        self.totals = totals
+        self.totals, self.every, self.class_names = totals, every, class_names
+        #: The row of the last epoch.
+        self.row: dict[str, Any] = {}
         self.metrics = MetricsFile(folder)
         self.best: float | None = None
         self.best_epoch = 0
@@ -84,7 +98,7 @@ class Recorder(L.Callback):
     ) -> None:
         assert isinstance(pl_module, FineTuner)
         step = trainer.global_step
-        if step % RECORD_EVERY == 0 and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+        if step % self.every == 0 and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             self._record_step(trainer, pl_module, batch_idx)
             # After the last batch the epoch's checkpoint follows, with its evaluation.
             last = batch_idx + 1 >= trainer.num_training_batches
@@ -162,7 +176,8 @@ class Recorder(L.Callback):
             **{f"{self.split}_loss_{task}": of.loss for task, of in pl_module.evaluated_tasks.items()},
             **self._so_far(),
         }
-        self._log(trainer, row)
+        self.row = row
+        self._log(trainer, row, self._each_class(pl_module))
         self.last = evaluated.accuracy
         self.last_tasks = {task: of.accuracy for task, of in pl_module.evaluated_tasks.items()}
         if self.best is None or evaluated.accuracy > self.best:
@@ -182,14 +197,23 @@ class Recorder(L.Callback):
         values: Any = self.totals.values()
         return {key: values[key] for key in ("images", "flops", "seconds", "joules") if values[key] is not None}
 
-    def _log(self, trainer: L.Trainer, row: dict[str, Any]) -> None:
+    def _each_class(self, module: FineTuner) -> dict[str, float]:
+        """The metric of single classes, for loggers; none with more classes than `LARGEST_CHART`."""
+        measure = "iou" if module.task.metric == "mean_iou" else module.task.metric
+        named = len(self.class_names) <= LARGEST_CHART
+        return {
+            f"{self.split}_{measure}/{self.class_names[number]}": value
+            for number, value in (module.evaluated_classes if named else {}).items()
+        }
+
+    def _log(self, trainer: L.Trainer, row: dict[str, Any], more: Mapping[str, float] = {}) -> None:
         if not trainer.is_global_zero:
             return
         require_folder(self.folder)
         self.metrics.append(row)
         for logger in trainer.loggers:
-            values = {k: v for k, v in row.items() if v is not None and k != "step"}
-            logger.log_metrics(values, step=row["step"])
+            values = {k: v for k, v in row.items() if v is not None and k != "step" and "_iou_" not in k}
+            logger.log_metrics({**values, **more}, step=row["step"])
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         # At once: Lightning ends this process, too, a few seconds after it has noticed that another one is gone.

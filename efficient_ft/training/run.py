@@ -25,6 +25,7 @@ from efficient_ft.config import Config, data_configs, image_folders
 from efficient_ft.core.allocator import allocator_in_use
 from efficient_ft.core.errors import TerminatedRun, UserError
 from efficient_ft.core.process_memory import release_freed_memory, resident_bytes
+from efficient_ft.core.terminal import shown_path
 from efficient_ft.data import ImageData, RoundRobinData, SegmentationData, TextData, read_data
 from efficient_ft.integrations.lightning import MethodCallback
 from efficient_ft.methods.base import Applied, plain_state_dict
@@ -78,8 +79,9 @@ from efficient_ft.training.out_of_memory import out_of_memory
 from efficient_ft.training.predict_masks import write_examples
 from efficient_ft.training.processes import SameStart, connect, from_first, world_size
 from efficient_ft.training.progress import ProgressBar
-from efficient_ft.training.recorder import Recorder, stop_on_interrupt
+from efficient_ft.training.recorder import Recorder, rows_every, stop_on_interrupt
 from efficient_ft.training.run_task import run_task
+from efficient_ft.training.samples import samples_of
 from efficient_ft.training.step_stats import StepStats
 from efficient_ft.training.totals import Totals
 from efficient_ft.training.trainer import build_trainer, use_channels_last
@@ -174,7 +176,10 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
             f" optim.lr={config.optim.lr:g}."
         )
     totals = Totals(methods, total_steps * config.trainer.grad_accum_steps)
-    recorder = Recorder(folder, images.best_split, keep_best, {"run_id": name, "version": __version__}, totals)
+    extra = {"run_id": name, "version": __version__}
+    every = rows_every(config.logger.every_n_steps, total_steps)
+    of_classes = names if isinstance(names, list | tuple) else ()
+    recorder = Recorder(folder, images.best_split, keep_best, extra, totals, every, of_classes)
     loggers = start_loggers(config, folder, name, arguments)
     memory = MemoryMeter(methods, before_model)
     callbacks: list[L.Callback] = [memory, SameStart(), MethodCallback(methods, frozen_bn=config.model.frozen_bn)]
@@ -187,7 +192,7 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
         callbacks.append(StepStats(folder, methods, config.step_stats.interval))
     callbacks += [totals, recorder]
     if config.trainer.progress:
-        callbacks.append(ProgressBar(total_steps, epochs))
+        callbacks.append(ProgressBar(total_steps, epochs, recorder))
     trainer = build_trainer(config, folder, methods, callbacks, loggers, epochs)
     if use_channels_last(config, trainer.strategy.root_device):
         network.to(memory_format=torch.channels_last)
@@ -197,7 +202,7 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
     state = folder / checkpoint.NAME
     resume = from_first(str(state) if checkpoint.exists(state) else None)
     if resume is not None:
-        say(f"Continuing the run in {folder}.")
+        say(f"Continuing the run in {shown_path(folder)}.")
     with stop_on_interrupt(recorder), within_budget(config, trainer.strategy.root_device):
         try:
             trainer.fit(module, datamodule=RunDataModule(images), ckpt_path=resume)
@@ -264,9 +269,10 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
             felt["budget_bytes"], felt["predicted_peak_bytes"] = budget, predicted
     if isinstance(images, SegmentationData):
         write_examples(folder, images, device)
-    write_summary(loggers, results)
+    text = results_text(dict(results), folder)
     write_results(folder, results)
-    say(results_text(dict(results), folder))
+    write_summary(loggers, results, text, trainer.global_step, samples_of(folder, images, device) if loggers else ())
+    say(text)
     return dict(results)
 
 
@@ -284,6 +290,7 @@ def _accuracy(recorder: Recorder) -> Accuracy:
 
 def _applied_report(applied: Applied) -> AppliedReport:
     return {
+        "summary": str(applied).partition(": ")[2],
         "touched": list(applied.touched),
         "skipped": {name: str(why) for name, why in applied.skipped.items()},
         "notes": list(applied.notes),

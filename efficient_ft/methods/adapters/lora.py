@@ -16,6 +16,7 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
 from efficient_ft.methods.declarations import Adds, Axis
 from efficient_ft.methods.registry import register
+from efficient_ft.methods.summary import count, left, trained, within
 from efficient_ft.models.view import Layer, ModelView, Reason, Skipped, parameters_under, projections_in
 
 
@@ -116,7 +117,7 @@ class LoRA(Method):
                 parameter.grad = None
         for name in self._reached:
             model.get_submodule(name).qkv_bias_separate = True  # type: ignore[assignment]
-        return Applied(self.name, self._adapted, left_out)
+        return Applied(self.name, self._adapted, left_out, summary=self._summary(model, left_out))
 
     def _remove(self, model: nn.Module) -> None:
         for name in self._adapted:
@@ -131,6 +132,11 @@ class LoRA(Method):
     def remove(self, model: nn.Module) -> None:
         super().remove(model)
         self._adapted, self._reached, self._before = (), (), {}
+
+    def _summary(self, model: nn.Module, left_out: dict[str, Skipped]) -> str:
+        """Return the phrase of the report."""
+        where = f"{count(len(self._adapted), 'layer')} in {within(self._adapted)}"
+        return f"rank {self.rank} in {where}: {trained(model)} train{left(left_out, 'not adapted')}"
 
     def _trains(self, model: nn.Module, view: ModelView, left_out: dict[str, Skipped]) -> set[str]:
         """Return the names of the model's own parameters that train."""

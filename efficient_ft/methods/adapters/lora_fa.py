@@ -6,6 +6,7 @@ Fine-tuning", 2023.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -71,7 +72,7 @@ class LoRAFA(LoRA):
         for module in model.modules():
             if _is_plain(module) and not module.weight.requires_grad:  # type: ignore[union-attr]
                 put_inside(module, _FrozenForward(module))
-        return report
+        return replace(report, summary=self._summary(model, dict(report.skipped)))
 
     def _remove(self, model: nn.Module) -> None:
         for module in model.modules():

@@ -24,6 +24,7 @@ from efficient_ft.methods.blocks import blocks_at, check_indices
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.forwards import OwnForward, forwards_of, put_inside, take_away
 from efficient_ft.methods.registry import register
+from efficient_ft.methods.summary import ranges, trained
 from efficient_ft.models.tasks import Tasks, for_each_task, tasks_of
 from efficient_ft.models.view import ModelView, Reason, Skipped
 from efficient_ft.ops.packed import packing_suspended
@@ -314,7 +315,9 @@ class MoE(ExpertsMethod):
         why = Skipped(Reason.NOT_CHOSEN, "no experts: not listed in blocks")
         others = {name: why for name in view.blocks if f"{name}.mlp" not in names}
         self._put_experts(model, names)
-        return Applied(self.name, names, others, routed=names)
+        where = ranges(name.removesuffix(".mlp") for name in names)
+        summary = f"{self.num_experts} experts replace the feed-forward network of {where}: {trained(model)}"
+        return Applied(self.name, names, others, routed=names, summary=f"{summary} train")
 
     def _remove(self, model: nn.Module) -> None:
         self._take_experts(model)

@@ -43,6 +43,7 @@ from efficient_ft.methods.blocks import blocks_at, check_indices, classes_in_wor
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.forwards import OwnForward, forwards_of, put_around, take_away
 from efficient_ft.methods.registry import register
+from efficient_ft.methods.summary import left, ranges, trained
 from efficient_ft.models.view import ModelView, Reason, Skipped, parameters_under
 from efficient_ft.ops.tokens import attach_tokens, pop_tokens, token_context
 
@@ -116,7 +117,9 @@ class RepNet(Method):
             block.side_module = side.requires_grad_(True)
             put_around(block, _SideForward(block))
         added = tuple(f"{name}.side_module" for name in chosen)
-        return Applied(self.name, added, skipped, modules=added)
+        others = {name: why for name, why in skipped.items() if why.reason != Reason.NOT_CHOSEN}
+        summary = f"side modules in {ranges(chosen)}; they and the head train: {trained(model)}"
+        return Applied(self.name, added, skipped, modules=added, summary=summary + left(others, "without one", "block"))
 
     def _chosen(self, view: ModelView) -> tuple[list[str], dict[str, Skipped]]:
         """Return the names of the blocks that get a side module, in order, and why the others get none."""

@@ -21,6 +21,7 @@ from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
 from efficient_ft.methods.blocks import classes_in_words
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.registry import register
+from efficient_ft.methods.summary import count, left, trained
 from efficient_ft.models.frozen_batch_norm import FROZEN
 from efficient_ft.models.view import ModelView, Reason, Skipped, parameters_under
 
@@ -136,7 +137,9 @@ class TinyTL(Method):
             else ()
         )
         added = tuple(f"{name}.lite_residual" for name in chosen)
-        return Applied(self.name, added, skipped, notes, modules=added)
+        summary = f"lite residuals in {count(len(chosen), 'block')}; they, biases and head train: {trained(model)}"
+        summary += left(skipped, "without one", "block") + ("; GroupNorm replaces BatchNorm" if norms else "")
+        return Applied(self.name, added, skipped, notes, modules=added, summary=summary)
 
     def _chosen(self, view: ModelView) -> tuple[dict[str, int], dict[str, Skipped]]:
         """Return the blocks that get a module, with the downsampling factor of their input, and why others get none."""

@@ -19,6 +19,7 @@ from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.declarations import Adds, Axis
 from efficient_ft.methods.fused_gelu import fuse_gelu, separate_gelu
 from efficient_ft.methods.skip import is_skipped
+from efficient_ft.methods.summary import count, left, within
 from efficient_ft.models.view import Layer, ModelView, Reason, Skipped, TokenLayout
 from efficient_ft.ops.projection import (
     Projection,
@@ -222,6 +223,10 @@ class LowRankBackward(Method):
             {**skipped, **exact},
             tuple(notes),
             none_needed=note if exact else "",
+            summary=f"{count(len(chosen), 'layer')} in {within(x.name for x, *_ in chosen)} low-rank"
+            + left({**skipped, **exact}, "exact")
+            if chosen
+            else "",
         )
 
     @property

@@ -18,6 +18,7 @@ from efficient_ft.methods.declarations import Needs
 from efficient_ft.methods.forwards import put_around
 from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod
 from efficient_ft.methods.registry import register
+from efficient_ft.methods.summary import ranges
 from efficient_ft.models.view import ModelView, Reason, Skipped
 from efficient_ft.ops.packed import PackingState
 from efficient_ft.ops.packing import Dense, EightBits, GroupBits, Half, PackContext, Packer
@@ -111,4 +112,6 @@ class Checkpointing(MemoryMethod):
             module = model.get_submodule(name)
             put_around(module, _RecomputedForward(module, name, packer, packing))
         skipped = {block: Skipped(Reason.NOT_CHOSEN) for block in view.blocks if block not in names}
-        return Applied(self.name, names, skipped)
+        which = ranges(names) if skipped else f"all {len(names)} blocks"
+        verb = "is" if len(names) == 1 else "are"
+        return Applied(self.name, names, skipped, summary=f"{which} {verb} recomputed in the backward pass")

@@ -17,6 +17,7 @@ from efficient_ft.core.context import context
 from efficient_ft.methods.base import Applied
 from efficient_ft.methods.forwards import put_around
 from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod
+from efficient_ft.methods.summary import count, left, within
 from efficient_ft.models.view import ModelView, Reason, Skipped, is_norm
 from efficient_ft.models.view.probe import BATCH, call, fake_copy
 from efficient_ft.ops.packed import (
@@ -130,7 +131,9 @@ class PartwiseMethod(MemoryMethod):
             module = model.get_submodule(name)
             if name in names and name not in parts:
                 put_around(module, _PlainForward(module))
-        return Applied(self.name, touched, skipped, self._notes(model, view, packing))
+        which = f"{count(len(touched), 'layer')} in {within(touched)}" if skipped else f"all {len(touched)} layers"
+        summary = f"{which} packed{left(skipped, 'dense')}"
+        return Applied(self.name, touched, skipped, self._notes(model, view, packing), summary=summary)
 
     def _notes(self, model: nn.Module, view: ModelView, packing: PackingState) -> tuple[str, ...]:
         """Return further sentences for the report, once all parts are packed."""
@@ -221,9 +224,9 @@ def _parts(view: ModelView, packs_tail: bool) -> tuple[list[str], list[str], dic
             parts.append(name)
             heads += [name] if is_head else []
         elif name in view.tail or is_head:
-            dense[name] = Skipped(Reason.AS_PUBLISHED, "the final normalization or the head: dense, as published")
+            dense[name] = Skipped(Reason.AS_PUBLISHED, "dense, as published")
         elif convolutions > 1:
             parts.append(name)
         elif convolutions:
-            dense[name] = Skipped(Reason.AS_PUBLISHED, "the patch embedding: dense, as published")
+            dense[name] = Skipped(Reason.AS_PUBLISHED, "dense, as published")
     return parts, heads, dense

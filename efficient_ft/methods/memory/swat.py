@@ -94,7 +94,7 @@ class SWAT(PartwiseMethod):
 
     def _left_plain(self, view: ModelView) -> dict[str, Skipped]:
         first = next((layer.name for layer in view.layers if isinstance(layer.module, nn.Conv2d)), view.layers[0].name)
-        return {first: Skipped(Reason.AS_PUBLISHED, "the first layer: dense, as published")}
+        return {first: Skipped(Reason.AS_PUBLISHED, "dense, as published")}
 
     def _packs(self, module: nn.Module) -> bool:
         return isinstance(module, nn.Linear | nn.Conv2d)

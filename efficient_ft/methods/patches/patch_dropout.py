@@ -129,7 +129,8 @@ class PatchDropout(Method):
         first = view.blocks[0]
         block = model.get_submodule(first)
         put_around(block, _PatchDropForward(block, view.prefix_tokens, count, self.keep_rate))
-        return Applied(self.name, (first,), notes=(f"{kept} of {count} patch tokens enter {first} in training",))
+        summary = f"{kept} of {count} patch tokens enter the blocks in training"
+        return Applied(self.name, (first,), summary=summary)
 
     def _remove(self, model: nn.Module) -> None:
         for module in model.modules():

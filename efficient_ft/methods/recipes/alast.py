@@ -212,7 +212,7 @@ class ALaST(LayersPerStep):
                 )
 
     def _notes(self) -> tuple[str, ...]:
-        return (f"budgets start at {self.budget_init:g}; in evaluation all tokens are passed on",)
+        return (f"blocks pass on {self.budget_init:g} of the tokens at first",)
 
     def _remove(self, model: nn.Module) -> None:
         take_forwards(model, self.name)

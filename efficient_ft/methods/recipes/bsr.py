@@ -6,6 +6,7 @@ Source: "Block Selective Reprogramming for On-device Training of Vision Transfor
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 from torch import nn
@@ -14,6 +15,7 @@ from efficient_ft.methods.base import Applied
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.selection.static import Blocks
+from efficient_ft.methods.summary import ranges
 from efficient_ft.methods.tokens.base import refuse_unfit_model, take_forwards
 from efficient_ft.methods.tokens.evit import check_dropping, drop_tokens, dropping_blocks
 from efficient_ft.models.view import ModelView
@@ -72,8 +74,8 @@ class BSR(Blocks):
         dropping = dropping_blocks(view, self.name, self.drop_at, self.keep_rate, self.fuse)
         drop_tokens(model, view, self.name, dropping, self.keep_rate, self.fuse)
         selected = super()._apply(model, view)
-        note = f"{self.keep_rate:g} of the patch tokens stay in {', '.join(dropping)}"
-        return Applied(self.name, selected.touched, selected.skipped, notes=(note,))
+        dropped = f"{ranges(dropping)} each keep {self.keep_rate:g} of the patch tokens"
+        return replace(selected, summary=f"{selected.summary}; {dropped}")
 
     def _remove(self, model: nn.Module) -> None:
         take_forwards(model, self.name)

@@ -5,6 +5,8 @@ Source: "Block Selective Reprogramming for On-device Training of Vision Transfor
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from efficient_ft.methods.adapters.moe import ExpertsMethod
@@ -12,6 +14,7 @@ from efficient_ft.methods.base import Applied
 from efficient_ft.methods.declarations import Axis
 from efficient_ft.methods.recipes.bsr import BSR
 from efficient_ft.methods.registry import register
+from efficient_ft.methods.summary import ranges
 from efficient_ft.methods.tokens.base import refuse_unfit_model
 from efficient_ft.models.view import ModelView
 
@@ -57,8 +60,8 @@ class BSRMoE(ExpertsMethod, BSR):
         names = self._networks_of(view, self.blocks)
         done = BSR._apply(self, model, view)
         self._put_experts(model, names)
-        note = f"{self.num_experts} experts in {', '.join(names)}"
-        return Applied(self.name, done.touched, done.skipped, (*done.notes, note), routed=names)
+        where = ranges(name.removesuffix(".mlp") for name in names)
+        return replace(done, summary=f"{done.summary}; {self.num_experts} experts in {where}", routed=names)
 
     def _remove(self, model: nn.Module) -> None:
         self._take_experts(model)

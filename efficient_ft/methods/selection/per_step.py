@@ -82,15 +82,16 @@ class LayersPerStep(Selection):
         self._blocks, self._trainable = {name: model.get_submodule(name) for name in view.blocks}, None
         frozen = [name for name, trains in trainable(model).items() if not trains]
         why = Skipped(Reason.FROZEN, "frozen: before or between the blocks")
-        return Applied(
-            self.name,
-            view.blocks,
-            dict.fromkeys(frozen, why),
-            notes=(f"{self.num_layers} of {len(view.blocks)} blocks train in a step", *self._notes()),
-        )
+        rest = "embeddings, norm and head" if self.train_embeddings else "norm and head"
+        summary = "; ".join([self._drawn(len(view.blocks)), f"{rest} always train", *self._notes()])
+        return Applied(self.name, view.blocks, dict.fromkeys(frozen, why), summary=summary)
+
+    def _drawn(self, count: int) -> str:
+        """Return in a phrase which of `count` blocks train."""
+        return f"{self.num_layers} of {count} blocks train in each step"
 
     def _notes(self) -> tuple[str, ...]:
-        """Return further notes of the report."""
+        """Return further phrases of the report."""
         return ()
 
     def _check_count(self, view: ModelView) -> None:
@@ -182,6 +183,9 @@ class LISA(LayersPerStep):
             raise SettingError("interval", interval, "an integer >= 1")
         self.interval = interval
 
+    def _drawn(self, count: int) -> str:
+        return f"{self.num_layers} of {count} blocks train, drawn every {self.interval} steps"
+
     def choose(self, step: int, count: int) -> list[int]:
         # Choices that hold for several steps come from the first of them.
         return torch.randperm(count, generator=self._generator(step - step % self.interval))[: self.num_layers].tolist()
@@ -222,6 +226,9 @@ class TopLayers(LayersPerStep):
     @property
     def warmup_steps(self) -> int:  # type: ignore[override]
         return self.profile_steps - self._steps
+
+    def _drawn(self, count: int) -> str:
+        return f"{self.num_layers} of {count} blocks train, chosen after {self.profile_steps} steps of all"
 
     def choose(self, step: int, count: int) -> list[int]:
         return self._top if self._steps >= self.profile_steps else list(range(count))

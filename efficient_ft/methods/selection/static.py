@@ -19,6 +19,7 @@ from efficient_ft.methods.blocks import blocks_at, check_indices
 from efficient_ft.methods.declarations import Axis, Needs
 from efficient_ft.methods.feed_forward import run_in_parts, run_whole
 from efficient_ft.methods.registry import register
+from efficient_ft.methods.summary import ranges, trained
 from efficient_ft.models.view import ModelView, Reason, Skipped, is_norm, parameters_under
 
 
@@ -57,7 +58,12 @@ class Selection(Method):
         run_in_parts(model)
         frozen = {id(p) for p in model.parameters()} - chosen
         skipped = dict.fromkeys(concise(model, frozen), Skipped(Reason.FROZEN, "frozen"))
-        return Applied(self.name, concise(model, chosen), skipped)
+        touched = concise(model, chosen)
+        return Applied(self.name, touched, skipped, summary=f"{self._trains(touched)}: {trained(model)}")
+
+    def _trains(self, touched: tuple[str, ...]) -> str:
+        """Return in a phrase what trains; `touched` has the fewest names of it."""
+        return f"{ranges(touched)} {'trains' if len(touched) == 1 else 'train'}"
 
     def _remove(self, model: nn.Module) -> None:
         run_whole(model)
@@ -84,6 +90,9 @@ class Full(Selection):
         if not isinstance(train_norms, bool):
             raise SettingError("train_norms", train_norms, ("true", "false"))
         self.train_norms = train_norms
+
+    def _trains(self, touched: tuple[str, ...]) -> str:
+        return "everything trains" if self.train_norms else "everything but the normalization layers trains"
 
     def chosen(self, view: ModelView) -> dict[str, Tensor]:
         parameters: dict[str, Tensor] = dict(view.model.named_parameters())
@@ -176,6 +185,9 @@ class BitFit(Selection):
     name = "bitfit"
     needs = frozenset({Needs.CLASSIFIER})
 
+    def _trains(self, touched: tuple[str, ...]) -> str:
+        return "biases and head train"
+
     def chosen(self, view: ModelView) -> dict[str, Tensor]:
         head = parameters_under(view.model, view.head)
         biases = {n: p for n, p in view.model.named_parameters() if p.dim() == 1 and re.search(r"(^|\.|_)bias$", n)}
@@ -194,6 +206,9 @@ class NormLast(Selection):
 
     name = "norm_last"
     needs = frozenset({Needs.CLASSIFIER})
+
+    def _trains(self, touched: tuple[str, ...]) -> str:
+        return "normalization layers and head train"
 
     def chosen(self, view: ModelView) -> dict[str, Tensor]:
         head = parameters_under(view.model, view.head)

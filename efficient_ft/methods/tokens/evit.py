@@ -17,6 +17,7 @@ from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.blocks import blocks_at, check_indices
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.registry import register
+from efficient_ft.methods.summary import ranges
 from efficient_ft.methods.tokens.base import (
     DroppingForward,
     give_forwards,
@@ -68,7 +69,10 @@ class EViT(Method):
         dropping = dropping_blocks(view, self.name, self.drop_at, self.keep_rate, self.fuse)
         drop_tokens(model, view, self.name, dropping, self.keep_rate, self.fuse)
         why = Skipped(Reason.NOT_CHOSEN, "keeps all tokens: not listed in drop_at")
-        return Applied(self.name, dropping, {name: why for name in view.blocks if name not in dropping})
+        others = {name: why for name in view.blocks if name not in dropping}
+        fused = ", and fuse the others into one" if self.fuse else ""
+        summary = f"{ranges(dropping)} each keep {self.keep_rate:g} of the patch tokens{fused}"
+        return Applied(self.name, dropping, others, summary=summary)
 
     def _remove(self, model: nn.Module) -> None:
         take_forwards(model, self.name)

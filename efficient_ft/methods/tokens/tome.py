@@ -19,6 +19,7 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.registry import register
+from efficient_ft.methods.summary import ranges
 from efficient_ft.methods.tokens.base import (
     SOFTMAX,
     TokenForward,
@@ -229,7 +230,12 @@ class ToMe(Method):
         why = Skipped(Reason.NO_EFFECT, "r is 0")
         none = {name: why for name, n in zip(view.blocks, r, strict=True) if not n}
         merging = tuple(name for name in view.blocks if name not in none)
-        return Applied(self.name, merging, none, none_needed="" if merging else "r is 0 in every block")
+        if not merging:
+            return Applied(self.name, merging, none, none_needed="r is 0 in every block")
+        each = f"{min(r)}" if min(r) == max(r) else f"{min(r)} to {max(r)}"
+        return Applied(
+            self.name, merging, none, summary=f"{ranges(merging)} each merge {each} of {patches} patch tokens"
+        )
 
     def _r_per_block(self, view: ModelView, patches: int) -> list[int]:
         """Return r of each block of a model with `patches` patch tokens.

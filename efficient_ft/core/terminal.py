@@ -1,0 +1,127 @@
+"""Prose on a terminal or in a pipe: wrapped in one place, warnings in color, and progress bars left whole."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import textwrap
+import warnings
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from efficient_ft.core.text import plain_text, printable
+
+#: Columns of a line where there is no terminal.
+WITHOUT_TERMINAL = 100
+#: Prose on a wider terminal is not easier to read.
+_WIDEST_PROSE = 120
+#: Stands for a space inside a path until its line has been wrapped.
+_SPACE = "\ue000"
+_YELLOW, _PLAIN = "\x1b[33m", "\x1b[0m"
+
+
+def terminal_width(stream: TextIO | None = None) -> int:
+    """Return the columns of a terminal: those of ``COLUMNS``, of the terminal itself, or `WITHOUT_TERMINAL`.
+
+    Args:
+        stream: written to; None: the standard output.
+    """
+    given = os.environ.get("COLUMNS", "")
+    if given.isdigit() and int(given):
+        return int(given)
+    try:
+        return os.get_terminal_size((stream or sys.stdout).fileno()).columns or WITHOUT_TERMINAL
+    except (OSError, ValueError, AttributeError):  # a pipe, a file, or no real stream
+        return WITHOUT_TERMINAL
+
+
+def colored(stream: TextIO) -> bool:
+    """Return True if `stream` is a terminal that shows colors and the user has not set ``NO_COLOR``."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def shown_path(path: str | os.PathLike[str]) -> str:
+    """Return a path for a message: relative if it is below the current folder; a line is never broken inside it."""
+    whole = Path(path)
+    with suppress(OSError, ValueError):  # elsewhere, or the current folder is gone
+        whole = whole.absolute().relative_to(Path.cwd())
+    return printable(whole).replace(" ", _SPACE)
+
+
+def wrapped(text: str, width: int) -> str:
+    """Return `text` with each line that is too long continued below it, indented; words and paths stay whole."""
+    lines = []
+    for line in text.split("\n"):
+        indent = line[: len(line) - len(line.lstrip())]
+        lines += textwrap.wrap(
+            line.strip(),
+            width,
+            initial_indent=indent,
+            subsequent_indent=f"{indent}  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        ) if len(line) > width else [line]  # fmt: skip
+    return "\n".join(lines).replace(_SPACE, " ")
+
+
+def show(text: str, stream: TextIO | None = None) -> None:
+    """Print prose: wrapped, above a progress bar if there is one, a leading ``warning:`` in yellow on a terminal.
+
+    Args:
+        text: control characters in it are printed as escapes.
+        stream: None: the standard output.
+    """
+    stream = stream or sys.stdout
+    lines = wrapped(plain_text(text), min(terminal_width(stream), _WIDEST_PROSE))
+    if lines.startswith("warning:") and colored(stream):
+        lines = f"{_YELLOW}warning:{_PLAIN}{lines.removeprefix('warning:')}"
+    bars: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    with nullcontext() if bars is None else bars.external_write_mode(file=stream):
+        print(lines, file=stream, flush=True)
+
+
+class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Show log records as `show` does: of this package from INFO on, of other libraries warnings and errors.
+
+    The file of a run (train.log) has all records, those of this package from DEBUG on.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        super().__init__(stream or sys.stdout)
+        self.setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show a record."""
+        try:
+            own = record.name.partition(".")[0] in ("efficient_ft", "__main__", "root")
+            if own or record.levelno >= logging.WARNING:
+                text = self.format(record)
+                warns = record.levelno >= logging.WARNING and not text.startswith("warning:")
+                show(f"warning: {text}" if warns else text, self.stream)
+        except Exception:
+            self.handleError(record)
+
+
+def start_console(verbose: bool) -> None:
+    """Set up what a program of this package shows: with `verbose` the details too; warnings of Python as lines.
+
+    Args:
+        verbose: as the setting of this name.
+    """
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, ConsoleHandler):
+            handler.setLevel(logging.DEBUG if verbose else logging.INFO)
+    warnings.showwarning = _show_warning
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    show(f"warning: {message}", file or sys.stdout)

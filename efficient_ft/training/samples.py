@@ -1,0 +1,77 @@
+"""Samples of the evaluation with their predictions, for loggers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.data import ImageData, RoundRobinData, SegmentationData, TextData
+from efficient_ft.training import export
+from efficient_ft.training.predict_masks import examples_image
+
+#: Samples shown of a data set.
+COUNT = 8
+
+
+class Sample(NamedTuple):
+    """A sample: an image as the network sees it (None: a text), a text, and the true class and the prediction."""
+
+    image: Image.Image | None
+    text: str
+    caption: str
+
+
+def samples_of(
+    run: Path, images: ImageData | SegmentationData | TextData | RoundRobinData, device: torch.device
+) -> list[Sample]:
+    """Some samples of the split that chose the best epoch, evenly spread, as model.safetensors predicts them.
+
+    Args:
+        run: the run folder.
+        images: its data.
+        device: predicts.
+    """
+    if isinstance(images, RoundRobinData):
+        return [
+            one._replace(caption=f"{task}: {one.caption}")
+            for task, part in images.parts.items()
+            for one in _classified(export.load(run, task), part, device)
+        ]
+    trained = export.load(run)
+    if isinstance(images, SegmentationData):
+        model, count = trained.model.to(device), images.num_classes
+        rows = [examples_image(model, [pair], trained.input, count) for pair in images.examples(COUNT // 2)]
+        return [Sample(row, "", "image, mask, prediction") for row in rows]
+    return _classified(trained, images, device)
+
+
+def _classified(trained: export.Trained, images: ImageData | TextData, device: torch.device) -> list[Sample]:
+    dataset: Any = images.eval_loader(images.best_split).dataset
+    last = len(dataset) - 1
+    chosen = sorted({round(k * last / max(COUNT - 1, 1)) for k in range(COUNT)})
+    inputs, labels = dataset.__getitems__([(0, index) for index in chosen])
+    rows = export.probabilities(trained.model.to(device), inputs)
+    found = []
+    for place, (label, row) in enumerate(zip(labels.tolist(), rows, strict=True)):
+        best = int(row.argmax())
+        true, predicted = trained.class_names[label], trained.class_names[best]
+        caption = f"{true}, predicted {predicted} ({float(row[best]):.0%})"
+        if isinstance(inputs, Tensor):
+            found.append(Sample(_image(inputs[place], trained.input), "", caption))
+        else:
+            assert isinstance(images, TextData)
+            found.append(Sample(None, images.tokenizer.decode(inputs["input_ids"])[place], caption))
+    return found
+
+
+def _image(x_CHW: Tensor, input: InputSpec) -> Image.Image:
+    """Undo the normalization."""
+    mean, std = (torch.tensor(values)[:, None, None] for values in (input.mean, input.std))
+    pixels = ((x_CHW * std + mean).clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
+    return Image.fromarray(np.repeat(pixels, 3, axis=2) if pixels.shape[2] == 1 else pixels)
