@@ -50,7 +50,7 @@ def main(steps: int = 6) -> dict[str, torch.Tensor]:
             trainer = Trainer(model, arguments, train_dataset=images, callbacks=[callback])
             trainer.train(resume_from_checkpoint=last > steps)
     for report in callback.reports:
-        print(str(report).splitlines()[0])
+        print(report)
     assert [report.method for report in callback.reports] == ["bsr", "back_razor"]
     weights = plain_state_dict(model.timm_model, callback.methods)
     # The callback freezes BatchNorm statistics (frozen_bn=True), in training mode too.

@@ -29,7 +29,7 @@ def main_of(name: str, **arguments: Any) -> Any:
 def test_own_loop(capsys: pytest.CaptureFixture[str]) -> None:
     assert main_of("own_loop") > 0.5, "it learns"
     shown = capsys.readouterr().out
-    assert "alast: 4 touched" in shown
+    assert "alast: 2 of 4 blocks train" in shown
     assert "step 20: loss" in shown
 
 
@@ -37,7 +37,7 @@ def test_lightning_module(capsys: pytest.CaptureFixture[str]) -> None:
     losses = main_of("lightning_module")
     assert len(losses) == 8
     assert losses[-1] < losses[0]
-    assert "moe: 1 touched" in capsys.readouterr().out
+    assert "moe: 4 experts replace" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -46,7 +46,7 @@ def test_lightning_module_in_two_processes() -> None:
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("moe: 1 touched") == 1, "one process reports"
+    assert done.stdout.count("moe: 4 experts replace") == 1, "one process reports"
     assert "2 process(es), 2 steps" in done.stdout
 
 

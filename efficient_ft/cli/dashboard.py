@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from efficient_ft.core.terminal import show, shown_path
 
 DESCRIPTION = """\
 Send finished runs to Weights & Biases, as if they had been logged, and make a report of them: accuracy against FLOPs,
@@ -27,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--project", default="efficient-ft", help="default: efficient-ft")
     parser.add_argument("--entity", help="user or team (default: the one logged in)")
     parser.add_argument("--title", default="efficient-ft", help="title of the report")
-    parser.add_argument("--offline", action="store_true", help="send nothing, write what would be sent")
+    parser.add_argument("--offline", action="store_true", help="write what would be sent; also with WANDB_MODE=offline")
     parser.add_argument("--out", type=Path, default=Path("outputs/dashboard"), help="default: outputs/dashboard")
     options = parser.parse_args(arguments)
 
@@ -37,12 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     found = collect_paths(options.runs)
     for sentence in notes(found, means=False):
-        print(f"note: {sentence}", file=sys.stderr)
-    names = upload(found, project=options.project, entity=options.entity, offline=options.offline, out=options.out)
+        show(f"note: {sentence}", sys.stderr)
+    offline = options.offline or os.environ.get("WANDB_MODE") in ("offline", "dryrun", "disabled")
+    names = upload(found, project=options.project, entity=options.entity, offline=offline, out=options.out)
     print("\n".join(names))
     panels = options.out / "panels.json"
     write_panels(panels, options.title)
-    if options.offline:
-        print(f"Written: {options.out / 'wandb'} (wandb sync sends it), {panels}")
+    if offline:
+        show(f"Written: {shown_path(options.out / 'wandb')} (`wandb sync` sends it), {shown_path(panels)}")
         return
     print(create_report(options.title, options.project, options.entity))

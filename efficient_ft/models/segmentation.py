@@ -128,11 +128,13 @@ def _segformer(config: ModelConfig, classes: int) -> nn.Module:
 def _segformer_class(config: ModelConfig, classes: int) -> tuple[Any, Any]:
     """transformers' class of the network, and its configuration."""
     try:
+        import transformers
         from transformers import SegformerConfig, SegformerForSemanticSegmentation
     except ImportError:
         raise UserError(
             f"model.name={config.name} needs transformers: pip install 'efficient-ft[segmentation]'."
         ) from None
+    transformers.logging.disable_progress_bar()
     if config.name not in SEGFORMERS:
         raise SettingError("model.name", config.name, list(SEGFORMERS))
     channels, depths, decoder = SEGFORMERS[config.name]

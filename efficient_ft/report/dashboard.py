@@ -72,6 +72,7 @@ def upload(found: Collection, *, project: str, entity: str | None, offline: bool
                 mode="offline" if offline else "online",
                 resume="allow" if not offline else None,
                 reinit="finish_previous",
+                settings=wandb.Settings(silent=True),  # its warnings are printed all the same
             )
         except Exception as error:  # wandb's own errors derive from several bases
             raise UserError(

@@ -126,9 +126,6 @@ def results_text(results: dict[str, Any], folder: Path) -> str:
     limit = config["trainer"].get("limit_eval_batches")
     if limit is not None:
         chosen += _seen(limit, config["data"], results["data"], sample)
-    for name, applied in results["methods"].items():
-        # Runs from before there were summaries have none.
-        lines.append(f"  {name}: {applied.get('summary') or str(len(applied['touched'])) + ' parts changed'}")
     if not config["model"]["pretrained"] and config["model"]["weights"] is None:
         lines.append("  started from random weights (model.pretrained=false)")
     skipped_images = results["data"].get("skipped", 0)

@@ -105,7 +105,8 @@ def cost_report(
     )
     for name, one in found.items():
         if one.note:
-            say(f"Cost of {config.cost.baseline if name == 'baseline' else '+'.join(config.method)}: {one.note}.")
+            step = config.cost.baseline if name == "baseline" else "+".join(config.method)
+            say(f"The step of {step} is {one.note}.")
     method = _step_cost(found["method"])
     if is_baseline:
         return {**method, "baseline": {"name": config.cost.baseline, **method}}

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from efficient_ft.config import Config, DataConfig, data_configs
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.terminal import shown_path
 from efficient_ft.core.text import spelled, table
 from efficient_ft.cost.executed import AUTOCAST
 from efficient_ft.data import ImageData, RoundRobinData, SegmentationData, TextData
@@ -87,7 +88,7 @@ def evaluate(run: Path, config: Config | None = None) -> Evaluated:
             rows += [[f"{task} {s}", f"{value:.2%}", str(part.splits[s])] for s, value in found[task].items()]
         result = {"accuracy": mean_accuracies(found), "tasks": found}
         rows += [[f"mean {split}", f"{value:.2%}", ""] for split, value in result["accuracy"].items()]
-    say(f"{run / export.NAME} (epoch {trained.notes.get('epoch')}):\n{table(rows)}")
+    say(f"{shown_path(run / export.NAME)} (epoch {trained.notes.get('epoch')}):\n{table(rows)}")
     return result
 
 

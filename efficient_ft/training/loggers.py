@@ -153,7 +153,7 @@ def write_summary(
         samples: predictions of single samples.
     """
     for logger in loggers:
-        experiment: Any = logger.experiment
+        experiment: Any = getattr(logger, "experiment", None)
         if hasattr(experiment, "summary"):
             _samples_to_wandb(experiment, samples)
             experiment.summary.update(summary_of(results))

@@ -23,7 +23,8 @@ from efficient_ft.training.module import FineTuner
 from efficient_ft.training.processes import from_first, requeue
 from efficient_ft.training.totals import Totals
 
-#: Optimizer steps between two rows of training loss, at most; a short run has at least `LEAST_ROWS` rows.
+#: Optimizer steps between two rows of training loss, at most, and from one step that may write a checkpoint to the
+#: next; a short run has at least `LEAST_ROWS` rows.
 RECORD_EVERY = 50
 LEAST_ROWS = 20
 #: With more classes loggers get no values of single classes.
@@ -98,14 +99,14 @@ class Recorder(L.Callback):
     ) -> None:
         assert isinstance(pl_module, FineTuner)
         step = trainer.global_step
-        if step % self.every == 0 and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
-            self._record_step(trainer, pl_module, batch_idx)
-            # After the last batch the epoch's checkpoint follows, with its evaluation.
-            last = batch_idx + 1 >= trainer.num_training_batches
-            if not last and self._due(trainer, STEP_CHECKPOINT_SECONDS):
-                self._save(trainer, pl_module, batch_idx)
         whole = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        if whole and batch_idx + 1 < trainer.num_training_batches:  # else the epoch's end decides
+        if whole and step % self.every == 0:
+            self._record_step(trainer, pl_module, batch_idx)
+        # After the last batch the epoch's checkpoint follows, with its evaluation, and the epoch's end decides to stop.
+        within = whole and batch_idx + 1 < trainer.num_training_batches
+        if within and step % RECORD_EVERY == 0 and self._due(trainer, STEP_CHECKPOINT_SECONDS):
+            self._save(trainer, pl_module, batch_idx)
+        if within:
             stop = self._stop(trainer)
             if stop is not None:
                 self._save(trainer, pl_module, batch_idx)

@@ -41,8 +41,6 @@ def test_the_text_at_the_end_says_what_is_unusual(finished, tmp_path):
     assert f"128 of {count} test images: trainer.limit_eval_batches=1)" in limited
     results["accuracy"]["split"] = "test"
     results["data"]["skipped"] = 3
-    results["methods"]["full"]["skipped"] = {"a": "frozen", "b": "frozen"}
     shown = results_text(results, tmp_path)
     assert "chosen on the test split" in shown
     assert "3 unusable samples were left out" in shown
-    assert "2 skipped (frozen)" in shown

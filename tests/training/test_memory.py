@@ -33,13 +33,13 @@ def test_a_run_records_what_its_steps_take(finished: tuple[Path, Any, dict[str, 
 
 def test_old_results_have_no_memory_and_are_read(finished: tuple[Path, Any, dict[str, Any]], tmp_path: Path):
     results: Any = copy.deepcopy(finished[2])
-    assert "memory of the process" in results_text(results, tmp_path)
+    assert "process memory" in results_text(results, tmp_path)
     del results["memory"]
     for cost in (results["cost"], results["cost"]["baseline"]):
         del cost["executed"]["step_peak_bytes"]
     write_results(tmp_path, results)
     assert read_results(tmp_path) == results
-    assert "memory of the process" not in results_text(results, tmp_path)
+    assert "process memory" not in results_text(results, tmp_path)
     assert not any(key.startswith("memory") for key in summary_of(results))
 
 
@@ -53,10 +53,10 @@ def test_the_table_names_what_is_felt_and_what_is_counted():
     }
     rows = [line.split("  ") for line in memory_table(memory, 4).splitlines()]
     shown = {row[0]: row[-1].strip() for row in rows}
-    assert shown["before the model"] == "512 MiB"
-    assert shown["growth, batch of 4"] == "3.00 MiB"
-    assert shown["counted for the same"] == "2.00 MiB"
-    assert shown["growth / counted"] == "1.50×"
+    assert shown["before the model is built"] == "512 MiB"
+    assert shown["before training"] == "1.00 GiB"
+    assert shown["used by training, batch of 4"] == "3.00 MiB"
+    assert shown["in it, tensors (counted)"] == "2.00 MiB"
     memory["device"] = {"before_bytes": 1, "allocated_bytes": 2**20, "reserved_bytes": 5 * 2**20}
     shown = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in memory_table(memory, 4).splitlines()}
     assert (shown["allocated on the GPU"], shown["reserved on the GPU"]) == ("1.00 MiB", "5.00 MiB")

@@ -184,6 +184,8 @@ class LISA(LayersPerStep):
         self.interval = interval
 
     def _drawn(self, count: int) -> str:
+        if self.interval == 1:
+            return super()._drawn(count)
         return f"{self.num_layers} of {count} blocks train, drawn every {self.interval} steps"
 
     def choose(self, step: int, count: int) -> list[int]:
