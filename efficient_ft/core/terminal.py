@@ -47,7 +47,12 @@ def shown_path(path: str | os.PathLike[str]) -> str:
     whole = Path(path)
     with suppress(OSError, ValueError):  # elsewhere, or the current folder is gone
         whole = whole.absolute().relative_to(Path.cwd())
-    return printable(whole).replace(" ", _SPACE)
+    return unbroken(printable(whole))
+
+
+def unbroken(text: str) -> str:
+    """Return a command or a path such that `show` does not break a line inside it."""
+    return text.replace(" ", _SPACE)
 
 
 def wrapped(text: str, width: int) -> str:

@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import Logger
 
 from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
-from efficient_ft.core.terminal import shown_path
+from efficient_ft.core.terminal import shown_path, unbroken
 from efficient_ft.record.results import final_accuracy, flatten
 from efficient_ft.training.console import say
 from efficient_ft.training.samples import Sample
@@ -158,7 +158,8 @@ def write_summary(
             _samples_to_wandb(experiment, samples)
             experiment.summary.update(summary_of(results))
             if experiment.offline:
-                say(f"wandb: `wandb sync {shown_path(experiment.settings.sync_dir)}` sends this run.")
+                command = f"wandb sync {shown_path(experiment.settings.sync_dir)}"
+                say(f"wandb: `{unbroken(command)}` sends this run.")
         else:
             _write_board(logger, results, text, step, samples)
     close_loggers(loggers, failed=False)

@@ -44,6 +44,19 @@ def test_a_finished_run_is_written_as_it_was_recorded(
 
 
 @pytest.mark.slow
+def test_the_mode_of_the_environment_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    runs, out = filled(tmp_path / "runs"), tmp_path / "out"
+    run_command("dashboard", [str(runs / "b"), "--project", "mine", "--out", str(out)])
+    assert offline_run(out)["run"].project == "mine"
+    printed = "".join(capfd.readouterr())
+    assert "`wandb sync` sends it" in printed
+    assert "wandb:" not in printed, "no lines of wandb's own"
+
+
+@pytest.mark.slow
 def test_budgets_are_sent_with_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
     runs, out = filled(tmp_path / "runs"), tmp_path / "out"

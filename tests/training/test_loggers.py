@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -9,12 +10,14 @@ import signal
 import pytest
 import yaml
 
+from efficient_ft.config import check
 from efficient_ft.core.errors import UserError
+from efficient_ft.models import factory
 from efficient_ft.training import loggers
-from efficient_ft.training.recorder import Recorder
+from efficient_ft.training.recorder import Recorder, rows_every
 from efficient_ft.training.run import run
 from tests.cli.program import composed
-from tests.training.runs import REPOSITORY, rows_of
+from tests.training.runs import REPOSITORY, plain_config, rows_of
 from tests.training.wandb_files import offline_run
 
 
@@ -50,6 +53,49 @@ def test_tensorboard_gets_the_metrics(tmp_path, configuration, without_cost):
     events.Reload()
     row = rows_of(tmp_path)[-1]
     assert events.Scalars("val_accuracy")[0].value == pytest.approx(row["val_accuracy"])
+    assert "hp_metric" not in events.Tags()["scalars"]
+
+
+def test_tensorboard_gets_curves_classes_samples_and_the_results(tmp_path, configuration, without_cost):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    results = run(configuration(logger={"name": "tensorboard"}), tmp_path)
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert len(events.Scalars("train_loss")) == len(events.Scalars("lr")) == results["totals"]["steps"] >= 20
+    row = rows_of(tmp_path)[-1]
+    classes = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"] if tag.startswith("val_accuracy/")}
+    assert sorted(classes) == [f"val_accuracy/{digit}" for digit in range(10)]
+    support = [sum(1 for _ in group) for _, group in itertools.groupby(sorted(validation_labels()))]
+    mean = sum(n * classes[f"val_accuracy/{digit}"][-1].value for digit, n in enumerate(support)) / sum(support)
+    assert mean == pytest.approx(row["val_accuracy"], abs=1e-6)
+    samples = [tag for tag in events.Tags()["images"] if tag.startswith("samples/")]
+    assert len(samples) == 8
+    assert all(re.fullmatch(r"samples/\d: \d, predicted \d \(\d+%\)", tag) for tag in samples)
+    (text,) = events.Tensors("results/text_summary")
+    assert "accuracy    best    last" in text.tensor_proto.string_val[0].decode()
+    assert events.Scalars("accuracy.test")[0].value == pytest.approx(results["accuracy"]["test"])
+
+
+def validation_labels():
+    """Of the validation images of the runs here."""
+    from efficient_ft.training.datamodule import open_images
+
+    config = check(plain_config())
+    return open_images(config, factory.input_of(config.model)).eval_loader("val").dataset.labels.tolist()
+
+
+@pytest.mark.parametrize(("given", "steps"), [(None, list(range(1, 23))), (5, [5, 10, 15, 20])])
+def test_the_interval_of_rows(tmp_path, configuration, without_cost, given, steps):
+    run(configuration(logger={"name": "none", "every_n_steps": given}), tmp_path)
+    assert [row["step"] for row in rows_of(tmp_path) if "lr" in row] == steps
+
+
+@pytest.mark.parametrize(
+    ("given", "total", "every"), [(None, 10, 1), (None, 100, 4), (None, 5000, 4), (7, 5000, 7), (1, 9, 1)]
+)
+def test_short_runs_have_twenty_rows(given, total, every):
+    """RECORD_EVERY is 4 in these tests."""
+    assert rows_every(given, total) == every
 
 
 @pytest.mark.parametrize("name", ["wandb", "tensorboard"])
@@ -97,10 +143,9 @@ def test_an_offline_run_after_an_online_one_stays_offline(tmp_path, configuratio
 
 
 def test_a_run_on_wandb_has_a_readable_name_and_what_runs_are_compared_by(
-    tmp_path, configuration, monkeypatch, without_cost
+    tmp_path, configuration, monkeypatch, without_cost, capfd
 ):
     pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_SILENT", "true")
     logger = {"name": "wandb", "mode": "offline", "entity": "us", "tags": ["a", "b"], "job_type": "study"}
     config = configuration(logger=logger, trainer__max_steps=5, published=0.25)
     arguments = ["method=full", "data=digits", "optim.lr=1e-2", "trainer.max_steps=5", "data.root=/x", "seed=3"]
@@ -120,6 +165,12 @@ def test_a_run_on_wandb_has_a_readable_name_and_what_runs_are_compared_by(
     assert found["summary"]["totals.images"] == results["totals"]["images"]
     assert found["metrics"]["val_accuracy*"].max
     assert any("flops" in row for row in found["history"])
+    assert {f"val_accuracy/{digit}" for digit in range(10)} <= found["history"][-2].keys()
+    assert len(found["history"][-1]["samples.captions"]) == 8
+    assert len(list(tmp_path.rglob("media/images/samples_*.png"))) == 8
+    printed = capfd.readouterr()
+    assert re.search(r"^wandb: *\n? *`wandb sync \S*offline-run-\S+`\s+sends this run\.$", printed.out, re.MULTILINE)
+    assert (printed.out + printed.err).count("wandb: ") == 1, "and no more of its own"
 
 
 def test_the_sweep_of_the_examples_composes():
