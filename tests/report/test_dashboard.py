@@ -51,7 +51,7 @@ def test_the_mode_of_the_environment_is_followed(
     runs, out = filled(tmp_path / "runs"), tmp_path / "out"
     run_command("dashboard", [str(runs / "b"), "--project", "mine", "--out", str(out)])
     assert offline_run(out)["run"].project == "mine"
-    printed = "".join(capfd.readouterr())
+    printed = " ".join("".join(capfd.readouterr()).split())
     assert "`wandb sync` sends it" in printed
     assert "wandb:" not in printed, "no lines of wandb's own"
 

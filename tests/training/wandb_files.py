@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,10 @@ def records(file: Path) -> Iterator[Any]:
 def offline_run(folder: Path) -> dict[str, Any]:
     """The only offline run below `folder`: its ``run`` message, history, summary and defined metrics."""
     (file,) = folder.rglob("offline-run-*/run-*.wandb")
+    for _ in range(300):  # wandb's own process writes the last records after `finish` has returned
+        if any(message.WhichOneof("record_type") == "exit" for message in records(file)):
+            break
+        time.sleep(0.1)
     found: dict[str, Any] = {"history": [], "summary": {}, "metrics": {}}
     for message in records(file):
         kind = message.WhichOneof("record_type")
