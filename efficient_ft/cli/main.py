@@ -56,7 +56,7 @@ def job(composed: DictConfig) -> float | None:
         with signals_first():
             with while_loading():
                 config = check(plain(composed))
-                start_console(config.verbose)
+                start_console(config.verbose, first_process())
                 prepare(config)
                 from efficient_ft.training.run import run
 

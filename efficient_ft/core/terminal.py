@@ -109,16 +109,18 @@ class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
             self.handleError(record)
 
 
-def start_console(verbose: bool) -> None:
+def start_console(verbose: bool, first: bool = True) -> None:
     """Set up what a program of this package shows: with `verbose` the details too; warnings of Python as lines.
 
     Args:
         verbose: as the setting of this name.
+        first: False: another process of the same run shows what both have to say; only errors are shown.
     """
+    level = (logging.DEBUG if verbose else logging.INFO) if first else logging.ERROR
     for handler in logging.getLogger().handlers:
         if isinstance(handler, ConsoleHandler):
-            handler.setLevel(logging.DEBUG if verbose else logging.INFO)
-    warnings.showwarning = _show_warning
+            handler.setLevel(level)
+    warnings.showwarning = _show_warning if first else _show_nothing
 
 
 def _show_warning(
@@ -130,3 +132,7 @@ def _show_warning(
     line: str | None = None,
 ) -> None:
     show(f"warning: {message}", file or sys.stdout)
+
+
+def _show_nothing(*args: Any, **kwargs: Any) -> None:
+    pass
