@@ -14,6 +14,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 
 from efficient_ft.core.errors import UserError, why_unreadable
+from efficient_ft.core.terminal import shown_path
 from efficient_ft.record.files import write_atomically
 from efficient_ft.record.formats import FORMAT, START_AGAIN, check_format
 
@@ -59,7 +60,9 @@ def read(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
             continue
         check_format(candidate, checkpoint.get(_FORMAT_KEY), START_AGAIN)
         if failures:
-            log.warning("The checkpoint %s is damaged; continuing from the previous one (%s).", path, candidate.name)
+            log.warning(
+                "The checkpoint %s is damaged; continuing from the previous one (%s).", shown_path(path), candidate.name
+            )
         return dict(checkpoint)
     found_text = "\n  ".join(failures) or f"no file {path}"
     raise UserError(f"No checkpoint can be read:\n  {found_text}\n{START_AGAIN}")

@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 from efficient_ft.config import Config
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.format import format_bytes
+from efficient_ft.core.terminal import shown_path
 from efficient_ft.cost.executed import AUTOCAST
 from efficient_ft.cost.run_flops import FlopsCounter
 from efficient_ft.data import ImageData
@@ -135,7 +136,7 @@ class RunFeatures:
     def _write(self, rows: Tensor, stored: Tensor) -> None:
         if self._known[rows.numpy()].all() and not self._told:
             self._told = True
-            say(f"Stored features in {self.store.folder} are damaged; they are computed again.")
+            say(f"Stored features in {shown_path(self.store.folder)} are damaged; they are computed again.")
         if self.full:
             return
         try:
@@ -143,7 +144,7 @@ class RunFeatures:
         except StoreFullError:
             self.full = True
             say(
-                f"The disk of {self.store.folder} is full. Features that are not stored are computed in every epoch;"
+                f"The disk of {shown_path(self.store.folder)} is full. Features that are not stored are computed in every epoch;"
                 " the run goes on."
             )
 
@@ -413,7 +414,7 @@ def run_features(
     say(
         f"Features of {prefix.end} ({' × '.join(map(str, prefix.shape))}, {form.name}):"
         f" {views} view{'s' if views > 1 else ''} of {train} training images, and {evaluated} {images.best_split}"
-        f" images, {format_bytes(rows * form.bytes)} in {folder};"
+        f" images, {format_bytes(rows * form.bytes)} in {shown_path(folder)};"
         f" {'all are there' if not missing else f'{missing} of {rows} are to be computed'}. {prefix.reason}."
     )
     return RunFeatures(prefix, form, store, views, train)
