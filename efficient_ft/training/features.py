@@ -144,8 +144,8 @@ class RunFeatures:
         except StoreFullError:
             self.full = True
             say(
-                f"The disk of {shown_path(self.store.folder)} is full. Features that are not stored are computed in every epoch;"
-                " the run goes on."
+                f"The disk of {shown_path(self.store.folder)} is full. Features that are not stored are computed in"
+                " every epoch; the run goes on."
             )
 
     def report(self) -> FeaturesReport:
