@@ -144,6 +144,13 @@ class Transform:
         return self.normalize([self.augment(self.resize(image))])[0]
 
 
+def to_pictures(pixels: Tensor, input: InputSpec) -> list[Image.Image]:
+    """Return normalized images (B, C, H, W) as pictures again."""
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (input.mean, input.std))
+    plain = (pixels * std + mean).clamp(0, 1).mul(255).round().to(torch.uint8)
+    return [Image.fromarray(one.permute(1, 2, 0).squeeze(-1).numpy()).convert("RGB") for one in plain]
+
+
 class _Pick(torch.nn.Module):
     """Apply some of several augmentations, drawn for each image, in their order.
 

@@ -13,14 +13,13 @@ from html import escape
 from pathlib import Path
 
 import numpy as np
-import torch
 from PIL import Image, ImageDraw, ImageFont
-from torch import Tensor
 
 from efficient_ft.core.input_spec import IGNORED, InputSpec
 from efficient_ft.core.text import plain_line
 from efficient_ft.data import ImageData, SegmentationData, TextData
 from efficient_ft.data.masks import class_colors
+from efficient_ft.data.transforms import to_pictures
 from efficient_ft.record.files import write_atomically, write_text_atomically
 
 #: Pixels of the width and the largest height of a picture, of the gap between two cells, and of a line of text.
@@ -159,13 +158,6 @@ def contact_sheet(data: ImageData | SegmentationData | TextData, input: InputSpe
         cells.append(Cell(overlaid(picture, found, colors), most))
     legend = [(name, (int(r), int(g), int(b))) for name, (r, g, b) in zip(names, colors, strict=True)]
     return ContactSheet(title, cells, legend)
-
-
-def to_pictures(pixels: Tensor, input: InputSpec) -> list[Image.Image]:
-    """Return normalized images (B, C, H, W) as pictures again."""
-    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (input.mean, input.std))
-    plain = (pixels * std + mean).clamp(0, 1).mul(255).round().to(torch.uint8)
-    return [Image.fromarray(one.permute(1, 2, 0).squeeze(-1).numpy()).convert("RGB") for one in plain]
 
 
 def overlaid(picture: Image.Image, mask: np.ndarray, colors: np.ndarray) -> Image.Image:

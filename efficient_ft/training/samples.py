@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.data import ImageData, RoundRobinData, SegmentationData, TextData
+from efficient_ft.data.transforms import to_pictures
 from efficient_ft.training import export
 from efficient_ft.training.predict_masks import examples_image
 
@@ -57,21 +56,15 @@ def _classified(trained: export.Trained, images: ImageData | TextData, device: t
     chosen = sorted({round(k * last / max(COUNT - 1, 1)) for k in range(COUNT)})
     inputs, labels = dataset.__getitems__([(0, index) for index in chosen])
     rows = export.probabilities(trained.model.to(device), inputs)
+    pictures = to_pictures(inputs, trained.input) if isinstance(inputs, Tensor) else []
     found = []
     for place, (label, row) in enumerate(zip(labels.tolist(), rows, strict=True)):
         best = int(row.argmax())
         true, predicted = trained.class_names[label], trained.class_names[best]
         caption = f"{true}, predicted {predicted} ({float(row[best]):.0%})"
-        if isinstance(inputs, Tensor):
-            found.append(Sample(_image(inputs[place], trained.input), "", caption))
+        if pictures:
+            found.append(Sample(pictures[place], "", caption))
         else:
             assert isinstance(images, TextData)
             found.append(Sample(None, images.tokenizer.decode(inputs["input_ids"])[place], caption))
     return found
-
-
-def _image(x_CHW: Tensor, input: InputSpec) -> Image.Image:
-    """Undo the normalization."""
-    mean, std = (torch.tensor(values)[:, None, None] for values in (input.mean, input.std))
-    pixels = ((x_CHW * std + mean).clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
-    return Image.fromarray(np.repeat(pixels, 3, axis=2) if pixels.shape[2] == 1 else pixels)
