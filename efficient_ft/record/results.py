@@ -173,7 +173,7 @@ def final_accuracy(accuracy: Mapping[str, Any]) -> float:
 
 
 class AppliedReport(TypedDict):
-    """What a method changed, in a line; the modules or parameters, and those that it left, with the reason.
+    """A summary of what a method changed; the parts that it touched, and those that it left with the reason.
 
     See `methods.base.Applied`. Runs from before there was a `summary` have none.
     """

@@ -109,7 +109,7 @@ def cost_report(
             say(f"The step of {step} is {one.note}.")
     method = _step_cost(found["method"])
     if is_baseline:
-        return {**method, "baseline": {"name": config.cost.baseline, **method}}
+        return {**method, "baseline": {"name": config.cost.baseline, **_step_cost(found["method"])}}
     if "baseline" not in found:
         return {**method, "baseline": None}
     return {**method, "baseline": {"name": config.cost.baseline, **_step_cost(found["baseline"])}}

@@ -77,7 +77,7 @@ def test_tensorboard_gets_curves_classes_samples_and_the_results(tmp_path, confi
 
 
 def validation_labels():
-    """Of the validation images of the runs here."""
+    """Labels of the validation images of the runs here."""
     from efficient_ft.training.datamodule import open_images
 
     config = check(plain_config())

@@ -1,4 +1,4 @@
-"""What real runs print, with a pipe and on a terminal: few lines before training, none too wide."""
+"""Output of real runs, with a pipe and on a terminal: few lines before training, none too wide."""
 
 from __future__ import annotations
 
