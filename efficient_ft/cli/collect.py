@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from efficient_ft.core.sheet import FORMS, render
+from efficient_ft.cli.terminal import Help, add_columns_option, add_form_option, note, status
+from efficient_ft.core.format import format_bytes, format_number, format_percent, format_seconds
+from efficient_ft.core.sheet import Column, render
+from efficient_ft.core.text import paragraph
+
+if TYPE_CHECKING:
+    from efficient_ft.record.collection import Run
 
 DESCRIPTION = """\
-Make one table of all runs below DIR: accuracy, executed cost, totals of the whole run, and the settings in which the
-runs differ. Runs with the same settings but for the seed are one row with means; --runs gives a row for each. Nothing
-is averaged over different settings. What cannot be read is left out and named.
+Print one table of all runs below DIR: accuracy, cost, the settings in which the runs differ, and totals of the whole
+run. Runs that differ only in their seed are averaged in one row; --runs prints a row for each run. Runs with different
+settings are never averaged. The command names each run that it cannot read.
 
-    efficient-ft collect outputs                      the means over the seeds, for this terminal
+The terminal shows the columns that fit; --columns chooses others. CSV and JSON hold all columns.
+
+    efficient-ft collect outputs                               means over the seeds
+    efficient-ft collect outputs --columns method,peak,time    these columns
     efficient-ft collect outputs --runs --form csv > runs.csv
 """
+
+
+def _percent(points: float) -> str:
+    return format_percent(points / 100)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -25,18 +38,92 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         UserError: there is no such folder, or no finished run in it.
     """
-    parser = argparse.ArgumentParser(
-        prog="efficient-ft collect", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="efficient-ft collect", description=DESCRIPTION, formatter_class=Help)
+    parser.add_argument(
+        "folder", type=Path, nargs="?", metavar="DIR", help="contains run folders, at any depth; without it: list them"
     )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="contains run folders, at any depth")
     parser.add_argument("--runs", action="store_true", help="a row for every run, not for every setting")
-    parser.add_argument("--form", choices=list(FORMS), default="text", help="output format (default: text)")
+    add_form_option(parser)
+    add_columns_option(parser)
     options = parser.parse_args(arguments)
 
     from efficient_ft.record.collection import collect, group_rows, notes, run_rows
 
-    found = collect(options.folder)
+    if options.folder is None:
+        print(run_folders("collect", "DIR"))
+        return
+    found = collect(options.folder, lambda done, of: status(f"read {done} of {of} run folders"))
+    status("")
     header, rows = run_rows(found) if options.runs else group_rows(found)
-    print(render(header, rows, options.form, left=header.index("split" if options.runs else "seeds") + 1))
+    if options.form == "text":
+        print(f"{_title(found.runs)}\n")
+    print(render(header, rows, options.form, columns=_columns(found.runs, header), chosen=options.columns))
     for sentence in notes(found, means=not options.runs):
-        print(f"note: {sentence}", file=sys.stderr)
+        note(sentence)
+
+
+#: Columns that hold numbers, as people see them.
+_NUMBERS = {
+    "best accuracy %": Column(1, _percent, "best accuracy"),
+    "peak MiB": Column(1, lambda value: format_bytes(value * 2**20), "peak"),
+    "backward MFLOPs/sample": Column(1, lambda value: format_number(value * 1e6), "backward FLOPs / sample"),
+    "seconds": Column(2, format_seconds, "time"),
+}
+_FURTHER = {
+    "saved MiB/sample": Column(5, lambda value: format_bytes(value * 2**20), "saved / sample"),
+    "TFLOPs of the run": Column(5, lambda value: format_number(value * 1e12), "FLOPs of the run"),
+    "trainable M": Column(5, lambda value: format_number(value * 1e6), "trainable"),
+    "process growth MiB": Column(6, lambda value: format_bytes(value * 2**20), "used by training"),
+    "forward MFLOPs/sample": Column(6, lambda value: format_number(value * 1e6), "forward FLOPs / sample"),
+    "joules": Column(6, lambda value: format_number(value, "J"), "energy"),
+    "published accuracy %": Column(4, _percent, "published"),
+    "last accuracy %": Column(7, _percent, "last accuracy"),
+}
+
+
+def _columns(runs: Sequence[Run], header: Sequence[str]) -> dict[str, Column]:
+    """The columns of a table of `runs` in their order: names, accuracy and cost, the settings that differ, the rest."""
+    several = len({run.config.model.name for run in runs}) > 1, len({run.data for run in runs}) > 1
+    first = {
+        "run": Column(words=True),
+        "method": Column(words=True),
+        "model": Column(0 if several[0] else 8, words=True),
+        "data": Column(0 if several[1] else 8, words=True),
+    }
+    tested = any(run.results["accuracy"].get("test") is not None for run in runs)
+    accuracy = {
+        "test accuracy %": Column(0 if tested else 8, _percent, "test accuracy"),
+        "test accuracy % ±": Column(3, _percent, "±"),
+    }
+    best = {"best accuracy %": Column(4, _percent, "best accuracy")} if tested else {}
+    known = {*first, *accuracy, *_NUMBERS, *_FURTHER, "seed", "seeds", "split"}
+    settings = {name: Column(2, words=True) for name in header if name not in known}
+    rest = {"seed": Column(1), "seeds": Column(3, words=True), "split": Column(7, words=True), **_FURTHER}
+    every = first | accuracy | _NUMBERS | best | settings | rest
+    return {name: column for name, column in every.items() if name in header}
+
+
+def _title(runs: Sequence[Run]) -> str:
+    """The models and data sets of `runs`, which are no columns if there is one of them."""
+    models = ", ".join(dict.fromkeys(run.config.model.name for run in runs))
+    data = ", ".join(dict.fromkeys(run.data for run in runs))
+    return paragraph(f"{len(runs)} run{'s' * (len(runs) > 1)} of {models} on {data}")
+
+
+def run_folders(command: str, argument: str, below: Path = Path("outputs")) -> str:
+    """The text of a command that was not told a run: the finished runs `below` the folder, the latest first.
+
+    Args:
+        command: its name.
+        argument: the argument that is missing.
+        below: the folder of the runs.
+    """
+    from efficient_ft.record.results import NAME
+
+    every = sorted(below.rglob(NAME), key=lambda file: file.stat().st_mtime, reverse=True)
+    if not every:
+        return f"There are no finished runs in {below}. Pass {argument}: efficient-ft {command} {argument}."
+    latest = [f"  {file.parent}" for file in every[:10]]
+    more = [f"  and {len(every) - 10} more"] if len(every) > 10 else []
+    first = f"Pass {argument}: efficient-ft {command} {argument}. Finished runs in {below}, the latest first:"
+    return "\n".join([first, *latest, *more])

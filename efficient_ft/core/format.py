@@ -21,10 +21,16 @@ def format_bytes(value: float) -> str:
 
 def format_seconds(value: float) -> str:
     """0.0421 → ``42.1 ms``; 3725 → ``1 h 02 min``."""
-    if value < 1:
+    if value < 0.9995:
         return f"{value * 1000:.3g} ms"
     if value < 100:
         return f"{value:.3g} s"
     minutes, rest = divmod(round(value), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def format_percent(fraction: float) -> str:
+    """0.93139 → ``93.1 %``; a fraction below 1 is never ``100 %``."""
+    value = 100 * fraction
+    return f"{format_number(min(value, 99.9) if value < 100 else value)} %"

@@ -5,15 +5,45 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from efficient_ft.core import text
+from efficient_ft.core.errors import SettingError
 
 Cell = str | int | float | None
 
+#: Forms of a table, in the order in which they are listed, and those for programs.
+FORMS = ("text", "markdown", "csv", "json", "latex")
+DATA = ("csv", "json")
 
-def render(header: Sequence[str], rows: Sequence[Sequence[Cell]], form: str, left: int = 1) -> str:
+
+@dataclass(frozen=True)
+class Column:
+    """How a column is shown to people; CSV and JSON hold its name and its values as they are.
+
+    Attributes:
+        rank: of the columns that do not fit the terminal those with the highest rank are left out; 0: none of them.
+        show: returns a value as text.
+        title: the header; empty: the column's name.
+        words: the column is aligned to the left, and a cell may break into several lines.
+    """
+
+    rank: int = 0
+    show: Callable[[Any], str] | None = None
+    title: str = ""
+    words: bool = False
+
+
+def render(
+    header: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    form: str,
+    left: int = 1,
+    columns: Mapping[str, Column] | None = None,
+    chosen: Sequence[str] = (),
+) -> str:
     """The table as a text.
 
     Args:
@@ -21,21 +51,88 @@ def render(header: Sequence[str], rows: Sequence[Sequence[Cell]], form: str, lef
         rows: of cells; None: empty. Numbers stay numbers in CSV and JSON.
         form: one of `FORMS`.
         left: the number of first columns that hold words.
+        columns: by name, how columns are shown to people, in the order in which they are shown; the others follow.
+        chosen: the columns to show, besides the first one: names or titles, or parts of them; ``["all"]``: all.
+            Empty: all in the forms of files; those that fit the terminal and hold a value in the form ``text``.
+
+    Raises:
+        SettingError: `chosen` has a word that is in no name or title.
     """
-    return FORMS[form](header, rows, left)
+    of = {name: Column(words=i < left) for i, name in enumerate(header)} | dict(columns or {})
+    names = list(header) if form in DATA else sorted(header, key=[*(columns or {}), *header].index)
+    titles_of = {name: of[name].title or name for name in names}
+    names = _chosen(titles_of, chosen) if chosen else names
+    table = [[row[header.index(name)] for name in names] for row in rows]
+    if form in DATA:
+        return _WRITERS[form](names, table, None)
+    places = range(len(names))
+    if form == "text" and not chosen and rows:
+        places = [i for i in places if of[names[i]].rank == 0 or any(row[i] is not None for row in table)]
+    titles = [titles_of[name] for name in names]
+    shown = [[_person(cell, of[name]) for name, cell in zip(names, row, strict=True)] for row in table]
+    words = [of[name].words for name in names]
+    if form != "text":
+        return _WRITERS[form](titles, shown, words)
+    kept = list(places) if chosen else _fitting(places, [of[name].rank for name in names], [titles, *shown], words)
+    lines = [[line[i] for i in kept] for line in [titles, *shown]]
+    text_of = text.table(lines, left=[k for k, i in enumerate(kept) if words[i]])
+    hidden = [titles[i] for i in places if i not in kept]
+    return f"{text_of}\n{not_shown(hidden)}" if hidden else text_of
 
 
-def _terminal(header: Sequence[str], rows: Sequence[Sequence[Cell]], left: int) -> str:
-    return text.table([header, *([_shown(cell) for cell in row] for row in rows)], left=range(left))
+def not_shown(names: Sequence[str]) -> str:
+    """The line below a table that names the columns that are left out, and how to see them."""
+    do = " (--columns all, or --columns NAME,...)"
+    for count in range(len(names), 0, -1):
+        more = f" and {len(names) - count} more" if count < len(names) else ""
+        line = f"Not shown: {', '.join(names[:count])}{more}{do}"
+        if text.display_width(line) <= text.terminal_width():
+            return line
+    return f"Not shown: {len(names)} columns{do}"
 
 
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[Cell]], left: int) -> str:
-    rule = ["---" if column < left else "--:" for column in range(len(header))]
-    lines = [header, rule, *([_shown(cell).replace("|", "\\|") for cell in row] for row in rows)]
+def _chosen(titles: Mapping[str, str], chosen: Sequence[str]) -> list[str]:
+    """The first of the columns, and those that the words of a command line choose, in their order."""
+    found = [next(iter(titles))]
+    for word in map(str.lower, chosen):
+        same = [name for name, title in titles.items() if word in (name.lower(), title.lower())]
+        part = [name for name, title in titles.items() if word == "all" or word in f"{name} {title}".lower()]
+        if not part:
+            raise SettingError("--columns", word, ["all", *titles.values()])
+        found += [name for name in same or part if name not in found]
+    return found
+
+
+def _fitting(
+    places: Iterable[int], ranks: Sequence[int], rows: Sequence[Sequence[str]], words: Sequence[bool]
+) -> list[int]:
+    """The columns that fit the terminal, without those of the highest ranks, from the right."""
+    kept = list(places)
+    least = text.least_widths(rows, left=[i for i, one in enumerate(words) if one])
+    while sum(least[i] + 2 for i in kept) - 2 > text.terminal_width():
+        last = max(reversed(kept), key=lambda i: ranks[i])
+        if not ranks[last]:
+            break
+        kept.remove(last)
+    return kept
+
+
+def _person(cell: Cell, column: Column) -> str:
+    """The text of a cell for people."""
+    if cell is None:
+        return ""
+    if column.show is not None and not isinstance(cell, str):
+        return column.show(cell)
+    return f"{cell:.6g}" if isinstance(cell, float) else str(cell)
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[bool]) -> str:
+    rule = ["---" if left else "--:" for left in words]
+    lines = [header, rule, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _csv(header: Sequence[str], rows: Sequence[Sequence[Cell]], left: int) -> str:
+def _csv(header: Sequence[str], rows: Sequence[Sequence[Cell]], words: object) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(header)
@@ -43,15 +140,15 @@ def _csv(header: Sequence[str], rows: Sequence[Sequence[Cell]], left: int) -> st
     return out.getvalue().rstrip("\n")
 
 
-def _json(header: Sequence[str], rows: Sequence[Sequence[Cell]], left: int) -> str:
+def _json(header: Sequence[str], rows: Sequence[Sequence[Cell]], words: object) -> str:
     assert len(set(header)) == len(header), header
     objects: list[dict[str, Any]] = [dict(zip(header, row, strict=True)) for row in rows]
     return "[\n" + ",\n".join(f"  {json.dumps(one, ensure_ascii=False)}" for one in objects) + "\n]"
 
 
-def _latex(header: Sequence[str], rows: Sequence[Sequence[Cell]], left: int) -> str:
-    columns = "".join("l" if column < left else "r" for column in range(len(header)))
-    lines = [" & ".join(_escaped(_shown(cell)) for cell in row) + r" \\" for row in [header, *rows]]
+def _latex(header: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[bool]) -> str:
+    columns = "".join("l" if left else "r" for left in words)
+    lines = [" & ".join(map(_escaped, row)) + r" \\" for row in [header, *rows]]
     body = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule"]
     return "\n".join([*body, r"\end{tabular}"])
 
@@ -72,13 +169,7 @@ def _escaped(cell: str) -> str:
     return "".join(_LATEX.get(sign, sign) for sign in cell)
 
 
-def _shown(cell: Cell) -> str:
-    return "" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else str(cell)
-
-
-#: By name, in the order in which they are listed.
-FORMS: dict[str, Callable[[Sequence[str], Sequence[Sequence[Cell]], int], str]] = {
-    "text": _terminal,
+_WRITERS: dict[str, Callable[[Sequence[str], Sequence[Sequence[Any]], Any], str]] = {
     "markdown": _markdown,
     "csv": _csv,
     "json": _json,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -77,8 +77,12 @@ class Collection:
     copies: Mapping[str, str]
 
 
-def collect(folder: Path) -> Collection:
+def collect(folder: Path, read: Callable[[int, int], None] = lambda done, of: None) -> Collection:
     """Read every run below `folder`; what cannot be read is left out and named.
+
+    Args:
+        folder: contains run folders.
+        read: called after each run folder with the number of those read, and of all.
 
     Raises:
         UserError: there is no such folder, or no run in it that can be read.
@@ -87,23 +91,26 @@ def collect(folder: Path) -> Collection:
         raise UserError(f"{folder}: no such folder. Pass a folder that contains run folders, e.g. outputs.")
     marks = (results.NAME, config_file.NAME)
     found = sorted({file.parent for mark in marks for file in folder.rglob(mark) if ".hydra" not in file.parts})
-    collection = collect_runs(folder, found)
+    collection = collect_runs(folder, found, read)
     if not collection.runs:
         first = next(iter(collection.ignored.values()), "there is no run folder")
         raise UserError(f"{folder} holds no finished run of this version: {first}")
     return collection
 
 
-def collect_runs(folder: Path, runs: Iterable[Path]) -> Collection:
+def collect_runs(
+    folder: Path, runs: Sequence[Path], read: Callable[[int, int], None] = lambda done, of: None
+) -> Collection:
     """Read `runs`, which are named by their paths in `folder`; what cannot be read is left out and named."""
-    read, ignored = [], {}
-    for run in runs:
+    found, ignored = [], {}
+    for number, run in enumerate(runs, start=1):
         name = run.relative_to(folder).as_posix()
         try:
-            read.append(_run(name, run, read_results(run, USE_ITS_VERSION)))
+            found.append(_run(name, run, read_results(run, USE_ITS_VERSION)))
         except UserError as error:
             ignored[name] = str(error)
-    kept, copies = without_copies(read)
+        read(number, len(runs))
+    kept, copies = without_copies(found)
     return Collection(joined(kept), ignored, copies)
 
 

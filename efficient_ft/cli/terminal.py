@@ -1,0 +1,82 @@
+"""Parts that the commands share: help texts, options, notes, and the line that shows progress."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from typing import Any
+
+from efficient_ft.core.sheet import FORMS
+from efficient_ft.core.text import paragraph, shortened, terminal_width, wrapped
+
+
+class Help(argparse.HelpFormatter):
+    """Format help for the width of the terminal: paragraphs are filled, indented lines are examples."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=terminal_width() - 2)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines: list[str] = []
+        sentence: list[str] = []
+        for line in [*text.rstrip().splitlines(), ""]:
+            if line.strip() and not line.startswith("    "):
+                sentence.append(line)
+                continue
+            if sentence:
+                lines += wrapped(" ".join(sentence), width)
+                sentence = []
+            example = re.fullmatch(r"(\s*\S.*?)\s{3,}(\S.*)", line)
+            parts = [line] if len(line) <= width or example is None else [example[1], f"        {example[2]}"]
+            for part in parts:
+                short = part if len(part) <= width else f"        {part.strip()}"
+                lines += wrapped(short, width, " " * 8)
+        return "\n".join(indent + line for line in lines).rstrip()
+
+
+def words(given: str) -> list[str]:
+    """The type of an option with words that are separated by commas."""
+    found = [word.strip() for word in given.split(",") if word.strip()]
+    if not found:
+        raise argparse.ArgumentTypeError("names nothing; leave the option out for all of them")
+    return found
+
+
+def count(given: str, least: int = 1) -> int:
+    """The type of an option with an integer of at least `least`."""
+    if not given.isdecimal() or int(given) < least:
+        raise argparse.ArgumentTypeError(f"must be an integer >= {least}, got {given}.")
+    return int(given)
+
+
+def count_or_zero(given: str) -> int:
+    """The type of an option with an integer of at least 0."""
+    return count(given, 0)
+
+
+def add_columns_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--columns NAME,...``, whose words go to `core.sheet.render`."""
+    parser.add_argument(
+        "--columns",
+        type=words,
+        default=[],
+        metavar="NAME,...",
+        help="columns to show: names or parts of them; all: every column (default: those that fit the terminal)",
+    )
+
+
+def add_form_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--form``: the form of a table."""
+    parser.add_argument("--form", choices=FORMS, default="text", help="output format (default: text)")
+
+
+def note(sentence: str, **to: Any) -> None:
+    """Print a note for people to stderr, in lines that fit the terminal."""
+    print(paragraph(f"note: {sentence}"), **{"file": sys.stderr, "flush": True, **to})
+
+
+def status(text: str) -> None:
+    """Show on a terminal what is done now, in one line that the next one replaces; an empty `text` removes it."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{shortened(text, terminal_width() - 1)}", end="", file=sys.stderr, flush=True)
