@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from efficient_ft.cli.exits import clean_exits
+from efficient_ft.cli.terminal import quiet_libraries
 from efficient_ft.core.errors import replace_unprintable
 
 #: First word of the command line, and the module whose ``main(arguments)`` runs it. Imported only when asked for.
@@ -38,6 +39,7 @@ def run_command(name: str, arguments: Sequence[str] | None = None) -> None:
         SystemExit: with the status that the command returns, if it is not 0; 2 after a mistake of the user.
     """
     replace_unprintable()
+    quiet_libraries()
     with clean_exits("Interrupted."):
         main = importlib.import_module(COMMANDS[name]).main
         status = main(list(sys.argv[1:] if arguments is None else arguments))

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from efficient_ft.cli.terminal import Help, add_columns_option, add_form_option, words
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.core.sheet import FORMS, Cell, render
+from efficient_ft.core.sheet import DATA, Cell, Column, render
+from efficient_ft.core.text import paragraph
 
 if TYPE_CHECKING:
     from efficient_ft.cli.jobs import Job
@@ -23,17 +25,23 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 The published tables and figures of the four papers.
 
-    efficient-ft table [data.root=DIR]                list all, and what this machine can do of each now
-    efficient-ft table lbp_wht/2                      the printed numbers, row by row, and our deviations
-    efficient-ft table lbp_wht/2 --commands           the command of every accuracy
-    efficient-ft table lbp_wht/2 --cost               every row's cost, by the paper's rule and as executed
+    efficient-ft table [data.root=DIR]        list all of them, and what this machine can do with each now
+    efficient-ft table lbp_wht/2              the printed numbers, and what our runs do differently
+    efficient-ft table lbp_wht/2 --commands   the command of every accuracy
+    efficient-ft table lbp_wht/2 --cost       the cost of every row, by the paper's rule and as executed
     efficient-ft table alast/7 --run --rows deit_t.alast --seeds 0,1,2 data.root=DIR
-                                                      run rows; finished runs are skipped, so repeating it continues
     efficient-ft table alast/7 --report --seeds 0,1,2 data.root=DIR
-                                                      published and obtained accuracies side by side
 
-KEY=VALUE settings hold for every run and are added to its command; a report finds the runs of the same settings.
+--run skips finished runs, so that the same command continues. --report prints published and obtained accuracies next
+to each other. KEY=VALUE settings hold for every run and are added to its command; a report finds the runs of the same
+settings.
 """
+
+
+#: Beginnings of the columns of accuracies, as words.
+_KINDS = {"acc": "accuracy", "miou": "mean IoU"}
+#: Missing runs that a report names.
+_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise UserError(
                 "Name a table before its rows and settings; `efficient-ft table [data.root=DIR]` lists them."
             )
-        print(_list(options.form, roots[-1] if roots else "./data"))
+        _list(roots[-1] if roots else "./data", options)
         return
     for word in options.settings:
         if "=" not in word:
@@ -79,13 +87,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.run and options.form not in ("text", "markdown"):
         raise UserError(f"--form {options.form}: --run prints what its runs print. Use --report afterwards.")
     if options.cost:
-        from efficient_ft.cli.table_costs import cost_sheet, count_ahead
+        from efficient_ft.cli.table_costs import print_costs
 
-        count_ahead(table, rows, min(4, os.cpu_count() or 1), _progress)
-        print(cost_sheet(table, rows, options.form))
+        print_costs(table, rows, options.form, options.columns, min(4, os.cpu_count() or 1))
         return
     if not (options.commands or options.run or options.report):
-        print(_shown(table, rows, options.form))
+        print(_shown(table, rows, options))
         return
     runs = list(_runs(table, rows, options.seeds, settings))
     if options.commands:
@@ -101,13 +108,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     finally:  # what has been found is shown in spite of a failure
         if options.run:
             write_sweep_table(Path("outputs"), [job.folder for job in jobs])
-        print(_report(table, rows, runs, jobs, settings, options.form))
+        print(_report(table, rows, runs, jobs, settings, options))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="efficient-ft table", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog="efficient-ft table", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("table", nargs="?", metavar="TABLE", help="PAPER/NUMBER, for example lbp_wht/2")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of every run")
     what = parser.add_mutually_exclusive_group()
@@ -115,23 +120,11 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--cost", action="store_true", help="count every row's cost; needs no data and no weights")
     what.add_argument("--run", action="store_true", help="do the runs that are not finished, then report")
     what.add_argument("--report", action="store_true", help="print published and obtained accuracies")
-    parser.add_argument("--rows", type=_words, default=[], metavar="ROW,...", help="only these rows (default: all)")
+    parser.add_argument("--rows", type=words, default=[], metavar="ROW,...", help="only these rows (default: all)")
     parser.add_argument("--seeds", type=_seeds, default=[233], metavar="N,...", help="a run for each (default: 233)")
-    parser.add_argument("--form", choices=list(FORMS), default="text", help="output format (default: text)")
+    add_form_option(parser)
+    add_columns_option(parser)
     return parser
-
-
-def _progress(done: int, of: int) -> None:
-    """Show in a terminal how many steps have been counted."""
-    if sys.stderr.isatty():
-        print(f"\rcounted {done} of {of} steps", end="\n" if done == of else "", file=sys.stderr, flush=True)
-
-
-def _words(given: str) -> list[str]:
-    words = [word for word in given.split(",") if word]
-    if not words:
-        raise argparse.ArgumentTypeError("names no row; leave the option out for all rows")
-    return words
 
 
 def _seeds(given: str) -> list[int]:
@@ -140,12 +133,12 @@ def _seeds(given: str) -> list[int]:
     return list(dict.fromkeys(int(word) for word in given.split(",")))
 
 
-def _list(form: str, root: str) -> str:
-    """All tables and figures, what each needs, and what can be done of it on this machine now.
+def _list(root: str, options: argparse.Namespace) -> None:
+    """Print all tables and figures, what each needs, and what can be done of it on this machine now.
 
     Args:
-        form: one of `core.sheet.FORMS`.
         root: where the data sets are.
+        options: of the command line.
     """
     from efficient_ft.cli.needs import state_of
     from efficient_ft.papers.published import figures, published_table, table_names
@@ -158,25 +151,45 @@ def _list(form: str, root: str) -> str:
         lines.append([name, len(table.rows), accuracies or None, table.title, state_of(table, root)])
     for figure in figures():
         lines.append([figure.name, None, None, figure.title, figure.command or f"no: {figure.reason}"])
-    return render(header, lines, form, left=5)
+    columns = {
+        "table": Column(words=True),
+        "about": Column(words=True),
+        "here": Column(words=True),
+        "rows": Column(2),
+        "accuracies": Column(1),
+    }
+    print(render(header, lines, options.form, columns=columns, chosen=options.columns))
 
 
-def _shown(table: Table, rows: Sequence[Row], form: str) -> str:
+def _shown(table: Table, rows: Sequence[Row], options: argparse.Namespace) -> str:
     """The printed numbers; in a terminal and in Markdown also the deviations of our runs and notes."""
     from efficient_ft.papers.published import COSTS, PAPERS
 
     figures = [key for key in COSTS if any(key in row.costs for row in rows)]
     columns = list(dict.fromkeys(key for row in rows for key in row.cells))
     # A table without numbers (formulas, architectures) is its words.
-    words = [] if figures or columns else [key for key in rows[0].columns if key != "label"]
-    header = ["row", "label", *words, *(COSTS[key] for key in figures), *columns]
+    stated = [] if figures or columns else [key for key in rows[0].columns if key != "label"]
+    header = ["row", "label", *stated, *(COSTS[key] for key in figures), *columns]
     lines: list[list[Cell]] = []
     for row in rows:
         printed = [row.cells[key].printed if key in row.cells else None for key in columns]
-        stated = [row.columns[key] for key in words]
-        lines.append([row.name, row.label, *stated, *(row.costs.get(key) for key in figures), *printed])
-    shown = render(header, lines, form, left=2)
-    if form not in ("text", "markdown"):
+        lines.append(
+            [row.name, row.label, *(row.columns[key] for key in stated), *map(row.costs.get, figures), *printed]
+        )
+    shown = render(
+        header,
+        lines,
+        options.form,
+        columns={
+            "row": Column(words=True),
+            **{key: Column(2, title=_title(key)) for key in columns},
+            **{COSTS[key]: Column(3 if number else 1) for number, key in enumerate(figures)},
+            **{key: Column(words=True) for key in stated},
+            "label": Column(4, words=True),
+        },
+        chosen=options.columns,
+    )
+    if options.form not in ("text", "markdown"):
         return shown
     parts = [f"{PAPERS[table.paper]}, Table {table.number}: {table.title}\n{table.conditions}", shown]
     if table.reason:
@@ -184,7 +197,20 @@ def _shown(table: Table, rows: Sequence[Row], form: str) -> str:
     different = dict.fromkeys(note for row in rows for cell in row.cells.values() for note in cell.deviations)
     parts += _listed("Our runs differ from the paper:", list(different))
     parts += _listed("In the paper:", table.notes)
-    return "\n\n".join(parts)
+    return "\n\n".join([_filled(part, options.form) if part != shown else part for part in parts])
+
+
+def _title(column: str) -> str:
+    """The header of a column of accuracies: ``acc_cifar10`` → ``accuracy cifar10``."""
+    kind, _, data = column.partition("_")
+    return f"{_KINDS.get(kind, kind)} {data}"
+
+
+def _filled(part: str, form: str) -> str:
+    """A text whose lines fit the terminal, if it is printed there."""
+    if form != "text":
+        return part
+    return "\n".join(paragraph(line, "  " if line.startswith("- ") else "") for line in part.split("\n"))
 
 
 def _listed(title: str, notes: Sequence[str]) -> list[str]:
@@ -244,7 +270,12 @@ def _jobs(runs: Sequence[CellRun]) -> list[Job]:
 
 
 def _report(
-    table: Table, rows: Sequence[Row], runs: Sequence[CellRun], jobs: Sequence[Job], settings: Sequence[str], form: str
+    table: Table,
+    rows: Sequence[Row],
+    runs: Sequence[CellRun],
+    jobs: Sequence[Job],
+    settings: Sequence[str],
+    options: argparse.Namespace,
 ) -> str:
     """Published and obtained accuracies in percent: the mean over the seeds with its range, and what is missing.
 
@@ -254,38 +285,14 @@ def _report(
         runs: of the rows.
         jobs: of the runs.
         settings: given for all runs.
-        form: one of `core.sheet.FORMS`.
+        options: of the command line.
     """
-    from efficient_ft.cli.jobs import finished, not_read
-    from efficient_ft.cli.study import OF_THIS_MACHINE
-    from efficient_ft.record.results import final_accuracy
+    from efficient_ft.cli.jobs import not_read
 
-    found: dict[tuple[str, str], list[float]] = {}
-    missing: list[str] = []
-    unread: list[str] = []
-    limited: list[str] = []
+    found = _obtained(runs, jobs)
     seeds = len({one.seed for one in runs})
-    for one, job in zip(runs, jobs, strict=True):
-        results = job.results or finished(job.folder, job.config)
-        if results is None:
-            missing.append(job.title)
-            if reason := not_read(job.folder):
-                unread.append(f"{job.title}: {reason}")
-            continue
-        if job.config.trainer.limit_eval_batches is not None:
-            limited.append(job.title)
-        tasks = results["accuracy"].get("tasks", {})
-        for column, cell in one.row.cells.items():
-            if one.column is None and cell.data in tasks:
-                test = results["data"]["tasks"][cell.data]["accuracy"].get("test")
-                reached = final_accuracy({**tasks[cell.data], "test": test})
-            elif one.column == column:
-                reached = final_accuracy(results["accuracy"])
-            else:
-                continue
-            found.setdefault((one.row.name, column), []).append(reached)
     columns = list(dict.fromkeys(key for row in rows for key in row.cells))
-    data = form in ("csv", "json")
+    data = options.form in DATA
     parts = ("published", "mean", "min", "max", "seeds") if data else ("published", "obtained")
     header = ["row", *(f"{key} {part}" for key in columns for part in parts)]
     lines: list[list[Cell]] = []
@@ -301,22 +308,69 @@ def _report(
             else:
                 line += [None if printed is None else f"{printed:.2f}", spread(values, seeds)]
         lines.append(line)
-    shown = render(header, lines, form)
+    titles = {
+        f"{key} {part}": Column(1 + (part == "published"), title=f"{_title(key)} {part}")
+        for key in columns
+        for part in parts
+    }
+    named = {"row": Column(words=True), **titles}
+    shown = render(header, lines, options.form, columns=named, chosen=options.columns)
+    done = [job.results is not None for job in jobs]
+    missing = [job for job, is_there in zip(jobs, done, strict=True) if not is_there]
+    limited = [
+        job.title for job in jobs if job.results is not None and job.config.trainer.limit_eval_batches is not None
+    ]
+    unread = [f"{job.title}: {reason}" for job in missing if (reason := not_read(job.folder))]
+    notes = _report_notes(settings, [job.title for job in missing], len(runs), unread, limited)
+    if options.form not in ("text", "markdown"):
+        for one in notes:
+            print(one, file=sys.stderr)
+        return shown
+    title = f"{table.name}: {table.title}; %, mean [min…max] over seeds"
+    return "\n\n".join([_filled(title, options.form), shown, *(_filled(one, options.form) for one in notes)])
+
+
+def _obtained(runs: Sequence[CellRun], jobs: Sequence[Job]) -> dict[tuple[str, str], list[float]]:
+    """By row and column, the accuracies of the finished runs, whose results are filled in."""
+    from efficient_ft.cli.jobs import finished
+    from efficient_ft.record.results import final_accuracy
+
+    found: dict[tuple[str, str], list[float]] = {}
+    for one, job in zip(runs, jobs, strict=True):
+        job.results = results = job.results or finished(job.folder, job.config)
+        if results is None:
+            continue
+        tasks = results["accuracy"].get("tasks", {})
+        for column, cell in one.row.cells.items():
+            if one.column is None and cell.data in tasks:
+                test = results["data"]["tasks"][cell.data]["accuracy"].get("test")
+                reached = final_accuracy({**tasks[cell.data], "test": test})
+            elif one.column == column:
+                reached = final_accuracy(results["accuracy"])
+            else:
+                continue
+            found.setdefault((one.row.name, column), []).append(reached)
+    return found
+
+
+def _report_notes(
+    settings: Sequence[str], missing: Sequence[str], runs: int, unread: Sequence[str], limited: Sequence[str]
+) -> list[str]:
+    """Sentences on what is missing from a report, and on how its runs differ from the table."""
+    from efficient_ft.cli.study import OF_THIS_MACHINE
+
     notes = []
     if other := [one for one in settings if not one.startswith(OF_THIS_MACHINE)]:
         notes.append(f"The runs have settings that are not the table's: {' '.join(other)}.")
     if missing:
-        notes.append(f"{len(missing)} of {len(runs)} runs are missing: {', '.join(missing)}.")
-    if len(missing) == len(runs):
+        more = f" and {len(missing) - _NAMED} more (--commands lists all)" if len(missing) > _NAMED else ""
+        notes.append(f"{len(missing)} of {runs} runs are missing: {', '.join(missing[:_NAMED])}{more}.")
+    if len(missing) == runs:
         notes.append("Only runs with the table's settings and those given here count: repeat the settings of --run.")
     notes += [f"Not read: {reason}" for reason in unread]
     if limited:
         notes.append(f"Not on all images (trainer.limit_eval_batches): {', '.join(limited)}.")
-    if form not in ("text", "markdown"):
-        for note in notes:
-            print(note, file=sys.stderr)
-        return shown
-    return "\n\n".join([f"{table.name}: {table.title}; %, mean [min…max] over seeds", shown, *notes])
+    return notes
 
 
 def spread(values: Sequence[float], seeds: int) -> str | None:

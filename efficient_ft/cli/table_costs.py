@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -10,9 +10,12 @@ from multiprocessing import get_context
 
 from efficient_ft.cli.compose import configurations
 from efficient_ft.cli.groups import CONF, register
+from efficient_ft.cli.terminal import quiet_libraries, status
 from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
-from efficient_ft.core.sheet import Cell, render
+from efficient_ft.core.format import format_digits
+from efficient_ft.core.sheet import DATA, Cell, Column, Lines, render
+from efficient_ft.core.text import paragraph
 from efficient_ft.cost import Executed, executed
 from efficient_ft.data import class_count
 from efficient_ft.methods.build import build_methods
@@ -74,8 +77,18 @@ class CostCell:
         return self.executed if self.rule is None and self.column not in _BY_RULE else self.rule
 
 
-def cost_cells(table: Table, row: Row) -> list[CostCell]:
+#: Counts a step, given the arguments of its run.
+Step = Callable[[tuple[str, ...]], Executed]
+Counts = tuple[float | None, float | None]
+
+
+def cost_cells(table: Table, row: Row, step: Step | None = None) -> list[CostCell]:
     """The printed costs of a row, with our counts.
+
+    Args:
+        table: a published table.
+        row: of it.
+        step: counts a step; None: each step once in this process.
 
     Raises:
         UserError: a setting of the row cannot be used.
@@ -84,7 +97,9 @@ def cost_cells(table: Table, row: Row) -> list[CostCell]:
     for column, printed in row.costs.items():
         if column not in _COUNTED:
             continue
-        cell = CostCell(column, float(printed), *_COUNTED[column](table, row), len(printed.partition(".")[2]))
+        cell = CostCell(
+            column, float(printed), *_COUNTED[column](table, row, step or _executed), len(printed.partition(".")[2])
+        )
         if not cell.agrees:
             reason = reason_of(table.name, row, column)
             if reason is None and cell.deviation is None:
@@ -95,8 +110,8 @@ def cost_cells(table: Table, row: Row) -> list[CostCell]:
     return found
 
 
-def cost_sheet(table: Table, rows: Sequence[Row], form: str) -> str:
-    """The cost columns of `rows` as a text in one of the forms of `core.sheet`.
+def print_costs(table: Table, rows: Sequence[Row], form: str, chosen: Sequence[str] = (), processes: int = 1) -> None:
+    """Print the cost columns of `rows` in one of the forms of `core.sheet`; on a terminal each row when it is counted.
 
     CSV and JSON have the reasons of deviations in full; the other forms number them, with a list below the table.
 
@@ -104,46 +119,89 @@ def cost_sheet(table: Table, rows: Sequence[Row], form: str) -> str:
         table: a published table.
         rows: of it.
         form: one of `core.sheet.FORMS`.
+        chosen: the columns to show, see `core.sheet.render`.
+        processes: that count at the same time.
 
     Raises:
         UserError: the table prints no costs that are counted here.
     """
-    cells = {row.name: {cell.column: cell for cell in cost_cells(table, row)} for row in rows}
-    columns = [column for column in COSTS if any(column in of for of in cells.values())]
+    columns = [column for column in COSTS if column in _COUNTED and any(column in row.costs for row in rows)]
     if not columns:
         raise UserError(f"{table.name} prints no costs that are counted. {table.reason or ''}".rstrip())
-    data = form in ("csv", "json")  # whose columns have names of their own, and numbers
-    parts = ("by its rule", "executed", "deviation")
+    data = form in DATA
+    numbers: dict[str, int] = {}  # of the reasons, from 1
+    counted = count_rows(table, rows, processes, lambda done, of: status(f"counted {done} of {of} steps"))
+    lines = (_line(row, columns, cost_cells(table, row), data, numbers) for row in counted)
+    header = _header(columns)
+    shown = _columns(header)
+    if form == "text" and not chosen:
+        samples = [_line(row, columns, cost_cells(table, row, _typical), data, None) for row in rows]
+        sheet = Lines(header, samples, columns=shown)
+        print(sheet.head(), flush=True)
+        for line in lines:
+            status("")
+            print(sheet.row(line), flush=True)
+        text = "\n".join(sheet.foot())
+    else:
+        found = list(lines)
+        # A cost without any rule or execution has no column for it.
+        used = [i for i in range(len(header)) if i == 0 or any(line[i] is not None for line in found)]
+        kept = [[line[i] for i in used] for line in found]
+        names = [header[i] for i in used]
+        text = render(names, kept, form, columns={name: shown[name] for name in names}, chosen=chosen)
+    status("")
+    if text:
+        print(text)
+    below = [] if data else [*(f"{number}: {why}." for why, number in numbers.items()), *_rule_notes(table, rows)]
+    if form == "latex" and below:
+        print("\n".join(f"% {line}" for line in below))
+    elif below:
+        print("\n" + "\n".join(paragraph(f"- {line}", "  ") if form == "text" else f"- {line}" for line in below))
+
+
+def _header(columns: Sequence[str]) -> list[str]:
+    """The names of the columns."""
     header = ["row"]
     for column in columns:
-        own = ("by its rule", "kept, executed", "deviation") if column in _BY_RULE else parts
-        header += [COSTS[column], *(f"{COSTS[column]}, {part}" if data else part for part in own)]
-    header.append("reason")
-    lines: list[list[Cell]] = []
-    numbers: dict[str, int] = {}  # of the reasons, from 1
-    for row in rows:
-        line: list[Cell] = [row.name]
-        for column in columns:
-            cell = cells[row.name].get(column)
-            if cell is None:
-                line += [None] * 4
-                continue
-            deviation: Cell = cell.deviation if data or cell.deviation is None else f"{100 * cell.deviation:+.1f} %"
-            printed: Cell = cell.printed if data else row.costs[column]
-            line += [printed, _short(cell.rule), _short(cell.executed), deviation]
-        reasons = _reasons(cells[row.name])
-        if not data:
-            reasons = [str(numbers.setdefault(reason, len(numbers) + 1)) for reason in reasons]
-        lines.append([*line, ("; " if data else ", ").join(reasons) or None])
-    # A cost without any rule or execution has no column for it.
-    used = [i for i in range(len(header)) if i == 0 or any(line[i] is not None for line in lines)]
-    sheet = render([header[i] for i in used], [[line[i] for i in used] for line in lines], form)
-    if data:
-        return sheet
-    below = [*(f"{number}: {reason}." for reason, number in numbers.items()), *_rule_notes(table, rows)]
-    if form == "latex":
-        return "\n".join([sheet, *(f"% {line}" for line in below)])
-    return "\n\n".join([sheet, "\n".join(f"- {line}" for line in below)]) if below else sheet
+        own = ("by its rule", "kept, executed" if column in _BY_RULE else "executed", "deviation")
+        header += [COSTS[column], *(f"{COSTS[column]}, {part}" for part in own)]
+    return [*header, "reason"]
+
+
+def _columns(header: Sequence[str]) -> dict[str, Column]:
+    """How the columns are shown: the printed number and the deviation of ours first."""
+    printed = header[1:-1:4]
+    found = {"row": Column(words=True)}
+    for name in printed:
+        found[name] = Column()
+        for part in ("by its rule", "kept, executed", "executed", "deviation"):
+            if (whole := f"{name}, {part}") in header:
+                title = "executed (kept)" if part.startswith("kept") else part
+                found[whole] = Column(1 if part == "deviation" else 2, format_digits, title)
+    return {**found, "reason": Column(words=True)}
+
+
+def _line(
+    row: Row, columns: Sequence[str], cells: Sequence[CostCell], data: bool, numbers: dict[str, int] | None
+) -> list[Cell]:
+    """The cells of a row; `numbers` gets the reasons that are new. Without it: a sample, as wide as a line may be."""
+    of = {cell.column: cell for cell in cells}
+    line: list[Cell] = [row.name]
+    for column in columns:
+        cell = of.get(column)
+        if cell is None:
+            line += [None] * 4
+            continue
+        deviation: Cell = cell.deviation
+        if deviation is not None and not data:
+            deviation = "+100.0 %" if numbers is None else f"{100 * deviation:+.1f} %"
+        line += [cell.printed if data else row.costs[column], cell.rule, cell.executed, deviation]
+    if numbers is None:
+        return [*line, "1, 2, 3"]
+    reasons = _reasons(of)
+    if not data:
+        reasons = [str(numbers.setdefault(reason, len(numbers) + 1)) for reason in reasons]
+    return [*line, ("; " if data else ", ").join(reasons) or None]
 
 
 def _rule_notes(table: Table, rows: Sequence[Row]) -> list[str]:
@@ -165,16 +223,9 @@ def _reasons(cells: Mapping[str, CostCell]) -> list[str]:
     return [f"{', '.join(names)}: {reason}" for reason, names in columns.items()]
 
 
-def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.5g}")
-
-
 # ---------------------------------------------------------------------------------------------- how costs are counted
-Counts = tuple[float | None, float | None]
-
-
-def _backward(table: Table, row: Row) -> Counts:
-    return None, None if not row.arguments else _executed(_to_count(table, row)).backward_flops / 1e6
+def _backward(table: Table, row: Row, step: Step) -> Counts:
+    return None, None if not row.arguments else step(_to_count(table, row)).backward_flops / 1e6
 
 
 def _to_count(table: Table, row: Row) -> tuple[str, ...]:
@@ -190,7 +241,7 @@ _ACTIVATIONS = {
 }
 
 
-def _memory(table: Table, row: Row) -> Counts:
+def _memory(table: Table, row: Row, step: Step) -> Counts:
     if table.name == "bsr/1":
         return _ACTIVATIONS[row.columns["module"]], None
     found = count_settings(table, row)
@@ -199,42 +250,47 @@ def _memory(table: Table, row: Row) -> Counts:
         return rule, None
     # Kept activations, without parameters.
     batch, unit = batch_and_unit(table, row)
-    return rule, _executed(_to_count(table, row)).saved_bytes * batch / unit
+    return rule, step(_to_count(table, row)).saved_bytes * batch / unit
 
 
-def _reduction(of: Callable[[Table, Row], Counts], table: Table, row: Row) -> Counts:
+def _reduction(of: Callable[[Table, Row, Step], Counts], table: Table, row: Row, step: Step) -> Counts:
     """How many times less than the baseline's the number of the row is."""
-    whole, own = of(*baseline_of(table, row)), of(table, row)
+    whole, own = of(*baseline_of(table, row), step), of(table, row, step)
     by_rule, executed_too = (None if a is None or b is None else a / b for a, b in zip(whole, own, strict=True))
     return by_rule, executed_too
 
 
-def _gmacs(table: Table, row: Row) -> Counts:
+def _gmacs(table: Table, row: Row, step: Step) -> Counts:
     found = count_settings(table, row)
     rule = None if found is None else count_cost(found).gmacs
     if not row.arguments:
         return rule, None
-    return rule, _executed(_to_count(table, row)).forward_flops / 2e9 * int(row.columns.get("batch") or 1)
+    return rule, step(_to_count(table, row)).forward_flops / 2e9 * int(row.columns.get("batch") or 1)
 
 
-def _compute(table: Table, row: Row) -> Counts:
+def _compute(table: Table, row: Row, step: Step) -> Counts:
     """PFLOPs of a run: executed FLOPs of an image times images times epochs."""
     if not row.arguments:
         return None, None
     config = _configuration(row.arguments)
-    return None, _executed(_to_count(table, row)).flops * IMAGES[config.data.name] * config.trainer.epochs / 1e15
+    return None, step(_to_count(table, row)).flops * IMAGES[config.data.name] * config.trainer.epochs / 1e15
 
 
-def _parameters(table: Table, row: Row) -> Counts:
-    config = _configuration((f"model={MODELS[row.columns['model']]}",))
-    return None, sum(p.numel() for p in factory.random_model(config.model, 1000).parameters()) / 1e6
+def _parameters(table: Table, row: Row, step: Step) -> Counts:
+    return None, _parameter_count(MODELS[row.columns["model"]]) / 1e6
 
 
-def _measured(table: Table, row: Row) -> Counts:
+@cache
+def _parameter_count(model: str) -> int:
+    config = _configuration((f"model={model}",))
+    return sum(p.numel() for p in factory.random_model(config.model, 1000).parameters())
+
+
+def _measured(table: Table, row: Row, step: Step) -> Counts:
     return None, None
 
 
-_COUNTED: dict[str, Callable[[Table, Row], Counts]] = {
+_COUNTED: dict[str, Callable[[Table, Row, Step], Counts]] = {
     "bwd_mflops": _backward,
     "speedup": partial(_reduction, _backward),
     "train_memory_mb": _memory,
@@ -259,34 +315,52 @@ _COUNTED: dict[str, Callable[[Table, Row], Counts]] = {
 _known: dict[tuple[str, ...], Executed] = {}
 
 
-def count_ahead(
+def count_rows(
     table: Table, rows: Sequence[Row], processes: int, counted: Callable[[int, int], None] = lambda done, of: None
-) -> None:
-    """Count the steps that the costs of `rows` need, each of which takes seconds.
+) -> Iterator[Row]:
+    """Count the steps that the costs of `rows` need, each of which takes seconds; yield each row when it is counted.
 
     Args:
         table: a published table.
         rows: of it.
         processes: that count at the same time.
-        counted: called after every step with the number of those counted, and of all.
+        counted: called with the number of the steps counted, and of all, before the first one and after each.
     """
-    needed: dict[tuple[str, ...], None] = {}
-    for row in rows:
-        if any(_COUNTED.get(column) not in (None, _measured, _parameters) for column in row.costs):
-            needed[_to_count(table, row)] = None
-            if any(isinstance(_COUNTED.get(column), partial) for column in row.costs):  # a ratio to the baseline
-                needed[_to_count(*baseline_of(table, row))] = None
-    todo = [arguments for arguments in needed if arguments and arguments not in _known]
-    if min(processes, len(todo)) < 2:
-        for done, arguments in enumerate(todo, start=1):
-            _executed(arguments)
-            counted(done, len(todo))
-        return
+    needed = {row.name: _needed(table, row) for row in rows}
+    todo = [step for step in dict.fromkeys(one for steps in needed.values() for one in steps) if step not in _known]
+    parallel = min(processes, len(todo))
     # A new interpreter each: torch's threads do not survive a fork.
-    with ProcessPoolExecutor(min(processes, len(todo)), get_context("spawn")) as pool:
-        for done, (arguments, found) in enumerate(zip(todo, pool.map(_counted, todo), strict=True), start=1):
-            _known[arguments] = found
-            counted(done, len(todo))
+    pool = ProcessPoolExecutor(parallel, get_context("spawn"), quiet_libraries) if parallel > 1 else None
+    futures = {step: pool.submit(_counted, step) for step in todo} if pool else {}
+    done = 0
+    try:
+        for row in rows:
+            for step in needed[row.name]:
+                if step in _known:
+                    continue
+                counted(done, len(todo))
+                _known[step] = futures[step].result() if pool else _counted(step)
+                done += 1
+                counted(done, len(todo))
+            yield row
+    finally:
+        if pool:
+            pool.shutdown(cancel_futures=True)
+
+
+def _needed(table: Table, row: Row) -> list[tuple[str, ...]]:
+    """The arguments of the steps that the costs of a row need."""
+    found = []
+    if any(_COUNTED.get(column) not in (None, _measured, _parameters) for column in row.costs):
+        found.append(_to_count(table, row))
+        if any(isinstance(_COUNTED.get(column), partial) for column in row.costs):  # a ratio to the baseline
+            found.append(_to_count(*baseline_of(table, row)))
+    return [arguments for arguments in found if arguments]
+
+
+def _typical(arguments: tuple[str, ...]) -> Executed:
+    """A count that stands for one that is not made yet: its number has as many digits as any."""
+    return Executed(12.345e9, 12.345e9, 12.345e6, 0, 0, 0, 1)
 
 
 def _executed(arguments: tuple[str, ...]) -> Executed:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import re
 import sys
+import warnings
 from typing import Any
 
 from efficient_ft.core.sheet import FORMS
@@ -33,6 +36,17 @@ class Help(argparse.HelpFormatter):
                 short = part if len(part) <= width else f"        {part.strip()}"
                 lines += wrapped(short, width, " " * 8)
         return "\n".join(indent + line for line in lines).rstrip()
+
+
+def quiet_libraries() -> None:
+    """Silence the warnings of other libraries in this process: users of a command cannot act on them."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler, which logs each start and stop
+    for name in ("torch.utils._pytree", "torch", "torchao", "lightning", "timm", "transformers", "peft", "PIL",
+                 "huggingface_hub", "matplotlib", "wandb"):  # fmt: skip
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if not sys.warnoptions:
+        warnings.filterwarnings("ignore")
+        warnings.filterwarnings("default", module="efficient_ft")
 
 
 def words(given: str) -> list[str]:
@@ -73,7 +87,7 @@ def add_form_option(parser: argparse.ArgumentParser) -> None:
 
 def note(sentence: str, **to: Any) -> None:
     """Print a note for people to stderr, in lines that fit the terminal."""
-    print(paragraph(f"note: {sentence}"), **{"file": sys.stderr, "flush": True, **to})
+    print(paragraph(f"note: {sentence}", "  "), **{"file": sys.stderr, "flush": True, **to})
 
 
 def status(text: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 def format_number(value: float, unit: str = "", step: int = 1000) -> str:
     """Three digits and a prefix: 1234567 → ``1.23 M``; with ``step=1024``: ``1.18 Mi``."""
@@ -34,3 +36,10 @@ def format_percent(fraction: float) -> str:
     """0.93139 → ``93.1 %``; a fraction below 1 is never ``100 %``."""
     value = 100 * fraction
     return f"{format_number(min(value, 99.9) if value < 100 else value)} %"
+
+
+def format_digits(value: float, digits: int = 4) -> str:
+    """A number with some significant digits and no prefix, for a column whose unit is in its header: ``1203``."""
+    if not value or not math.isfinite(value):
+        return f"{value:g}"
+    return f"{value:.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}"

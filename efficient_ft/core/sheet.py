@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,29 +58,104 @@ def render(
     Raises:
         SettingError: `chosen` has a word that is in no name or title.
     """
+    if form == "text":
+        lines = Lines(header, rows, left, columns, chosen)
+        return "\n".join([*([lines.head(), *map(lines.row, rows)] if lines.fit else [lines.panels()]), *lines.foot()])
     of = {name: Column(words=i < left) for i, name in enumerate(header)} | dict(columns or {})
-    names = list(header) if form in DATA else sorted(header, key=[*(columns or {}), *header].index)
-    titles_of = {name: of[name].title or name for name in names}
-    names = _chosen(titles_of, chosen) if chosen else names
+    titles = {name: of[name].title or name for name in (header if form in DATA else _ordered(header, columns))}
+    names = _chosen(titles, chosen) if chosen else list(titles)
     table = [[row[header.index(name)] for name in names] for row in rows]
     if form in DATA:
         return _WRITERS[form](names, table, None)
-    places = range(len(names))
-    if form == "text" and not chosen and rows:
-        places = [i for i in places if of[names[i]].rank == 0 or any(row[i] is not None for row in table)]
-    titles = [titles_of[name] for name in names]
     shown = [[_person(cell, of[name]) for name, cell in zip(names, row, strict=True)] for row in table]
-    words = [of[name].words for name in names]
-    if form != "text":
-        return _WRITERS[form](titles, shown, words)
-    kept = list(places) if chosen else _fitting(places, [of[name].rank for name in names], [titles, *shown], words)
-    lines = [[line[i] for i in kept] for line in [titles, *shown]]
-    text_of = text.table(lines, left=[k for k, i in enumerate(kept) if words[i]])
-    hidden = [titles[i] for i in places if i not in kept]
-    return f"{text_of}\n{not_shown(hidden)}" if hidden else text_of
+    return _WRITERS[form]([titles[name] for name in names], shown, [of[name].words for name in names])
 
 
-def not_shown(names: Sequence[str]) -> str:
+class Lines:
+    """A table for the terminal whose rows can be printed one by one.
+
+    Args:
+        header: see `render`, as the other arguments.
+        rows: all rows, or samples that are as wide as them.
+        left: the number of first columns that hold words.
+        columns: how columns are shown.
+        chosen: the columns to show; empty: those that fit, and hold a value in `rows`.
+
+    Attributes:
+        fit: the columns fit the terminal; False: use `panels`.
+
+    Raises:
+        SettingError: see `render`.
+    """
+
+    def __init__(
+        self,
+        header: Sequence[str],
+        rows: Sequence[Sequence[Cell]],
+        left: int = 1,
+        columns: Mapping[str, Column] | None = None,
+        chosen: Sequence[str] = (),
+    ) -> None:
+        self._header, self._rows = list(header), rows
+        self._of = {name: Column(words=i < left) for i, name in enumerate(header)} | dict(columns or {})
+        titles = {name: self._of[name].title or name for name in _ordered(header, columns)}
+        self._names = _chosen(titles, chosen) if chosen else list(titles)
+        if not chosen:
+            empty = {name for i, name in enumerate(header) if rows and all(row[i] is None for row in rows)}
+            known = [name for name in self._names if name not in empty or not self._of[name].rank]
+            self._names = self._fitting(known)
+            self._hidden = list(dict.fromkeys(titles[name] for name in known if name not in self._names))
+        else:
+            self._hidden = []
+        self._left = [i for i, name in enumerate(self._names) if self._of[name].words]
+        self._table = [[titles[name] for name in self._names], *map(self._cells, rows)]
+        self.fit = self._width(self._names) <= text.terminal_width()
+        self._layout = text.Layout(self._table, left=self._left)
+
+    def head(self) -> str:
+        """The header."""
+        return self._layout.head()
+
+    def row(self, row: Sequence[Cell]) -> str:
+        """The lines of a row, which has all columns."""
+        return self._layout.row(self._cells(row))
+
+    def foot(self) -> list[str]:
+        """A line that names the columns that are left out, if any."""
+        return [_not_shown(self._hidden)] if self._hidden else []
+
+    def panels(self) -> str:
+        """The table, divided into several ones if it is too wide."""
+        return text.table(self._table, left=self._left)
+
+    def _cells(self, row: Sequence[Cell]) -> list[str]:
+        return [_person(row[self._header.index(name)], self._of[name]) for name in self._names]
+
+    def _width(self, names: Sequence[str]) -> int:
+        places = [self._header.index(name) for name in names]
+        lines = [[self._of[name].title or name for name in names]]
+        lines += [
+            [_person(row[i], self._of[name]) for i, name in zip(places, names, strict=True)] for row in self._rows
+        ]
+        least = text.least_widths(lines, left=[i for i, name in enumerate(names) if self._of[name].words])
+        return sum(least) + 2 * (len(least) - 1)
+
+    def _fitting(self, names: Sequence[str]) -> list[str]:
+        """Of the columns `names` those that fit the terminal: the highest ranks are left out, from the right."""
+        kept = list(names)
+        while self._width(kept) > text.terminal_width():
+            last = max(reversed(kept), key=lambda name: self._of[name].rank)
+            if not self._of[last].rank:
+                break
+            kept.remove(last)
+        return kept
+
+
+def _ordered(header: Sequence[str], columns: Mapping[str, Column] | None) -> list[str]:
+    return sorted(header, key=[*(columns or {}), *header].index)
+
+
+def _not_shown(names: Sequence[str]) -> str:
     """The line below a table that names the columns that are left out, and how to see them."""
     do = " (--columns all, or --columns NAME,...)"
     for count in range(len(names), 0, -1):
@@ -101,20 +176,6 @@ def _chosen(titles: Mapping[str, str], chosen: Sequence[str]) -> list[str]:
             raise SettingError("--columns", word, ["all", *titles.values()])
         found += [name for name in same or part if name not in found]
     return found
-
-
-def _fitting(
-    places: Iterable[int], ranks: Sequence[int], rows: Sequence[Sequence[str]], words: Sequence[bool]
-) -> list[int]:
-    """The columns that fit the terminal, without those of the highest ranks, from the right."""
-    kept = list(places)
-    least = text.least_widths(rows, left=[i for i, one in enumerate(words) if one])
-    while sum(least[i] + 2 for i in kept) - 2 > text.terminal_width():
-        last = max(reversed(kept), key=lambda i: ranks[i])
-        if not ranks[last]:
-            break
-        kept.remove(last)
-    return kept
 
 
 def _person(cell: Cell, column: Column) -> str:

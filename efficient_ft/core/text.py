@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import unicodedata
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 #: Control characters, which move the cursor or change colors, and those that turn the direction of writing.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -37,7 +37,11 @@ def display_width(text: str) -> int:
     if text.isascii():
         return len(text)
     return sum(
-        0 if unicodedata.category(sign) in ("Mn", "Me", "Cf") else 2 if unicodedata.east_asian_width(sign) in "WF" else 1
+        0
+        if unicodedata.category(sign) in ("Mn", "Me", "Cf")
+        else 2
+        if unicodedata.east_asian_width(sign) in "WF"
+        else 1
         for sign in text
     )
 
@@ -66,7 +70,7 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
     lines = []
     for line in text.split("\n"):
         current = ""
-        for piece in _BREAKS.findall(line):
+        for piece in _BREAKS.split(line):
             if current.strip() and display_width((current + piece).rstrip()) > width:
                 lines.append(current.rstrip())
                 current = indent
@@ -79,7 +83,7 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
     return lines
 
 
-def paragraph(text: str, indent: str = "  ") -> str:
+def paragraph(text: str, indent: str = "") -> str:
     """Return a sentence for people in lines that fit the terminal; a word, such as a path, is never broken."""
     lines = [""]
     for word in text.split(" "):
@@ -91,8 +95,8 @@ def paragraph(text: str, indent: str = "  ") -> str:
     return "\n".join(lines)
 
 
-#: A piece of text with the separator after which a line may end.
-_BREAKS = re.compile(r"[^\s+,/;]*(?:[+,/;]|\s+)|[^\s+,/;]+")
+#: The places at which a line may end.
+_BREAKS = re.compile(r"(?<=[+,/;])|(?<=\s)(?=\S)|(?<=\.)(?=[a-z])")
 #: Columns of words are not made narrower than this, in terminal columns.
 _NARROW = 24
 
@@ -140,18 +144,85 @@ def table(
     texts = []
     for panel in panels:
         cells = [[row[i] for i in panel] for row in full]
-        minimum = [widths[i] if i < len(widths) else 0 for i in panel]
-        sizes = _sizes(cells, [least[i] for i in panel], minimum, limit - len(gap) * (len(panel) - 1))
-        lines = _lines(cells, sizes, [i in left for i in panel], gap, {k for k, i in enumerate(panel) if i in whole})
-        if rule:
-            lines.insert(_height(cells[0], sizes), rule * min(sum(sizes) + len(gap) * (len(panel) - 1), limit))
-        texts.append("\n".join(line.rstrip() for line in lines))
+        layout = Layout(
+            cells,
+            left=[k for k, i in enumerate(panel) if i in left],
+            widths=[widths[i] if i < len(widths) else 0 for i in panel],
+            gap=gap,
+            rule=rule,
+            whole=[k for k, i in enumerate(panel) if i in whole],
+            width=limit,
+        )
+        texts.append("\n".join([layout.head(), *map(layout.row, cells[1:])]))
     return "\n\n".join(texts)
 
 
-def least_widths(
-    rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,), whole: Sequence[int] = ()
-) -> list[int]:
+class Layout:
+    """The widths of a table's columns, with which its lines can be printed one by one.
+
+    Args:
+        rows: the header, and all rows or samples that are as wide as them.
+        left: see `table`, as the other arguments.
+        widths: minimum widths of the first columns.
+        gap: between two columns.
+        rule: the sign of the line below the header.
+        whole: columns that are never broken.
+        width: of a line.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Sequence[str]],
+        *,
+        left: Sequence[int] = (0,),
+        widths: Sequence[int] = (),
+        gap: str = "  ",
+        rule: str = "─",
+        whole: Sequence[int] = (),
+        width: int | None = None,
+    ) -> None:
+        self._header, self._left, self._gap, self._rule, self._whole = rows[0], left, gap, rule, whole
+        self._limit = terminal_width() if width is None else width
+        minimum = [*widths, *[0] * (len(self._header) - len(widths))]
+        least = least_widths(rows, left=left, whole=whole)
+        self._sizes = [max(a, b) for a, b in zip(least, minimum, strict=True)]
+        room = self._limit - len(gap) * (len(least) - 1)
+        columns = list(zip(*rows, strict=True))
+        # Cells that are not broken come first, then headers that are not.
+        for part in (slice(1, None), slice(0, None)):
+            wanted = [max(map(display_width, column[part]), default=0) for column in columns]
+            for i in sorted(range(len(wanted)), key=lambda i: wanted[i] - self._sizes[i]):
+                self._sizes[i] += max(0, min(wanted[i] - self._sizes[i], room - sum(self._sizes)))
+
+    def head(self) -> str:
+        """The header, aligned at the bottom, and the line below it."""
+        total = sum(self._sizes) + len(self._gap) * (len(self._sizes) - 1)
+        lines = self._lines(self._header, top=False)
+        return "\n".join([*lines, *([self._rule * min(total, self._limit)] if self._rule else [])])
+
+    def row(self, cells: Sequence[str]) -> str:
+        """The lines of a row."""
+        return "\n".join(self._lines(cells, top=True))
+
+    def _lines(self, row: Sequence[str], top: bool) -> list[str]:
+        cells = [
+            [cell] if i in self._whole else wrapped(cell, size)
+            for i, (cell, size) in enumerate(zip(row, self._sizes, strict=True))
+        ]
+        height = max(map(len, cells))
+        for cell in cells:
+            empty = [""] * (height - len(cell))
+            cell[:] = cell + empty if top else empty + cell
+        return [
+            self._gap.join(
+                padded(part, size, i in self._left)
+                for i, (part, size) in enumerate(zip(line, self._sizes, strict=True))
+            ).rstrip()
+            for line in zip(*cells, strict=True)
+        ]
+
+
+def least_widths(rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,), whole: Sequence[int] = ()) -> list[int]:
     """Return the smallest width of each column of a `table`: of numbers and paths that of the widest one."""
     found = []
     for i, (header, *cells) in enumerate(zip(*rows, strict=True)):
@@ -160,39 +231,6 @@ def least_widths(
         broken = i in left and i not in whole
         found.append(max(min(body, _NARROW), min(words, _NARROW)) if broken else max(body, min(words, _NARROW)))
     return found
-
-
-def _sizes(rows: Sequence[Sequence[str]], least: Sequence[int], minimum: Sequence[int], limit: int) -> list[int]:
-    """The width of each column, above `least` as far as `limit` allows: first without broken cells, then headers."""
-    sizes = [max(a, b) for a, b in zip(least, minimum, strict=True)]
-    columns = list(zip(*rows, strict=True))
-    for part in (slice(1, None), slice(0, None)):
-        wanted = [max(map(display_width, column[part]), default=0) for column in columns]
-        for i in sorted(range(len(sizes)), key=lambda i: wanted[i] - sizes[i]):
-            sizes[i] += max(0, min(wanted[i] - sizes[i], limit - sum(sizes)))
-    return sizes
-
-
-def _height(cells: Sequence[str], sizes: Sequence[int]) -> int:
-    return max(len(wrapped(cell, size)) for cell, size in zip(cells, sizes, strict=True))
-
-
-def _lines(
-    rows: Sequence[Sequence[str]], sizes: Sequence[int], left: Sequence[bool], gap: str, whole: Collection[int]
-) -> list[str]:
-    """The lines of a table; cells of the header end in its last line, the others begin in the first of their row."""
-    lines = []
-    for number, row in enumerate(rows):
-        cells = [[cell] if i in whole else wrapped(cell, size) for i, (cell, size) in enumerate(zip(row, sizes, strict=True))]
-        height = max(map(len, cells))
-        for cell in cells:
-            empty = [""] * (height - len(cell))
-            cell[:] = empty + cell if number == 0 else cell + empty
-        lines += [
-            gap.join(padded(part, size, at_left) for part, size, at_left in zip(line, sizes, left, strict=True))
-            for line in zip(*cells, strict=True)
-        ]
-    return lines
 
 
 def spelled(metric: str) -> str:
