@@ -10,33 +10,38 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from efficient_ft.cli.terminal import Help, add_columns_option, status
 from efficient_ft.core.allocator import restart_with, use_allocator
 from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.format import format_number
+from efficient_ft.core.text import terminal_width, wrapped
 from efficient_ft.core.units import parse_bytes, parse_seconds
 from efficient_ft.record.files import json_text
 
 if TYPE_CHECKING:
     from efficient_ft.config import Config
-    from efficient_ft.planning import Plan, Trial
+    from efficient_ft.planning import Examined, Plan, Trial
 
 DESCRIPTION = """\
-Find the recipes of a run that fit a memory budget, and the one to recommend.
+Find the recipes of a run that fit a memory budget, and recommend one.
 
     efficient-ft plan model=vit_base data=folder data.root=DIR memory=4GB
     efficient-ft plan model=deit_small data=cifar100 memory=3GiB time=2h loss=1 split=true
     efficient-ft plan method=lora model=vit_base memory=2GB     every recipe keeps this method
-    efficient-ft plan --calibration outputs                     what was predicted, next to what was measured
+    efficient-ft plan --calibration outputs                     what was predicted, and what was measured
 
-memory: of the process that trains, interpreter and libraries included; on a GPU, what is reserved on it. Workers that
-load images have memory of their own. time: of the whole training. loss: points of test accuracy that may be lost
-against full fine-tuning (default 1). split=true: the batch may be split into micro-batches. All other settings are
-those of the run.
+memory is the budget of the process that trains, with interpreter and libraries; on a GPU, of the memory reserved on it.
+Workers that load images have memory of their own. time is the budget of the whole training. loss is the number of
+points of test accuracy that may be lost against full fine-tuning (default 1). split=true allows splitting the batch
+into micro-batches. All other settings are those of the run.
 
-Recipes are counted without weights; those that matter are timed on this machine, on random images, and the one to
-recommend is tried: it takes a few steps in a process of its own, which is measured. Where the weights
-and images of the run are there, the gradients of recipes that are not exact are compared with the exact ones.
-Recommended is, of the recipes within all limits, the fastest of the best class: exact, near exact, approximate, or
-training a part. A run with the setting memory= stops before it takes more.
+The plan counts recipes without weights: the smallest ones first (head, last_stage), then the most useful ones, until
+--planning-time is over. It times some of them on this machine, on random images, and tries the recipe to recommend: a
+process of its own takes a few steps and is measured. If the weights and images of the run are there, the plan compares
+the gradients of recipes that are not exact with the exact ones.
+
+The plan recommends the fastest recipe of the best class within all limits. The classes are exact, near exact,
+approximate, and training a part. A run with the setting memory= stops before it takes more.
 """
 
 #: Settings of a plan itself.
@@ -71,18 +76,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parse_seconds("time", own["time"])
     loss, split = _number("loss", own.get("loss", "1")), _flag("split", own.get("split", "false"))
 
-    def quiet(text: str) -> None:
-        if sys.stderr.isatty():
-            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-
+    parse_seconds("--planning-time", options.planning_time)
     _set_allocator(settings)
-    found = plan(*settings, memory=own["memory"], time=own.get("time"), loss=loss, split=split, say=quiet)
-    quiet("")
+    found = plan(
+        *settings,
+        memory=own["memory"],
+        time=own.get("time"),
+        loss=loss,
+        split=split,
+        planning_time=options.planning_time,
+        say=status,
+        ready=_print_examined,
+    )
+    status("")
     from efficient_ft.planning.calibration import record
     from efficient_ft.planning.text import plan_text
 
     record(found, Path("outputs"))
-    print(plan_text(found, every=options.all))
+    print("\n" + plan_text(found, every=options.all, columns=options.columns))
     if options.json is not None:
         options.json.write_text(json_text(found.as_dict(), indent=1) + "\n", encoding="utf-8")
     if options.figure is not None:
@@ -93,6 +104,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(file)
     if found.recommended is None:
         raise SystemExit(1)
+
+
+def _print_examined(one: Examined) -> None:
+    """Print a recipe as soon as it is examined."""
+    status("")
+    if one.number == 1:
+        print("Recipes examined, and the budget that each needs:", flush=True)
+    needs = "" if one.needed_bytes is None else format_number(one.needed_bytes, "B")
+    verdict = "fits" if one.fits else "above the budget" if one.needed_bytes is not None else "not possible"
+    start = f"{one.number:>{len(str(one.of))}}/{one.of}  {needs:>8}  {verdict:<16}  "
+    print("\n".join(wrapped(start + one.name, terminal_width(), " " * len(start))), flush=True)
 
 
 def _set_allocator(settings: Sequence[str]) -> None:
@@ -108,7 +130,9 @@ def plan(
     time: str | None = None,
     loss: float = 1.0,
     split: bool = False,
+    planning_time: str = "60s",
     say: Callable[[str], None] = lambda text: None,
+    ready: Callable[[Examined], None] = lambda examined: None,
 ) -> Plan:
     """Find the recipes of a run that fit a memory budget; ``efficient_ft.plan`` and the command are this function.
 
@@ -120,7 +144,9 @@ def plan(
         time: the budget of training time with its unit, e.g. ``"2h"``; None: none.
         loss: points of test accuracy that may be lost against full fine-tuning.
         split: the batch may be split into micro-batches whose gradients are added up.
-        say: reports progress.
+        planning_time: the time of planning with its unit; the smallest recipes are examined in any case.
+        say: reports what is done now.
+        ready: called with each recipe when it is examined.
 
     Returns:
         The options, what is excluded and why, and the recommended option, see `efficient_ft.planning.Plan`.
@@ -130,6 +156,7 @@ def plan(
     """
     memory_bytes = parse_bytes("memory", memory)
     seconds = None if time is None else parse_seconds("time", time)
+    planning_seconds = parse_seconds("--planning-time", planning_time)
     from efficient_ft.planning import make_plan
 
     return make_plan(
@@ -141,7 +168,9 @@ def plan(
         split_batch=split,
         chosen=_methods(settings),
         attempt=_attempt,
+        planning_seconds=planning_seconds,
         say=say,
+        ready=ready,
     )
 
 
@@ -183,11 +212,16 @@ def _methods(settings: Sequence[str]) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="efficient-ft plan", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog="efficient-ft plan", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="memory=SIZE, and settings of the run")
     parser.add_argument("--all", action="store_true", help="print every recipe that fits, not only the front")
+    parser.add_argument(
+        "--planning-time",
+        default="60s",
+        metavar="TIME",
+        help="time after which no further recipe is examined, e.g. 5m (default 60s)",
+    )
+    add_columns_option(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to FILE")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="also draw peak and step time: FILE.png, FILE.csv")
     parser.add_argument("--trial", nargs=2, type=float, help=argparse.SUPPRESS)

@@ -85,13 +85,14 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
 
 def paragraph(text: str, indent: str = "") -> str:
     """Return a sentence for people in lines that fit the terminal; a word, such as a path, is never broken."""
-    lines = [""]
-    for word in text.split(" "):
-        longer = f"{lines[-1]} {word}" if lines[-1].strip() else lines[-1] + word
-        if lines[-1].strip() and display_width(longer) > terminal_width():
+    body = text.lstrip(" ")
+    first, *words = body.split(" ")
+    lines = [text[: len(text) - len(body)] + first]
+    for word in words:
+        if display_width(f"{lines[-1]} {word}") > terminal_width():
             lines.append(indent + word)
         else:
-            lines[-1] = longer
+            lines[-1] += f" {word}"
     return "\n".join(lines)
 
 

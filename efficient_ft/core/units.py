@@ -12,6 +12,8 @@ BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}  # fmt: skip
 #: Seconds of each unit.
 SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
+#: Further spellings of these units.
+_ALSO = {"m": 60, "sec": 1}
 
 _NUMBER = r"(\d+(?:\.\d+)?|\.\d+)"
 
@@ -50,11 +52,12 @@ def parse_seconds(setting: str, value: object, plain: bool = False) -> float:
     """
     if plain and isinstance(value, int | float) and not isinstance(value, bool):
         value = f"{value:.6f}s"
-    part = rf"{_NUMBER}\s*({'|'.join(SECONDS)})"
+    units = SECONDS | _ALSO
+    part = rf"{_NUMBER}\s*({'|'.join(sorted(units, key=len, reverse=True))})"
     text = str(value).strip()
     total = 0.0
     if re.fullmatch(rf"(?:{part}\s*)+", text):
-        total = sum(float(number) * SECONDS[unit] for number, unit in re.findall(part, text))
+        total = sum(float(number) * units[unit] for number, unit in re.findall(part, text))
     if not total or math.isinf(total):
         do = f"For example {setting}=2h or {setting}=90min."
         form = f"a number {'of seconds, or one ' if plain else ''}with a unit: {', '.join(SECONDS)}"

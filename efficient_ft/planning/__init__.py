@@ -2,7 +2,7 @@
 
 from efficient_ft.planning.candidates import Candidate, Exactness
 from efficient_ft.planning.options import Excluded, Option
-from efficient_ft.planning.planner import Plan, make_plan
+from efficient_ft.planning.planner import Examined, Plan, make_plan
 from efficient_ft.planning.timing import Trial
 
-__all__ = ["Candidate", "Exactness", "Excluded", "Option", "Plan", "Trial", "make_plan"]
+__all__ = ["Candidate", "Exactness", "Examined", "Excluded", "Option", "Plan", "Trial", "make_plan"]

@@ -11,7 +11,8 @@ from typing import Any
 
 from efficient_ft.config import fingerprint
 from efficient_ft.core.errors import UserError
-from efficient_ft.core.text import table
+from efficient_ft.core.format import format_number
+from efficient_ft.core.text import paragraph, table
 from efficient_ft.planning.planner import Plan
 from efficient_ft.record import config_file
 from efficient_ft.record import results as results_file
@@ -72,7 +73,8 @@ def calibration(folders: Sequence[Path]) -> list[dict[str, Any]]:
             run = fingerprint(config_file.read_config(file.parent))
             results = results_file.read_results(file.parent)
             if run in predicted and "memory" in results:
-                found.append(_pair(file.parent, predicted[run], dict(results)))
+                name = file.parent.relative_to(folder) if folder.is_absolute() else file.parent
+                found.append(_pair(name, predicted[run], dict(results)))
     return found
 
 
@@ -95,15 +97,15 @@ def calibration_text(folders: Sequence[Path]) -> str:
     pairs = calibration(folders)
     if not pairs:
         raise UserError("None of the planned runs has finished. Run what a plan recommends, then repeat this.")
-    rows = [["run", "recipe", "predicted", "felt", "off", "counted off", "step off"]]
+    rows = [["run", "recipe", "predicted", "measured", "off", "counted off", "step off"]]
     for pair in pairs:
         (said, felt), step = pair["felt"], pair["step"]
         rows.append(
             [
                 pair["folder"],
                 pair["name"],
-                f"{said / 1e9:.2f} GB",
-                f"{felt / 1e9:.2f} GB",
+                format_number(said, "B"),
+                format_number(felt, "B"),
                 f"{_off(pair['felt']):+.1%}",
                 f"{_off(pair['counted']):+.1%}",
                 "–" if step is None else f"{_off(step):+.1%}",
@@ -116,7 +118,7 @@ def calibration_text(folders: Sequence[Path]) -> str:
         off = [abs(_off(pair[key])) for pair in pairs if pair[key] is not None]
         if off:
             lines.append(f"{title}: off by {statistics.median(off):.1%} (median), {max(off):.1%} (largest).")
-    return "\n".join(lines)
+    return "\n".join([lines[0], *map(paragraph, lines[1:])])
 
 
 def _off(pair: tuple[float, float]) -> float:

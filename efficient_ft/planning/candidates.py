@@ -91,7 +91,10 @@ _MEMORY = (
     (("low_bit",), ("method.low_bit.bits=2",), Exactness.APPROXIMATE, 1.12),
     (("checkpointing",), ("method.checkpointing.input_dtype=int4",), Exactness.APPROXIMATE, 1.02),
 )
-#: Of these, the one that is combined with stacks that train a part, or compute less: by far the smallest near exact.
+#: The smallest recipes, which a plan examines first and always: they tell whether anything can fit.
+SMALLEST = (("head",), ("last_stage",))
+#: Of the memory axis, the one that is combined with stacks that train a part, or compute less: by far the smallest
+#: near exact one.
 _OF_STACKS = (3,)
 #: The ones that are examined with an optimizer that steps in the backward pass.
 _IN_BACKWARD = (1, 2, 3, 6)
@@ -106,7 +109,7 @@ _OPTIMIZER: tuple[tuple[Literal[32, 8, 4], bool, Exactness], ...] = (
 
 
 def candidates(config: Config, blocks: int, chosen: Sequence[str] = (), memory: bool = True) -> list[Candidate]:
-    """The recipes to examine for a run, the most useful ones first: there may be too little time for all.
+    """The recipes to examine for a run: the smallest, then the most useful ones. There may be too little time for all.
 
     Args:
         config: of the run.
@@ -118,7 +121,10 @@ def candidates(config: Config, blocks: int, chosen: Sequence[str] = (), memory: 
     found: list[tuple[float, Candidate]] = []
     for k, stack in enumerate(stacks):
         whole = k == 0
-        kinds = range(len(_MEMORY)) if whole else (0,) if stack.methods == ("head",) else _OF_STACKS
+        alone = stack.methods in SMALLEST
+        kinds = (
+            range(len(_MEMORY)) if whole else (0, *_OF_STACKS[: stack.methods != ("head",)]) if alone else _OF_STACKS
+        )
         for at in kinds if memory else (0,):
             methods, settings, exactness, factor = _MEMORY[at]
             packed = replace(
@@ -133,8 +139,7 @@ def candidates(config: Config, blocks: int, chosen: Sequence[str] = (), memory: 
                 every = _with_optimizers(packed, config, at in _IN_BACKWARD)
                 found += [(at + (2.5 if one.in_backward else 0), one) for one in every]
             else:
-                # The head alone is counted early: it takes least, and tells whether anything can fit.
-                found.append((0.5 if stack.methods == ("head",) else 4 + k / 2, packed))
+                found.append((SMALLEST.index(packed.methods) - 2 if packed.methods in SMALLEST else 4 + k / 2, packed))
     return [candidate for _, candidate in sorted(found, key=lambda pair: pair[0])]
 
 

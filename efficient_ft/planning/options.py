@@ -53,19 +53,33 @@ class Option:
         return self.process_bytes if self.measured_bytes is None else self.measured_bytes
 
     @property
+    def words(self) -> list[str]:
+        """The words of the command line that trains it, quoted for a shell."""
+        return ["efficient-ft", *(f"'{a}'" if any(c in a for c in "[]{}, ") else a for a in self.arguments)]
+
+    @property
     def command(self) -> str:
-        """The words of the command line that trains it."""
-        return "efficient-ft " + " ".join(f"'{a}'" if any(c in a for c in "[]{}, ") else a for a in self.arguments)
+        """The command line that trains it."""
+        return " ".join(self.words)
 
 
 @dataclass(frozen=True)
 class Excluded:
-    """A recipe that is not an option: its name, the reason, and its class and the budget it needs if it was counted."""
+    """A recipe that is not an option.
+
+    Attributes:
+        name: in tables.
+        reason: why it cannot be used.
+        process_bytes: the budget that it needs; None: it was not counted.
+        exactness: its class; None: it was not counted.
+        examined: False: planning ended before, and the recipe may be possible.
+    """
 
     name: str
     reason: str
     process_bytes: int | None = None
     exactness: Exactness | None = None
+    examined: bool = True
 
 
 def with_cosine(option: Option, cosine: float | None) -> Option:

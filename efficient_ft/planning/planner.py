@@ -26,7 +26,7 @@ from efficient_ft.data import class_count
 from efficient_ft.methods.build import build_methods
 from efficient_ft.methods.declarations import Axis
 from efficient_ft.models import factory
-from efficient_ft.planning.candidates import Candidate, Exactness, candidates, split
+from efficient_ft.planning.candidates import SMALLEST, Candidate, Exactness, candidates, split
 from efficient_ft.planning.closeness import Closeness
 from efficient_ft.planning.counting import Counted, Counter
 from efficient_ft.planning.options import Excluded, Option, preference, recommend, with_cosine, with_front
@@ -48,8 +48,10 @@ _UNKNOWN_CLASSES = 1000
 MARGIN, TRIAL_MARGIN = 1.12, 1.1
 #: Bytes that a run takes and a trial of its recipe does not: it reads images, counts a step, evaluates and saves.
 _RUN_ONLY = 10 * 2**20
-#: Seconds for counting, for timing, and for comparing gradients. A plan is done within a minute on two cores.
-_COUNTING, _TIMING, _COMPARING = 24.0, 8.0, 8.0
+#: Seconds of planning, if none are asked for, and the shares for counting, for timing, and for comparing gradients. The
+#: rest is for starting, and for trials.
+PLANNING = 60.0
+_COUNTING, _TIMING, _COMPARING = 0.4, 2 / 15, 2 / 15
 #: Seconds that a step timed for a plan may take, and one of the recommended recipe; larger batches are timed in part.
 _STEP, _FINAL_STEP = 0.7, 4.0
 #: Seconds of the steps of a trial, of the longest step of a recipe that is tried, and trials of a plan.
@@ -73,6 +75,7 @@ class Plan:
         smallest: the name of that recipe.
         steps: optimizer steps of the run; None: unknown without the images.
         seconds: that planning took.
+        planning_seconds: that it was allowed to take.
     """
 
     memory_bytes: int
@@ -87,10 +90,40 @@ class Plan:
     smallest: str
     steps: int | None
     seconds: float
+    planning_seconds: float = PLANNING
+
+    @property
+    def not_examined(self) -> list[str]:
+        """The recipes for which there was no time."""
+        return [one.name for one in self.excluded if not one.examined]
+
+    @property
+    def examined(self) -> int:
+        """The number of the other recipes."""
+        return len(self.options) + len(self.excluded) - len(self.not_examined)
 
     def as_dict(self) -> dict[str, Any]:
         """The attributes in plain containers, for JSON."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A recipe that has just been examined.
+
+    Attributes:
+        number: of the recipe, from 1.
+        of: all recipes.
+        name: of the recipe.
+        needed_bytes: the budget that it needs; None: it cannot be used with this network.
+        fits: whether the budget is enough.
+    """
+
+    number: int
+    of: int
+    name: str
+    needed_bytes: int | None
+    fits: bool
 
 
 def make_plan(
@@ -103,7 +136,9 @@ def make_plan(
     split_batch: bool = False,
     chosen: Sequence[str] = (),
     attempt: Attempt | None = None,
+    planning_seconds: float = PLANNING,
     say: Callable[[str], None] = lambda text: None,
+    ready: Callable[[Examined], None] = lambda examined: None,
 ) -> Plan:
     """Plan a run; see the module.
 
@@ -116,7 +151,9 @@ def make_plan(
         split_batch: the batch may be split into micro-batches whose gradients are added up.
         chosen: options of the group ``method`` in `settings`, which every recipe keeps.
         attempt: tries the recipe to recommend; None: it is not tried.
-        say: reports progress.
+        planning_seconds: after which no further recipe is examined; the smallest ones always are.
+        say: reports what is done now.
+        ready: called with each recipe when it is examined.
 
     Raises:
         UserError: a setting that cannot be used, or a model that cannot be built.
@@ -140,34 +177,9 @@ def make_plan(
     planner = _Planner(list(settings), configure, counter, base, base_bytes, allocator, device, bool(chosen))
 
     memory_free = not any(getattr(method, "axis", None) is Axis.MEMORY for method in build_methods(base))
-    found: list[tuple[Candidate, Option]] = []
-    excluded: list[Excluded] = []
-    end = began + _COUNTING + _TIMING + _COMPARING
-    any_fits = False
-    for candidate in candidates(base, counter.blocks, chosen, memory_free or not chosen):
-        # While nothing fits there is nothing to time or to compare: that time is spent on counting.
-        if clock.perf_counter() > (began + _COUNTING if any_fits else end):
-            excluded.append(Excluded(candidate.name, "not examined: the time for planning was over"))
-            continue
-        say(f"counting {candidate.name}")
-        try:
-            option = planner.option(candidate)
-            found.append((candidate, option))
-            any_fits = any_fits or planner.fits(option, memory_bytes)
-        except UserError as error:
-            excluded.append(Excluded(candidate.name, first_line(error)))
-    if not found:
-        raise UserError(f"No recipe can be used with this model: {excluded[0].reason}")
-    weights = base_bytes + found[0][1].counted.resident_bytes
-    if weights > memory_bytes:
-        raise SettingError(
-            "memory",
-            f"{memory_bytes / 1e9:.2f}GB",
-            f"at least {weights / 1e9:.2f}GB",
-            f"So much is taken before the first step: {base_bytes / 1e9:.2f} GB by the interpreter and its libraries,"
-            f" {(weights - base_bytes) / 1e9:.2f} GB by the model and a batch. Choose a smaller model, data.batch_size"
-            " or model.image_size.",
-        )
+    todo = candidates(base, counter.blocks, chosen, memory_free or not chosen)
+    end = began + planning_seconds * (_COUNTING + _TIMING + _COMPARING)
+    found, excluded = planner.examine(todo, memory_bytes, began + planning_seconds * _COUNTING, end, say, ready)
     fitting = [pair for pair in found if planner.fits(pair[1], memory_bytes)]
     if split_batch and not any(option.exactness is Exactness.EXACT for _, option in fitting):
         for candidate, _ in [pair for pair in found if pair not in fitting]:
@@ -178,8 +190,8 @@ def make_plan(
                     break
     kept = {id(option) for _, option in fitting}
     above = [option for _, option in found if id(option) not in kept]
-    fitting = planner.with_times(fitting, min(clock.perf_counter() + _TIMING, end), say)
-    fitting = planner.with_losses(fitting, min(clock.perf_counter() + _COMPARING, end), say)
+    fitting = planner.with_times(fitting, min(clock.perf_counter() + planning_seconds * _TIMING, end), say)
+    fitting = planner.with_losses(fitting, min(clock.perf_counter() + planning_seconds * _COMPARING, end), say)
     options = sorted((option for _, option in fitting), key=preference)
     limit = None if max_seconds is None or steps is None else max_seconds / steps
     best, options, refused = planner.with_trial(
@@ -202,6 +214,7 @@ def make_plan(
         least.name,
         steps,
         clock.perf_counter() - began,
+        planning_seconds,
     )
 
 
@@ -221,6 +234,58 @@ class _Planner:
     configs: dict[str, Config] = field(default_factory=dict)
     #: Growth measured in trials that did not fit, relative to the predicted one; the other recipes' may be as far off.
     excess: float = 1.0
+
+    def examine(
+        self,
+        todo: Sequence[Candidate],
+        memory_bytes: int,
+        deadline: float,
+        end: float,
+        say: Callable[[str], None],
+        ready: Callable[[Examined], None],
+    ) -> tuple[list[tuple[Candidate, Option]], list[Excluded]]:
+        """Count the candidates until the deadline, or until the `end` while nothing fits: no other time is needed.
+
+        Returns:
+            Those that can be used, and the others.
+        """
+        found: list[tuple[Candidate, Option]] = []
+        excluded: list[Excluded] = []
+        any_fits = False
+        for number, candidate in enumerate(todo, start=1):
+            late = clock.perf_counter() > (deadline if any_fits else end)
+            if late and found and candidate.methods not in SMALLEST:
+                excluded.append(Excluded(candidate.name, "not examined: planning ended before", examined=False))
+                continue
+            say(f"counting {candidate.name} ({number} of {len(todo)})")
+            try:
+                option = self.option(candidate)
+            except UserError as error:
+                excluded.append(Excluded(candidate.name, first_line(error)))
+                ready(Examined(number, len(todo), candidate.name, None, False))
+                continue
+            if not found:
+                self._refuse_too_little(memory_bytes, option)
+            found.append((candidate, option))
+            fits = self.fits(option, memory_bytes)
+            any_fits = any_fits or fits
+            ready(Examined(number, len(todo), option.name, self.bound(option), fits))
+        if not found:
+            raise UserError(f"No recipe can be used with this model: {excluded[0].reason}")
+        return found, excluded
+
+    def _refuse_too_little(self, memory_bytes: int, option: Option) -> None:
+        """Refuse a budget that the process exceeds before its first step, with any recipe."""
+        weights = self.base_bytes + option.counted.resident_bytes
+        if weights > memory_bytes:
+            raise SettingError(
+                "memory",
+                f"{memory_bytes / 1e9:.2f}GB",
+                f"at least {weights / 1e9:.2f}GB",
+                f"So much is taken before the first step: {self.base_bytes / 1e9:.2f} GB by the interpreter and its"
+                f" libraries, {(weights - self.base_bytes) / 1e9:.2f} GB by the model and a batch. Choose a smaller"
+                " model, data.batch_size or model.image_size.",
+            )
 
     def option(self, candidate: Candidate) -> Option:
         """Count a candidate and predict its memory."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 
-from efficient_ft.core.format import format_seconds
-from efficient_ft.core.text import table
+from efficient_ft.core.format import format_number, format_seconds
+from efficient_ft.core.sheet import Cell, Column, render
+from efficient_ft.core.text import display_width, paragraph, terminal_width
 from efficient_ft.planning.candidates import Exactness
 from efficient_ft.planning.options import Option
 from efficient_ft.planning.planner import Plan
@@ -19,12 +22,13 @@ CLASSES = {
 }
 
 
-def plan_text(plan: Plan, *, every: bool = False) -> str:
+def plan_text(plan: Plan, *, every: bool = False, columns: Sequence[str] = ()) -> str:
     """The table of the options, the recommendation, and what is excluded and why.
 
     Args:
         plan: the plan.
         every: all options; False: those on the Pareto front of peak, step time and exactness.
+        columns: of the table, see `core.sheet.render`; empty: those that fit the terminal.
     """
     where = "the GPU" if plan.device.startswith("cuda") else "the process"
     lines = [
@@ -37,50 +41,140 @@ def plan_text(plan: Plan, *, every: bool = False) -> str:
             f"{gigabytes(plan.asked_bytes)} were asked for; this machine or its container may take"
             f" {gigabytes(plan.memory_bytes)}, which counts."
         )
+    texts = ["\n".join(map(paragraph, lines))]
     shown = [option for option in plan.options if every or option.on_front or option == plan.recommended]
     if shown:
-        title = "recipes that fit" if every else "recipes that fit, on the front of peak, time and exactness"
-        lines += ["", table([_header(plan, title), *(_line(option, plan) for option in shown)], left=(0, 5))]
-        lines += [
-            "",
-            "peak: of the process; counted: live tensors of it. Values with ≈ are predicted, peaks from the count and"
-            " times from FLOPs; the",
-            "others are measured here"
-            + (
-                ": the recommended recipe took a few steps in a process of its own."
-                if any(option.measured_bytes is not None for option in shown)
-                else "."
-            ),
-            "cosine: of the gradient with the exact one, on images of the run; lost: points of test accuracy below full"
-            " fine-tuning in finished",
-            "studies of small networks, from the best to the worst, without the memory method; –: not known.",
-        ]
-    lines.append("")
+        title = "Recipes that fit" + (
+            "" if every else ", on the front of peak, time and exactness (--all: every recipe)"
+        )
+        texts += [f"{title}:\n{_table(shown, plan, columns)}", _legend(shown)]
+    texts += ["\n".join(_recommendation(plan)), *_excluded(plan)]
+    return "\n\n".join([*texts, f"Planned in {format_seconds(plan.seconds)}."])
+
+
+def _table(options: Sequence[Option], plan: Plan, chosen: Sequence[str]) -> str:
+    columns = {
+        "recipe": Column(words=True),
+        "peak": Column(),
+        "step": Column(1),
+        "run": Column(3),
+        "class": Column(1, words=True),
+        "cosine": Column(2),
+        "lost": Column(1),
+        "counted": Column(4),
+    }
+    rows = [_line(option, plan) for option in options]
+    return render(list(columns), rows, "text", columns=columns, chosen=chosen)
+
+
+def _legend(shown: Sequence[Option]) -> str:
+    """What the columns hold, and which of the values are measured."""
+    tried = any(option.measured_bytes is not None for option in shown)
+    return "\n".join(
+        paragraph(line)
+        for line in (
+            "peak: of the process; counted: its live tensors. Values with ≈ are predicted, peaks from the count and"
+            " times from FLOPs; the others are measured here"
+            + (": the recommended recipe took a few steps in a process of its own." if tried else "."),
+            "cosine: of the gradient with the exact one, on images of the run. lost: points of test accuracy below full"
+            " fine-tuning in finished studies of small networks, from the best to the worst, without the memory"
+            " method. –: not known.",
+        )
+    )
+
+
+def _recommendation(plan: Plan) -> list[str]:
+    """The recipe to take with its command, and on how many recipes the choice rests; or why there is none."""
+    left = len(plan.not_examined)
     if plan.recommended is not None:
-        lines += ["Recommended: " + plan.recommended.name, "  " + plan.recommended.command]
-        lines[-1] += f" memory={_setting(plan.memory_bytes)}"
-    elif plan.options:
-        lines += _none_allowed(plan)
-    else:
-        lines.append(
-            f"Nothing fits. The smallest budget that does is {_setting(plan.smallest_bytes)}, with {plan.smallest}."
+        lines = [f"Recommended: {plan.recommended.name}"]
+        lines += _command([*plan.recommended.words, f"memory={_setting(plan.memory_bytes)}"])
+        of = f" of {plan.examined + left}" if left else ""
+        if plan.examined == 1:
+            lines.append(paragraph(f"The recommendation rests on one recipe: only 1{of} was examined.{_more(plan)}"))
+        elif len(plan.options) == 1:
+            lines.append(
+                paragraph(
+                    f"The recommendation rests on one recipe: of the {plan.examined} examined{of and of + ','} only"
+                    f" this one fits.{_more(plan)}"
+                )
+            )
+        elif left:
+            lines.append(paragraph(f"The recommendation rests on {plan.examined}{of} recipes.{_more(plan)}"))
+        return lines
+    if plan.options:
+        return [paragraph(line) for line in _none_allowed(plan)]
+    which = "Nothing fits" if not left else f"None of the {plan.examined} recipes examined fits"
+    return [
+        paragraph(
+            f"{which}. The smallest budget that does is {_setting(plan.smallest_bytes)}, with {plan.smallest}."
             " Or choose a smaller data.batch_size, model.image_size or model, or allow split=true."
         )
-    if plan.excluded:
-        lines += ["", f"Not possible ({len(plan.excluded)}):"]
-        over = [e for e in plan.excluded if e.process_bytes is not None]
-        if over:
-            over.sort(key=lambda e: e.process_bytes or 0)
-            lines.append(
-                f"  above the budget: {'; '.join(f'{e.name} ({gigabytes(e.process_bytes or 0)})' for e in over)}"
-            )
+    ]
+
+
+def _more(plan: Plan) -> str:
+    """How the recipes that were not examined can be examined; empty if there are none."""
+    left = len(plan.not_examined)
+    if not left:
+        return ""
+    minutes = max(math.ceil(plan.planning_seconds / 60 * (1 + 1.5 * left / plan.examined)), 1)
+    return f" --planning-time {minutes}m examines more."
+
+
+def _command(words: Sequence[str]) -> list[str]:
+    """A command in lines that fit the terminal and that a shell takes as one."""
+    lines = [f"  {words[0]}"]
+    for word in words[1:]:
+        if display_width(f"{lines[-1]} {word} \\") > terminal_width():
+            lines[-1] += " \\"
+            lines.append(f"      {word}")
+        else:
+            lines[-1] += f" {word}"
+    return lines
+
+
+def _excluded(plan: Plan) -> list[str]:
+    """The recipes that are not possible, by reason, and those that were not examined."""
+    texts = []
+    impossible = [one for one in plan.excluded if one.examined]
+    if impossible:
+        sizes: dict[str, list[int]] = {}
         reasons: dict[str, list[str]] = {}
-        for one in plan.excluded:
+        for one in impossible:
             if one.process_bytes is None:
                 reasons.setdefault(one.reason, []).append(one.name)
-        lines += [f"  {'; '.join(names)}: {reason}" for reason, names in reasons.items()]
-    lines += ["", f"Planned in {plan.seconds:.0f} s."]
-    return "\n".join(lines)
+            else:
+                sizes.setdefault(_stem(one.name), []).append(one.process_bytes)
+        groups: dict[str, list[str]] = {}
+        for stem, needed in sorted(sizes.items(), key=lambda pair: min(pair[1])):
+            groups.setdefault(_span(needed, plan.memory_bytes), []).append(_several(stem, len(needed)))
+        lines = [f"{', '.join(names)}: needs {span}" for span, names in groups.items()]
+        lines += [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
+        first = f"Not possible ({len(impossible)}; the budget is {gigabytes(plan.memory_bytes)}):"
+        texts.append("\n".join([first, *(paragraph(f"  {line}", "    ") for line in lines)]))
+    if plan.not_examined:
+        stems = Counter(map(_stem, plan.not_examined))
+        names = ", ".join(_several(stem, count) for stem, count in stems.items())
+        first = f"Not examined ({len(plan.not_examined)}): planning took {format_seconds(plan.seconds)}.{_more(plan)}"
+        texts.append(f"{paragraph(first)}\n{paragraph(f'  {names}', '  ')}")
+    return texts
+
+
+def _stem(name: str) -> str:
+    """The name of a recipe without its optimizer."""
+    return name.partition(", ")[0]
+
+
+def _several(stem: str, count: int) -> str:
+    return stem if count == 1 else f"{stem} ({count} optimizers)"
+
+
+def _span(sizes: Sequence[int], budget: int) -> str:
+    """The smallest and the largest size above the budget, in two digits; in three if they would hide the difference."""
+    least, most = (f"{size / 1e9:.1f}" if round(size / 1e9, 1) > budget / 1e9 else f"{size / 1e9:.2f}"
+                   for size in (min(sizes), max(sizes)))  # fmt: skip
+    return f"{least} GB" if least == most else f"{least} to {most} GB"
 
 
 def _none_allowed(plan: Plan) -> list[str]:
@@ -107,24 +201,15 @@ def _none_allowed(plan: Plan) -> list[str]:
 
 def gigabytes(size: int) -> str:
     """1234567890 → ``1.23 GB``: decimal, as budgets are usually given."""
-    return f"{size / 1e9:.2f} GB"
+    return format_number(size, "B")
 
 
 def _setting(size: int) -> str:
     return f"{-(-size // 10**7) / 100:g}GB"
 
 
-def _header(plan: Plan, title: str) -> list[str]:
-    total = ["run"] if plan.steps else []
-    return [title, "peak", "counted", "step", *total, "class", "cosine", "lost"]
-
-
-def _line(option: Option, plan: Plan) -> list[str]:
+def _line(option: Option, plan: Plan) -> list[Cell]:
     seconds, about = option.step_seconds, "" if option.timed else "≈ "
-    step = "–" if seconds is None else about + format_seconds(seconds)
-    total = []
-    if plan.steps:
-        total = ["–" if seconds is None else about + format_seconds(seconds * plan.steps)]
     lost = option.points_lost.values()
     points = "–"
     if lost:
@@ -132,10 +217,10 @@ def _line(option: Option, plan: Plan) -> list[str]:
     return [
         option.name,
         ("≈ " if option.measured_bytes is None else "") + gigabytes(option.peak_bytes),
-        gigabytes(option.counted.peak_bytes),
-        step,
-        *total,
+        "–" if seconds is None else about + format_seconds(seconds),
+        "–" if seconds is None else about + format_seconds(seconds * plan.steps) if plan.steps else None,
         CLASSES[option.exactness],
         "–" if option.cosine is None else "1" if option.exactness is Exactness.EXACT else f"{option.cosine:.4f}",
         "0" if option.exactness is Exactness.EXACT else points,
+        gigabytes(option.counted.peak_bytes),
     ]
