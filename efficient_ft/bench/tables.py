@@ -5,22 +5,35 @@ Ratios have one meaning: the recipe divided by the baseline, "× the time", "× 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from efficient_ft.core.text import table
+from efficient_ft.core.format import format_bytes, format_number, format_seconds
+from efficient_ft.core.sheet import Cell, Column, render
+from efficient_ft.core.text import paragraph, table
 from efficient_ft.record.environment import busy_note
 
 FELT = (
-    "growth over the size before the first step, in a process of its own; counted: peak of live tensors\n"
-    "without model and batch, with the optimizer's state"
+    "growth over the size before the first step, in a process of its own; counted: peak of live tensors"
+    " without model and batch, with the optimizer's state"
 )
-RATIOS = "milliseconds: median [quartiles]; ×: recipe / baseline, so 0.50× the time is half of it"
+RATIOS = "ms: median [quartiles]; ×: recipe / baseline, so 0.50× the time is half of it"
+
+#: A column: its name, the rank with which it is left out, and its cells.
+_Columns = list[tuple[str, int, list[Cell]]]
 
 
-def report_text(report: Mapping[str, Any]) -> str:
-    """The tables of a report, as a benchmark returned it or as a file in ``benchmarks`` holds it, and its notes."""
-    kinds: dict[str, Callable[[Mapping[str, Any]], str]] = {
+def report_text(report: Mapping[str, Any], columns: Sequence[str] = ()) -> str:
+    """The tables of a report, as a benchmark returned it or as a file in ``benchmarks`` holds it, and its notes.
+
+    Args:
+        report: of a benchmark.
+        columns: of the tables, see `core.sheet.render`; empty: those that fit the terminal.
+
+    Raises:
+        SettingError: there is no such column.
+    """
+    kinds: dict[str, Callable[[Mapping[str, Any], Sequence[str]], str]] = {
         "step": _step,
         "memory": _memory,
         "layer": _layer,
@@ -30,75 +43,93 @@ def report_text(report: Mapping[str, Any]) -> str:
     timed = report["kind"] != "gradient"
     busy = busy_note(report.get("environment", {})) if timed else None
     notes = [*report.get("notes", ()), *([busy] if busy else [])]
-    return "\n".join([kinds[report["kind"]](report), *(f"note: {note}" for note in notes)])
+    return "\n".join([kinds[report["kind"]](report, columns), *(paragraph(f"note: {note}", "  ") for note in notes)])
 
 
-def _step(report: Mapping[str, Any]) -> str:
+def _table(columns: _Columns, chosen: Sequence[str]) -> str:
+    """The table with these columns, the most important ones first; the first has the names of the rows."""
+    header = [name for name, _, _ in columns]
+    shown = {name: Column(rank, words=number == 0) for number, (name, rank, _) in enumerate(columns)}
+    rows = [list(row) for row in zip(*(cells for *_, cells in columns), strict=True)]
+    return render(header, rows, "text", columns=shown, chosen=chosen)
+
+
+def _step(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
     recipes, batch = report["recipes"], report["batch"]
     base = recipes[report["baseline"]]["executed"]
     felt = any("process" in record for record in recipes.values())
-    rows = [
-        [
-            *("recipe", "backward ms", "× the time", "whole step ms", "× the time", "forward ms"),
-            *("frozen prefix ms", "its bare inference ms", "backward MFLOPs", "× the FLOPs", "saved MiB", "peak MiB"),
-            *(("process MiB", "felt / counted") if felt else ()),
-        ]
+    every = list(recipes.values())
+    parts = [record["measured"] for record in every]
+    counts = [record["executed"] for record in every]
+
+    def ms(part: str) -> list[Cell]:
+        return [_ms(of[part]) if part in of else "–" for of in parts]
+
+    columns: _Columns = [
+        ("recipe", 0, list(recipes)),
+        ("step ms", 0, ms("step")),
+        ("× the step time", 0, [_time_ratio(of["step"]) for of in parts]),
+        ("backward ms", 2, ms("backward")),
+        ("× the backward time", 1, [_time_ratio(of["backward"]) for of in parts]),
+        ("× the backward FLOPs", 1, [_ratio(of["backward_flops"], base["backward_flops"]) for of in counts]),
+        ("saved", 1, [format_bytes(of["saved_bytes"] * batch) for of in counts]),
+        ("peak", 2, [format_bytes(of["peak_bytes"]) if "peak_bytes" in of else "–" for of in every]),  # old records
     ]
-    rounds = 0
-    for name, record in recipes.items():
-        parts, count = record["measured"], record["executed"]
-        rounds = len(parts["step"]["seconds"])
-        rows.append(
-            [
-                *(name, _ms(parts["backward"]), _time_ratio(parts["backward"])),
-                *(_ms(parts["step"]), _time_ratio(parts["step"]), _ms(parts["forward"])),
-                *(_ms(parts[part]) if part in parts else "–" for part in ("prefix", "prefix inference")),
-                f"{count['backward_flops'] / 1e6:.0f}",
-                _ratio(count["backward_flops"], base["backward_flops"]),
-                f"{count['saved_bytes'] * batch / 2**20:.1f}",
-                f"{record['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in record else "–",  # absent in old records
-                *(_felt(record.get("process")) if felt else ()),
-            ]
-        )
-    attention = ", unfused attention" if report.get("attention") == "unfused" else ""
-    title = f"{report['model']}, batch {batch}, {report['dtype']}{attention}, {rounds} rounds;"
-    explained = f"{RATIOS};\nMFLOPs (per image) and MiB (of the batch) are executed ones"
     if felt:
-        explained += f";\nprocess MiB: {FELT}"
-    return f"{title} baseline: {report['baseline']}\n{explained}\n\n{table(rows)}"
+        process = [_felt(record.get("process")) for record in every]
+        columns += [("process", 2, [a for a, _ in process]), ("process / counted", 4, [b for _, b in process])]
+    columns += [
+        ("backward FLOPs / image", 3, [format_number(of["backward_flops"]) for of in counts]),
+        ("forward ms", 3, ms("forward")),
+        ("frozen prefix ms", 4, ms("prefix")),
+        ("its bare inference ms", 5, ms("prefix inference")),
+    ]
+    attention = ", unfused attention" if report.get("attention") == "unfused" else ""
+    rounds = len(parts[-1]["step"]["seconds"])
+    title = f"{report['model']}, batch {batch}, {report['dtype']}{attention}, {rounds} rounds"
+    explained = [
+        f"{title}; baseline: {report['baseline']}",
+        RATIOS,
+        "FLOPs and saved bytes (of the batch) are executed",
+    ]
+    if felt:
+        explained.append(f"process: {FELT}")
+    return "\n".join([*map(paragraph, explained), "", _table(columns, chosen)])
 
 
-def _felt(record: Mapping[str, Any] | None) -> list[str]:
+def _felt(record: Mapping[str, Any] | None) -> tuple[str, str]:
     """The growth of a recipe's process and its ratio to the count of the same things."""
     if record is None:
-        return ["–", "–"]
+        return "–", "–"
     growth, counted = record["felt"]["growth_bytes"], record["counted_bytes"]
-    return [_mib(growth), f"{growth / counted:.2f}×" if counted else "–"]
+    return format_bytes(growth), f"{growth / counted:.2f}×" if counted else "–"
 
 
-def _memory(report: Mapping[str, Any]) -> str:
-    measured = {name: record for name, record in report["recipes"].items() if "felt" in record}
+def _memory(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
+    recipes = report["recipes"]
+    measured = {name: record for name, record in recipes.items() if "felt" in record}
     device = any(record["felt"]["device"] for record in measured.values())
-    rows = [
-        [
-            *("recipe", "interpreter", "with model", "before steps", "counted peak"),
-            *(("allocated", "reserved") if device else ()),
-            *("growth", "growth / counted", "step ms"),
-        ]
+
+    def each(show: Callable[[Mapping[str, Any]], str]) -> list[Cell]:
+        return [show(record) if name in measured else "–" for name, record in recipes.items()]
+
+    columns: _Columns = [
+        ("recipe", 0, list(recipes)),
+        ("growth", 0, each(lambda of: _felt(of)[0])),
+        ("counted peak", 0, each(lambda of: format_bytes(of["counted_bytes"]))),
+        ("growth / counted", 1, each(lambda of: _felt(of)[1])),
+        ("step time", 1, each(lambda of: format_seconds(of["step_seconds"]))),
     ]
-    for name, record in report["recipes"].items():
-        if name not in measured:
-            rows.append([name, *["–"] * (len(rows[0]) - 1)])
-            continue
-        felt = record["felt"]
-        sizes = (record["interpreter_bytes"], record["with_model_bytes"], felt["before_bytes"])
-        rows.append(
-            [
-                *(name, *map(_mib, sizes), _mib(record["counted_bytes"])),
-                *((_mib(felt["device"][key]) for key in ("allocated_bytes", "reserved_bytes")) if device else ()),
-                *(*_felt(record), f"{record['step_seconds'] * 1e3:.0f}"),
-            ]
-        )
+    if device:
+        columns += [
+            (key, 1, each(lambda of, key=key: format_bytes(of["felt"]["device"][f"{key}_bytes"])))  # type: ignore[misc]
+            for key in ("allocated", "reserved")
+        ]
+    columns += [
+        ("interpreter", 3, each(lambda of: format_bytes(of["interpreter_bytes"]))),
+        ("with model", 3, each(lambda of: format_bytes(of["with_model_bytes"]))),
+        ("before steps", 2, each(lambda of: format_bytes(of["felt"]["before_bytes"]))),
+    ]
     about = [report["dtype"], *sorted({record["optimizer"] for record in measured.values()})]
     about += ["unfused attention"] if report["attention"] == "unfused" else []
     where = (
@@ -106,30 +137,31 @@ def _memory(report: Mapping[str, Any]) -> str:
         if device
         else "of the process " + FELT.removeprefix("growth ")
     )
-    return (
-        f"{report['model']}, batch {report['batch']}, {', '.join(about)}; MiB\n"
-        "interpreter, with model: resident memory of the process; before steps: with the compiler of packing kernels\n"
-        f"growth: {where}\n\n{table(rows)}"
+    explained = (
+        f"{report['model']}, batch {report['batch']}, {', '.join(about)}",
+        f"growth: {where}",
+        "interpreter, with model: resident memory of the process; before steps: with the compiler of packing kernels",
     )
+    return "\n".join([*map(paragraph, explained), "", _table(columns, chosen)])
 
 
-def _layer(report: Mapping[str, Any]) -> str:
-    texts = [RATIOS]
+def _layer(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
+    texts = [paragraph(RATIOS)]
     for shape, functions in report["shapes"].items():
         exact = functions["exact"]["backward_flops"]
-        rows = [
-            ["", "backward ms", "× the time", "backward MFLOPs / image", "× the FLOPs", "forward ms", "× the time"],
-            *(
-                [
-                    *(name, _ms(of["measured"]["backward"]), _time_ratio(of["measured"]["backward"])),
-                    *(f"{of['backward_flops'] / 1e6:.2f}", _ratio(of["backward_flops"], exact)),
-                    *(_ms(of["measured"]["forward"]), _time_ratio(of["measured"]["forward"])),
-                ]
-                for name, of in functions.items()
-            ),
+        every = list(functions.values())
+        columns: _Columns = [
+            ("function", 0, list(functions)),
+            ("backward ms", 0, [_ms(of["measured"]["backward"]) for of in every]),
+            ("× the backward time", 0, [_time_ratio(of["measured"]["backward"]) for of in every]),
+            ("× the backward FLOPs", 1, [_ratio(of["backward_flops"], exact) for of in every]),
+            ("backward FLOPs / image", 3, [format_number(of["backward_flops"]) for of in every]),
+            ("forward ms", 2, [_ms(of["measured"]["forward"]) for of in every]),
+            ("× the forward time", 2, [_time_ratio(of["measured"]["forward"]) for of in every]),
         ]
         settings = ", ".join(str(report[name]) for name in ("dtype", "layout", "projector"))
-        texts.append(f"{shape}, batch {report['batch']}, {settings}; baseline: exact\n{table(rows)}")
+        title = f"{shape}, batch {report['batch']}, {settings}; baseline: exact"
+        texts.append(f"{paragraph(title)}\n{_table(columns, chosen)}")
         if all("profile" in of for of in functions.values()):
             texts.append(_layer_profile(report["peak_flops_per_second"], functions))
     return "\n\n".join(texts)
@@ -137,29 +169,29 @@ def _layer(report: Mapping[str, Any]) -> str:
 
 def _layer_profile(peak: float, functions: Mapping[str, Any]) -> str:
     """Where the time of the layer's backward passes goes."""
-    rows = [["", "products ms", "GFLOP/s", "passes ms", "rest ms", "calls"]]
+    rows = [["function", "products ms", "GFLOP/s", "passes ms", "rest ms", "calls"]]
     for name, of in functions.items():
         profile = of["profile"]
         times = [f"{profile[part] * 1e3:.2f}" for part in ("products", "passes", "rest")]
         rows.append([name, times[0], f"{profile['rate'] / 1e9:.0f}", *times[1:], f"{profile['calls']:.0f}"])
-    return (
-        f"{table(rows)}\n"
+    below = (
         f"products: matrix products and convolutions (one of 1024³ reaches {peak / 1e9:.0f} GFLOP/s here); passes:"
         " other operators; rest: dispatch, Python; calls: of operators"
     )
+    return f"{table(rows)}\n{paragraph(below)}"
 
 
 def _percent(of: Mapping[str, float]) -> str:
     return f"{of['median']:.2f} % [{of['q1']:.2f}–{of['q3']:.2f}]"
 
 
-def _loop(report: Mapping[str, Any]) -> str:
+def _loop(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
     texts = []
     for job, of in report["jobs"].items():
         model = "".join(f", {of[name]}" for name in ("model", "dtype") if name in of)
         rounds = len(of["framework"]["seconds"])
         names = [name for name in ("bare loop", "framework", "data wait") if name in of]
-        lines = [table([["", "ms per step"], *([name, _ms(of[name])] for name in names)])]
+        lines = [table([["loop", "ms per step"], *([name, _ms(of[name])] for name in names)])]
         if over := of.get("overhead_percent"):
             lines.append(f"the framework adds {_percent(over)} per step")
         if waits := of.get("data_wait_percent"):
@@ -169,23 +201,26 @@ def _loop(report: Mapping[str, Any]) -> str:
     return "\n\n".join(texts)
 
 
-def _gradient(report: Mapping[str, Any]) -> str:
-    rows = [["recipe", "cosine", "min", "max", "relative error", "saved MiB / image"]]
-    for name, record in report["recipes"].items():
-        cosine, error = record["cosine"]["blocks"], record["error"]["blocks"]
-        saved = record["executed"]["saved_bytes"] / 2**20
-        rows.append(
-            [name, *(f"{cosine[k]:.4f}" for k in ("mean", "min", "max")), f"{error['mean']:.4f}", f"{saved:.3f}"]
-        )
+def _gradient(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
+    every = list(report["recipes"].values())
+
+    def cosine(of: str) -> list[Cell]:
+        return [f"{record['cosine']['blocks'][of]:.4f}" for record in every]
+
+    columns: _Columns = [
+        ("recipe", 0, list(report["recipes"])),
+        ("cosine", 0, cosine("mean")),
+        ("min", 1, cosine("min")),
+        ("max", 1, cosine("max")),
+        ("relative error", 1, [f"{record['error']['blocks']['mean']:.4f}" for record in every]),
+        ("saved / image", 1, [format_bytes(record["executed"]["saved_bytes"]) for record in every]),
+    ]
     height, width = report["size"]
-    return (
+    title = (
         f"{report['model']}, {height}×{width}, {report['batches']} batches of {report['batch']}: gradients of the"
-        f" blocks' trained parameters, compared with the exact ones\n\n{table(rows)}"
+        " blocks' trained parameters, compared with the exact ones"
     )
-
-
-def _mib(value: float) -> str:
-    return f"{value / 2**20:.0f}"
+    return f"{paragraph(title)}\n\n{_table(columns, chosen)}"
 
 
 def _ms(value: Mapping[str, float]) -> str:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from efficient_ft.cli.terminal import Help, add_columns_option, count, count_or_zero
 from efficient_ft.core.allocator import CHOICES, restart_with, use_allocator
 from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.text import paragraph
 from efficient_ft.record.files import json_text
 
 if TYPE_CHECKING:
@@ -28,8 +30,8 @@ PROG = "efficient-ft bench"
 PROCESS_KEYS = ("interpreter_bytes", "with_model_bytes", "optimizer", "optimizer_bytes", "counted_bytes", "felt")
 
 DESCRIPTION = """\
-Measure recipes against each other: alternately, in one process, after a warm-up; no round is left out.
-Memory of the process is measured in a process of its own for each recipe.
+Measure recipes against each other: in turn, in one process, after a warm-up. No round is left out. The memory of each
+recipe's process is measured in a process of its own.
 
     efficient-ft bench step --model efficientformer_l1 --batch 32 last_stage lbp_wht lbp_wht:order=2
     efficient-ft bench memory --model deit_small --batch 16 full back_razor checkpointing
@@ -37,18 +39,17 @@ Memory of the process is measured in a process of its own for each recipe.
     efficient-ft bench loop
     efficient-ft bench gradient --model vit_micro --weights FILE --images DIR back_razor mesa
 
-step: training steps of a model with each recipe, by their parts; on a CPU all recipes except the baseline hold
-convolutional maps in channels-last memory, as runs there do. memory: counted and felt memory of training steps with the
-optimizer of a run: growth of the process over its size before the first step, and the counted peak without model and
-batch, with the optimizer's state in both. layer: the backward pass of one linear layer, exact and low-rank. loop: what
-the framework adds to a bare PyTorch loop, per step. gradient: how close the gradients of each recipe come to the exact
-ones of the same network and batch, and the bytes it keeps.
+step measures training steps of a model, by their parts. On a CPU all recipes except the baseline hold convolutional
+maps in channels-last memory, as runs do there. memory compares the memory of a training process with the count: its
+growth over the size before the first step, and the counted peak without model and batch, both with the optimizer's
+state. layer measures the backward pass of one linear layer, exact and low-rank. loop measures how much time the
+framework adds to a bare PyTorch loop per step. gradient compares the gradients of each recipe with the exact ones of
+the same network and batch, and counts the bytes that it keeps.
 
-A recipe is METHOD[:KEY=VALUE,...][+METHOD...] with the names and settings of the command line; NAME=RECIPE gives it
-another name. A key with a dot is the full name of any setting (full:trainer.precision=bf16). The first recipe is the
-baseline. Times are medians with quartiles; a ratio is recipe / baseline ("0.50x the time"), from the median over the
-rounds, both taken in the same round. FLOPs and bytes are executed ones (counted); on CUDA, peaks are measured (what the
-allocator gave out).
+A recipe is METHOD[:KEY=VALUE,...][+METHOD...] with the names and settings of the command line. NAME=RECIPE renames it.
+A key with a dot is the full name of any setting (full:trainer.precision=bf16). The first recipe is the baseline. Times
+are medians with quartiles. A ratio is recipe / baseline ("0.50x the time"): the median over the rounds, each of which
+measures both. FLOPs and bytes are counted from executed operations; on CUDA, peaks are measured from the allocator.
 """
 
 
@@ -59,7 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         UserError: a recipe, model, file or device that cannot be used.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if not hasattr(options, "run"):
+        parser.print_help()
+        return
     if getattr(options, "alone", False):
         _measure_alone(options)
     else:
@@ -67,36 +72,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=PROG, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    kinds = parser.add_subparsers(required=True, metavar="step|memory|layer|loop|gradient")
+    parser = argparse.ArgumentParser(prog=PROG, description=DESCRIPTION, formatter_class=Help)
+    kinds = parser.add_subparsers(metavar="step|memory|layer|loop|gradient")
 
     def kind(name: str, run: Callable[..., dict[str, Any]], rounds: int | None, text: str) -> argparse.ArgumentParser:
-        sub = kinds.add_parser(name, help=text, description=text)
+        sub = kinds.add_parser(name, help=text, description=text, formatter_class=Help)
         sub.set_defaults(run=run)
         if rounds is not None:
-            sub.add_argument("--rounds", type=_count, default=rounds, help=f"timed rounds (default {rounds})")
-            sub.add_argument("--warmup", type=_count, default=2, help="rounds before these, not timed (default 2)")
-        sub.add_argument("--threads", type=_count, help="CPU threads (default: torch's)")
+            sub.add_argument("--rounds", type=count, default=rounds, help=f"timed rounds (default {rounds})")
+            sub.add_argument("--warmup", type=count, default=2, help="rounds before these, not timed (default 2)")
+        sub.add_argument("--threads", type=count, help="CPU threads (default: torch's)")
         sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1")
         sub.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="fp32, or autocast to it")
         sub.add_argument(
             "--allocator", choices=CHOICES, default="auto", help="as the setting of runs: see conf/train.yaml (auto)"
         )
         sub.add_argument("--json", type=Path, metavar="FILE", help="also write the report to FILE")
+        add_columns_option(sub)
         return sub
 
     step = kind("step", _step, 10, "training steps of a model, by their parts")
     step.add_argument("recipes", nargs="*", metavar="RECIPE", help="default: last_stage lbp_wht")
     step.add_argument("--model", default="efficientformer_l1", help="a model of conf/model or of timm")
-    step.add_argument("--batch", type=_count, default=32, help="batch size (default 32)")
-    step.add_argument("--size", type=_count, help="pixels (default: the model's)")
-    step.add_argument("--classes", type=_count, default=100, help="default 100")
+    step.add_argument("--batch", type=count, default=32, help="batch size (default 32)")
+    step.add_argument("--size", type=count, help="pixels (default: the model's)")
+    step.add_argument("--classes", type=count, default=100, help="default 100")
     step.add_argument("--unfused", action="store_true", help="attention in its parts (timm's default: fused)")
     step.add_argument(
         "--memory-steps",
-        type=_count_or_zero,
+        type=count_or_zero,
         default=3,
         metavar="N",
         help="steps over which each recipe's process is measured, in a process of its own (default 3; 0: not measured)",
@@ -105,13 +109,13 @@ def _parser() -> argparse.ArgumentParser:
     memory = kind("memory", _memory, None, "counted and felt memory of training steps, each recipe in its own process")
     memory.add_argument("recipes", nargs="+", metavar="RECIPE")
     memory.add_argument("--model", default="deit_small", help="a model of conf/model or of timm (default deit_small)")
-    memory.add_argument("--batch", type=_count, default=16, help="batch size (default 16)")
-    memory.add_argument("--size", type=_count, help="pixels (default: the model's)")
-    memory.add_argument("--classes", type=_count, default=100, help="default 100")
+    memory.add_argument("--batch", type=count, default=16, help="batch size (default 16)")
+    memory.add_argument("--size", type=count, help="pixels (default: the model's)")
+    memory.add_argument("--classes", type=count, default=100, help="default 100")
     memory.add_argument("--unfused", action="store_true", help="attention in its parts (timm's default: fused)")
     memory.add_argument("--optim", default="adamw", help="an optimizer of conf/optim (default adamw)")
-    memory.add_argument("--steps", type=_count, default=3, help="steps measured (default 3)")
-    memory.add_argument("--warmup", type=_count_or_zero, default=2, help="steps before these (default 2)")
+    memory.add_argument("--steps", type=count, default=3, help="steps measured (default 3)")
+    memory.add_argument("--warmup", type=count_or_zero, default=2, help="steps before these (default 2)")
     # Of the process that measures one recipe.
     memory.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     memory.add_argument("--default-layout", action="store_true", help=argparse.SUPPRESS)
@@ -123,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="C_IN,C_OUT,HxW",
         help="may be repeated (default: the four layers in Table 5 of the LBP-WHT paper)",
     )
-    layer.add_argument("--batch", type=_count, default=32, help="batch size (default 32)")
+    layer.add_argument("--batch", type=count, default=32, help="batch size (default 32)")
     layer.add_argument("--orders", default="2,4,6,8,15", help="default 2,4,6,8,15")
     layer.add_argument("--projector", choices=("wht", "dct"), default="wht")
     layer.add_argument(
@@ -143,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
         help="default: the default job; or a model of conf/model, trained whole. May be repeated (default: both of"
         " default and deit_small)",
     )
-    loop.add_argument("--batch", type=_count, help="batch size (default: the job's own; 8 for a model)")
+    loop.add_argument("--batch", type=count, help="batch size (default: the job's own; 8 for a model)")
     loop.add_argument("--images", type=Path, metavar="DIR", help="images in folders (default: the digits)")
     loop.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of all jobs")
 
@@ -152,24 +156,12 @@ def _parser() -> argparse.ArgumentParser:
     gradient.add_argument("--model", default="deit_tiny", help="a model of conf/model or of timm")
     gradient.add_argument("--weights", metavar="FILE", help="its weights, in timm's names (default: random ones)")
     gradient.add_argument("--images", type=Path, metavar="DIR", help="DIR/CLASS/* (default: noise)")
-    gradient.add_argument("--size", type=_count, help="pixels (default: the model's)")
-    gradient.add_argument("--classes", type=_count, default=100, help="without --images (default 100)")
-    gradient.add_argument("--batch", type=_count, default=16, help="batch size (default 16)")
-    gradient.add_argument("--batches", type=_count, default=8, help="disjoint batches measured (default 8)")
+    gradient.add_argument("--size", type=count, help="pixels (default: the model's)")
+    gradient.add_argument("--classes", type=count, default=100, help="without --images (default 100)")
+    gradient.add_argument("--batch", type=count, default=16, help="batch size (default 16)")
+    gradient.add_argument("--batches", type=count, default=8, help="disjoint batches measured (default 8)")
     gradient.add_argument("--seed", type=int, default=0, help="seed for images, random weights and rounding")
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text}.")
-    return int(text)
-
-
-def _count_or_zero(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be an integer >= 0, got {text}.")
-    return int(text)
 
 
 def _set_up(options: argparse.Namespace) -> str:
@@ -191,14 +183,14 @@ def _measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     from efficient_ft.record.environment import busy_note, environment
 
     here = {**environment(options.device), "allocator": allocator}
-    print(
-        f"# {here['device']}, {here['threads']} threads, torch {here['torch']}, allocator: {allocator}, {here['date']}"
+    about = (
+        f"{here['device']}, {here['threads']} threads, torch {here['torch']}, allocator: {allocator}, {here['date']}"
     )
-    busy = busy_note(here)
-    if busy:
-        print(f"# {busy}")
+    for line in (about, busy_note(here)):
+        if line:
+            print(paragraph(f"# {line}", "#   "))
     report = {"command": _command(arguments, options.json), "environment": here, **options.run(options)}
-    print(f"\n{report_text(report)}")
+    print(f"\n{report_text(report, options.columns)}")
     if options.json is not None:
         options.json.write_text(json_text(report, indent=2) + "\n", encoding="utf-8")
         print(f"\nwritten: {options.json}")

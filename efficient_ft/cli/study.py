@@ -8,23 +8,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from efficient_ft.core import text
+from efficient_ft.cli.terminal import Help, add_columns_option, words
 from efficient_ft.core.errors import UserError, did_you_mean
+from efficient_ft.core.format import format_bytes, format_number, format_seconds
+from efficient_ft.core.sheet import Column, render
+from efficient_ft.core.text import paragraph
 
 if TYPE_CHECKING:
     from efficient_ft.config import Config
     from efficient_ft.record.study import Records, StudyRun
 
 DESCRIPTION = """\
-Run a study: FOLDER/study.yaml names rows (methods), the setting tuned for each of them in the same way, and seeds.
+Run a study. FOLDER/study.yaml names the rows (methods), the setting that is tuned for each of them, and the seeds.
 
+    efficient-ft study                                list the studies below this folder
     efficient-ft study results/deit_tiny_caltech101 data.root=DIR model.weights=FILE jobs=2
-                                                      run what is not finished; repeating it continues
     efficient-ft study results/deit_tiny_caltech101 --report
-                                                      the table of what has been found
 
-KEY=VALUE settings hold on this machine only (where the images are, how many jobs at a time) and are not recorded.
-FOLDER/records.json gets a record of every finished run.
+The command runs what is not finished; the same command continues an interrupted study. --report runs nothing and
+prints the table of the finished runs. KEY=VALUE settings hold on this machine only (where the images are, how many
+jobs at a time) and are not recorded. FOLDER/records.json gets a record of every finished run.
 """
 
 #: Settings that do not change what a study finds, or the beginnings of their names.
@@ -40,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         SystemExit: with status 1 if a run has failed.
     """
     options = _parser().parse_intermixed_args(arguments)
+    if options.folder is None:
+        print(_studies())
+        return
     for word in options.settings:
         key, equals, _ = word.partition("=")
         if not equals:
@@ -63,28 +69,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
             failed = _run(records, runs, options.settings) or failed
         if not options.tune_only:
             failed = _run(records, records.seed_runs(rows), options.settings) or failed
-    print(report(records, rows))
+    print(report(records, rows, options.columns))
     if failed:
         raise SystemExit(1)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="efficient-ft study", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="holds study.yaml")
+    parser = argparse.ArgumentParser(prog="efficient-ft study", description=DESCRIPTION, formatter_class=Help)
+    parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help="holds study.yaml")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of this machine")
-    parser.add_argument("--rows", type=_words, default=[], metavar="ROW,...", help="only these rows (default: all)")
+    parser.add_argument("--rows", type=words, default=[], metavar="ROW,...", help="only these rows (default: all)")
     parser.add_argument("--tune-only", action="store_true", help="run the tuning, not the further seeds")
     parser.add_argument("--report", action="store_true", help="run nothing; print the table")
+    add_columns_option(parser)
     return parser
 
 
-def _words(given: str) -> list[str]:
-    words = [word for word in given.split(",") if word]
-    if not words:
-        raise argparse.ArgumentTypeError("names no row; leave the option out for all rows")
-    return words
+def _studies() -> str:
+    """The text of the command without a folder: the studies below this one."""
+    from efficient_ft.record.study import DEFINITION
+
+    found = sorted(file.parent for depth in ("*", "*/*") for file in Path().glob(f"{depth}/{DEFINITION}"))
+    if not found:
+        return "There is no study.yaml here or in two levels of folders. Pass FOLDER: efficient-ft study FOLDER."
+    return "\n".join(["Pass FOLDER: efficient-ft study FOLDER. Studies here:", *(f"  {folder}" for folder in found)])
 
 
 def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) -> bool:
@@ -158,8 +166,31 @@ def _refuse_other_images(records: Records, configs: Mapping[StudyRun, Config]) -
         records.refuse_other_images(run, digests[key])
 
 
-def report(records: Records, rows: Sequence[str]) -> str:
-    """The table of what has been found, and what is missing."""
-    from efficient_ft.report.studies import notes, study_table
+def report(records: Records, rows: Sequence[str], columns: Sequence[str] = ()) -> str:
+    """The table of what has been found, and what is missing.
 
-    return "\n".join([records.study.title, text.table(study_table(records, rows)), *notes(records, rows)])
+    Args:
+        records: of the study.
+        rows: of the table.
+        columns: of the table, see `core.sheet.render`; empty: those that fit the terminal.
+    """
+    from efficient_ft.report.studies import notes, study_cells
+
+    header, lines = study_cells(records, rows)
+    row, tuned, accuracy, *_ = header
+    named = {
+        row: Column(words=True),
+        accuracy: Column(),
+        "peak MiB": Column(1, lambda value: format_bytes(value * 2**20), "peak"),
+        "TFLOPs": Column(1, lambda value: format_number(value * 1e12), "FLOPs of the run"),
+        "seconds": Column(2, format_seconds, "time"),
+        tuned: Column(2),
+        header[6]: Column(3, lambda value: format_bytes(value * 1024), header[6].replace("KiB ", "")),
+        "seeds": Column(4),
+        "times fewer FLOPs": Column(4, format_number),
+        "times fewer bytes": Column(4, format_number),
+        "process MiB": Column(5, lambda value: format_bytes(value * 2**20), "used by training"),
+    }
+    columns_of = {name: column for name, column in named.items() if name in header}
+    table = render(header, lines, "text", columns=columns_of, chosen=columns)
+    return "\n".join([paragraph(records.study.title), table, *(paragraph(one, "  ") for one in notes(records, rows))])

@@ -70,7 +70,9 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
     lines = []
     for line in text.split("\n"):
         current = ""
-        for piece in _BREAKS.split(line):
+        words = _SPACES.split(line)
+        pieces = [p for w in words for p in ([w] if display_width(w.rstrip()) <= width else _SEPARATORS.split(w))]
+        for piece in pieces:
             if current.strip() and display_width((current + piece).rstrip()) > width:
                 lines.append(current.rstrip())
                 current = indent
@@ -96,8 +98,9 @@ def paragraph(text: str, indent: str = "") -> str:
     return "\n".join(lines)
 
 
-#: The places at which a line may end.
-_BREAKS = re.compile(r"(?<=[+,/;])|(?<=\s)(?=\S)|(?<=\.)(?=[a-z])")
+#: The places at which a line may end: between words, and in a word that is too wide.
+_SPACES = re.compile(r"(?<=\s)(?=\S)")
+_SEPARATORS = re.compile(r"(?<=[+,/;])|(?<=\.)(?=[a-z])")
 #: Columns of words are not made narrower than this, in terminal columns.
 _NARROW = 24
 

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from efficient_ft.core.sheet import Cell
 from efficient_ft.core.text import spelled
 from efficient_ft.record.study import Records, shown, test_accuracy
 
@@ -13,11 +14,16 @@ from efficient_ft.record.study import Records, shown, test_accuracy
 AT_END = "*"
 
 
-def study_table(records: Records, rows: Sequence[str]) -> list[list[str]]:
-    """The header, then a line for each of `rows` that is tuned; ratios are to the row ``full``, or else to the first.
+#: The formats of a table's numbers in Markdown, by the beginnings of their columns.
+_FORMATS = {"TFLOPs": ".2f", "times fewer FLOPs": ".2f", "saved KiB": ".0f", "times fewer bytes": ".1f",
+            "peak MiB": ".0f", "process MiB": ".0f", "seconds": ".0f"}  # fmt: skip
+
+
+def study_cells(records: Records, rows: Sequence[str]) -> tuple[list[str], list[list[Cell]]]:
+    """The header, and a line for each of `rows` that is tuned; ratios are to the row ``full``, or else to the first.
 
     Accuracy (or the task's metric) is the mean over the seeds in percent, with the lowest and the highest; costs are
-    those of a run. If all records have it, the growth of the process in the steps stands next to the counted peak.
+    those of a run. If all records have it, the growth of the process in the steps follows the counted peak.
     """
     found = {row: runs for row in rows if (runs := records.finished(row))}
     base = next(iter(records.finished("full") if "full" in records.study.rows else ()), None)
@@ -29,26 +35,36 @@ def study_table(records: Records, rows: Sequence[str]) -> list[list[str]]:
               f"saved KiB / {records.study.sample}", "times fewer bytes", "peak MiB", "seconds"]  # fmt: skip
     felt = all("growth_bytes" in runs[0] for runs in found.values()) and bool(found)
     lines = [_line(row, runs, base, ends, felt) for row, runs in found.items() if base is not None]
-    return [[*header[:-1], *(["process MiB"] if felt else []), header[-1]], *lines]
+    return [*header[:-1], *(["process MiB"] if felt else []), header[-1]], lines
+
+
+def study_table(records: Records, rows: Sequence[str]) -> list[list[str]]:
+    """The header and the lines of `study_cells` as text, for Markdown."""
+    header, lines = study_cells(records, rows)
+    formats = [next((f for start, f in _FORMATS.items() if name.startswith(start)), "") for name in header]
+    return [
+        header,
+        *(["–" if c is None else format(c, f) for c, f in zip(line, formats, strict=True)] for line in lines),
+    ]
 
 
 def _line(
     row: str, runs: Sequence[dict[str, Any]], base: dict[str, Any], ends: Sequence[float], felt: bool
-) -> list[str]:
+) -> list[Cell]:
     first = runs[0]
     flops, saved = first["totals"]["flops"], first["executed"]["saved_bytes"]
     return [
         row,
         shown(first["value"]) + (AT_END if first["value"] in ends else ""),
         spread([test_accuracy(one) for one in runs]),
-        str(len(runs)),
-        f"{flops / 1e12:.2f}",
-        f"{base['totals']['flops'] / flops:.2f}",
-        f"{saved / 1024:.0f}",
-        f"{base['executed']['saved_bytes'] / saved:.1f}" if saved else "–",
-        f"{first['measured']['peak_bytes'] / 2**20:.0f}",
-        *([f"{statistics.median(one['growth_bytes'] for one in runs) / 2**20:.0f}"] if felt else []),
-        f"{statistics.median(one['totals']['seconds'] for one in runs):.0f}",
+        len(runs),
+        flops / 1e12,
+        base["totals"]["flops"] / flops,
+        saved / 1024,
+        base["executed"]["saved_bytes"] / saved if saved else None,
+        first["measured"]["peak_bytes"] / 2**20,
+        *([statistics.median(one["growth_bytes"] for one in runs) / 2**20] if felt else []),
+        statistics.median(one["totals"]["seconds"] for one in runs),
     ]
 
 
@@ -61,7 +77,7 @@ def spread(values: Sequence[float]) -> str:
 def notes(records: Records, rows: Sequence[str]) -> list[str]:
     """Sentences on the marks of the table, rows that are not tuned yet or always diverged, and missing seeds."""
     said = []
-    if any(AT_END in line[1] for line in study_table(records, rows)[1:]):
+    if any(AT_END in str(line[1]) for line in study_cells(records, rows)[1]):
         said.append(f"{AT_END}: the best value is at the end of the grid.")
     if alike := records.of_the_search_alone():
         ignored = ", ".join(records.study.tune.ignore)
