@@ -34,6 +34,7 @@ from efficient_ft.bench.images import image_folder, shuffled_batches
 from efficient_ft.bench.projections import METHODS, Candidate, candidates, headroom
 from efficient_ft.config import ModelConfig
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.sheet import Cell
 from efficient_ft.cost import executed
 from efficient_ft.methods import LBPWHT
 from efficient_ft.models.factory import create_model
@@ -257,35 +258,42 @@ def save(file: Path, study: Study, results: list[dict[str, Any]]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- tables
-def markdown(results: Sequence[dict[str, Any]], state: str = "trained") -> str:
-    """The whole network's relative error (cosine) in a state: a line for each grid and order, a column per method."""
+def network_rows(results: Sequence[dict[str, Any]], state: str = "trained") -> tuple[list[str], list[list[Cell]]]:
+    """The whole network's relative error (cosine) in a state: a row for each grid and order, a column per method.
+
+    A star marks the smallest error of a row.
+    """
     chosen = [r for r in results if r["state"] == state]
     names = list(dict.fromkeys(r["method"] for r in chosen))
-    lines = [f"| grid, cost of | backward MFLOPs (exact) | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
+    rows: list[list[Cell]] = []
     for grid, order in dict.fromkeys((tuple(r["grid"]), r["order"]) for r in chosen):
         line = {r["method"]: r for r in chosen if tuple(r["grid"]) == grid and r["order"] == order}
         best = min(r["batch"]["network"]["error"]["mean"] for r in line.values() if r["method"] in METHODS)
-        cells = []
+        cells: list[Cell] = []
         for name in names:
             if name not in line:
                 cells.append("–")
                 continue
             network = line[name]["batch"]["network"]
             text = f"{network['error']['mean']:.3f} ({network['cosine']['mean']:.3f})"
-            cells.append(f"**{text}**" if network["error"]["mean"] == best else text)
+            cells.append(f"{text}*" if network["error"]["mean"] == best else text)
         costs = sorted({round(r["backward_mflops"]) for r in line.values()})
         cost = f"{costs[0]}–{costs[-1]}" if costs[1:] else f"{costs[0]}"
         exact = round(next(iter(line.values()))["exact_mflops"])
-        lines.append(f"| {grid[0]}×{grid[1]}, LP-{order} | {cost} ({exact}) | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([f"{grid[0]}×{grid[1]}, LP-{order}", *cells, f"{cost} ({exact})"])
+    return ["grid, cost of", *names, "backward MFLOPs (exact)"], rows
 
 
-def markdown_by_group(results: Sequence[dict[str, Any]], state: str = "trained") -> str:
-    """Relative error by group of gradients in a state: a line for each grid, order and method."""
+def group_rows(results: Sequence[dict[str, Any]], state: str = "trained") -> tuple[list[str], list[list[Cell]]]:
+    """Relative error by group of gradients in a state: a row for each grid, order and method."""
     chosen = [r for r in results if r["state"] == state]
     names = list(chosen[0]["batch"])
-    lines = [f"| grid, cost of | method | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
-    for r in chosen:
-        cells = " | ".join(f"{r['batch'][n]['error']['mean']:.3f}" for n in names)
-        lines.append(f"| {r['grid'][0]}×{r['grid'][1]}, LP-{r['order']} | {r['method']} | {cells} |")
-    return "\n".join(lines)
+    rows: list[list[Cell]] = [
+        [
+            f"{r['grid'][0]}×{r['grid'][1]}, LP-{r['order']}",
+            r["method"],
+            *(f"{r['batch'][n]['error']['mean']:.3f}" for n in names),
+        ]
+        for r in chosen
+    ]
+    return ["grid, cost of", "method", *names], rows

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from efficient_ft.cli.terminal import Help, add_columns_option, add_form_option, note, status
+from efficient_ft.cli.terminal import Help, add_columns_option, add_form_option, note, run_folders, status
 from efficient_ft.core.format import format_bytes, format_number, format_percent, format_seconds
 from efficient_ft.core.sheet import Column, render
 from efficient_ft.core.text import paragraph
@@ -108,22 +108,3 @@ def _title(runs: Sequence[Run]) -> str:
     models = ", ".join(dict.fromkeys(run.config.model.name for run in runs))
     data = ", ".join(dict.fromkeys(run.data for run in runs))
     return paragraph(f"{len(runs)} run{'s' * (len(runs) > 1)} of {models} on {data}")
-
-
-def run_folders(command: str, argument: str, below: Path = Path("outputs")) -> str:
-    """The text of a command that was not told a run: the finished runs `below` the folder, the latest first.
-
-    Args:
-        command: its name.
-        argument: the argument that is missing.
-        below: the folder of the runs.
-    """
-    from efficient_ft.record.results import NAME
-
-    every = sorted(below.rglob(NAME), key=lambda file: file.stat().st_mtime, reverse=True)
-    if not every:
-        return f"There are no finished runs in {below}. Pass {argument}: efficient-ft {command} {argument}."
-    latest = [f"  {file.parent}" for file in every[:10]]
-    more = [f"  and {len(every) - 10} more"] if len(every) > 10 else []
-    first = f"Pass {argument}: efficient-ft {command} {argument}. Finished runs in {below}, the latest first:"
-    return "\n".join([first, *latest, *more])

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 None if one.command is None else one.command.split()[3:]
             )  # after the program, the command, the figure
             rows.append([one.name, one.title, f"no: {one.reason}" if words is None else " ".join(words) or "–"])
-        print("Pass a figure and what it is drawn from: efficient-ft figure FIGURE FROM.\n")
+        print("Usage: efficient-ft figure FIGURE FROM\n")
         print(render(["figure", "about", "from"], rows, "text", left=3))
         return
 

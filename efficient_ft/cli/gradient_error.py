@@ -8,14 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from efficient_ft.cli.terminal import Help, add_columns_option
+from efficient_ft.core.sheet import Cell, Column, render
+from efficient_ft.core.text import paragraph
+
 DESCRIPTION = """\
 Measure how close low-rank backward passes come to the exact gradient, on a trained network and real images.
 
     efficient-ft gradient-error --weights vit_micro.safetensors --images tinyimagenet100/val \\
         --finetune cifar10 --headroom --json benchmarks/gradient_error.json
 
-Takes about 15 minutes of two idle cores for 28, 32 and 56 pixels with --finetune and --headroom. With --json the rows
-of other image sizes that the file holds already are kept: sizes can be measured one by one.
+With --finetune and --headroom, 28, 32 and 56 pixels take about 15 minutes on two idle cores. --json keeps the rows of
+other image sizes that the file holds already, so that sizes can be measured one by one.
 """
 
 
@@ -26,14 +30,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         UserError: weights, images or sizes that cannot be used.
     """
     settings = vars(_parser().parse_args(arguments))
-    _study(settings.pop("sizes"), settings.pop("json"), settings)
+    _study(settings.pop("sizes"), settings.pop("json"), settings.pop("columns"), settings)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="efficient-ft gradient-error",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
         allow_abbrev=False,
     )
     parser.add_argument("--weights", type=Path, required=True, help="trained weights in timm's names")
@@ -52,12 +56,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--finetune-batches", type=int, default=2, help="disjoint batches measured in each state")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE")
+    add_columns_option(parser)
     return parser
 
 
-def _study(sizes: Sequence[int], file: Path | None, settings: dict[str, Any]) -> None:
+def _study(sizes: Sequence[int], file: Path | None, columns: Sequence[str], settings: dict[str, Any]) -> None:
     """Measure all sizes; write after each, print at the end."""
-    from efficient_ft.bench.gradient_error import Study, markdown, markdown_by_group, run_study, save
+    from efficient_ft.bench.gradient_error import Study, group_rows, network_rows, run_study, save
 
     study = Study(**settings)
     results: list[dict[str, Any]] = []
@@ -66,9 +71,16 @@ def _study(sizes: Sequence[int], file: Path | None, settings: dict[str, Any]) ->
         if file is not None:
             save(file, study, results)
     for state in dict.fromkeys(r["state"] for r in results):
-        print(f"\nWhole network, {state}: relative error (cosine)\n\n{markdown(results, state)}")
-        print(f"\nRelative error by group, {state}\n\n{markdown_by_group(results, state)}")
+        print(f"\nWhole network, {state}: relative error (cosine); *: the smallest error of the row\n")
+        print(_table(*network_rows(results, state), columns))
+        print(f"\nRelative error by group of gradients, {state}\n")
+        print(_table(*group_rows(results, state), columns))
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[Cell]], chosen: Sequence[str]) -> str:
+    columns = {name: Column(rank, words=name in ("grid, cost of", "method")) for rank, name in enumerate(header)}
+    return render(header, rows, "text", columns=columns, chosen=chosen)
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(paragraph(text), file=sys.stderr, flush=True)

@@ -14,6 +14,7 @@ from efficient_ft.cli import processes
 from efficient_ft.config import Config, check, fingerprint, image_folders
 from efficient_ft.core import text
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.format import format_number, format_percent
 from efficient_ft.core.units import parse_seconds
 from efficient_ft.record.collection import collect_runs, write_tables
 from efficient_ft.record.formats import USE_ITS_VERSION
@@ -204,7 +205,7 @@ def write_sweep_table(outputs: Path, folders: Sequence[Path]) -> None:
 
 def summary(jobs: Sequence[Job]) -> str:
     """Return one line per job with its best accuracy and executed backward FLOPs per image, then the failures."""
-    rows = [("job", "accuracy best", "backward MFLOPs", "folder")]
+    rows = [("job", "best accuracy", "backward FLOPs", "folder")]
     for job in jobs:
         results = job.results or {}
         best = results.get("accuracy", {}).get("best")
@@ -213,12 +214,12 @@ def summary(jobs: Sequence[Job]) -> str:
         rows.append(
             (
                 job.title,
-                "failed" if job.failure is not None else "–" if best is None else f"{100 * best:.2f} %",
-                "–" if flops is None else f"{flops / 1e6:.1f}" if flops >= 1e5 else f"{flops / 1e6:.2g}",
+                "failed" if job.failure is not None else "–" if best is None else format_percent(best),
+                "–" if flops is None else format_number(flops),
                 str(job.folder) if job.trains else "–",
             )
         )
-    lines = [text.table(rows, left=(0, 1, 2, 3), rule="")]
+    lines = [text.table(rows, left=(0, 3), whole=(3,), rule="")]
     failures = [f"  {job.title}: {job.failure}" for job in jobs if job.failure is not None]
     if failures:
         again = "repeating the command runs only what is not finished"

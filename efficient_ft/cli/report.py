@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from efficient_ft.cli.terminal import Help, count_or_zero, run_folders
+from efficient_ft.cli.terminal import note as say_note
 from efficient_ft.core.errors import UserError
 
 DESCRIPTION = """\
-With several runs, or a folder of runs: write one page, report.html, with a table that sorts, accuracy against FLOPs,
-memory, time and energy with the front of the best runs, and curves over training in one plot.
+Write a page, report.html, that needs no network.
 
-With one run: draw what it has recorded of its steps (step_stats.interval=1): budgets over time, how often each block
-trained, tokens after each block, relative magnitudes, and the kept tokens on images of the run's own evaluation split.
-Writes PNG files, and report.html, one page that needs no network.
+For several runs, or a folder of runs, the page has a table that sorts, plots of accuracy against FLOPs, memory, time and
+energy with the front of the best runs, and the curves over training.
+
+For one run, the page and PNG files show what the run has recorded of its steps (step_stats.interval=1): budgets over
+time, how often each block trained, tokens after each block, relative magnitudes, and the kept tokens on images of the
+run's own evaluation split.
 """
 
 
@@ -26,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         UserError: RUN cannot be reported, or matplotlib is missing.
     """
     options = _parser().parse_args(arguments)
+    if not options.runs:
+        print(run_folders("report", "RUN|DIR..."))
+        return
 
     from efficient_ft.record import config_file, results, step_stats
     from efficient_ft.report import write_report, write_runs_page
@@ -48,21 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{error.filename} cannot be written ({reason}). Choose another folder: --out FOLDER."
         ) from error
     for note in written.notes:
-        print(f"note: {note}")
+        say_note(note, file=sys.stdout)
     print("\n".join(map(str, written.files)))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="efficient-ft report", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="efficient-ft report", description=DESCRIPTION, formatter_class=Help)
+    parser.add_argument("runs", type=Path, nargs="*", metavar="RUN|DIR", help="run folders, or folders of runs")
+    parser.add_argument(
+        "--images", type=count_or_zero, default=6, metavar="N", help="images with kept tokens (default 6)"
     )
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN|DIR", help="run folders, or folders of runs")
-    parser.add_argument("--images", type=_count, default=6, metavar="N", help="images with kept tokens (default 6)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="output folder (default: report in the first one)")
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be an integer >= 0, got {text}.")
-    return int(text)

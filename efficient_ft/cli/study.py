@@ -91,8 +91,8 @@ def _studies() -> str:
 
     found = sorted(file.parent for depth in ("*", "*/*") for file in Path().glob(f"{depth}/{DEFINITION}"))
     if not found:
-        return "There is no study.yaml here or in two levels of folders. Pass FOLDER: efficient-ft study FOLDER."
-    return "\n".join(["Pass FOLDER: efficient-ft study FOLDER. Studies here:", *(f"  {folder}" for folder in found)])
+        return "Usage: efficient-ft study FOLDER\nThere is no study.yaml in the folders here or in those below them."
+    return "\n".join(["Usage: efficient-ft study FOLDER", "Studies here:", *(f"  {folder}" for folder in found)])
 
 
 def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) -> bool:

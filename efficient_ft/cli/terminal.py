@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 from efficient_ft.core.sheet import FORMS
@@ -94,3 +95,22 @@ def status(text: str) -> None:
     """Show on a terminal what is done now, in one line that the next one replaces; an empty `text` removes it."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{shortened(text, terminal_width() - 1)}", end="", file=sys.stderr, flush=True)
+
+
+def run_folders(command: str, argument: str, below: Path = Path("outputs")) -> str:
+    """The text of a command that was not told a run: the finished runs `below` the folder, the latest first.
+
+    Args:
+        command: its name.
+        argument: the argument that is missing.
+        below: the folder of the runs.
+    """
+    from efficient_ft.record.results import NAME
+
+    usage = f"Usage: efficient-ft {command} {argument}"
+    every = sorted(below.rglob(NAME), key=lambda file: file.stat().st_mtime, reverse=True)
+    if not every:
+        return f"{usage}\nThere are no finished runs in {below}. `efficient-ft` trains one."
+    latest = [f"  {file.parent}" for file in every[:10]]
+    more = [f"  and {len(every) - 10} more"] if len(every) > 10 else []
+    return "\n".join([usage, f"Finished runs in {below}, the latest first:", *latest, *more])

@@ -35,7 +35,8 @@ def format_seconds(value: float) -> str:
 def format_percent(fraction: float) -> str:
     """0.93139 → ``93.1 %``; a fraction below 1 is never ``100 %``."""
     value = 100 * fraction
-    return f"{format_number(min(value, 99.9) if value < 100 else value)} %"
+    value = min(value, 99.9) if value < 100 else value
+    return f"{value:.{0 if value in (0, 100) else 1 if value >= 9.995 else 2}f} %"
 
 
 def format_digits(value: float, digits: int = 4) -> str:
