@@ -37,6 +37,12 @@ def without_the_seed_of_earlier_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal that is wide enough for every table in one line per row."""
+    monkeypatch.setenv("COLUMNS", "1000")
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The optional folder of real images next to the checkout; tests that need it are skipped without it."""

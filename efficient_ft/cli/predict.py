@@ -7,7 +7,7 @@ import os
 import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -337,7 +337,6 @@ def _image_files(paths: Sequence[Path], names: Sequence[str]) -> Iterator[Item]:
     """
     from efficient_ft.data.images import is_image
 
-    classes = {**{_key(name).casefold(): name for name in names}, **{_key(name): name for name in names}}
     for path in paths:
         if path.is_dir():
             found = sorted(p for p in path.rglob("*") if p.is_file() and is_image(p))
@@ -346,19 +345,25 @@ def _image_files(paths: Sequence[Path], names: Sequence[str]) -> Iterator[Item]:
             for file in found:
                 below = file.relative_to(path)
                 shown = _short(path) / below if not _short(path).is_absolute() else Path(path.name) / below
-                yield Item(file, plain_line(str(shown)), _label([*below.parent.parts[::-1], path.name], classes))
+                yield Item(file, plain_line(str(shown)), _label((*below.parent.parts[::-1], path.name), tuple(names)))
         elif path.is_file():
-            yield Item(path, plain_line(str(_short(path))), _label([path.parent.name], classes))
+            yield Item(path, plain_line(str(_short(path))), _label((path.parent.name,), tuple(names)))
         else:
             raise UserError(f"{path}: {'neither a file nor a folder' if path.exists() else 'no such file'}.")
 
 
-def _label(folders: Sequence[str], classes: Mapping[str, str]) -> str | None:
-    """The class that the nearest of `folders` is named after, in any case of letters; None: there is none."""
-    known = (classes.get(_key(one)) or classes.get(_key(one).casefold()) for one in folders)
-    return next((name for name in known if name is not None), None)
+@cache
+def _label(folders: tuple[str, ...], names: tuple[str, ...]) -> str | None:
+    """The class that the nearest of `folders` is named after; in another case of letters if it is the only one."""
+    for folder in map(_key, folders):
+        same = [name for name in names if _key(name) == folder]
+        alike = [name for name in names if _key(name).casefold() == folder.casefold()]
+        if same or len(alike) == 1:
+            return (same or alike)[0]
+    return None
 
 
+@cache
 def _key(name: str) -> str:
     """A name as it is compared: some file systems store accents apart from their letters."""
     return unicodedata.normalize("NFC", name)

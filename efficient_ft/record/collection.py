@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -108,7 +109,7 @@ def collect_runs(
         try:
             found.append(_run(name, run, read_results(run, USE_ITS_VERSION)))
         except UserError as error:
-            ignored[name] = str(error)
+            ignored[name] = str(error).replace(f"{run}{os.sep}", "").replace(str(run), name)
         read(number, len(runs))
     kept, copies = without_copies(found)
     return Collection(joined(kept), ignored, copies)

@@ -33,7 +33,7 @@ def test_a_sweep_runs_all_tables_failures_and_is_repeated_only_where_unfinished(
     assert "ran 3" not in done.stdout
     assert len(runs_of(program)) == 2
     assert alone < runs_of(program)
-    table = done.stdout[done.stdout.index("accuracy best") :]
+    table = done.stdout[done.stdout.index("best accuracy") :]
     assert re.search(r"order=2 +20\.00 % +2\.0 ", table)
     assert re.search(r"order=3 +30\.00 % +3\.0 ", table)
     assert "2 of 4 failed" in table
@@ -70,7 +70,7 @@ def test_jobs_at_the_same_time_have_the_same_outcomes(program: Path) -> None:
     assert "ran 2" not in done.stdout  # printed into a file next to the run folder
     printed = [file.read_text() for file in (program / "outputs").rglob("*.log") if file.parent.name != ".hydra"]
     assert sorted(found for text in printed for found in re.findall(r"^ran \d", text, re.M)) == ["ran 2", "ran 3"]
-    table = done.stdout[done.stdout.index("accuracy best") :]
+    table = done.stdout[done.stdout.index("best accuracy") :]
     assert re.search(r"order=2 +20\.00 % ", table)
     assert re.search(r"order=3 +30\.00 % ", table)
     assert "method.lbp_wht.order=8: killed by SIGKILL" in table
@@ -176,7 +176,7 @@ def test_a_sweep_goes_on_after_a_job_that_hangs(program: Path, parallel: int) ->
     rows = ["method.lbp_wht.order=zip(9,2)", "job_timeout=zip(3s,10min)"]
     done = call(program, "-m", *rows, "trainer.progress=false", f"jobs={parallel}")
     assert done.returncode == 1, done.stderr
-    table = done.stdout[done.stdout.index("accuracy best") :]
+    table = done.stdout[done.stdout.index("best accuracy") :]
     assert re.search(r"order=9 .*: stopped after 3 s \(job_timeout\)\n", table)
     assert re.search(r"order=2 .* 20\.00 % ", table)
     # The timeout is no part of the run: the finished job is found again.

@@ -22,6 +22,8 @@ from efficient_ft.papers.published import chosen_rows, published_table, table_na
 from tests.cli.program import REPOSITORY, composed
 from tests.record.some import some_results
 
+pytestmark = pytest.mark.usefixtures("wide")
+
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     table.main(list(arguments))
@@ -41,7 +43,7 @@ def test_the_list_has_every_table_and_figure_and_what_can_be_done_here(
     assert "costs; 0 of 24 runs: not in ./data: cityscapes, voc2012_aug" in segmentation
     missing = next(line for line in lines if line.startswith("bsr/3 "))
     assert "costs; 0 of 6 runs: not in ./data: cifar10, cifar100" in missing
-    assert next(line for line in lines if line.startswith("bsr/1 ")).endswith(" costs")
+    assert next(line for line in lines if line.startswith("bsr/1 ")).split()[-2:] == ["costs", "3"]
     rows = json.loads(printed(capsys, "--form", "json"))
     assert {row["table"] for row in rows} >= set(table_names())
 
@@ -64,11 +66,11 @@ def test_what_a_row_is_compared_with_is_counted_ahead_and_nothing_twice(monkeypa
     baseline, ours = chosen_rows(several, ["vit_b_moe.moe_baseline", "vit_b_moe.moe_ours"])
     shown: list[tuple[int, int]] = []
     for _ in range(2):
-        table_costs.count_ahead(several, [ours], 1, lambda done, of: shown.append((done, of)))
+        assert list(table_costs.count_rows(several, [ours], 1, lambda done, of: shown.append((done, of)))) == [ours]
     assert counted == [ours.arguments, baseline.arguments]
-    assert shown == [(1, 2), (2, 2)]
+    assert shown == [(0, 2), (1, 2), (1, 2), (2, 2)]
     measured = published_table("back_razor/4")
-    table_costs.count_ahead(measured, measured.rows, 1)
+    assert len(list(table_costs.count_rows(measured, measured.rows, 1))) == len(measured.rows)
     assert len(counted) == 2, "its memory is measured"
 
 
@@ -77,7 +79,7 @@ def test_processes_count_the_same_as_one(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(table_costs, "_known", {})
     flowers = published_table("alast/7")
     rows = chosen_rows(flowers, ["deit_t.ft_head", "deit_t.tome"])
-    table_costs.count_ahead(flowers, rows, 2)
+    assert list(table_costs.count_rows(flowers, rows, 2)) == list(rows)
     assert table_costs._known == {row.arguments: table_costs._counted(row.arguments) for row in rows}
 
 
@@ -107,17 +109,17 @@ def test_the_list_says_what_the_data_in_a_folder_allow(
 
 def test_a_table_is_shown_as_printed_with_what_differs_here(capsys: pytest.CaptureFixture[str]) -> None:
     shown = printed(capsys, "back_razor/1")
-    assert re.search(r"ft_full +FT-Full +366 ", shown)
+    assert re.search(r"ft_full .* 366 +FT-Full\n", shown)
     assert "BatchNorm stays: the published network was pretrained with GroupNorm" in shown
     assert "Cars rises from 95 % to 97 % sparsity" in shown
     rows = list(csv.DictReader(io.StringIO(printed(capsys, "bsr/3", "--form", "csv", "--rows", "ours"))))
     assert [(row["row"], row["acc_cifar10"]) for row in rows] == [("ours", "97.5")]
     assert "\\toprule" in printed(capsys, "bsr/3", "--form", "latex")
-    assert printed(capsys, "bsr/3", "--form", "markdown").count("| --- |") == 1
+    assert printed(capsys, "bsr/3", "--form", "markdown").count("| --- | --: |") == 1
 
 
 def test_tables_of_formulas_and_sizes_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert re.search(r"vanilla_bp +Vanilla BP +vanilla_bp +4C_xC_yL", printed(capsys, "lbp_wht/1"))
+    assert re.search(r"vanilla_bp +vanilla_bp +4C_xC_yL.* Vanilla BP\n", printed(capsys, "lbp_wht/1"))
     assert printed(capsys, "bsr/1", "--cost").count("0.87") >= 1
     for row in published_table("bsr/1").rows:
         (cell,) = cost_cells(published_table("bsr/1"), row)
@@ -278,8 +280,8 @@ def test_costs_as_data_have_a_column_each_and_are_numbers(capsys: pytest.Capture
     rows = json.loads(printed(capsys, "bsr/3", "--cost", "--form", "json"))
     full = rows[0]
     assert full["training memory MB"] == 8649
-    assert full["training memory MB, by its rule"] == pytest.approx(8649.7)
-    assert full["forward GMACs, by its rule"] == pytest.approx(588.61)
+    assert full["training memory MB, by its rule"] == pytest.approx(8649.7, rel=1e-4)
+    assert full["forward GMACs, by its rule"] == pytest.approx(588.61, rel=1e-4)
     assert abs(full["forward GMACs, deviation"]) < 0.002
     header = next(csv.reader(io.StringIO(printed(capsys, "bsr/3", "--cost", "--form", "csv"))))
     assert len(set(header)) == len(header)

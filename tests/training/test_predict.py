@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import csv
+import io
+import json
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,6 +16,9 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from efficient_ft.cli import predict as command
+from efficient_ft.core.format import format_percent
+from efficient_ft.core.text import display_width
 from efficient_ft.data import Transform, read_image
 from efficient_ft.training import export
 
@@ -46,13 +54,93 @@ def test_classes_and_probabilities_of_files_and_folders(finished, digits, capsys
     assert predict(folder, one, digits, "--top", 3, "--batch-size", 2, "--device", "cpu") == 0
     lines = capsys.readouterr().out.splitlines()
     names = [line for line in lines if not line.startswith(" ")]
-    assert names == [str(one), str(one), str(digits / "deeper" / "b.jpg")]
+    assert names == [str(one), "digits/a.png", "digits/deeper/b.jpg"]
     assert len(lines) == 3 + 3 * 3
     trained = export.load(folder)
     expected = export.probabilities(trained.model, Transform(trained.input)(read_image(one))[None])[0]
-    label, shown = lines[1].split()
-    assert int(label) == int(expected.argmax())
-    assert float(shown.rstrip("%")) == pytest.approx(100 * float(expected.max()), abs=0.01)
+    label, shown, percent = lines[1].split()
+    assert (int(label), percent) == (int(expected.argmax()), "%")
+    assert float(shown) == pytest.approx(100 * float(expected.max()), abs=0.1)
+
+
+@pytest.fixture
+def labelled(tmp_path: Path) -> Path:
+    """Sixty digits in folders named after their classes, and one in no such folder."""
+    data = load_digits()
+    for i in range(61):
+        file = tmp_path / "labelled" / (str(data.target[i]) if i < 60 else "other") / f"{i}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((data.images[i] * 15).astype(np.uint8)).convert("RGB").save(file)
+    return tmp_path / "labelled"
+
+
+def test_folders_named_after_classes_give_an_accuracy_and_confusions(finished, labelled, capsys):
+    assert predict(finished[0], labelled, "--json") == 0
+    shown = capsys.readouterr()
+    rows = json.loads(shown.out)
+    assert all(set(row) == {"path", "class", "probability", "label", "top"} for row in rows)
+    assert all(row["top"][0] == {"class": row["class"], "probability": row["probability"]} for row in rows)
+    known = [row for row in rows if row["label"] is not None]
+    assert [Path(row["path"]).parent.name for row in known] == [row["label"] for row in known]
+    right = sum(row["class"] == row["label"] for row in known)
+    assert f"accuracy over 60 images (of 61) in class folders: {format_percent(right / 60)}" in shown.err
+    assert predict(finished[0], labelled, "--top", 2, "--csv") == 0
+    table = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert list(table[0]) == ["path", "class", "probability", "label", "class_2", "probability_2"]
+    assert [row["class"] for row in table] == [row["class"] for row in rows]
+    assert [float(row["probability"]) for row in table] == [row["probability"] for row in rows]
+
+
+def test_the_five_most_frequent_confusions_are_shown(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    scores = command.Scores(40)
+    for times, (label, predicted) in enumerate(
+        [("a", "b"), ("b", "c"), ("c", "猫" * 60), ("d", "a"), ("e", "a"), ("f", "a")]
+    ):
+        for _ in range(times + 1):
+            scores.add(label, predicted)
+    for _ in range(5):
+        scores.add("f", "f")
+    lines = scores.lines()
+    assert lines[1] == "accuracy over 26 images (of 40) in class folders: 19.2 %"
+    assert lines[2] == "  f → a: 6 of 11"
+    assert len(lines) == 7
+    assert max(map(display_width, lines)) <= 80
+    empty = command.Scores(3)
+    empty.add(None, "a")
+    assert empty.lines() == []
+
+
+def test_a_label_is_the_nearest_folder_in_any_case_and_any_form_of_accents(tmp_path):
+    for name in ("Cat/deeper/x.png", "cafe\u0301/x.png", "DOG/x.png", "x.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / name)
+    found = command._image_files([tmp_path], ["cat", "caf\u00e9", "dog", "Dog"])
+    labels = {item.value.relative_to(tmp_path).parts[0]: item.label for item in found}
+    assert labels == {"Cat": "cat", "cafe\u0301": "caf\u00e9", "DOG": None, "x.png": None}, "DOG may be either"
+
+
+def test_wide_names_are_aligned_and_long_ones_shortened(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    names = ["猫", "e\u0301tude", "very long " * 20]
+    options = argparse.Namespace(top=3, form=None)
+    found = [(command.Item(Path("a.png"), "a.png"), [(name, 0.5) for name in names])]
+    command._print_classes(found, 1, names, options, "path")
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert {display_width(line) for line in lines} == {2 + 60 + 2 + 7}
+    assert all(line.endswith("50.0 %") for line in lines)
+
+
+def test_without_a_run_the_finished_ones_are_listed(finished, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert predict() == 0
+    assert "There are no finished runs in outputs" in capsys.readouterr().out
+    (tmp_path / "outputs").mkdir()
+    shutil.copytree(finished[0], tmp_path / "outputs" / "mine")
+    assert predict() == 0
+    assert "  outputs/mine\n" in capsys.readouterr().out
+    assert predict("outputs/mine") == 2
+    assert "Pass what to predict" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

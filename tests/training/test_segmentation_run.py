@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import csv
+import io
 import json
 import re
 from collections.abc import Callable
@@ -128,6 +130,15 @@ def test_masks_of_new_images_have_the_ids_of_the_training_masks(
     assert (both / np.maximum(union, 1))[[SQUARE, DISK]].mean() > 0.3
     printed = capsys.readouterr().out
     assert "background" in printed
+    predict.main([str(folder), str(images / "test" / "images"), "--out", str(tmp_path / "again"), "--json"])
+    rows = json.loads(capsys.readouterr().out)
+    assert [set(row) for row in rows] == [{"path", "mask", "shares"}] * 6
+    for row in rows:
+        found = np.asarray(Image.open(row["mask"]))
+        assert row["shares"]["square"] == pytest.approx((found == SQUARE).mean())
+    predict.main([str(folder), str(images / "test" / "images"), "--out", str(tmp_path / "again"), "--csv"])
+    table = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [float(row["share of disk"]) for row in table] == [row["shares"]["disk"] for row in rows]
     assert f"{tmp_path / 'out' / '000.png'}" in printed
 
 
