@@ -7,17 +7,18 @@ from collections.abc import Sequence
 
 from efficient_ft.cli.compose import configurations
 from efficient_ft.cli.groups import CONF, register
+from efficient_ft.cli.terminal import Help
 from efficient_ft.core.allocator import restart_with, use_allocator
 
 DESCRIPTION = """\
-Compute and store what the frozen part of a run's network makes of its images.
+Compute and store the features that the frozen part of a run's network computes from its images.
 
     efficient-ft cache method=lbp_wht model=efficientformer_l1 data=cifar100 trainer.views=4
 
 The settings are those of the run. Every run with the same frozen part, images, augmentation, seed and number of views
-then reads the features instead of computing them: pass trainer.cache_features=on (or auto) to it, or to a sweep over
-settings of what trains. Interrupted, the same command continues. Without this command the first run stores them on
-its way.
+then reads the features instead of computing them: pass trainer.cache_features=on (or auto) to the run, or to a sweep
+over settings of the trained part. The same command continues after an interruption. Without this command the first run
+stores the features.
 """
 
 
@@ -27,9 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         UserError: a setting that cannot be used, missing weights or images, or no features that can be stored.
     """
-    parser = argparse.ArgumentParser(
-        prog="efficient-ft cache", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog="efficient-ft cache", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of the run")
     settings = parser.parse_intermixed_args(arguments).settings
     register()

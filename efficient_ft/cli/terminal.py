@@ -34,8 +34,11 @@ class Help(argparse.HelpFormatter):
             example = re.fullmatch(r"(\s*\S.*?)\s{3,}(\S.*)", line)
             parts = [line] if len(line) <= width or example is None else [example[1], f"        {example[2]}"]
             for part in parts:
-                short = part if len(part) <= width else f"        {part.strip()}"
-                lines += wrapped(short, width, " " * 8)
+                short = part if len(part) <= width or not part.startswith(" " * 9) else f"        {part.strip()}"
+                broken = wrapped(short, width - 2, " " * 8) if len(short) > width else [short.rstrip()]
+                is_command = short.strip().startswith("efficient-ft") or short.rstrip().endswith("\\")
+                lines += [f"{one} \\" for one in broken[:-1]] if is_command else broken[:-1]
+                lines.append(broken[-1])
         return "\n".join(indent + line for line in lines).rstrip()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from efficient_ft.core.format import format_number, format_seconds
 from efficient_ft.core.sheet import Cell, Column, render
-from efficient_ft.core.text import display_width, paragraph, terminal_width
+from efficient_ft.core.text import display_width, paragraph, terminal_width, wrapped
 from efficient_ft.planning.candidates import Exactness
 from efficient_ft.planning.options import Option
 from efficient_ft.planning.planner import Plan
@@ -87,7 +87,7 @@ def _recommendation(plan: Plan) -> list[str]:
     """The recipe to take with its command, and on how many recipes the choice rests; or why there is none."""
     left = len(plan.not_examined)
     if plan.recommended is not None:
-        lines = [f"Recommended: {plan.recommended.name}"]
+        lines = wrapped(f"Recommended: {plan.recommended.name}", terminal_width(), "  ")
         lines += _command([*plan.recommended.words, f"memory={_setting(plan.memory_bytes)}"])
         of = f" of {plan.examined + left}" if left else ""
         if plan.examined == 1:
@@ -103,10 +103,10 @@ def _recommendation(plan: Plan) -> list[str]:
             lines.append(paragraph(f"The recommendation rests on {plan.examined}{of} recipes.{_more(plan)}"))
         return lines
     if plan.options:
-        return [paragraph(line) for line in _none_allowed(plan)]
+        return [_broken(line) for line in _none_allowed(plan)]
     which = "Nothing fits" if not left else f"None of the {plan.examined} recipes examined fits"
     return [
-        paragraph(
+        _broken(
             f"{which}. The smallest budget that does is {_setting(plan.smallest_bytes)}, with {plan.smallest}."
             " Or choose a smaller data.batch_size, model.image_size or model, or allow split=true."
         )
@@ -152,13 +152,18 @@ def _excluded(plan: Plan) -> list[str]:
         lines = [f"{', '.join(names)}: needs {span}" for span, names in groups.items()]
         lines += [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
         first = f"Not possible ({len(impossible)}; the budget is {gigabytes(plan.memory_bytes)}):"
-        texts.append("\n".join([first, *(paragraph(f"  {line}", "    ") for line in lines)]))
+        texts.append("\n".join([first, *(_broken(f"  {line}") for line in lines)]))
     if plan.not_examined:
         stems = Counter(map(_stem, plan.not_examined))
         names = ", ".join(_several(stem, count) for stem, count in stems.items())
         first = f"Not examined ({len(plan.not_examined)}): planning took {format_seconds(plan.seconds)}.{_more(plan)}"
-        texts.append(f"{paragraph(first)}\n{paragraph(f'  {names}', '  ')}")
+        texts.append(f"{paragraph(first)}\n{_broken(f'  {names}')}")
     return texts
+
+
+def _broken(line: str) -> str:
+    """A line with names of recipes, in lines that fit the terminal."""
+    return "\n".join(wrapped(line, terminal_width(), "    "))
 
 
 def _stem(name: str) -> str:

@@ -19,7 +19,7 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.cost import executed
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
-from efficient_ft.planning import Candidate, Exactness, Excluded, Option, Plan, Trial, make_plan, planner
+from efficient_ft.planning import Candidate, Exactness, Examined, Excluded, Option, Plan, Trial, make_plan, planner
 from efficient_ft.planning.calibration import FILE, calibration, calibration_text, record
 from efficient_ft.planning.candidates import candidates, split
 from efficient_ft.planning.counting import Counted, Counter, step_spec
@@ -29,6 +29,8 @@ from efficient_ft.planning.text import plan_text
 from efficient_ft.planning.timing import try_recipe
 from efficient_ft.report.plan_figure import plan_chart
 from efficient_ft.training.optimizer import build_optimizer
+
+pytestmark = pytest.mark.usefixtures("wide")
 
 #: A small network on the digits, which need no files.
 SETTINGS = ("model=vit_digits", "data=digits", "data.num_workers=0", "trainer.max_steps=5")
@@ -129,6 +131,48 @@ def test_a_batch_is_split_into_equal_parts() -> None:
     assert [one.micro_batches for one in parts] == [2, 4]
     assert parts[0].arguments(base)[-2:] == ["data.batch_size=6", "trainer.grad_accum_steps=2"]
     assert not list(split(Candidate(("full",), in_backward=True), base))
+
+
+def test_the_smallest_recipes_come_first_then_plain_fine_tuning() -> None:
+    base = configure([*SETTINGS, "method=full"])
+    assert [one.name for one in candidates(base, 4)][:3] == ["head", "last_stage", "full"]
+
+
+@pytest.mark.parametrize("memory", [10**12, None])
+def test_head_and_last_stage_are_examined_with_the_smallest_planning_time(
+    memory: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "resident_bytes", lambda: 10**9)  # other tests make the process larger
+    seen: list[Examined] = []
+    # Without room for anything, too.
+    found = a_plan(memory or 10**9 + 10**7, planning_seconds=1e-6, ready=seen.append)
+    assert [(one.number, one.name) for one in seen] == [(1, "head"), (2, "last_stage")]
+    assert all(one.fits == (memory is not None) for one in seen)
+    assert found.examined == 2
+    assert len(found.not_examined) == seen[0].of - 2 > 25
+    text = plan_text(found)
+    assert f"Not examined ({len(found.not_examined)}): planning took " in text
+    assert "--planning-time 1m examines more." in text
+    impossible = text.partition("Not possible (2; the budget is 1.01 GB):")[2].partition("Not examined")[0]
+    assert ("head" in impossible and "last_stage" in impossible and "needs 1." in impossible) == (memory is None)
+    assert found.as_dict()["excluded"][-1]["examined"] is False
+
+
+def test_a_recommendation_says_on_how_many_recipes_it_rests() -> None:
+    one, two = option(Exactness.EXACT, 1, 1), option(Exactness.EXACT, 2, 2)
+    unknown = Excluded("other", "not examined", examined=False)
+    above = Excluded("large", "its process may take 9.00 GB", 9 * 10**9, Exactness.EXACT)
+
+    def said(options: tuple[Option, ...], *excluded: Excluded) -> str:
+        text = plan_text(Plan(4 * 10**9, 4 * 10**9, 0, "x", "cpu", options, excluded, options[0], 1, "x", None, 60.0))
+        return text.partition("The recommendation ")[2].partition("\n")[0]
+
+    assert said((one,), unknown) == (
+        "rests on one recipe: only 1 of 2 was examined. --planning-time 3m examines more.")  # fmt: skip
+    assert said((one,)) == "rests on one recipe: only 1 was examined."
+    assert said((one,), above) == "rests on one recipe: of the 2 examined only this one fits."
+    assert said((one, two), above, unknown) == "rests on 3 of 4 recipes. --planning-time 2m examines more."
+    assert said((one, two), above) == ""
 
 
 # ------------------------------------------------------------------------------------------------ choice

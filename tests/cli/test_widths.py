@@ -1,0 +1,187 @@
+"""No command prints a line that is wider than the terminal, paths excepted, whatever the names in it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from efficient_ft.bench import gradient_error as gradients
+from efficient_ft.bench.tables import report_text
+from efficient_ft.cli import collect, figure, gradient_error, jobs, plan, predict, study, table, table_costs
+from efficient_ft.cli.commands import COMMANDS
+from efficient_ft.config import check
+from efficient_ft.core.text import display_width
+from efficient_ft.papers.published import published_table, table_names
+from efficient_ft.planning import Exactness, Examined, Excluded, Option, Plan
+from efficient_ft.planning.counting import Counted
+from efficient_ft.planning.text import plan_text
+from efficient_ft.record.config_file import write_config
+from tests.conftest import REPOSITORY
+from tests.record.some import some_results
+from tests.training.runs import plain_config
+
+STACK = "full+lora:rank=8,alpha=16+low_bit:bits=4+checkpointing:input_dtype=int4+tome:r=16+lbp_dct:order=4"
+WIDE = "猫の写真の分類" * 20
+
+pytestmark = pytest.mark.parametrize("width", [80, 100, 120])
+
+
+@pytest.fixture(autouse=True)
+def terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+
+
+@pytest.fixture
+def fits(width: int, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Checks that all lines of a text, and of what was printed, fit; a line of one word is a path."""
+
+    def checked(text: str = "") -> str:
+        captured = capsys.readouterr()
+        shown = "\n".join([text, captured.out, captured.err])
+        assert shown.strip(), "nothing was printed"
+        for line in shown.splitlines():
+            assert display_width(line) <= width or len(line.split()) == 1, line
+        return shown
+
+    return checked
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("dashboard", "selftest")])
+def test_help(command: str, fits: Callable[..., str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        importlib.import_module(COMMANDS[command]).main(["--help"])
+    assert left.value.code == 0
+    fits()
+
+
+@pytest.mark.parametrize("columns", [[], ["--columns", "all"]])
+def test_collect(columns: list[str], tmp_path: Path, fits: Callable[..., str]) -> None:
+    methods: list[dict[str, Any]] = [{"full": {}}, {"full": {}, "lora": {"rank": 4}, "mesa": {}, "tome": {"r": 2}}]
+    for seed in range(12):
+        for number, method in enumerate(methods):
+            folder = tmp_path / WIDE[:40] / STACK.replace(":", "-") / str(number) / str(seed)
+            config = check(plain_config(seed=seed, method=method, optim__lr=0.1 / (1 + number)))
+            folder.mkdir(parents=True)
+            write_config(folder, config)
+            results = {**some_results(), "config": config.model_dump(mode="json")}
+            results["accuracy"]["test"] = 0.5
+            (folder / "results.json").write_text(json.dumps(results))
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "results.json").write_text("{")
+    for more in ([], ["--runs"]):
+        collect.main([str(tmp_path), *more, *columns])
+        assert "50.0 %" in fits()
+    assert str(tmp_path) not in fits("x"), "no absolute path"
+
+
+@pytest.mark.parametrize("columns", [[], ["--columns", "all"]])
+def test_published_tables(columns: list[str], fits: Callable[..., str]) -> None:
+    table.main(columns)
+    figure.main([])
+    for name in table_names():
+        table.main([name, *columns])
+        if any(row.runs for row in published_table(name).rows[:1]) and not columns:
+            table.main([name, "--report", "--rows", published_table(name).rows[0].name])
+    fits()
+
+
+@pytest.mark.parametrize("columns", [[], ["all"]])
+@pytest.mark.parametrize("name", ["lbp_wht/2", "bsr/3", "alast/7", "back_razor/1"])
+def test_costs(columns: list[str], name: str, monkeypatch: pytest.MonkeyPatch, fits: Callable[..., str]) -> None:
+    monkeypatch.setattr(table_costs, "_known", {})
+    monkeypatch.setattr(table_costs, "_counted", table_costs._typical)
+    published = published_table(name)
+    table_costs.print_costs(published, published.rows, "text", columns)
+    shown = fits()
+    assert all(row.name.split(".")[-1] in shown for row in published.rows)
+
+
+@pytest.mark.parametrize("columns", [[], ["all"]])
+@pytest.mark.parametrize("folder", sorted((REPOSITORY / "results").iterdir()), ids=lambda folder: folder.name)
+def test_studies(columns: list[str], folder: Path, fits: Callable[..., str]) -> None:
+    from efficient_ft.record.study import Records
+
+    records = Records(folder)
+    fits(study.report(records, list(records.study.rows), columns))
+
+
+@pytest.mark.parametrize("columns", [[], ["all"]])
+def test_benches(columns: list[str], fits: Callable[..., str]) -> None:
+    kinds = set()
+    for file in sorted((REPOSITORY / "benchmarks").glob("*.json")):
+        report = json.loads(file.read_text(encoding="utf-8"))
+        if report.get("kind") in ("step", "layer", "loop", "gradient", "memory"):
+            kinds.add(report["kind"])
+            if "recipes" in report and report["kind"] != "step":
+                report["recipes"] = {f"{STACK}{WIDE[:30]}{name}": of for name, of in report["recipes"].items()}
+            fits(report_text(report, columns if report["kind"] != "loop" else ()))
+    assert len(kinds) >= 4
+
+
+def test_gradient_errors(fits: Callable[..., str]) -> None:
+    results = json.loads((REPOSITORY / "benchmarks" / "gradient_error.json").read_text(encoding="utf-8"))["results"]
+    for state in dict.fromkeys(one["state"] for one in results):
+        for make in (gradients.network_rows, gradients.group_rows):
+            for chosen in ([], ["all"]):
+                fits(gradient_error._table(*make(results, state), chosen))
+
+
+def a_plan(**changes: Any) -> Plan:
+    counted = Counted(10**8, 10**8, 10**6, 10**6, 1e12, 10**6)
+    options = tuple(
+        Option(
+            f"{STACK}, 8-bit moments, steps in backward" if number else "head",
+            tuple(f"method.lora.some_setting_{i}=[1,2,3]" for i in range(12)),
+            Exactness(number),
+            counted,
+            10**9 * (number + 1),
+            step_seconds=1.5,
+            points_lost={"a": 1.0, "b": 18.25},
+            on_front=True,
+        )
+        for number in range(4)
+    )
+    excluded = [Excluded(f"{STACK}{i}, 4-bit moments", "", 10**9 * (5 + i // 3), Exactness.NEAR) for i in range(20)]
+    excluded += [Excluded(f"{STACK}{i}", "not examined", examined=False) for i in range(20)]
+    excluded += [Excluded(WIDE[:30], "a reason that is long " * 9)]
+    plan = Plan(4 * 10**9, 8 * 10**9, 10**9, "mimalloc", "cpu", options, tuple(excluded), options[1], 1, "x", 10**4, 60)
+    return Plan(**{**vars(plan), **changes})
+
+
+def test_plans(fits: Callable[..., str]) -> None:
+    for changes in ({}, {"recommended": None}, {"recommended": None, "options": ()}):
+        for columns in ([], ["all"]):
+            fits(plan_text(a_plan(**changes), every=True, columns=columns))
+    for number in (1, 12):
+        plan._print_examined(Examined(number, 38, STACK * 2, 10**9, True))
+    fits()
+
+
+def test_predictions(fits: Callable[..., str]) -> None:
+    names = [WIDE, "a name of a class " * 20, "x"]
+    options = argparse.Namespace(top=3, form=None)
+    for kind in ("text", "path"):
+        shown = "a line of text " * 30 if kind == "text" else "some/where.png"
+        found = [(predict.Item(shown, shown, names[0]), [(name, 0.3) for name in reversed(names)])] * 3
+        predict._print_classes(found, 3, names, options, kind)
+    assert "accuracy over 3 images in class folders: 0 %" in fits()
+
+
+def test_jobs(fits: Callable[..., str]) -> None:
+    folders = ("outputs/digits/vit/full/1", "outputs/digits/vit/full/2")
+    many: list[Any] = [
+        SimpleNamespace(title=f"seed=0 method=[{STACK}]", results=some_results(), failure=None, trains=True, folder=one)
+        for one in map(Path, folders)
+    ]
+    shown = jobs.summary(many)
+    assert all(shown.count(folder) == 1 for folder in folders), "paths are whole"
+    for folder in folders:
+        shown = shown.replace(folder, "")
+    fits(shown)
