@@ -101,7 +101,7 @@ def status(text: str) -> None:
 
 
 def run_folders(command: str, argument: str, below: Path = Path("outputs")) -> str:
-    """The text of a command that was not told a run: the finished runs `below` the folder, the latest first.
+    """The text of a command without its argument: the finished runs `below` the folder, the latest first.
 
     Args:
         command: its name.

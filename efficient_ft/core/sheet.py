@@ -141,7 +141,7 @@ class Lines:
         return sum(least) + 2 * (len(least) - 1)
 
     def _fitting(self, names: Sequence[str]) -> list[str]:
-        """Of the columns `names` those that fit the terminal: the highest ranks are left out, from the right."""
+        """The columns that fit the terminal: those of the highest ranks are left out, from the right."""
         kept = list(names)
         while self._width(kept) > text.terminal_width():
             last = max(reversed(kept), key=lambda name: self._of[name].rank)

@@ -68,7 +68,7 @@ def _table(options: Sequence[Option], plan: Plan, chosen: Sequence[str]) -> str:
 
 
 def _legend(shown: Sequence[Option]) -> str:
-    """What the columns hold, and which of the values are measured."""
+    """The sentences that explain the columns and say which values are measured."""
     tried = any(option.measured_bytes is not None for option in shown)
     return "\n".join(
         paragraph(line)

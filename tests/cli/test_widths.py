@@ -1,4 +1,4 @@
-"""No command prints a line that is wider than the terminal, paths excepted, whatever the names in it."""
+"""No command prints a line that is wider than the terminal, paths excepted, with names of any length."""
 
 from __future__ import annotations
 
