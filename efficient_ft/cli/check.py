@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from efficient_ft.cli.terminal import Help
 from efficient_ft.core.errors import SettingError, UserError
 
 if TYPE_CHECKING:
@@ -167,9 +168,7 @@ def _write(data: RunData, spec: Any, options: argparse.Namespace, text: str, fou
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="efficient-ft check", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog="efficient-ft check", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of the run")
     parser.add_argument("--html", action="store_true", help="also write the contact sheet as an HTML page")
     parser.add_argument("--samples", type=_count, default=24, metavar="N", help="samples on the sheet (default 24)")
