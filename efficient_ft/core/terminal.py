@@ -5,36 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import textwrap
 import warnings
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from efficient_ft.core.text import plain_text, printable
+from efficient_ft.core.text import filled, plain_text, printable, terminal_width
 
-#: Columns of a line where there is no terminal.
-WITHOUT_TERMINAL = 100
 #: Prose on a wider terminal is not easier to read.
 _WIDEST_PROSE = 120
 #: Stands for a space inside a path until its line has been wrapped.
 _SPACE = "\ue000"
 _YELLOW, _PLAIN = "\x1b[33m", "\x1b[0m"
-
-
-def terminal_width(stream: TextIO | None = None) -> int:
-    """Return the columns of a terminal: those of ``COLUMNS``, of the terminal itself, or `WITHOUT_TERMINAL`.
-
-    Args:
-        stream: written to; None: the standard output.
-    """
-    given = os.environ.get("COLUMNS", "")
-    if given.isdigit() and int(given):
-        return int(given)
-    try:
-        return os.get_terminal_size((stream or sys.stdout).fileno()).columns or WITHOUT_TERMINAL
-    except (OSError, ValueError, AttributeError):  # a pipe, a file, or no real stream
-        return WITHOUT_TERMINAL
 
 
 def colored(stream: TextIO) -> bool:
@@ -60,14 +42,7 @@ def wrapped(text: str, width: int) -> str:
     lines = []
     for line in text.split("\n"):
         indent = line[: len(line) - len(line.lstrip())]
-        lines += textwrap.wrap(
-            line.strip(),
-            width,
-            initial_indent=indent,
-            subsequent_indent=f"{indent}  ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        ) if len(line) > width else [line]  # fmt: skip
+        lines += filled(line, width, f"{indent}  ")
     return "\n".join(lines).replace(_SPACE, " ")
 
 
@@ -79,7 +54,7 @@ def show(text: str, stream: TextIO | None = None) -> None:
         stream: None: the standard output.
     """
     stream = stream or sys.stdout
-    lines = wrapped(plain_text(text), min(terminal_width(stream), _WIDEST_PROSE))
+    lines = wrapped(plain_text(text), min(terminal_width(stream, least=1), _WIDEST_PROSE))
     if lines.startswith("warning:") and colored(stream):
         lines = f"{_YELLOW}warning:{_PLAIN}{lines.removeprefix('warning:')}"
     bars: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
+import sys
 import unicodedata
 from collections.abc import Sequence
+from typing import TextIO
 
 #: Control characters, which move the cursor or change colors, and those that turn the direction of writing.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -22,14 +23,29 @@ def plain_line(text: str) -> str:
     return plain_text(text).replace("\n", "\\x0a").replace("\t", "\\x09")
 
 
+#: Columns of a line where there is no terminal.
+WITHOUT_TERMINAL = 100
+
+
 def printable(path: str | os.PathLike[str]) -> str:
     """Return a path that can be printed: undecodable bytes (old archives) become a replacement character."""
     return os.fspath(path).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
-def terminal_width() -> int:
-    """Return the columns that a line may have: those of the terminal, at least 80; 100 without a terminal."""
-    return max(80, shutil.get_terminal_size((100, 24)).columns)
+def terminal_width(stream: TextIO | None = None, least: int = 80) -> int:
+    """Return the columns that a line may have: those of ``COLUMNS`` or of the terminal, or 100 without a terminal.
+
+    Args:
+        stream: written to; None: the standard output.
+        least: the smallest result, since tables cannot be narrower.
+    """
+    given = os.environ.get("COLUMNS", "")
+    if given.isdigit() and int(given):
+        return max(least, int(given))
+    try:
+        return max(least, os.get_terminal_size((stream or sys.stdout).fileno()).columns or WITHOUT_TERMINAL)
+    except (OSError, ValueError, AttributeError):  # a pipe, a file, or no real stream
+        return WITHOUT_TERMINAL
 
 
 def display_width(text: str) -> int:
@@ -85,17 +101,28 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
     return lines
 
 
-def paragraph(text: str, indent: str = "") -> str:
-    """Return a sentence for people in lines that fit the terminal; a word, such as a path, is never broken."""
+def filled(text: str, width: int, indent: str = "") -> list[str]:
+    """Return one line of prose as lines of at most `width` terminal columns; a word, such as a path, is never broken.
+
+    Args:
+        text: a line; spaces at its beginning stay.
+        width: of a line.
+        indent: before all lines except the first.
+    """
     body = text.lstrip(" ")
     first, *words = body.split(" ")
     lines = [text[: len(text) - len(body)] + first]
     for word in words:
-        if display_width(f"{lines[-1]} {word}") > terminal_width():
+        if display_width(f"{lines[-1]} {word}") > width:
             lines.append(indent + word)
         else:
             lines[-1] += f" {word}"
-    return "\n".join(lines)
+    return lines
+
+
+def paragraph(text: str, indent: str = "") -> str:
+    """Return a sentence in lines that fit the terminal, see `filled`."""
+    return "\n".join(filled(text, terminal_width(), indent))
 
 
 #: The places at which a line may end: between words, and in a word that is too wide.

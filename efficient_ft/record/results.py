@@ -219,7 +219,8 @@ class Results(TypedDict):
     `config` is the whole configuration, `arguments` the settings given to this run (of the command line; empty for
     runs from Python), `changed` the settings that differ from the schema's defaults, with dotted names, `environment`
     what `record.environment` gives, `methods` a report by the name of the method. Runs from before `memory`
-    was recorded have none; `features` are there if features were stored.
+    was recorded have none; `features` are there if features were stored. `weights` states which tensors
+    of a file were used (`models.loading_report.LoadingReport`); a network with random weights has none.
     """
 
     format: int
@@ -233,6 +234,7 @@ class Results(TypedDict):
     total_parameters: int
     methods: dict[str, AppliedReport]
     data: DataReport
+    weights: NotRequired[dict[str, Any]]
     seed: int
     arguments: list[str]
     changed: NotRequired[dict[str, Any]]

@@ -98,7 +98,7 @@ def memory_table(memory: dict[str, Any], batch: int) -> str:
         rows.append(["reserved on the GPU", format_bytes(device["reserved_bytes"])])
     rows.append([f"used by training, batch of {batch}", format_bytes(growth)])
     if counted:
-        rows.append(["in it, tensors (counted)", format_bytes(counted)])
+        rows.append(["counted tensors alone", format_bytes(counted)])
     return table(rows)
 
 

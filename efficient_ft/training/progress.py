@@ -11,8 +11,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from tqdm import tqdm
 
 from efficient_ft.core.format import format_number, format_seconds
-from efficient_ft.core.terminal import show, terminal_width
-from efficient_ft.core.text import spelled
+from efficient_ft.core.terminal import show
+from efficient_ft.core.text import spelled, terminal_width
 from efficient_ft.training.module import FineTuner
 from efficient_ft.training.recorder import Recorder
 
@@ -67,7 +67,7 @@ class ProgressBar(L.Callback):
         if self._bar is None:
             show(", ".join([epoch, f"step {steps}", *parts]))
             return
-        while len(", ".join([epoch, steps, *parts])) > terminal_width(sys.stderr) - 4 and len(parts) > 1:
+        while len(", ".join([epoch, steps, *parts])) > terminal_width(sys.stderr, least=1) - 4 and len(parts) > 1:
             del parts[-2]  # the loss and the time left stay longest
         self._bar.n = trainer.global_step
         self._bar.set_description_str(epoch, refresh=False)

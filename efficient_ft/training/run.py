@@ -258,6 +258,8 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
             allocator=allocator_in_use(),
         ),
     }
+    if (loaded := factory.loading_report(network)) is not None:
+        results["weights"] = loaded.as_dict()
     if features is not None and features.features is not None:
         results["features"] = features.features.report()
     if features is not None and features.prefix is not None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tqdm import tqdm
 
-from efficient_ft.core import terminal
-from efficient_ft.core.terminal import ConsoleHandler, show, shown_path, terminal_width, wrapped
+from efficient_ft.core.terminal import ConsoleHandler, show, shown_path, wrapped
+from efficient_ft.core.text import WITHOUT_TERMINAL, terminal_width
 
 LONG = "note: " + "some words of prose, " * 10
 
@@ -54,9 +54,9 @@ def test_a_path_is_never_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_width_is_that_of_the_terminal_or_a_hundred(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert terminal_width(io.StringIO()) == terminal.WITHOUT_TERMINAL == 100
+    assert terminal_width(io.StringIO()) == WITHOUT_TERMINAL == 100
     monkeypatch.setenv("COLUMNS", "66")
-    assert terminal_width(io.StringIO()) == 66
+    assert terminal_width(io.StringIO(), least=1) == 66
 
 
 @pytest.mark.parametrize("variable", [None, "NO_COLOR", "TERM"])

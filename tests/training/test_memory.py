@@ -56,7 +56,7 @@ def test_the_table_names_what_is_felt_and_what_is_counted():
     assert shown["before the model is built"] == "512 MiB"
     assert shown["before training"] == "1.00 GiB"
     assert shown["used by training, batch of 4"] == "3.00 MiB"
-    assert shown["in it, tensors (counted)"] == "2.00 MiB"
+    assert shown["counted tensors alone"] == "2.00 MiB"
     memory["device"] = {"before_bytes": 1, "allocated_bytes": 2**20, "reserved_bytes": 5 * 2**20}
     shown = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in memory_table(memory, 4).splitlines()}
     assert (shown["allocated on the GPU"], shown["reserved on the GPU"]) == ("1.00 MiB", "5.00 MiB")
