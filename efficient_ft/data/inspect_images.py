@@ -260,7 +260,7 @@ def _report_values(found: Inspection, pairs: _Pairs, decoding: Decoding) -> None
         found.facts["stored_values"] = [low, high]
         if decoding.value_range is None and low >= 0 and high <= _DEPTHS[-1]:
             most = next(depth for depth in _DEPTHS if high <= depth)
-            advice = f" Set data.value_range=[0, {most}]."
+            advice = f" Set 'data.value_range=[0,{most}]'."
             found.warnings.append(
                 f"Gray images of more than 8 bits ({len(deep):,} decoded) have values up to {high:g} only, so they are"
                 f" dark.{advice}"

@@ -66,7 +66,7 @@ def test_a_large_set_is_sampled_and_the_sampling_is_reported(data_config: Callab
 def test_small_values_of_16_bits_name_the_range(opened: tuple[Path, Open]) -> None:
     root, make = opened
     deep(root, 4000)
-    (text,) = warned(make().inspect(), "data.value_range=[0, 4095]", "(10 decoded)", "up to 4000")
+    (text,) = warned(make().inspect(), "'data.value_range=[0,4095]'", "(10 decoded)", "up to 4000")
     assert "dark" in text
     corrected = make(value_range=(0, 4095)).inspect()
     assert not warned(corrected, "value_range")
@@ -77,7 +77,7 @@ def test_small_values_of_16_bits_name_the_range(opened: tuple[Path, Open]) -> No
 def test_the_range_that_is_suggested(opened: tuple[Path, Open], most: int, range_: int | None) -> None:
     root, make = opened
     deep(root, most)
-    assert bool(warned(make().inspect(), f"data.value_range=[0, {range_}]")) == (range_ is not None)
+    assert bool(warned(make().inspect(), f"data.value_range=[0,{range_}]")) == (range_ is not None)
 
 
 def test_images_that_become_one_color(opened: tuple[Path, Open]) -> None:
@@ -85,7 +85,7 @@ def test_images_that_become_one_color(opened: tuple[Path, Open]) -> None:
     deep(root, 100)
     (text,) = warned(make().inspect(), "become a single color")
     assert ", 10 become" in text
-    assert "data.value_range=[0, 255]" in text
+    assert "data.value_range=[0,255]" in text
     assert not warned(make(value_range=(0, 100)).inspect(), "single color")
     Image.new("RGB", (9, 9), "gray").save(root / "train/b/blank.png")
     assert warned(make(value_range=(0, 100)).inspect(), ", 1 have a single color", "blank.png")
