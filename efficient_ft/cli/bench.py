@@ -106,7 +106,9 @@ def _parser() -> argparse.ArgumentParser:
         help="steps over which each recipe's process is measured, in a process of its own (default 3; 0: not measured)",
     )
 
-    memory = kind("memory", _memory, None, "counted and felt memory of training steps, each recipe in its own process")
+    memory = kind(
+        "memory", _memory, None, "counted and process memory of training steps, each recipe in its own process"
+    )
     memory.add_argument("recipes", nargs="+", metavar="RECIPE")
     memory.add_argument("--model", default="deit_small", help="a model of conf/model or of timm (default deit_small)")
     memory.add_argument("--batch", type=count, default=16, help="batch size (default 16)")

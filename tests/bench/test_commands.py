@@ -278,9 +278,7 @@ def test_a_mistake_is_one_message_and_status_2(capsys: pytest.CaptureFixture[str
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize(
-    "arguments", ["", "walk", "step --rounds 0", "step --dtype fp8", "layer --batch many", "memory"]
-)
+@pytest.mark.parametrize("arguments", ["walk", "step --rounds 0", "step --dtype fp8", "layer --batch many", "memory"])
 def test_argparse_mistakes_exit_with_2(arguments: str):
     with pytest.raises(SystemExit) as stopped:
         run_command("bench", arguments.split())

@@ -182,3 +182,13 @@ def test_slurm_is_refused_where_there_is_none(
         main_of_command()
     assert ended.value.code == 2
     assert "hydra/launcher=submitit_slurm needs Slurm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["bench", "collect", "figure", "predict", "report", "study"])
+def test_a_command_without_arguments_lists_what_it_can_do(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    commands.run_command(name, [])
+    assert f"efficient-ft {name}" in capsys.readouterr().out
+    assert not any(tmp_path.iterdir())

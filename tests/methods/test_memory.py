@@ -355,7 +355,7 @@ def test_operations_that_stay_dense_are_named_with_their_bytes() -> None:
         "blocks.1.norm2",
     }
     (note,) = report.notes
-    assert note in str(report)
+    assert note in report.details()
     named = {name: float(size) for name, size in re.findall(r"(\w+) ([0-9.]+)", note.partition(": ")[2])}
     units = 2 * 197 * 192 * 4 / 2**20  # MiB of a value for each token and channel, in both blocks
     assert named["softplus"] == pytest.approx(4 * units, abs=0.01)

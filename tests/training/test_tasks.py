@@ -124,7 +124,9 @@ def test_the_file_holds_all_heads_and_their_classes(
     assert predict(folder, image, "--device", "cpu") == 2
     assert "--task colours or planes" in capsys.readouterr().err
     assert predict(folder, image, "--device", "cpu", "--task", "planes") == 0
-    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]} == {"left", "middle", "right"}
+    classes, _, counts = capsys.readouterr().out.partition("\n\n")
+    assert {line.split()[0] for line in classes.splitlines()[1:]} == {"left", "middle", "right"}
+    assert "accuracy over 1 image in class folders" in counts
 
 
 def test_a_run_of_one_data_set_does_not_mention_tasks(finished: tuple[Path, Config, dict[str, Any]]) -> None:
