@@ -9,6 +9,7 @@ from pathlib import Path
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.text import printable
+from efficient_ft.data.paths import is_hidden
 
 
 @dataclass
@@ -105,7 +106,7 @@ def files_below(folder: str | Path, found: Below | None = None) -> Below:
         try:
             with os.scandir(place) as entries:
                 for entry in entries:
-                    if entry.name.startswith(".") or entry.name == "__MACOSX":
+                    if is_hidden(entry.name):
                         continue
                     try:
                         is_file = entry.is_file()

@@ -16,7 +16,7 @@ from efficient_ft.data.folder_tree import same_class
 from efficient_ft.data.images import EXTENSIONS, class_name, is_image, reading_hint
 from efficient_ft.data.layout import Layout, find_layout, labels_hint
 from efficient_ft.data.listing import Listing, Samples, hold_out_test
-from efficient_ft.data.paths import Paths
+from efficient_ft.data.paths import Paths, is_hidden
 from efficient_ft.data.splits import Chosen, Split, show, some
 
 _EXTENSIONS = f"Supported extensions: {' '.join(EXTENSIONS)}."
@@ -131,9 +131,7 @@ def _subfolders(folder: Path) -> dict[str, Path]:
         return {
             entry.name: Path(entry.path)
             for entry in os.scandir(folder)
-            if (os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir())
-            and not entry.name.startswith(".")
-            and entry.name != "__MACOSX"
+            if (os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()) and not is_hidden(entry.name)
         }
     except OSError as error:
         raise UserError(f"{printable(folder)} cannot be read ({error.strerror}). Check its permissions.") from error

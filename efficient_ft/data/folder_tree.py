@@ -10,6 +10,7 @@ from pathlib import Path
 
 from efficient_ft.core.text import printable
 from efficient_ft.data.images import is_image
+from efficient_ft.data.paths import is_hidden
 
 #: Letters of a folder's name in a message.
 _LETTERS = 60
@@ -88,7 +89,7 @@ def scan(root: Path, follow_links: bool) -> tuple[Folder, list[tuple[Path, str |
             continue
         links = []
         for entry in entries:
-            if entry.name.startswith(".") or entry.name == "__MACOSX":
+            if is_hidden(entry.name):
                 continue
             if entry.is_dir(follow_symlinks=False):
                 inner = Folder(Path(entry.path), f"{folder.name}/{entry.name}".lstrip("/"))

@@ -14,6 +14,7 @@ from efficient_ft.core.text import printable
 from efficient_ft.data.images import EXTENSIONS
 from efficient_ft.data.mask_names import Kind, read_name
 from efficient_ft.data.mask_pixels import MASK_EXTENSIONS
+from efficient_ft.data.paths import is_hidden
 from efficient_ft.data.splits import SPLITS, Chosen, Split, ambiguous, chosen_places, name_splits, some
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def _entries(folder: Path) -> tuple[dict[str, Path], int]:
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
-                if entry.name.startswith(".") or entry.name == "__MACOSX":
+                if is_hidden(entry.name):
                     continue
                 if os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir():
                     folders[entry.name] = folder / entry.name

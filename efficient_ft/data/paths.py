@@ -7,6 +7,17 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+#: Folders and files of operating systems and servers, which are no part of a data set.
+_SYSTEM = frozenset(
+    ["__MACOSX", "$RECYCLE.BIN", "System Volume Information", "lost+found", "@eaDir", "#recycle", "@Recycle",
+     "Thumbs.db", "desktop.ini"]
+)  # fmt: skip
+
+
+def is_hidden(name: str) -> bool:
+    """Return whether a file or folder is hidden, a lock file of Office, or one of an operating system."""
+    return name.startswith((".", "~$")) or name in _SYSTEM
+
 
 class Paths:
     """An immutable sequence of paths of files, which are given and returned as text.

@@ -17,6 +17,7 @@ from typing import Literal
 
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean
 from efficient_ft.core.text import printable
+from efficient_ft.data.paths import is_hidden
 
 Split = Literal["train", "val", "test"]
 #: The setting ``data.splits``: the folders or files of each split, relative to ``data.root``.
@@ -131,7 +132,7 @@ def chosen_places(root: Path, chosen: Chosen) -> dict[Split, list[Path]]:
             if real != top and top not in real.parents:
                 raise SettingError(f"data.splits.{split}", name, f"a path below data.root={printable(root)}")
             if not os.path.lexists(place) or not os.path.exists(place):
-                there = sorted(entry.name for entry in root.iterdir() if not entry.name.startswith("."))
+                there = sorted(entry.name for entry in root.iterdir() if not is_hidden(entry.name))
                 shown = f"It has {some(there)}." if there else "It is empty."
                 raise SettingError(
                     f"data.splits.{split}",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.text import printable
 from efficient_ft.data.below import Below, files_below, links_in
+from efficient_ft.data.paths import is_hidden
 from efficient_ft.data.splits import Chosen, Split, ambiguous, name_splits, show, some
 from efficient_ft.data.text_files import read_text
 from efficient_ft.data.text_rows import Row, clean_name
@@ -225,7 +226,7 @@ def visible(folder: Path) -> list[Path]:
         paths = sorted(folder.iterdir())
     except OSError as error:
         raise UserError(f"{printable(folder)} cannot be read ({error.strerror}). Check its permissions.") from error
-    return [path for path in paths if not path.name.startswith(".") and path.name != "__MACOSX"]
+    return [path for path in paths if not is_hidden(path.name)]
 
 
 def folders_in(folder: Path) -> list[Path]:

@@ -60,6 +60,11 @@ ACCEPTED: dict[str, tuple[dict[str, int | str], tuple[int, int, int], dict[str, 
     "classes": (both("."), (8, 0, 2), {"train": "images/", "test": "a fifth of each class, held out of images/"}),
     "train is a class": ({"car": 5, "train": 5, "bus": 5}, (12, 0, 3), {}),
     "nested": ({"dogs/poodle": 5, "dogs/pug": 5, "cats/siamese": 5}, (12, 0, 3), {}),
+    "system folders": (
+        {"cat": 5, "dog": 5, "cat/@eaDir/0.jpg": 5, "$RECYCLE.BIN/S-1": 2, "lost+found": 1, "__MACOSX/cat": 3},
+        (8, 0, 2),
+        {},
+    ),
     "one name below": ({"dogs/images": 5, "cats/images": 5}, (8, 0, 2), {}),
 }  # fmt: skip
 
