@@ -132,9 +132,16 @@ def _affixes(images: Sequence[str], masks: Sequence[str]) -> list[tuple[str, str
         folder, _, stem = _plain(image).rpartition("/")
         for mask in by_folder.get(folder, ()):
             at = mask.find(stem)
-            if at >= 0 and mask != stem:
-                found[mask[:at], mask[at + len(stem) :]] += 1
+            before, after = mask[:at], mask[at + len(stem) :]
+            if at >= 0 and mask != stem and not _is_another_number(before, stem, after):
+                found[before, after] += 1
     return [affix for affix, _ in found.most_common(4)]
+
+
+def _is_another_number(before: str, stem: str, after: str) -> bool:
+    """Whether digits around a name make another number of its own: 1 and 11, but not 1 and 001."""
+    digits = before[len(before.rstrip("0123456789")) :]
+    return (stem[:1].isdigit() and digits.strip("0") != "") or (stem[-1:].isdigit() and after[:1].isdigit())
 
 
 def _several(found: Matches) -> tuple[str, str] | None:

@@ -236,3 +236,15 @@ def test_files_at_two_depths_of_a_split(tmp_path: Path) -> None:
     listing = read(root, image_folder="images")
     assert sizes(listing) == [3, 1, None]
     assert listing.left_out == {"files in other folders": 2}
+
+
+def test_digits_around_a_name_are_those_of_another_image(tmp_path: Path) -> None:
+    root = write(tmp_path / "a", {"images": [f"{k}.png" for k in range(10)], "masks": [f"1{k}.png" for k in range(10)]})
+    with pytest.raises(UserError, match=r"images/0\.png has no mask .*masks/0\.png"):
+        read(root)
+    root = write(tmp_path / "b", {"images": [f"{k}.png" for k in range(9)], "masks": [f"{k}0.png" for k in range(9)]})
+    with pytest.raises(UserError, match="has no mask"):
+        read(root)
+    names = [f"{k}.png" for k in range(10)]
+    assert sizes(read(write(tmp_path / "c", {"images": names, "masks": [f"00{name}" for name in names]})))[0]
+    assert sizes(read(write(tmp_path / "d", {"images": names, "masks": [f"1_{name}" for name in names]})))[0]
