@@ -359,6 +359,7 @@ def _refuse_ids(found: Survey, classes: Classes, split: str) -> None:
             f" {len(classes.names)} classes have the ids {_few(classes.ids)}. Give each value its class:"
             f" {_values(found.values(split), classes)}; or a value without a label: data.masks.ignored=[VALUE]."
         )
+    _refuse_mixed(rows, classes, split)
     present = np.flatnonzero(found.shares(split)[:UNKNOWN])
     absent = [name for index, name in enumerate(classes.names) if index not in present]
     values = found.values(split)
@@ -387,6 +388,23 @@ def _refuse_ids(found: Survey, classes: Classes, split: str) -> None:
     raise UserError(
         f"{seen}, but there are {len(classes.names)} classes: {lacking}. If the masks have two classes, name them:"
         f" 'data.masks.classes=[{two}]'; if they have all, of which {len(absent)} do not occur: {keep}."
+    )
+
+
+def _refuse_mixed(rows: Sequence[Counted], classes: Classes, split: str) -> None:
+    """Refuse masks of two classes of which some are drawn with 0 and 1, and the others with 0 and 255."""
+    held = [set(one.values.tolist()) for one in rows]
+    ones, whites = sum(1 in values for values in held), held.count({0, IGNORED})
+    if classes.chosen or classes.ids != (0, 1) or not ones or not whites or set().union(*held) != {0, 1, IGNORED}:
+        return
+    if any({1, IGNORED} <= values for values in held):
+        return  # borders without a label
+    names = [_quoted(name) for name in classes.names]
+    raise UserError(
+        f"Of {len(rows)} {split} masks examined, {ones} hold the value 1, and {whites} hold 0 and 255; none holds both"
+        f" 1 and 255. As 255 means no label, {classes.names[1]} has no pixel in the latter. If both are"
+        f" {classes.names[1]}: 'data.masks.values={{0: {names[0]}, 1: {names[1]}, 255: {names[1]}}}'; if pixels of 255"
+        " have no label: data.masks.values=ids."
     )
 
 

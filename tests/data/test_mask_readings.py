@@ -363,3 +363,17 @@ def test_masks_that_mostly_cannot_be_used_stop_before_the_training(tmp_path: Pat
     for path in (root / "val/masks").iterdir():
         Image.fromarray(ids(0)).save(path)
     assert opened(root, on_corrupt="skip").splits == {"train": 5, "val": 3}
+
+
+def test_masks_of_0_and_1_among_masks_of_0_and_255_are_ambiguous(tmp_path: Path) -> None:
+    root = write(tmp_path, lambda number: Image.fromarray(ids(number) * (255 if number % 2 else 1)))
+    text = message(root)
+    assert "Of 6 train masks examined, 3 hold the value 1, and 3 hold 0 and 255" in text
+    assert "'data.masks.values={0: background, 1: cell, 255: cell}'" in text
+    data = opened(root, {"values": {0: "background", 1: "cell", 255: "cell"}})
+    assert set(np.unique(np.stack([data._dataset("train", training=False).read(k)[1] for k in (0, 1)]))) == {0, 1}
+    assert opened(root, {"values": "ids"}).num_classes == 2
+
+
+def test_masks_with_borders_of_255_have_one_reading(tmp_path: Path) -> None:
+    opened(write(tmp_path, lambda number: Image.fromarray(ids(number, (0, 1, 255) if number % 2 else (0, 255)))))
