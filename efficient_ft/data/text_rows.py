@@ -25,7 +25,10 @@ _TABLES, _JSON = (".csv", ".tsv"), (".jsonl", ".ndjson")
 EXTENSIONS = (*_TABLES, *_JSON)
 _DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
 #: Spellings of a missing label by programs, besides those of ``data.text.missing``.
-_MISSING = frozenset(["", "nan", "NaN", "NAN", "-nan", "<NA>", "NaT"])
+_MISSING = frozenset(
+    ["", "nan", "NaN", "NAN", "-nan", "<NA>", "NaT", r"\N", "#N/A", "#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NUM!",
+     "#NULL!"]
+)  # fmt: skip
 #: Letters of a name that are printed.
 _LETTERS = 40
 

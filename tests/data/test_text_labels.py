@@ -147,3 +147,11 @@ def test_classes_of_another_kind_in_the_test_split(tmp_path: Path) -> None:
         open_set(tmp_path)
     write_all(tmp_path, {"train.csv": PLAIN, "test.csv": "text,label\napple,fruit\n"})
     assert "Classes without test texts: metal (1 of 2)." in printed(open_set(tmp_path))
+
+
+def test_errors_of_spreadsheets_are_no_labels(tmp_path: Path) -> None:
+    labels = ["x", "y"] * 6 + ["#N/A", "#REF!", r"\N"]
+    write_all(tmp_path, {"a.csv": table((f"t{k}", label) for k, label in enumerate(labels))})
+    with pytest.raises(UserError, match=r"3 of 15 texts cannot be used: no label \('#N/A'\) ×1"):
+        open_set(tmp_path)
+    assert open_set(tmp_path, on_corrupt="skip").class_names == ["x", "y"]
