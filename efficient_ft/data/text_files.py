@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import io
+import re
 import zlib
 from pathlib import Path
 
@@ -116,7 +117,7 @@ def _undecodable(name: str, raw: bytes, error: UnicodeDecodeError, chosen: str) 
         )
     high = sum(byte >= 0x80 for byte in raw)
     letters = sum(byte in range(0x41, 0x7B) for byte in raw)
-    if high > letters / 2:
+    if high > letters / 2 or _is_eastern(raw):
         guess = "Set data.text.encoding to its encoding, e.g. cp1251 (Cyrillic), gb18030 (Chinese) or shift_jis."
     else:
         western = "latin-1"
@@ -127,6 +128,12 @@ def _undecodable(name: str, raw: bytes, error: UnicodeDecodeError, chosen: str) 
             pass
         guess = f"It looks like {western}: set data.text.encoding={western}, and look at the accented letters."
     return UserError(f"{where} {guess} Or convert it: iconv -f ENCODING -t utf-8.")
+
+
+def _is_eastern(raw: bytes) -> bool:
+    """Whether most bytes beyond ASCII follow one another, as in multi-byte encodings; accented letters stand alone."""
+    runs = re.findall(rb"[\x80-\xff]+", raw)
+    return sum(len(run) for run in runs if len(run) >= 4) * 2 > sum(map(len, runs))
 
 
 def _refuse_unmarked(name: str, start: bytes) -> None:

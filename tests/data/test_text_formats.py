@@ -123,6 +123,7 @@ ACCENTS = PLAIN + "caf\u00e9 \u2019apple\u2019,fruit\n"
         (ACCENTS.encode("cp1252"), r"a\.csv, line 22: not UTF-8 \(byte 0xe9\)\. It looks like cp1252: set data\."),
         (ACCENTS.encode("utf-16-le"), r"like utf-16-le without a byte order mark: set data\.text\.encoding=utf-16-le"),
         (ACCENTS.encode("utf-16-be"), r"set data\.text\.encoding=utf-16-be"),
+        ((PLAIN + "中文字 很好 apple,fruit\n").encode("gb18030"), r"line 22: not UTF-8 .*gb18030 \(Chinese\)"),
         ("text,label\nпривет,да\n".encode("cp1251"), r"line 2: not UTF-8 .*e\.g\. cp1251"),
         (ACCENTS.encode() + b"\xff,fruit\n", r"line 23: .* damaged, or mixes encodings: 3 characters .* 1 are not"),
         ((PLAIN + "a\0b,fruit\n").encode(), r"line 22: 1 NUL character"),
