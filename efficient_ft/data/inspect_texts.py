@@ -22,12 +22,31 @@ _NUMBERS = 20
 #: Shares above which there is a warning.
 _UNKNOWN, _CUT, _REPEATED, _ODD = 0.05, 0.25, 0.5, 0.01
 #: Texts that programs write for a missing value.
-_NOTHING = frozenset(["nan", "none", "null", "n/a", "na", "#n/a", "<na>", "[deleted]", "[removed]"])
+_NOTHING = frozenset(
+    ["nan", "none", "null", "n/a", "na", "#n/a", "#ref!", "#value!", "#name?", "<na>", "[deleted]", "[removed]"]
+)
 #: UTF-8 that was read in another encoding (Ã©, â€™), and characters that could not be read.
 _GARBLED = re.compile("Ã[\x80-\xbf]|â€|\ufffd|Ð[\x80-\xbf]Ð|ï»¿")
 _MARKUP = re.compile(r"<(br|p|div|span|a|b|i)\b[^>]*>", re.IGNORECASE)
 #: Class names that often stand for a missing label.
-_MARKERS = frozenset(["-1", "none", "?", "-", ".", "unknown", "unlabeled", "unlabelled", "unsup", "undefined", "todo"])
+_MARKERS = frozenset(
+    [
+        "-1",
+        "none",
+        "n/a",
+        "na",
+        "null",
+        "?",
+        "-",
+        ".",
+        "unknown",
+        "unlabeled",
+        "unlabelled",
+        "unsup",
+        "undefined",
+        "todo",
+    ]
+)
 
 
 def inspect_texts(
@@ -179,6 +198,12 @@ def _names(found: Inspection, class_names: Sequence[str], parts: Mapping[str, Te
             " texts without a label, remove them, or leave rows of files out:"
             f' "data.text.missing=[{name!r}]" data.on_corrupt=skip.'
         )
+    single = [name for label, name in enumerate(class_names) if counts[label] == 1]
+    if single:
+        found.warnings.append(
+            f"{len(single)} {'class' if len(single) == 1 else 'classes'} with a single training text:"
+            f" {', '.join(map(_short, single[:5]))}{' and more' if len(single) > 5 else ''}."
+        )
     numbers = [name for name in class_names if is_number(name)]
     if len(numbers) == len(class_names) > _NUMBERS and {*map(float, numbers)} not in (
         set(range(len(numbers))),
@@ -189,7 +214,8 @@ def _names(found: Inspection, class_names: Sequence[str], parts: Mapping[str, Te
             " ranges of it into classes."
         )
     known = set(class_names)
-    joined = [name for name in class_names if _is_joined(name, known)]
+    shared = Counter(part for name in class_names for part in set(_parts(name, "|;")))
+    joined = [name for name in class_names if _is_joined(name, known, shared)]
     if joined:
         found.warnings.append(
             f"Names of classes that join several labels: {len(joined)}, such as {_short(joined[0])}. Each"
@@ -203,12 +229,23 @@ def _names(found: Inspection, class_names: Sequence[str], parts: Mapping[str, Te
         )
 
 
-def _is_joined(name: str, known: set[str]) -> bool:
-    """Whether the name of a class consists of several: a list, or other classes with a separator."""
+def _parts(name: str, separators: str) -> list[str]:
+    """The parts of the name of a class between separators; a name without one is a single part."""
+    return [part.strip() for part in re.split(f"[{separators}]", name)]
+
+
+def _is_joined(name: str, known: set[str], shared: Mapping[str, int]) -> bool:
+    """Whether the name of a class consists of several labels.
+
+    Args:
+        name: a list, classes with a separator, or a list with | or ; that shares a part with another class.
+        known: names of classes.
+        shared: number of classes with a part between | or ;.
+    """
     if re.fullmatch(r"[\[({].*,.*[\])}]", name):
         return True
-    parts = [part.strip() for part in re.split(r"[|;,/+&]", name)]
-    return len(parts) > 1 and all(part in known for part in parts)
+    parts, listed = _parts(name, "|;,/+&"), _parts(name, "|;")
+    return (len(parts) > 1 and known.issuperset(parts)) or (len(listed) > 1 and any(shared[one] > 1 for one in listed))
 
 
 def _range(values: np.ndarray) -> dict[str, int | float]:

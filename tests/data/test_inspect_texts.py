@@ -75,3 +75,20 @@ def test_a_constant_column_and_joined_labels_are_warned_of(tmp_path: Path) -> No
     text = printed(open_set(write_all(tmp_path, {"train.csv": table(rows)})))
     assert "training texts repeat another one. Check data.text.columns." in text
     assert "Names of classes that join several labels: 1, such as 'a|b'." in text
+
+
+def test_combinations_that_share_labels_are_warned_of(tmp_path: Path) -> None:
+    rows = [("same", ("action|drama", "drama|war", "comedy")[k % 3]) for k in range(15)]
+    text = printed(open_set(write_all(tmp_path, {"train.csv": table(rows)})))
+    assert "Names of classes that join several labels: 2, such as 'action|drama'." in text
+    rows = [("same", ("Home & Garden", "Home & Kitchen")[k % 2]) for k in range(15)]
+    assert "join several" not in printed(open_set(write_all(tmp_path, {"train.csv": table(rows)})))
+
+
+def test_a_class_with_a_single_training_text_is_warned_of(tmp_path: Path) -> None:
+    rows = [*((f"apple {k}", "fruit") for k in range(9)), ("zinc", "metal")]
+    tests = table([("apple", "fruit"), ("zinc", "metal")])
+    data = open_set(write_all(tmp_path, {"train.csv": table([*rows, ("gold", "metal")]), "test.csv": tests}))
+    held = sum(len(part) for split, part in data._parts.items() if split == "val")
+    assert held
+    assert "1 class with a single training text: 'metal'." in printed(data)
