@@ -161,7 +161,7 @@ def _warnings(result: Inspection, found: Survey, classes: Classes, settings: Mas
             result.warnings.append(f"{empty} {split} masks have no labeled pixel: they count for no score.")
     different = _sizes_that_differ(found, settings)
     if different:
-        image, mask = different[0]
+        image, mask, _ = different[0]
         rows = sum(map(len, found.headers.values()))
         result.warnings.append(
             f"{len(different)} of {rows} masks have another size than their images, as {printable(mask)}"
@@ -169,8 +169,8 @@ def _warnings(result: Inspection, found: Survey, classes: Classes, settings: Mas
         )
 
 
-def _sizes_that_differ(found: Survey, settings: MaskConfig) -> list[tuple[str, str]]:
-    """Images and masks whose sizes do not agree, turned as they will be."""
+def _sizes_that_differ(found: Survey, settings: MaskConfig) -> list[tuple[str, str, str]]:
+    """Images and masks whose sizes do not agree, turned as they will be, and their sizes in words."""
     different = []
     for rows in found.headers.values():
         for image, mask, header, stored in rows:
@@ -183,7 +183,8 @@ def _sizes_that_differ(found: Survey, settings: MaskConfig) -> list[tuple[str, s
                 fitting = upright if settings.exif == "upright" else fitting
                 fitting = fitting | upright if settings.exif == "auto" else fitting
             if header.size not in fitting:
-                different.append((image, mask))
+                sizes = f"the mask is {header.size[0]}×{header.size[1]}, its image {width}×{height}"
+                different.append((image, mask, sizes))
     return different
 
 
@@ -197,8 +198,8 @@ def _problems_of_headers(result: Inspection, found: Survey, settings: MaskConfig
                 result.problems[path] = "colors without classes" if one.error else "values of no class"
             elif split == "train" and one.shares.sum() == one.shares[IGNORED]:
                 result.problems[path] = "no pixel has a label"
-    for _, mask in _sizes_that_differ(found, settings):
-        result.problems.setdefault(mask, "another size than its image")
+    for _, mask, sizes in _sizes_that_differ(found, settings):
+        result.problems.setdefault(mask, f"{sizes}; they must have one size")
 
 
 def _problems(

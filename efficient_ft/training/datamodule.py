@@ -11,8 +11,9 @@ import lightning.pytorch as L
 from torch.utils.data import DataLoader
 
 from efficient_ft.config import Config, data_configs
-from efficient_ft.core.errors import SettingError
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.core.text import printable
 from efficient_ft.data import (
     Decoding,
     ImageData,
@@ -86,6 +87,30 @@ def summary_text(found: Mapping[str, Summary]) -> str:
         lines += [prefix + note for note in one.notes]
         lines += [f"warning: {prefix}{warning}" for warning in one.warnings]
     return "\n".join(lines)
+
+
+def refuse_unusable(config: Config, found: Mapping[str, Summary]) -> None:
+    """Refuse samples of which the inspection shows that training would stop at them.
+
+    Args:
+        config: of the run.
+        found: the summaries of its data sets, by task.
+
+    Raises:
+        UserError: there are such samples, and ``data.on_corrupt`` does not leave them out.
+    """
+    for task, one in found.items():
+        data, setting = (config.tasks[task], f"tasks.{task}") if task else (config.data, "data")
+        problems = one.inspection.problems
+        if not problems or data.on_corrupt != "stop":
+            continue
+        path, why = next(iter(problems.items()))
+        shown = printable(path)
+        more = f"; `efficient-ft check` lists the {len(problems):,} found" if len(problems) > 1 else ""
+        raise UserError(
+            f"{why if why.startswith(shown) else f'{shown}: {why}.'} Correct such files{more}. Or leave them out:"
+            f" {setting}.on_corrupt=skip."
+        )
 
 
 def keep_decoded(images: RunData, epochs: int) -> None:

@@ -56,6 +56,7 @@ from efficient_ft.training.datamodule import (
     keep_decoded,
     missing_images,
     open_images,
+    refuse_unusable,
     run_length,
     summaries,
     summary_text,
@@ -141,6 +142,7 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
     report = images.report()
     refuse_other_images(config, folder, images_digest(report))
     understood = summaries(images) if rank() == 0 else {}
+    refuse_unusable(config, understood)
     say(summary_text(understood))
     release_freed_memory()  # of making the lists, which allocators keep: 75 MiB of a million images
     before_model = resident_bytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from functools import partial
 
 import pytest
@@ -168,3 +169,14 @@ def test_missing_weights_and_data_are_named_in_one_message(tmp_path, configurati
 def test_fp16_on_the_cpu_is_refused(tmp_path, configuration):
     with pytest.raises(UserError, match=r"trainer\.precision must be fp32 or bf16 on a CPU, got fp16"):
         run(configuration(trainer__precision="fp16", trainer__accelerator="auto"), tmp_path)
+
+
+def test_files_known_to_be_unreadable_are_refused_before_anything_is_written(folders, tmp_path, configuration):
+    root = tmp_path / "images"
+    shutil.copytree(folders / "colours", root)
+    broken = sorted(root.rglob("*.png"))[0]
+    broken.write_bytes(broken.read_bytes()[:40])
+    data = {"name": "folder", "root": str(root), "num_workers": 0}
+    with pytest.raises(UserError, match=rf"{broken.name}: not readable .* Or leave them out: data\.on_corrupt=skip"):
+        run(configuration(data=data), tmp_path / "run")
+    assert not list((tmp_path / "run").glob("metrics*"))
