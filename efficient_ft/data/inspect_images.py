@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,10 @@ _GRAY = ("1", "L", "LA", "La", "F")
 _FORMATS = {"jpg": "JPEG", "jpeg": "JPEG", "jfif": "JPEG", "tif": "TIFF", "pgm": "PPM", "jp2": "JPEG2000",
             "j2k": "JPEG2000", "j2c": "JPEG2000", "jpf": "JPEG2000", "jpx": "JPEG2000", "heic": "HEIF",
             "hif": "HEIF"}  # fmt: skip
+
+
+#: Names of masks that lie beside their images.
+_MASK = re.compile(r"(.+)[ _-](?:mask|masks|seg|segmentation|gt|label|labels|annotation)(?:[ _-]?\d+)?", re.IGNORECASE)
 
 
 @dataclass
@@ -107,6 +112,7 @@ def inspect_images(
             f"Of {len(places):,} files looked at, {len(found.problems):,} cannot be read, such as {why}"
             " data.on_corrupt=skip leaves such files out."
         )
+    _report_masks(found, places)
     pairs = [(place, one) for place, one in zip(places, seen, strict=True) if one.error is None]
     if pairs:
         _report_sizes(found, pairs, total, input)
@@ -265,6 +271,14 @@ def _report_values(found: Inspection, pairs: _Pairs, decoding: Decoding) -> None
                 f"Gray images of more than 8 bits ({len(deep):,} decoded) have values up to {high:g} only, so they are"
                 f" dark.{advice}"
             )
+        dark = [one.stored[1] for one in deep if one.stored and one.stored[1] <= _DEPTHS[-1]]
+        if decoding.value_range is None and low >= 0 and not advice and len(dark) * 2 > len(deep):
+            most = next(depth for depth in _DEPTHS if max(dark) <= depth)
+            found.warnings.append(
+                f"Of {len(deep):,} decoded gray images of more than 8 bits, {len(dark):,} have values up to"
+                f" {max(dark):g} only, so they are dark. If the others are of another source, rescale them, and set"
+                f" 'data.value_range=[0,{most}]'."
+            )
         clipped = float(np.mean([one.clipped for one in deep]))
         if clipped > 0.01:
             assert decoding.value_range is not None
@@ -292,6 +306,22 @@ def _report_values(found: Inspection, pairs: _Pairs, decoding: Decoding) -> None
     if single:
         found.warnings.append(
             f"Of {len(decoded):,} decoded images, {len(single):,} have a single color: {_example(single)}."
+        )
+
+
+def _report_masks(found: Inspection, places: Sequence[_Place]) -> None:
+    """Images named like the mask of another one beside them, which train as images of their class."""
+    masks = []
+    for path in (place.path for place in places if place.path):
+        stem, extension = os.path.splitext(path)
+        named = _MASK.fullmatch(stem)
+        if named and any(os.path.isfile(named[1] + one) for one in dict.fromkeys([extension, ".jpg", ".png", ".tif"])):
+            masks.append(path)
+    found.facts["masks_among_images"] = len(masks)
+    if masks:
+        found.warnings.append(
+            f"Of {len(places):,} images, {len(masks):,} are named like the mask of another image, such as"
+            f" {printable(masks[0])}. They are used as images of their class; if they are masks, move them away."
         )
 
 

@@ -172,3 +172,23 @@ def test_duplicates(opened: tuple[Path, Open]) -> None:
     assert warned(found, "1 image occurs in several splits", "train/a/1.jpg (train, a)", "test/a/leak.jpg (test, a)")
     assert warned(found, "1 image occurs with several labels", "train/a/2.jpg", "train/b/other.png (train, b)")
     assert any("3 of 33 images repeat another one" in line for line in found.lines)
+
+
+def test_masks_beside_their_images_are_warned_of(opened: tuple[Path, Open]) -> None:
+    root, open_it = opened
+    for i in range(3):
+        Image.fromarray(np.full((20, 24), 255, np.uint8)).save(root / f"train/a/{i}_mask.png")
+    save(root / "train/b/no_mask.jpg", 7)
+    (warning,) = warned(open_it().inspect(), "like the mask of another image")
+    assert warning.startswith("Of 34 images, 3 are named")
+    assert "_mask.png" in warning
+
+
+def test_most_images_that_are_dark_are_reported_beside_a_bright_one(opened: tuple[Path, Open]) -> None:
+    root, open_it = opened
+    deep(root, 4000)
+    Image.fromarray(np.full((20, 24), 65535, np.uint16)).save(root / "train/b/bright.png")
+    (warning,) = warned(open_it().inspect(), "so they are dark")
+    assert "Of 11 decoded gray images" in warning
+    assert "10 have values up to 4000 only" in warning
+    assert "'data.value_range=[0,4095]'" in warning
