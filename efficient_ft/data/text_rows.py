@@ -156,12 +156,22 @@ def _require_columns(name: str, line: int, columns: Sequence[str], settings: Tex
                 " Set data.text.quotes=true: quotes enclose its cells."
                 if quoted
                 else " The first line is taken as the names of the columns. Set data.text.columns=[NAME] and"
-                " data.text.label=NAME; if it is a row, name all columns in their order: data.text.names=[label,text]."
+                " data.text.label=NAME; if it is a row, name all columns in their order:"
+                f" {_names_of(columns, settings)}."
             )
         raise NoColumnError(
             f"{place}: no column {column!r} (data.text.{setting}). It has {shown}"
             f"{f' and {len(columns) - 10} more' if len(columns) > 10 else ''}.{_near(column, columns)}{advice}"
         )
+
+
+def _names_of(cells: Sequence[str], settings: TextConfig) -> str:
+    """The setting that names the columns of a file without a header, by its first row: the longest cell is the text."""
+    if not 2 <= len(cells) <= 8 or len(settings.columns) != 1:
+        return "data.text.names=[label,text]"
+    order = sorted(range(len(cells)), key=lambda index: len(cells[index]))
+    named = {order[-1]: settings.columns[0], order[0]: settings.label}
+    return f"data.text.names=[{','.join(named.get(index, f'other{index}') for index in range(len(cells)))}]"
 
 
 def _near(column: str, columns: Sequence[str]) -> str:

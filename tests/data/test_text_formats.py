@@ -183,3 +183,11 @@ def test_json_that_is_no_row_is_refused_with_its_line(tmp_path: Path, text: str,
 def test_numbers_as_texts_are_noted(tmp_path: Path) -> None:
     data = open_set(write_all(tmp_path, {"a.jsonl": json_lines({"text": k, "label": k % 2} for k in range(12))}))
     assert "numbers and truth values in column 'text' are read as texts in 12 rows" in printed(data)
+
+
+def test_the_columns_of_a_file_without_a_header_are_suggested_by_its_first_row(tmp_path: Path) -> None:
+    rows = "".join(f"{k % 2},title,apple and zinc {k}\n" for k in range(20))
+    write_all(tmp_path, {"a.csv": rows})
+    with pytest.raises(UserError, match=r"data\.text\.names=\[label,other1,text\]"):
+        open_set(tmp_path)
+    assert size(open_set(tmp_path, names=["label", "other1", "text"])) == 20
