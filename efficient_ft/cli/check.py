@@ -20,7 +20,7 @@ Check the data of a run without training.
 
     efficient-ft check data=folder data.root=DIR
     efficient-ft check data=mask_folder data.root=DIR --html
-    efficient-ft check data=text_folder data.root=FILE.csv model=text model.weights=DIR
+    efficient-ft check data=text_folder data.root=FILE.csv model=text model.name=bert model.weights=DIR
 
 The report is the one that a run prints, in more depth: every file is decoded, unreadable files are listed, and
 duplicates are searched for within and across the splits. A contact sheet shows training samples as the network sees
@@ -96,7 +96,7 @@ def with_task(words: Sequence[str]) -> tuple[list[str], str]:
     if task not in _MODELS:
         raise UserError(
             f"data={data} needs a model, whose tokenizer reads the texts. Add model=bert_base, or model=text"
-            " model.weights=DIR."
+            " model.name=bert model.weights=DIR."
         )
     return [*words, *more, f"model={_MODELS[task]}"], f"No model is given: samples are prepared for {_MODELS[task]}."
 
@@ -126,7 +126,7 @@ def _print_problems(config: Config, found: dict[str, Summary]) -> bool:
         return False
     stops = config.data.on_corrupt == "stop"
     do = "Correct them, or leave them out: data.on_corrupt=skip." if stops else "They are left out."
-    say(f"{len(problems):,} samples cannot be used. {do}")
+    say(f"{len(problems):,} {'sample' if len(problems) == 1 else 'samples'} cannot be used. {do}")
     for path, why in list(problems.items())[:_SHOWN]:
         shown = printable(path)
         say(f"  {why}" if why.startswith(shown) else f"  {shown}: {why}")

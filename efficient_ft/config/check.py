@@ -180,7 +180,7 @@ _CHOICES = {
         ("of texts", "Choose data=rte or text_folder."),
         (
             "a text classifier",
-            "Choose model=bert_base, distilbert_base, bert_tiny, or model=text with model.weights=DIR.",
+            "Choose model=bert_base, distilbert_base, bert_tiny, or model=text with model.name=bert model.weights=DIR.",
         ),
     ),
 }

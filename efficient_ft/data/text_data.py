@@ -69,7 +69,7 @@ class TextData(OpenedData[Texts, TextDataset]):
                 first = next(iter(listing.skipped.values()))
                 raise UserError(f"{found} The first: {first} Correct them, or leave them out: data.on_corrupt=skip.")
             self._skipped.update(listing.skipped)
-            self._notes.append(f"{found} They are left out (data.on_corrupt=skip).")
+            self._notes.append(f"{found} data.on_corrupt=skip leaves them out.")
         self._parts = self._choose_splits(listing.train, listing.val, listing.test, stratified_split)
 
     @property
