@@ -28,7 +28,17 @@ _WORDS: dict[str, Split] = {
     **dict.fromkeys(("train", "training", "trn"), "train"),
     **dict.fromkeys(("val", "valid", "validation", "validate", "dev", "devel", "eval", "evaluation"), "val"),
     **dict.fromkeys(("test", "testing", "tst"), "test"),
-}  # type: ignore[dict-item]
+    # Spanish, French, Portuguese, Italian, German, Russian, Chinese, Japanese: words that are no names of classes.
+    **dict.fromkeys(
+        ("entrenamiento", "entrainement", "entraînement", "treinamento", "treino", "addestramento", "обучение",
+         "训练", "训练集", "訓練", "学習"), "train"
+    ),
+    **dict.fromkeys(
+        ("validación", "validacion", "validação", "validacao", "validierung", "валидация",
+         "验证", "验证集", "検証"), "val"
+    ),
+    **dict.fromkeys(("prueba", "pruebas", "teste", "тест", "测试", "测试集", "テスト"), "test"),
+}  # type: ignore[dict-item]  # fmt: skip
 #: Words next to a split's that name no content.
 _AFFIXES = frozenset(
     [

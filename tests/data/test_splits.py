@@ -18,6 +18,8 @@ from efficient_ft.data.splits import chosen_places, name_splits, show, split_of
         ("TrainImages", "train"), ("seg_train", "train"), ("train2017", "train"), ("01-train", "train"),
         ("training_data", "train"), ("train (1)", "train"), ("trainingset", "train"),
         ("val", "val"), ("VALID", "val"), ("Validation", "val"), ("dev", "val"), ("eval", "val"), ("valset", "val"),
+        ("Entrenamiento", "train"), ("训练集", "train"), ("Validación", "val"), ("Validierung", "val"),
+        ("prueba", "test"), ("测试集", "test"), ("テスト", "test"),
         ("Test", "test"), ("TESTING", "test"), ("test_set", "test"), ("seg_test", "test"), ("testdata", "test"),
     ],
 )  # fmt: skip
