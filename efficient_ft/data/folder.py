@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +27,10 @@ def missing_folder(root: Path) -> str | None:
     if root.is_dir():
         return None
     state = "is a file" if root.exists() else "does not exist"
+    packed = root.exists() and root.suffix.lower() in (".zip", ".tar", ".gz", ".tgz", ".7z", ".rar", ".bz2", ".xz")
+    unpack = " Unpack the archive, and pass the folder." if packed else ""
     return (
-        f"data.root must be a folder of images, got {root} ({root.absolute()} {state}). Expected layout: "
+        f"data.root must be a folder of images, got {root} ({root.absolute()} {state}).{unpack} Expected layout: "
         "DIR/train/CLASS/*.jpg with DIR/val/ or DIR/test/ of the same form, or DIR/CLASS/*.jpg (a fifth is then held "
         "out for testing). Or use data=digits, which needs no files."
     )
@@ -173,7 +175,7 @@ def _scan_train(
     if empty:
         raise UserError(
             f"{where} has class folders without images: {_first_names(empty)}. Add images or remove the folders. "
-            f"{_EXTENSIONS}{_other_files(ignored)}"
+            f"{_boxes_hint(found)}{_EXTENSIONS}{_other_files(ignored)}"
         )
     names = list(found)
     if len(names) == 1:
@@ -193,6 +195,16 @@ def _scan_train(
             )
     parts = list(found.values())
     return names, Samples(Paths.join(parts), np.repeat(np.arange(len(names)), [len(part) for part in parts]))
+
+
+def _boxes_hint(names: Iterable[str]) -> str:
+    """A sentence for the layout in which YOLO has its boxes."""
+    if {name.casefold() for name in names} != {"images", "labels"}:
+        return ""
+    return (
+        "images/ with labels/ is an export for object detection: export the data for classification instead, with a"
+        " folder per class. "
+    )
 
 
 def _scan_eval(

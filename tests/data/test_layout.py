@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.data import images
-from efficient_ft.data.folder import folder_classes, read_folder
+from efficient_ft.data.folder import folder_classes, missing_folder, read_folder
 from efficient_ft.data.listing import Listing
 from tests.data.pictures import save
 
@@ -199,3 +199,11 @@ def test_skipped_files_are_counted_by_reason(tree: Make) -> None:
         "no images: .txt ×2": 2,
         ".npy files: convert them to PNG or TIFF": 1,
     }
+
+
+def test_exports_for_detection_and_archives_are_named(tree: Make, tmp_path: Path) -> None:
+    files = {"train/images": 5, "train/labels/0.txt": "0 .5 .5 .1 .1", "valid/images": 2, "valid/labels/0.txt": ""}
+    with pytest.raises(UserError, match="images/ with labels/ is an export for object detection"):
+        read_folder(tree(files))
+    (tmp_path / "images.zip").touch()
+    assert "Unpack the archive" in str(missing_folder(tmp_path / "images.zip"))
