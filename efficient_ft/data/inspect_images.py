@@ -37,7 +37,7 @@ _FORMATS = {"jpg": "JPEG", "jpeg": "JPEG", "jfif": "JPEG", "tif": "TIFF", "pgm":
             "hif": "HEIF"}  # fmt: skip
 
 
-#: Names of masks that lie beside their images.
+#: Names of masks in the folder of their images.
 _MASK = re.compile(r"(.+)[ _-](?:mask|masks|seg|segmentation|gt|label|labels|annotation)(?:[ _-]?\d+)?", re.IGNORECASE)
 
 
@@ -310,7 +310,7 @@ def _report_values(found: Inspection, pairs: _Pairs, decoding: Decoding) -> None
 
 
 def _report_masks(found: Inspection, places: Sequence[_Place]) -> None:
-    """Images named like the mask of another one beside them, which train as images of their class."""
+    """Images named like the mask of another one in their folder, which train as images of their class."""
     masks = []
     for path in (place.path for place in places if place.path):
         stem, extension = os.path.splitext(path)
