@@ -155,6 +155,7 @@ def _unreadable(text: str) -> UserError:
     key, equals, value = text.partition("=")
     if not equals or not value:
         return _not_a_setting(text)
+    key = key.lstrip("'\"")  # quotes around the whole argument that the shell has kept
     inner = value.strip("'\"").replace('"', '\\"')
     quoted = shlex.quote(f'{key}="{inner}"')
     return UserError(f"{text}: the value has special characters; quote it: {quoted}")

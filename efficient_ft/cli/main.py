@@ -113,7 +113,10 @@ def main() -> None:
     with clean_exits():
         register()
         sys.argv[1:] = slurm.with_launcher(zipped(sys.argv[1:]))
-        arguments = get_args_parser().parse_args()
+        arguments, unknown = get_args_parser().parse_known_args()
+        if unknown:
+            dashed = next((one for one in unknown if one.startswith("-")), unknown[0])
+            raise UserError(f"{dashed}: there is no such option. Settings have no dashes: KEY=VALUE; see --help.")
         if arguments.multirun and arguments.cfg:
             raise UserError(
                 "--cfg shows the configuration of one run. Leave out -m and the values that are swept over."

@@ -162,7 +162,7 @@ def compare(
                 notes[name] = f"not timed: needs about {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} are free"
                 continue
             if max_seconds is not None and training and time.perf_counter() - started > max_seconds:
-                notes[name] = f"not timed: its steps would take more than {max_seconds:.2g} s"
+                notes[name] = f"not timed: timing it would exceed {max_seconds:.2g} s in all"
                 continue
             first_step = probe.steps_before
             step = TrainingStep(

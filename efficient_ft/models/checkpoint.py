@@ -32,6 +32,8 @@ _OTHER_FILES = (
     (rb"\x1f\x8b|BZh|7z\xbc|\xfd7zXZ|Rar!", "It is a compressed archive. Unpack it first"),
     (rb"\s*\{[^\0]*$", "It is a JSON file. Join the shards that it lists into one .safetensors file"),
 )
+#: What training stores next to weights: names of the Transformers trainer and of Accelerate.
+_NO_WEIGHTS = re.compile(r"(optimizer|scheduler|scaler|training_args|rng_state|random_states|sampler)[\w.-]*$")
 #: Nesting beyond this depth is not searched.
 _DEPTH = 16
 
@@ -78,7 +80,7 @@ def read_contents(path: Path) -> Contents:
         if why is None:
             held, objects = _read(path, start)
     except Exception as error:  # torch, numpy and safetensors raise a dozen kinds on a damaged file
-        why = f"Reading it failed: {why_unreadable(error).rstrip('.')}"
+        why = f"Reading it failed: {why_unreadable(error).partition('. ')[0].rstrip('.')}"
         if "Python objects" in why:
             why += ". Save the weights alone: torch.save(model.state_dict(), FILE)"
     if why is not None:
@@ -99,17 +101,25 @@ def require_file(path: Path) -> None:
     """Raise a SettingError if there is no such file; a folder gets advice."""
     if os.path.isfile(path):  # pathlib raises for a name that is too long
         return
-    do = None
-    if os.path.isdir(path):
+    do, shown = None, str(path)
+    if re.match(r"\w[\w-]+:", shown) and os.name == "posix":
+        shown = re.sub(r"^(\w+):/(?!/)", r"\1://", shown)  # a Path has joined the slashes
+        do = "Download the file, and pass its local path."
+    elif os.path.isdir(path):
         inside = sorted(name for name in os.listdir(path) if re.search(r"\.(safetensors|pth|pt|bin|ckpt|npz)$", name))
-        do = "It is a folder" + (f" with {len(inside)} files of weights" if inside else " without files of weights")
+        inside = [name for name in inside if not _NO_WEIGHTS.match(name)]
+        count = f"{len(inside)} file{'s' * (len(inside) > 1)}"
+        do = "It is a folder" + (f" with {count} of weights" if inside else " without files of weights")
         shards = [name for name in inside if re.search(r"-\d+-of-\d+\.", name)]
-        if shards:
+        if inside and inside[0].startswith("adapter_model."):
+            do = "It is a folder with an adapter. Merge it into its network first (peft: merge_and_unload())."
+        elif shards:
             do += ", shards of one model. Join them into one file: their tensors in one mapping, written by"
             do += " safetensors.torch.save_file."
         else:
-            do += f". Pass one of them: model.weights={path / inside[0]}." if inside else "."
-    raise SettingError("model.weights", path, "an existing file", do)
+            one = "it" if len(inside) == 1 else "one of them"
+            do += f". Pass {one}: model.weights={path / inside[0]}." if inside else "."
+    raise SettingError("model.weights", shown, "an existing file", do)
 
 
 def _other_file(path: Path, start: bytes) -> str | None:
@@ -209,9 +219,12 @@ def _walk(held: Any, path: tuple[str, ...], above: tuple[int, ...] = ()) -> Iter
 
 def _without_tensors(path: Path, held: Any, objects: tuple[str, ...]) -> SettingError:
     """The error for a file in which no tensor has a name."""
+    arrays = any(name.endswith("multiarray._reconstruct") for name in objects)
     objects = tuple(name for name in objects if not name.startswith(("numpy.", "builtins.")))
     inside = ", ".join(map(str, list(held)[:5])) if isinstance(held, Mapping) and held else "nothing"
     do = f"It holds {inside}."
+    if arrays:
+        do += " NumPy's arrays in it are not loaded. Save them with numpy.savez(FILE, **arrays), as .npz."
     if objects:
         what = "a whole model" if any(name.startswith("torch.nn.modules.") for name in objects) else "Python objects"
         do = (

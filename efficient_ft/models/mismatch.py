@@ -23,6 +23,16 @@ _COMMON = ("resnet18", "resnet50", "deit_tiny_patch16_224", "vit_base_patch16_22
            "convnext_tiny", "efficientnet_b0", "mobilenetv2_100", "mobilenetv3_large_100", "resnet34", "resnet101",
            "deit_small_patch16_224", "deit_base_patch16_224", "vit_small_patch16_224", "densenet121", "vgg16",
            "regnety_016", "tf_efficientnet_lite0", "beit_base_patch16_224", "mixer_b16_224")  # fmt: skip
+#: Ends of names that torch gives to another form of the weights, and a sentence about each.
+_OTHER_FORMS = {
+    "._packed_params.0": "It holds quantized weights. Save those of the network before it was quantized.",
+    ".weight_orig": "It holds pruned weights with their masks apart. Join them first:"
+    " torch.nn.utils.prune.remove(module, 'weight') for each pruned module.",
+    "_flat_param": "It holds weights that FSDP has flattened. Save a full state dict"
+    " (torch: StateDictType.FULL_STATE_DICT).",
+}
+#: Ends of names by which a form of timm's ViT differs, and the argument that builds it.
+_FORM_ARGUMENTS = {(".ls1.gamma", ".ls2.gamma"): "init_values=1e-5", (".attn.qkv.bias",): "qkv_bias=false"}
 _INDEX = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")
 
 
@@ -49,6 +59,9 @@ def explain(
     given = contents.under(fit.prefix)
     if any(".lora_" in one or ".base_layer." in one for one in contents.tensors):
         return "It holds LoRA adapters apart from the weights. Merge them first (peft: merge_and_unload())."
+    for ending, sentence in _OTHER_FORMS.items():
+        if any(one.endswith(ending) for one in contents.tensors):
+            return sentence
     odd = [f"{one} ({kind})" for one, value in given.items() if (kind := why_unusable(value))
            and (one not in own or own[one].is_floating_point())
            and not (one.endswith("num_batches_tracked") or "index" in one or "position_ids" in one)]  # fmt: skip
@@ -64,28 +77,34 @@ def explain(
     elif fit.error and alike * 3 <= len(own):
         details = f"its names cannot be converted ({fit.error})"
     elif alike * 20 <= len(own):
+        count = "few of its {} names are" if alike else "none of its {} names is one of"
+        held = contents.tensors if alike else given  # some are alike by chance, in a part of the file
         details = (
-            f"none of its {len(contents.tensors)} names is one of the network's: it holds {some(list(given))}; the"
-            f" network has {some(list(own))}"
+            f"{count.format(len(contents.tensors))} the network's: it holds {some(list(held))}; the network has"
+            f" {some(list(own))}"
         )
     else:
-        facts = [*_tokens(given, own), *_structure(given, own)]
+        structure = _structure(given, own)
+        facts = [*_tokens(given, own, positions=not structure), *structure]
         details = "; ".join(facts or _lists(fit)) or fit.error
         search = bool(facts or fit.missing or fit.foreign)
     better = suggestion(name, path.stem, contents, heads) if search and timm.is_model(name) else None
     advice = "" if better is None else f" The file fits {setting}={better}."
     if better is None and "prefix token" in details:
         advice = _with_tokens(name, _prefix_tokens(given))
+    advice += "" if advice else _with_argument(fit)
     if contents.objects and not fit.loaded:
         advice += f" Python objects in it were not read ({some(contents.objects)})."
     return f"It may belong to another model: {details}.{advice}"
 
 
-def _tokens(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
-    """Differences in prefix tokens, and in positions where the tokens are the same."""
+def _tokens(given: Mapping[str, Tensor], own: Mapping[str, Tensor], *, positions: bool) -> list[str]:
+    """Differences in prefix tokens, and in positions (if asked for) where the tokens are the same."""
     theirs, ours = _prefix_tokens(given), _prefix_tokens(own)
     if theirs != ours:
         return [f"the file has {_words(theirs)}, the model {_words(ours)}"]
+    if not positions:
+        return []
     name = next((n for n in own if n in given and n.rpartition(".")[2] in ("pos_embed", "position_embedding")), None)
     if name is None or given[name].ndim != 3 or own[name].ndim != 3 or given[name].shape[2] != own[name].shape[2]:
         return []
@@ -125,6 +144,15 @@ def _with_tokens(name: str, tokens: Mapping[str, int]) -> str:
     names = list(timm.list_models(pattern)) if pattern else []
     names.sort(key=lambda one: SequenceMatcher(None, name, one).ratio(), reverse=True)
     return f" Models of timm with such tokens: {', '.join(names[:3])}." if names else ""
+
+
+def _with_argument(fit: Fit) -> str:
+    """A sentence about the argument of timm's ViT that builds the form in the file."""
+    names = (*fit.missing, *fit.foreign)
+    for ends, argument in _FORM_ARGUMENTS.items():
+        if names and not fit.misshapen and all(one.endswith(ends) for one in names):
+            return f" Its form of the network may need +model.kwargs.{argument}."
+    return ""
 
 
 def _is_square(number: int) -> bool:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from lightning.fabric.utilities.data import AttributeDict
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from efficient_ft.config import ModelConfig
 from efficient_ft.core.errors import SettingError, UserError
@@ -245,8 +246,11 @@ def state(name: str, **kwargs: Any) -> State:
          r"the file has 12 blocks of width 384, the model 12 of width 192\. .*model\.name=deit_small_patch16_224\."),
         ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"depth": 14}, "the file has 14 blocks, the model 12"),
         ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"depth": 10}, "the file has 10 blocks, the model 12"),
-        ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"qkv_bias": False}, r"missing: blocks\.0\.attn\.qkv\.bias"),
-        ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"init_values": 0.1}, r"unexpected: blocks\.0\.ls1\.gamma"),
+        ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"qkv_bias": False},
+         r"missing: blocks\.0\.attn\.qkv\.bias.*\+model\.kwargs\.qkv_bias=false"),
+        ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"init_values": 0.1},
+         r"unexpected: blocks\.0\.ls1\.gamma.*\+model\.kwargs\.init_values=1e-5"),
+        ("deit_tiny_patch16_224", "cait_xxs24_224", {}, r"another model: the file has 24 blocks, the model 12"),
         ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"no_embed_class": True},
          r"has 196 entries \(14×14 patches\), that of the model 197 .*no_embed_class=true"),
         ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"img_size": (96, 128)}, r"set model\.image_size to their"),
@@ -282,6 +286,27 @@ def test_adapters_that_are_not_merged(tmp_path: Path, weights: State) -> None:
     held["blocks.0.attn.qkv.lora_A.default.weight"] = torch.zeros(4, 16)
     with pytest.raises(SettingError, match="Merge them first"):
         load(tmp_path / "w.pth", held)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_other_forms_of_the_weights_are_named(tmp_path: Path) -> None:
+    quantized = torch.ao.quantization.quantize_dynamic(pretend_pretrained(), {nn.Linear})
+    with pytest.raises(SettingError, match="quantized weights"):
+        load(tmp_path / "q.pth", quantized.state_dict())
+    pruned = pretend_pretrained()
+    prune.l1_unstructured(pruned.get_submodule("blocks.0.mlp.fc1"), "weight", 0.5)
+    with pytest.raises(SettingError, match=r"prune\.remove"):
+        load(tmp_path / "p.pth", pruned.state_dict())
+    with pytest.raises(SettingError, match="FSDP"):
+        load(tmp_path / "f.pth", {"_fsdp_wrapped_module._flat_param": torch.zeros(9)})
+
+
+def test_a_backbone_of_numbered_parts_is_not_confused_with_one_of_them(tmp_path: Path) -> None:
+    parts = {"conv1": 0, "bn1": 1, "layer1": 4, "layer2": 5, "layer3": 6, "layer4": 7}
+    held = {f"backbone.{parts[one]}.{rest}": value for name, value in state("resnet18").items()
+            for one, _, rest in [name.partition(".")] if one in parts}  # fmt: skip
+    with pytest.raises(SettingError, match=r"few of its \d+ names are the network's: it holds backbone\.0\.weight"):
+        load(tmp_path / "w.pth", held, 10, ModelConfig, name="resnet18")
 
 
 # ------------------------------------------------------------------------------------------------ kinds of values
@@ -381,12 +406,40 @@ def test_a_torchscript_program_and_a_folder(tmp_path: Path) -> None:
     torch.jit.trace(pretend_pretrained().eval(), torch.zeros(1, 3, 224, 224)).save(str(tmp_path / "w.pt"))
     with pytest.raises(SettingError, match="TorchScript"):
         factory.create_model(small(weights=str(tmp_path / "w.pt")), 7)
-    with pytest.raises(SettingError, match=r"an existing file.*a folder with 1 files.*model\.weights=.*w\.pt"):
+    with pytest.raises(
+        SettingError, match=r"an existing file.*a folder with 1 file of weights\. Pass it: model\.weights=.*w\.pt"
+    ):
         factory.create_model(small(weights=str(tmp_path)), 7)
+    trainer = tmp_path / "checkpoint-500"
+    trainer.mkdir()
+    for name in ("optimizer.pt", "rng_state_0.pth", "model.safetensors", "training_args.bin"):
+        (trainer / name).touch()
+    with pytest.raises(SettingError, match=r"with 1 file of weights.*model\.safetensors"):
+        factory.create_model(small(weights=str(trainer)), 7)
+    (trainer / "model.safetensors").rename(trainer / "adapter_model.safetensors")
+    with pytest.raises(SettingError, match=r"an adapter\. Merge it"):
+        factory.create_model(small(weights=str(trainer)), 7)
     for number in (1, 2):
         (tmp_path / f"model-0000{number}-of-00002.safetensors").touch()
     with pytest.raises(SettingError, match="shards of one model"):
         factory.create_model(small(weights=str(tmp_path)), 7)
+
+
+@pytest.mark.parametrize("address", ["https://example.com/w.pth", "hf-hub:timm/vit", "hf_hub:timm/vit", "s3://b/w.pt"])
+def test_an_address_is_not_a_file(address: str) -> None:
+    with pytest.raises(SettingError, match=rf"got {address}\. Download the file, and pass its local path\."):
+        factory.create_model(small(weights=address), 7)
+
+
+def test_reasons_for_unreadable_files_end_with_a_sentence(tmp_path: Path, weights: State) -> None:
+    torch.save({name: value.numpy() for name, value in weights.items()}, tmp_path / "arrays.pth")
+    with pytest.raises(SettingError, match=r"It holds cls_token.*NumPy's arrays in it are not loaded\..*\.npz\.$"):
+        factory.create_model(small(weights=str(tmp_path / "arrays.pth")), 7)
+    torch.save(weights, tmp_path / "half.pth")
+    content = (tmp_path / "half.pth").read_bytes()
+    (tmp_path / "half.pth").write_bytes(content[: len(content) // 2])
+    with pytest.raises(SettingError, match=r"failed finding central directory\.$"):
+        factory.create_model(small(weights=str(tmp_path / "half.pth")), 7)
 
 
 def test_the_form_is_recognized_by_its_content(tmp_path: Path, weights: State) -> None:
