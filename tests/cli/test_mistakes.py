@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from efficient_ft.cli.main import main
 from efficient_ft.cli.rows import zipped
 from efficient_ft.core.errors import SettingError, UserError
 from tests.cli.program import call, composed
@@ -81,6 +82,7 @@ from tests.cli.program import call, composed
         (["=3"], r"^=3: arguments have the form KEY=VALUE"),
         (["foo"], r"^foo: arguments have the form KEY=VALUE"),
         (["data.root=/a=b"], r"quote it: 'data\.root=\"/a=b\"'$"),
+        (["'data.root=/a=b'"], r"quote it: 'data\.root=\"/a=b\"'$"),
         (["optim.lr=[1"], r"^optim\.lr=\[1: the value has special characters"),
         (["predct"], r"^predct: arguments have the form KEY=VALUE; see --help\. Did you mean 'predict'\?"),
         (["model.name=${a.b}"], r"^model\.name cannot be resolved: .*a\.b"),
@@ -175,3 +177,13 @@ def test_one_bad_job_of_a_sweep_is_refused_before_any_starts() -> None:
         composed("method=full,fulll", sweep=True)
     with pytest.raises(SettingError, match=r"^optim.lr must be a number >= 1e-12, got abc"):
         composed("optim.lr=1,abc", sweep=True)
+
+
+def test_an_option_that_does_not_exist_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["efficient-ft", "--lr", "1e-3", "data=digits"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == "--lr: there is no such option. Settings have no dashes: KEY=VALUE; see --help.\n"
