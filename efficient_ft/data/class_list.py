@@ -1,4 +1,4 @@
-"""Lists of the classes of masks: classes.txt and its relatives, with ids and colors, in any Unicode encoding."""
+"""Read the class lists of masks (classes.txt and similar files), with ids and colors, in any Unicode encoding."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.core.text import plain_line, printable
 
 Color = tuple[int, int, int]
-#: Files that are read, the first of them that exists; the colors may come from a later one.
+#: Class list files in order of preference. The first existing file is read; the colors may come from a later one.
 FILES = ("classes.txt", "label_colors.txt", "class_dict.csv", "labelmap.txt", "labels.txt", "class_names.txt")
-#: Names of ids or colors that are no class.
+#: Names that mark ids or colors without a class.
 NO_CLASS = frozenset(
     ["void", "unlabeled", "unlabelled", "ignore", "ignored", "ignore_label", "no label", "no_label", "unlabeled_pixels"]
 )
@@ -26,7 +26,7 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-#: Cells of a line that names columns.
+#: Cells of a header line.
 _HEADER = frozenset(["name", "class", "class_name", "label", "id", "index", "value", "color", "color_rgb", "rgb",
                      "r", "g", "b", "red", "green", "blue", "parts", "actions", "train_id", "category"])  # fmt: skip
 _GAP = r"[\s,;:=|]+"
@@ -35,12 +35,12 @@ _HEX = re.compile(r"#[0-9a-fA-F]{6}")
 
 @dataclass(frozen=True)
 class Entry:
-    """A class, or pixels without a label (`NO_CLASS`), as a list names it.
+    """An entry of a class list: a class, or pixels without a label (`NO_CLASS`).
 
     Attributes:
-        name: of the class.
-        id: of its pixels.
-        color: of its pixels in masks of colors; None: not given.
+        name: class name.
+        id: value of its pixels.
+        color: color of its pixels in color masks; None if the list gives none.
     """
 
     name: str
@@ -49,17 +49,17 @@ class Entry:
 
     @property
     def is_class(self) -> bool:
-        """False: its pixels have no label."""
+        """False if the pixels have no label."""
         return is_class(self.name)
 
 
 @dataclass(frozen=True)
 class ClassList:
-    """The entries of a list, and its file.
+    """The entries of a class list, and their source.
 
     Attributes:
         entries: in the order of their ids.
-        source: name of the file, or of the setting.
+        source: name of the file or the setting.
         notes: facts that a user should know, one sentence each.
     """
 
@@ -69,15 +69,15 @@ class ClassList:
 
 
 def is_class(name: str) -> bool:
-    """Return whether a name is that of a class, not of pixels without a label."""
+    """Return True unless the name marks pixels without a label."""
     return name.strip().casefold() not in NO_CLASS
 
 
 def read_class_list(root: Path) -> ClassList | None:
-    """Read the list of classes in a folder; None: there is none.
+    """Read the class list in a folder; None if the folder has no list.
 
     Raises:
-        UserError: a list that cannot be read, or can be read in several ways.
+        UserError: a list is unreadable or ambiguous.
     """
     present = [name for name in FILES if (root / name).is_file()]
     if not present:
@@ -89,15 +89,15 @@ def read_class_list(root: Path) -> ClassList | None:
             if all(colors.get(entry.name.casefold()) for entry in chosen.entries if entry.is_class):
                 entries = tuple(Entry(e.name, e.id, colors.get(e.name.casefold())) for e in chosen.entries)
                 return ClassList(entries, f"{chosen.source} and {other}", chosen.notes)
-    unused = [f"{', '.join(present[1:])} is not used: {present[0]} names the classes."] if present[1:] else []
+    unused = [f"Not used: {', '.join(present[1:])}. The classes are read from {present[0]}."] if present[1:] else []
     return ClassList(chosen.entries, chosen.source, (*chosen.notes, *unused))
 
 
 def listed_names(names: Sequence[str], source: str) -> ClassList:
-    """Return the list of names with the ids 0, 1, …
+    """Return a class list of the names with the ids 0, 1, …
 
     Raises:
-        UserError: two names are equal, or differ only by case.
+        UserError: two names are equal, or differ only in case.
     """
     found = ClassList(tuple(Entry(_clean(name), number) for number, name in enumerate(names)), source)
     _refuse_equal(found.entries, source)
@@ -105,11 +105,11 @@ def listed_names(names: Sequence[str], source: str) -> ClassList:
 
 
 def parse_class_list(file: Path) -> ClassList:
-    """Read one list of classes.
+    """Read one class list.
 
-    A line has a name, or an id and a name (``3: cell``), or a name and a color (``sky 128 128 128``, ``128 128 128
-    sky``, ``sky,#808080``), or all three. The ids are 0, 1, … by lines if there are none. Lines that begin with ``#``
-    and a space are comments.
+    Each line contains a name, an id and a name (``3: cell``), a name and a color (``sky 128 128 128``, ``128 128 128
+    sky``, ``sky,#808080``), or all three. If the list has no ids, the lines are numbered 0, 1, … Lines that begin with
+    ``#`` and a space are comments.
 
     Args:
         file: the list.
@@ -121,14 +121,14 @@ def parse_class_list(file: Path) -> ClassList:
     lines = _lines(file)
     parsed = [(number, _parse(text, f"{place}, line {number}")) for number, text in lines if text]
     if not parsed:
-        raise UserError(f"{place} names no class. Write the names of ids 0, 1, … in the masks, one a line.")
+        raise UserError(f"{place} lists no class. Write one class name per line, in the order of the ids 0, 1, …")
     kinds = {found[0] for _, found in parsed}
     entries, notes = _entries(parsed, kinds, place)
     if "id" not in kinds and "id color" not in kinds:
         empty = [number for number, text in lines if not text and number < parsed[-1][0]]
         if empty:
             raise UserError(
-                f"{place}, line {empty[0]} is empty, so the ids of the classes below it can be counted in two ways."
+                f"{place}, line {empty[0]} is empty, so the ids of the classes below it are ambiguous."
                 " Remove the line, write 'void' for an id without a class, or begin each line with its id ('0 NAME')."
             )
     _refuse_equal(entries, place)
@@ -136,14 +136,14 @@ def parse_class_list(file: Path) -> ClassList:
 
 
 def parse_color(text: str) -> Color | None:
-    """Return the color ``#rrggbb``; None: the text is none."""
+    """Parse a color ``#rrggbb``; None if the text is not a color."""
     if not _HEX.fullmatch(text):
         return None
     return int(text[1:3], 16), int(text[3:5], 16), int(text[5:], 16)
 
 
 def _lines(file: Path) -> list[tuple[int, str]]:
-    """Numbered lines without comments and headers; an empty line is an empty text."""
+    """Return the numbered lines without comments and headers; an empty line is an empty string."""
     try:
         raw = file.read_bytes()
         encoding = next((name for mark, name in _MARKS if raw.startswith(mark)), None)
@@ -168,12 +168,12 @@ def _lines(file: Path) -> list[tuple[int, str]]:
     return found
 
 
-#: The kind of a line: "name", "id", "name id" (the id comes last), "color", "id color"; the name, id and color.
+#: (kind, name, id, color) of a line. Kinds: "name", "number", "id", "name id" (the id is last), "color", "id color".
 _Line = tuple[str, str, int | None, Color | None]
 
 
 def _parse(text: str, place: str) -> _Line:
-    """Read a line."""
+    """Parse a line."""
     whole = text
     color = None
     for found in _HEX.finditer(text):
@@ -190,7 +190,7 @@ def _parse(text: str, place: str) -> _Line:
         raise UserError(f"{place}: colors must be integers from 0 to 255, got {plain_line(whole)}.")
     name = _clean(rest[: tail.start()] if tail else rest)
     if not name:
-        # Numbers alone: names, if they are the ids as well.
+        # A line with numbers only: they can be names if they equal the ids.
         return ("number", text.strip(), first[0] if len(first) == 1 else None, color)
     counts = (len(first), len(last))
     if color is None and counts in ((3, 0), (4, 0), (0, 3), (1, 3), (3, 1)):
@@ -212,13 +212,13 @@ def _parse(text: str, place: str) -> _Line:
     if color is None and max(counts) < 3:
         return ("name", _clean(whole), None, None)
     raise UserError(
-        f"{place} cannot be read: {plain_line(whole)}. Write a name, an id and a name ('3 sky'), or a name and a color"
-        " ('sky 128 128 128'), or an id, a name and a color."
+        f"{place} is not a valid class: {plain_line(whole)}. Write 'NAME', 'ID NAME' ('3 sky'), 'NAME RED GREEN BLUE'"
+        " ('sky 128 128 128') or 'ID NAME RED GREEN BLUE'."
     )
 
 
 def _entries(parsed: Sequence[tuple[int, _Line]], kinds: set[str], place: str) -> tuple[list[Entry], list[str]]:
-    """The entries of parsed lines, which must all be of one kind, and notes."""
+    """Return the entries of parsed lines, which must all be of one kind, and notes."""
     notes: list[str] = []
     if kinds == {"number"}:
         if [found[2] for _, found in parsed] != list(range(len(parsed))):
@@ -240,7 +240,7 @@ def _entries(parsed: Sequence[tuple[int, _Line]], kinds: set[str], place: str) -
         line, found = next((line, found) for line, found in parsed if found[0] != usual)
         raise UserError(
             f"{place}: line {parsed[0][0]} has {_spoken(usual)}, but line {line} has {_spoken(found[0])}"
-            f" ({plain_line(found[1])}). Write all lines in one form."
+            f" ({plain_line(found[1])}). Use one format on all lines."
         )
     with_ids = kinds & {"id", "id color"}
     entries = [
@@ -248,7 +248,7 @@ def _entries(parsed: Sequence[tuple[int, _Line]], kinds: set[str], place: str) -
     ]
     if with_ids and [entry.id for entry in entries] != list(range(len(entries))):
         low, high = min(e.id for e in entries), max(e.id for e in entries)
-        notes.append(f"{Path(place).name} gives the classes the ids {low} to {high}.")
+        notes.append(f"The class ids in {Path(place).name} are {low} to {high}.")
     return entries, notes
 
 
@@ -264,19 +264,21 @@ def _refuse_equal(entries: Sequence[Entry], place: str) -> None:
     for entry in entries:
         same = names.setdefault(entry.name.casefold(), entry)
         if same is not entry and entry.is_class:
-            why = "twice" if same.name == entry.name else f"and {same.name}, which differ only by case"
-            raise UserError(f"{place} names {plain_line(entry.name)} {why}. Each class must have a name of its own.")
+            why = "twice" if same.name == entry.name else f"and {same.name}, which differ only in case"
+            raise UserError(f"{place} lists {plain_line(entry.name)} {why}. Each class must have a unique name.")
         same = ids.setdefault(entry.id, entry)
         if same is not entry:
-            raise UserError(f"{place} gives the id {entry.id} to {same.name} and {entry.name}. Each id has one class.")
+            raise UserError(
+                f"{place} assigns the id {entry.id} to both {same.name} and {entry.name}. Each id must have one class."
+            )
         if entry.id >= 1 << 16:
             raise UserError(f"{place}: ids must be below 65536, got {entry.id} for {plain_line(entry.name)}.")
         if entry.color is not None:
             same = colors.setdefault(entry.color, entry)
             if same is not entry and (same.is_class or entry.is_class):
                 raise UserError(
-                    f"{place} gives the color {' '.join(map(str, entry.color))} to {same.name} and {entry.name}."
-                    " Each class must have a color of its own."
+                    f"{place} assigns the color {' '.join(map(str, entry.color))} to both {same.name} and {entry.name}."
+                    " Each class must have a unique color."
                 )
 
 

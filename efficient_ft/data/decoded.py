@@ -52,7 +52,7 @@ class DecodedImages:
             "pillow": PIL.__version__,
             "torchvision": torchvision.__version__,
         }
-        if transform.decoding.value_range is not None:  # a later setting: stores from before it remain
+        if transform.decoding.value_range is not None:  # only if set: stores from before this setting stay valid
             self._about["value_range"] = transform.decoding.value_range
         name = hashlib.blake2b(json.dumps(self._about, sort_keys=True).encode(), digest_size=8).hexdigest()
         self.folder, self._count = root / name, len(samples)

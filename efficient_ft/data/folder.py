@@ -37,7 +37,7 @@ def missing_folder(root: Path) -> str | None:
 
 
 def folder_classes(root: Path, splits: Chosen | None = None, follow_links: bool = False) -> int | None:
-    """Count the class folders to train on, without opening an image; None: there are none, or the layout is unclear.
+    """Count the training class folders, without opening an image; None if there are none or the layout is ambiguous.
 
     Args:
         root: the folder.
@@ -56,19 +56,19 @@ def folder_classes(root: Path, splits: Chosen | None = None, follow_links: bool 
 def read_folder(root: Path, follow_links: bool = False, splits: Chosen | None = None) -> Listing:
     """List the images below `root`.
 
-    Two layouts are read: class folders in ``train/`` and in ``val/`` and/or ``test/``, in any usual spelling
-    (`data.splits`); or class folders only. If there is neither ``val/`` nor ``test/``, a fifth of every class is held
-    out for testing, the same images for every seed. A class folder may nest its images. Hidden files are ignored; other
-    files that are not used are counted in `Listing.left_out`.
+    Two layouts are supported: ``train/CLASS`` with ``val/CLASS`` and/or ``test/CLASS`` (in any usual spelling, or as
+    set by ``data.splits``), and ``CLASS`` alone. If there is neither ``val/`` nor ``test/``, a fifth of every class is
+    held out for testing, the same images for every seed. Class folders may contain images at any depth. Hidden files
+    are ignored; other unused files are counted in `Listing.left_out`.
 
     Args:
         root: the folder; may be a link.
-        follow_links: use what links out of `root` lead to, and say so in the notes.
-        splits: the folders of each split, as the setting ``data.splits``; None: recognized by their names.
+        follow_links: use the targets of links out of `root`, and list them in the notes.
+        splits: the folders of each split, as in ``data.splits``; None to recognize them by name.
 
     Raises:
-        UserError: no such folder, an unclear layout, no class or a single class, a class without images, a class that
-            the training split lacks, or a link out of `root` that is not to be followed.
+        UserError: the folder does not exist, the layout is ambiguous, there are fewer than two classes, a class has no
+            images or no training images, or a link leads out of `root` and `follow_links` is False.
     """
     problem = missing_folder(root)
     if problem is not None:
@@ -97,16 +97,16 @@ def read_folder(root: Path, follow_links: bool = False, splits: Chosen | None = 
     if found["val"] is not None or found["test"] is not None:
         if found["test"] is None:
             notes.append(
-                f"There is no test split: the reported accuracy is that on {origins['val']}, which also selects the "
-                "best epoch."
+                f"There is no test split. The accuracy is reported on {origins['val']}, which also selects the best "
+                "epoch."
             )
         return Listing(names, train, found["val"], found["test"], notes=notes, origins=origins, left_out=left_out)
     single = [names[label] for label in np.flatnonzero(np.bincount(train.labels) == 1)]
     if single:
         raise UserError(
-            f"{_first_names(single)} of the {len(names)} classes in {origins['train']} {_has(single)} a single image:"
-            " none can be held out for testing. Add images, remove the folder, or put test images of your own into"
-            " another folder: 'data.splits={train: FOLDER, test: FOLDER}'."
+            f"{_first_names(single)} of the {len(names)} classes in {origins['train']} {_has(single)} a single image,"
+            " so no image can be held out for testing. Add images, remove the folder, or name a folder of test images:"
+            " 'data.splits={train: FOLDER, test: FOLDER}'."
         )
     train, test = hold_out_test(train)
     origins["test"] = f"a fifth of each class, held out of {origins['train']}"
@@ -118,12 +118,12 @@ def _has(names: Sequence[str]) -> str:
 
 
 def _origin(root: Path, places: Sequence[Path]) -> str:
-    """The folders of a split in a few words, relative to the data set's folder."""
+    """Return the folders of a split as short text, relative to the data set's folder."""
     return some([f"{root.absolute().name if place == root else os.path.relpath(place, root)}/" for place in places])
 
 
 def _between(path: Path, root: Path) -> list[Path]:
-    """The folders from below `root` down to `path`."""
+    """Return the folders from below `root` down to `path`."""
     return [*reversed([one for one in path.parents if root in one.parents]), path]
 
 
@@ -147,7 +147,7 @@ def _lost_links(folder: Path) -> list[str]:
 
 
 def _folders_of(places: Sequence[Path]) -> dict[str, list[Path]]:
-    """The class folders in the folders of a split, by class name, sorted."""
+    """Return the class folders of a split by class name, sorted."""
     classes: dict[str, list[Path]] = {}
     for place in places:
         here: set[str] = set()
@@ -162,7 +162,7 @@ def _folders_of(places: Sequence[Path]) -> dict[str, list[Path]]:
 def _scan_train(
     places: Sequence[Path], below: Below, others: Counter[str], notes: list[str]
 ) -> tuple[list[str], Samples]:
-    """Sorted class names and all images of the folders of class folders."""
+    """Return the sorted class names and all training images."""
     where = some([str(place.absolute()) for place in places])
     ignored = Counter[str]()
     found = {name: _images_below(paths, below, ignored) for name, paths in _folders_of(places).items()}
@@ -181,7 +181,8 @@ def _scan_train(
     if len(names) == 1:
         raise UserError(
             f"{where} has a single class, {names[0]!r}, with {len(found[names[0]]):,} images. Classification needs at"
-            f" least two, each in a folder of its own.{labels_hint([*places, *(place / names[0] for place in places)])}"
+            " least two classes, each in its own folder."
+            f"{labels_hint([*places, *(place / names[0] for place in places)])}"
         )
     others.update(ignored)
     alike: dict[str, list[str]] = defaultdict(list)
@@ -190,8 +191,8 @@ def _scan_train(
     for same in alike.values():
         if len(same) > 1:
             notes.append(
-                f"Classes differ only by case or spaces: {', '.join(same)}. They are separate classes; if they are one,"
-                " merge the folders."
+                f"Class names differ only in case or spaces: {', '.join(same)}. They are trained as separate classes."
+                " If they are one class, merge the folders."
             )
     parts = list(found.values())
     return names, Samples(Paths.join(parts), np.repeat(np.arange(len(names)), [len(part) for part in parts]))
@@ -215,7 +216,7 @@ def _scan_eval(
     below: Below,
     others: Counter[str],
 ) -> Samples | None:
-    """The images of the validation or test split, labeled by the classes of training; None: there is no such split."""
+    """Return the validation or test images with the labels of training; None if the split does not exist."""
     if split not in splits:
         return None
     where = some([str(place.absolute()) for place in splits[split]])
@@ -225,7 +226,7 @@ def _scan_eval(
     unknown = {name: len(files) for name, files in found.items() if files and name not in known}
     if unknown:
         first = next(iter(unknown))
-        near = next((f" It differs from {one!r} by case or spaces only." for one in names
+        near = next((f" It differs from {one!r} only in case or spaces." for one in names
                      if same_class(one) == same_class(first)), did_you_mean(first, names))  # fmt: skip
         rest: Chosen = {
             other: relative[0] if len(relative) == 1 else relative
@@ -234,8 +235,8 @@ def _scan_eval(
         }
         raise UserError(
             f"{where} has classes that the training split lacks: {_first_names(list(unknown))} "
-            f"({sum(unknown.values()):,} images).{near} The class folders must have the same names. To leave this split"
-            f" out: 'data.splits={show(rest)}'."
+            f"({sum(unknown.values()):,} images).{near} All splits must have the same class folders. To leave this"
+            f" split out: 'data.splits={show(rest)}'."
         )
     found = {name: files for name, files in found.items() if files}
     if not found:
@@ -246,7 +247,7 @@ def _scan_eval(
 
 
 def _images_below(folders: Sequence[Path], below: Below, others: Counter[str]) -> Paths:
-    """Sorted paths of all images at any depth; the extensions of the other visible files are counted in `others`."""
+    """Return the sorted paths of all images at any depth; count the extensions of other visible files in `others`."""
     parts = []
     for folder in folders:
         start = len(below.files)
@@ -258,12 +259,12 @@ def _images_below(folders: Sequence[Path], below: Below, others: Counter[str]) -
 
 
 def _left_out(others: Counter[str], layout: Layout, below: Below) -> dict[str, int]:
-    """Files that are not used, by reason."""
+    """Return the number of unused files by reason."""
     left_out: dict[str, int] = {}
     for kind in [kind for kind in others if reading_hint(kind)]:
         left_out[f"{kind} files: {reading_hint(kind)}"] = others.pop(kind)
     if others:
-        left_out[f"no images: {_kinds(others)}"] = others.total()
+        left_out[f"not images: {_kinds(others)}"] = others.total()
     if layout.loose:
         left_out["images outside of class folders"] = layout.loose
     unused = [folder for folder in layout.unused if folder.total and not folder.link]

@@ -1,4 +1,4 @@
-"""The folders of a data set, with the number of images in each. No image is opened."""
+"""Scan the folders of a data set and count the images in each. No image is opened."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from efficient_ft.core.text import printable
 from efficient_ft.data.images import is_image
 from efficient_ft.data.paths import is_hidden
 
-#: Letters of a folder's name in a message.
+#: Maximum length of a folder's name in messages.
 _LETTERS = 60
 
 
@@ -21,12 +21,12 @@ class Folder:
     """A folder of a data set.
 
     Attributes:
-        path: its place.
-        name: its path relative to the data set's folder, with slashes; empty for that folder.
-        images: number of image files directly in it, by their names.
-        total: number of image files in it and below.
-        folders: visible folders in it, by name.
-        link: a link that is not followed, and counts as one image.
+        path: path on disk.
+        name: path relative to the data set's folder, with slashes; empty for that folder.
+        images: number of files with an image extension directly in the folder.
+        total: number of these files at any depth.
+        folders: visible subfolders by name.
+        link: True for a link that is not followed; it counts as one image.
     """
 
     path: Path
@@ -38,7 +38,7 @@ class Folder:
 
     @property
     def filled(self) -> dict[str, Folder]:
-        """The folders in it that hold images at any depth."""
+        """The subfolders that contain images at any depth."""
         return {name: folder for name, folder in self.folders.items() if folder.total}
 
     def __str__(self) -> str:
@@ -46,34 +46,34 @@ class Folder:
 
     @property
     def shown(self) -> str:
-        """Its name for messages: shortened, with a slash."""
+        """The name for messages: shortened, with a trailing slash."""
         name = printable(self.name)
         short = name if len(name) <= _LETTERS else f"{name[:_LETTERS]}…"
         return f"{short}/" if name else printable(self.path)
 
 
 def counted(images: int) -> str:
-    """Return a number of images in words."""
+    """Return a number of images as text, such as ``3 images``."""
     return f"{images:,} image{'s' if images != 1 else ''}"
 
 
 def same_class(name: str) -> str:
-    """Return a form of a class name that is equal for names that differ by case, spaces and encoding only."""
+    """Normalize a class name, so that names that differ only in case, spaces or Unicode form become equal."""
     return unicodedata.normalize("NFC", " ".join(name.split())).casefold()
 
 
 def scan(root: Path, follow_links: bool) -> tuple[Folder, list[tuple[Path, str | None]]]:
     """Count the images of all folders below `root`.
 
-    A link to a folder is followed in the first levels, outside of classes, if it leads out of `root` and `follow_links`
-    is set. Other links there count as folders with one image: `links_in` refuses them if they are used.
+    In the first levels, outside of classes, links to folders are followed if they lead out of `root` and `follow_links`
+    is True. Other links there count as folders with one image; `links_in` rejects them if they are used.
 
     Args:
         root: the folder.
         follow_links: follow links out of it.
 
     Returns:
-        The folder, and the folders near the top that could not be seen: links (None), or with an error.
+        The folder, and the folders near the top that were not scanned, each with an error message, or None for a link.
     """
     top = Folder(root)
     real = Path(os.path.realpath(root))

@@ -42,7 +42,7 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         class_names: by label.
         splits: number of images by split: `train`, and `val` and/or `test`.
         best_split: the split on which the best epoch is selected.
-        decoding: how its files are read.
+        decoding: options for decoding image files.
         transform_eval: a PIL image or a path → float32 (C, H, W), as in evaluation.
 
     Raises:
@@ -118,7 +118,7 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         return part.labels
 
     def content_digest(self) -> str:
-        """Hex digits of the training samples, of those that choose the best epoch, and of how they are read."""
+        """Return hex digits of the training samples, the samples that select the best epoch, and the decoding."""
         digest = super().content_digest()
         return digest if self.decoding.value_range is None else f"{digest} {self.decoding.value_range}"
 
@@ -172,7 +172,7 @@ def find_unreadable(paths: Paths, split: str = "", decoding: Decoding | None = N
     Args:
         paths: image files.
         split: its name in the progress bar.
-        decoding: how they are read; None: the default.
+        decoding: options for decoding them; None for the default.
     """
 
     def problem(path: str) -> str | None:

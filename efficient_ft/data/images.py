@@ -1,4 +1,4 @@
-"""Image files of every kind, read as RGB."""
+"""Read image files of all supported formats as RGB."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from PIL import Image, ImageCms, ImageOps, TiffImagePlugin, features
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.text import printable
 
-#: The formats, in Pillow's names, that image files may have with any Pillow. Pillow would open others too, and some by
-#: a program: PostScript, under any name, by Ghostscript.
+#: Formats, in Pillow's names, that every build of Pillow reads. Other formats are not opened, because Pillow runs
+#: programs for some of them: Ghostscript for PostScript, under any extension.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 for _format in FORMATS:
     importlib.import_module(f"PIL.{_format.title().replace('Webp', 'WebP')}ImagePlugin")
 
-#: Formats by name that need a build of Pillow, or a package: extensions, Pillow's name, and how to get it.
+#: Formats that need a certain build of Pillow or a package: (extensions, Pillow's name, how to install it).
 _FURTHER = {
     "AVIF": ((".avif",), "AVIF", "pip install 'pillow>=11.3'"),
     "JPEG 2000": ((".jp2", ".j2k", ".j2c", ".jpf", ".jpx"), "JPEG2000", "install a Pillow with OpenJPEG"),
@@ -42,7 +42,7 @@ def _is_available(kind: str) -> bool:
     return bool(features.check({"AVIF": "avif", "JPEG 2000": "jpg_2000"}[kind]))
 
 
-#: Extensions of the image formats that are read.
+#: Extensions of the supported image formats.
 EXTENSIONS = tuple(
     sorted(
         {".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}.union(
@@ -50,12 +50,12 @@ EXTENSIONS = tuple(
         )
     )
 )
-#: Extensions of images and arrays that are not read.
+#: Extensions of unsupported formats of images and arrays.
 _CONVERT = (
     ".arw", ".cr2", ".cr3", ".dcm", ".dng", ".eps", ".exr", ".fits", ".h5", ".hdf5", ".hdr", ".ico", ".mat", ".nef",
     ".nii", ".npy", ".npz", ".nrrd", ".orf", ".pdf", ".pfm", ".psd", ".raf", ".raw", ".rw2", ".svg", ".tga", ".zarr",
 )  # fmt: skip
-#: Beginnings of files, and the kinds of files that have them.
+#: Magic bytes, and the file formats that they identify.
 _MAGIC = (
     (b"\xff\xd8\xff", "JPEG"),
     (b"\x89PNG", "PNG"),
@@ -84,12 +84,12 @@ MAX_PIXELS = 178_956_970
 
 @dataclass(frozen=True)
 class Decoding:
-    """How image files become RGB pixels.
+    """Options for decoding image files to RGB.
 
     Attributes:
-        value_range: the values of gray images with more than 8 bits that become black and white; values outside are
-            clipped. None: the full range of 16 bits.
-        max_pixels: larger images are refused.
+        value_range: (low, high), the values of gray images with more than 8 bits that map to black and white; values
+            outside are clipped. None for the full 16-bit range.
+        max_pixels: maximum number of pixels; larger images are rejected.
     """
 
     value_range: tuple[float, float] | None = None
@@ -102,13 +102,13 @@ def read_image(
     """Read the image at `path` as upright RGB.
 
     EXIF orientation is applied; transparency is composited over white, as viewers do; gray values of more than 8 bits
-    are scaled to 8 bits instead of clipped; of an animation the first frame is taken.
+    are scaled to 8 bits instead of clipped; only the first frame of an animation is read.
 
     Args:
         path: the file.
         target_size: (height, width) that the image will be resized to. A JPEG of at least four times that size is
             decoded at a half, a quarter or an eighth of its own, but never below twice `target_size`.
-        decoding: the value range and the size limit; None: the default.
+        decoding: the value range and the size limit; None for the default.
 
     Raises:
         UserError: the file is missing, unreadable, truncated, too large or not an image; the message begins with the
@@ -123,14 +123,14 @@ def read_image(
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str], decoding: Decoding | None = None) -> Iterator[Image.Image]:
-    """Open an image of a supported format; its header is read, its pixels are not. Errors within are `UserError`.
+    """Open an image of a supported format and read only its header. Errors in the context are raised as `UserError`.
 
     Args:
         path: the file.
-        decoding: its size limit is applied; None: the default.
+        decoding: the size limit; None for the default.
 
     Raises:
-        UserError: as `read_image`.
+        UserError: see `read_image`.
     """
     limit = (decoding or Decoding()).max_pixels
     try:
@@ -140,11 +140,11 @@ def opened(path: str | os.PathLike[str], decoding: Decoding | None = None) -> It
             if pixels > limit:
                 raise UserError(
                     f"{printable(path)}: the image has {image.width}×{image.height} = {pixels:,} pixels, more than"
-                    f" data.max_pixels={limit}. Set data.max_pixels={pixels} if it is as it should be, or reduce the"
+                    f" data.max_pixels={limit}. Set data.max_pixels={pixels} if the size is intended, or resize the"
                     " image."
                 )
             if Image.MAX_IMAGE_PIXELS is not None and limit > Image.MAX_IMAGE_PIXELS:
-                Image.MAX_IMAGE_PIXELS = limit  # Pillow checks parts that are cut out of it, too
+                Image.MAX_IMAGE_PIXELS = limit  # Pillow also checks crops of the image
             yield image
     except (MemoryError, UserError):
         raise
@@ -157,14 +157,14 @@ def to_rgb(image: Image.Image, decoding: Decoding) -> Image.Image:
     """Decode an opened image as upright RGB.
 
     Raises:
-        ValueError: its pixels cannot be represented.
+        ValueError: the pixels cannot be converted to RGB.
     """
     bands = _bands(image)
     if bands > len(image.getbands()) or image.mode == "RGBX":
         raise ValueError(_too_many(bands))
     levels = _stored_levels(image) if decoding.value_range else 1.0
     if decoding.value_range and image.mode in ("RGB", "RGBA") and has_16_bits(image):
-        raise ValueError("it has colors of 16 bits; data.value_range maps gray images. Save it as RGB with 8 bits")
+        raise ValueError("it has 16-bit colors, but data.value_range maps only gray images. Save it as 8-bit RGB")
     image.load()
     _turn_upright(image)
     if image.mode == "RGB" and "transparency" not in image.info:
@@ -184,18 +184,18 @@ def to_rgb(image: Image.Image, decoding: Decoding) -> Image.Image:
 
 
 def gray_values(image: Image.Image) -> np.ndarray | None:
-    """The values of a gray image with more than 8 bits, (H, W); None for other images."""
+    """Return the values of a gray image with more than 8 bits, (H, W); None for other images."""
     return np.asarray(image) if image.mode.startswith("I") or image.mode == "F" else None
 
 
 def _arguments(image: Image.Image) -> Any:
-    """The arguments of the decoder of an image that is not loaded."""
+    """Return the decoder arguments of an image that is not loaded yet."""
     tiles = getattr(image, "tile", None)
     return tiles[0][3] if tiles else None
 
 
 def has_16_bits(image: Image.Image) -> bool:
-    """Whether an opened image stores more than 8 bits per value, in gray or in color."""
+    """Return True if an opened image stores more than 8 bits per value, in gray or in color."""
     return ";16" in str(_arguments(image)) or image.mode.startswith("I") or image.mode == "F"
 
 
@@ -204,27 +204,27 @@ def _eight_bits(image: Image.Image, value_range: tuple[float, float] | None, lev
 
     Args:
         image: the image.
-        value_range: the values that become 0 and 255; None: 0 and 65535.
-        levels: factor from the values that Pillow gives to those in the file.
+        value_range: the values that map to 0 and 255; None for 0 and 65535.
+        levels: factor from Pillow's values to the stored values.
     """
     values = np.asarray(image).astype(np.float64) * levels
     if not np.isfinite(values).all():
-        raise ValueError("its pixels are not all finite numbers")
+        raise ValueError("some of its pixels are not finite")
     if value_range is None and (image.mode == "F" or values.min() < 0 or values.max() > 65535):
-        kind = "floating-point pixels" if image.mode == "F" else "pixels of 32 bits"
+        kind = "floating-point pixels" if image.mode == "F" else "32-bit pixels"
         raise ValueError(
-            f"its {kind} have no fixed range, here {values.min():g} to {values.max():g}; set"
-            " data.value_range=[LOW, HIGH], the values that become black and white, or save it with 8 or 16 bits"
+            f"its {kind} have no fixed range (found {values.min():g} to {values.max():g}); set"
+            " data.value_range=[LOW, HIGH], the values that map to black and white, or save it with 8 or 16 bits"
         )
     low, high = value_range or (0, 65535)
     scaled = ((values - low) / ((high - low) / 255)).round().clip(0, 255).astype(np.uint8)
     if image.format == "TIFF" and image.tag_v2.get(262) == 0:  # type: ignore[attr-defined]
-        scaled = 255 - scaled  # zero is white, which Pillow heeds with 8 bits only
+        scaled = 255 - scaled  # zero is white, which Pillow applies to 8-bit images only
     return Image.fromarray(scaled)
 
 
 def _stored_levels(image: Image.Image) -> float:
-    """The factor from the values that Pillow gives, scaled to 16 bits, to those in the file; call before loading."""
+    """Return the factor from Pillow's values, scaled to 16 bits, to the stored values. Call it before loading."""
     if image.format == "PPM" and image.mode == "I" and isinstance(args := _arguments(image), tuple):
         return float(args[-1]) / 65535
     if image.format == "JPEG2000" and image.mode.startswith("I"):
@@ -244,22 +244,22 @@ def _turn_upright(image: Image.Image) -> None:
 
 
 def _bands(image: Image.Image) -> int:
-    """The number of bands in the file, of which Pillow drops those that it cannot place."""
+    """Return the number of bands in the file. Pillow drops the bands that it cannot represent."""
     return int(image.tag_v2.get(277, 1)) if image.format == "TIFF" else 1  # type: ignore[attr-defined]
 
 
 def _too_many(bands: int) -> str:
     return (
-        f"it has {bands} bands; gray, RGB, RGBA and CMYK images are read, and networks see RGB or gray."
-        " Save three of its bands as RGB; model.kwargs.in_chans cannot read further ones from files"
+        f"it has {bands} bands, but only gray, RGB, RGBA and CMYK images are supported."
+        " Save three of its bands as RGB; model.kwargs.in_chans does not read more bands from files"
     )
 
 
 def _identified(file: IO[bytes], path: str) -> Image.Image:
-    """Open an image by the formats that may be read; Pillow's own limit of the size is not applied.
+    """Open an image of a supported format, without Pillow's own size limit.
 
     Raises:
-        ValueError: it has none of them.
+        ValueError: the file has no supported format.
     """
     start = file.read(512)
     if not start:
@@ -277,14 +277,14 @@ def _identified(file: IO[bytes], path: str) -> Image.Image:
             except (SyntaxError, IndexError, TypeError, struct.error) as error:
                 raise ValueError(_why_not(file, name, error)) from error
     if kind is None:
-        raise ValueError("cannot identify image file: its beginning is that of no known format")
+        raise ValueError("cannot identify image file: the format is unknown")
     if kind == "Git LFS pointer":
         raise ValueError("it is a Git LFS pointer, not the file: run git lfs pull")
     raise ValueError(f"its content is {kind}, not a supported image; convert it, or download it again")
 
 
 def _plugin(kind: str) -> str:
-    """Load the plugin of a further format; return Pillow's name of it."""
+    """Load the plugin of an optional format, and return Pillow's name for it."""
     name = _FURTHER[kind][1]
     if kind == "HEIC":
         if name not in Image.OPEN:
@@ -297,7 +297,7 @@ def _plugin(kind: str) -> str:
 
 
 def _why_not(file: IO[bytes], name: str, error: Exception) -> str:
-    """The reason why a plugin rejects a file of its format."""
+    """Return the reason why a plugin rejects a file of its format."""
     if name == "TIFF" and ("pixel mode" in str(error) or "samples per pixel" in str(error)):
         file.seek(0)
         tags = TiffImagePlugin.ImageFileDirectory_v2(file.read(8))
@@ -328,10 +328,10 @@ def file_kind(start: bytes) -> str | None:
 
 
 def reading_hint(extension: str) -> str | None:
-    """Return how images with an extension that is not read can be; None for files that are no images.
+    """Return how to read images with an unsupported extension; None if such files are not images.
 
     Args:
-        extension: in lower case, with its dot.
+        extension: the extension in lower case, with the dot.
     """
     for extensions, _, how in _FURTHER.values():
         if extension in extensions:

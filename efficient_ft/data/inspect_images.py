@@ -1,4 +1,4 @@
-"""Inspection of image data sets: sizes, modes, values, frames; and, thoroughly, unreadable files and duplicates."""
+"""Inspect image data sets: sizes, modes, values and frames; a thorough inspection also finds duplicates."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from efficient_ft.data.inspection import DECODED, HEADERS, Inspection, in_thread
 from efficient_ft.data.listing import Samples
 from efficient_ft.data.splits import some
 
-#: Pixels that a quick inspection decodes at most, beyond the first images.
+#: Maximum number of pixels that a quick inspection decodes, and number of images that it decodes in any case.
 _PIXELS, _FIRST = 16_000_000, 4
-#: Images that are enlarged by more than this are reported.
+#: Factor of enlargement above which a warning is issued.
 _ENLARGED = 4.0
-#: Stored values below a quarter of the range are reported, with the next of these as the range.
+#: Suggested upper ends of the range, if all stored values are in its lowest quarter.
 _DEPTHS = (255, 1023, 4095, 16383)
-#: Groups of duplicates that are recorded, and paths of each.
+#: Maximum number of recorded groups of duplicates, and of paths in each.
 _GROUPS, _PATHS = 100, 5
 _GRAY = ("1", "L", "LA", "La", "F")
 _FORMATS = {"jpg": "JPEG", "jpeg": "JPEG", "jfif": "JPEG", "tif": "TIFF", "pgm": "PPM", "jp2": "JPEG2000",
@@ -53,7 +53,7 @@ class _Place:
 
 @dataclass
 class _Seen:
-    """The properties of one image; those below `error` are of its pixels, if they were decoded."""
+    """The properties of one image. The fields after `error` describe its pixels, if it was decoded."""
 
     size: tuple[int, int] = (0, 0)
     mode: str = ""
@@ -81,11 +81,11 @@ def inspect_images(
 
     Args:
         parts: the samples by split.
-        class_names: by label.
-        input: the network's input, which small images are compared with.
-        decoding: how files are read; None: the default.
-        thorough: decode every image, and search for unreadable files and duplicates; otherwise a sample of the images,
-            evenly spread, is looked at.
+        class_names: class names by label.
+        input: the network's input; small images are compared with its size.
+        decoding: options for decoding files; None for the default.
+        thorough: decode every image, and search for unreadable files and duplicates; otherwise inspect an evenly
+            spread sample.
     """
     decoding, found = decoding or Decoding(), Inspection()
     total = sum(len(part) for part in parts.values())
@@ -109,8 +109,8 @@ def inspect_images(
     if found.problems and not thorough:
         why = next(iter(found.problems.values()))
         found.warnings.append(
-            f"Of {len(places):,} files looked at, {len(found.problems):,} cannot be read, such as {why}"
-            " data.on_corrupt=skip leaves such files out."
+            f"Cannot read {len(found.problems):,} of {len(places):,} inspected files. Example: {why}"
+            " Set data.on_corrupt=skip to skip such files."
         )
     _report_masks(found, places)
     pairs = [(place, one) for place, one in zip(places, seen, strict=True) if one.error is None]
@@ -125,7 +125,7 @@ def inspect_images(
 
 
 def _places(parts: Mapping[str, Samples], chosen: np.ndarray) -> list[_Place]:
-    """The samples at some indices into all splits together."""
+    """Return the samples at the given indices into the concatenated splits."""
     ends = np.cumsum([len(part) for part in parts.values()])
     names = list(parts)
     places = []
@@ -139,7 +139,7 @@ def _places(parts: Mapping[str, Samples], chosen: np.ndarray) -> list[_Place]:
 
 
 def _to_decode(seen: Sequence[_Seen]) -> list[int]:
-    """The indices of the images to decode: evenly spread, and not more pixels than take a fraction of a second."""
+    """Return the indices of the images to decode: evenly spread, with a limited number of pixels."""
     readable = [i for i, one in enumerate(seen) if one.error is None and not one.decoded]
     chosen: list[int] = []
     pixels = 0
@@ -204,7 +204,7 @@ _Pairs = Sequence[tuple[_Place, _Seen]]
 
 
 def _where(pairs: _Pairs, test: Callable[[_Seen], bool]) -> list[str]:
-    """The paths of the images that pass a test."""
+    """Return the paths of the images that pass a test."""
     return [printable(place.path) for place, one in pairs if test(one)]
 
 
@@ -217,7 +217,7 @@ def _number(of: Sequence[Any], one: str, several: str) -> str:
 
 
 def _report_sizes(found: Inspection, pairs: _Pairs, total: int, input: InputSpec) -> None:
-    """Sizes, modes, values, and the number of images looked at."""
+    """Report sizes, modes, values, and the number of inspected images."""
     sizes = sorted((one.size for _, one in pairs), key=lambda size: (size[0] * size[1], size))
     low, middle, high = sizes[0], sizes[len(sizes) // 2], sizes[-1]
     modes = Counter(one.mode for _, one in pairs)
@@ -234,17 +234,17 @@ def _report_sizes(found: Inspection, pairs: _Pairs, total: int, input: InputSpec
         line += f"; values {values[0]:g}–{values[1]:g}"
     found.lines.append(line)
     if len(decoded) + len(found.problems) < total:
-        looked = f"{len(decoded):,} decoded" + (f", {len(pairs):,} headers read" if len(pairs) > len(decoded) else "")
-        found.lines.append(f"sampled: of {total:,} images {looked}")
+        headers = f", {len(pairs):,} headers read" if len(pairs) > len(decoded) else ""
+        found.lines.append(f"sampled: {len(decoded):,} of {total:,} images decoded{headers}")
     gray = sum(count for mode, count in modes.items() if mode in _GRAY or mode.startswith("I"))
     if 0.01 <= gray / len(pairs) <= 0.99:
-        found.warnings.append(f"Of {len(pairs):,} images, {gray:,} are gray, and the others have colors.")
+        found.warnings.append(f"Gray and color images are mixed: {gray:,} of {len(pairs):,} images are gray.")
     height, width = input.image_size
     factor = min(height / middle[1], width / middle[0])
     if factor > _ENLARGED:
         found.warnings.append(
-            f"Images are enlarged ×{factor:.3g}, from {_by(middle)} (median) to the network's {_by((width, height))}."
-            f" A smaller model.image_size costs less."
+            f"Images are enlarged ×{factor:.3g}, from a median of {_by(middle)} to the input size"
+            f" {_by((width, height))}. A smaller model.image_size reduces the cost."
         )
 
 
@@ -253,7 +253,7 @@ def _by(size: tuple[int, int]) -> str:
 
 
 def _report_values(found: Inspection, pairs: _Pairs, decoding: Decoding) -> None:
-    """The values of the pixels: small ones of a large range, clipped ones, images of a single color."""
+    """Report pixel values: a small part of the range, clipped values, and images of a single color."""
     decoded = [(place, one) for place, one in pairs if one.decoded]
     if not decoded:
         return
@@ -268,8 +268,8 @@ def _report_values(found: Inspection, pairs: _Pairs, decoding: Decoding) -> None
             most = next(depth for depth in _DEPTHS if high <= depth)
             advice = f" Set 'data.value_range=[0,{most}]'."
             found.warnings.append(
-                f"Gray images of more than 8 bits ({len(deep):,} decoded) have values up to {high:g} only, so they are"
-                f" dark.{advice}"
+                f"Gray images with more than 8 bits ({len(deep):,} decoded) have a maximum value of {high:g}, so they"
+                f" become dark.{advice}"
             )
         dark = [one.stored[1] for one in deep if one.stored and one.stored[1] <= _DEPTHS[-1]]
         if decoding.value_range is None and low >= 0 and not advice and len(dark) * 2 > len(deep):
@@ -284,28 +284,27 @@ def _report_values(found: Inspection, pairs: _Pairs, decoding: Decoding) -> None
             assert decoding.value_range is not None
             shown = ", ".join(f"{value:g}" for value in decoding.value_range)
             found.warnings.append(
-                f"{clipped:.0%} of the gray values, {low:g} to {high:g}, are outside of data.value_range=[{shown}]."
+                f"{clipped:.0%} of the gray values ({low:g} to {high:g}) are outside of data.value_range=[{shown}]."
             )
     elif decoding.value_range is not None:
-        found.warnings.append("data.value_range has no effect: no gray image of more than 8 bits was found.")
+        found.warnings.append("data.value_range has no effect: no gray image with more than 8 bits was found.")
     if brightest < 64 and not advice:
         color = sum(one.deep for _, one in decoded if one.stored is None)
-        why = f" {color:,} of them store colors of 16 bits, of which 8 are read: rescale the files." if color else ""
+        why = f" {color:,} of them store 16-bit colors, which are read with 8 bits: rescale the files." if color else ""
         found.warnings.append(
-            f"No image has a bright pixel: the largest value of {len(decoded):,} decoded ones is {brightest:g} of 255."
-            + why
+            f"The images are dark: the maximum value of {len(decoded):,} decoded images is {brightest:g} of 255." + why
         )
     became = _where(decoded, lambda one: one.constant and one.stored is not None and one.stored[0] < one.stored[1])
     if became:
         found.warnings.append(
-            f"Of {len(decoded):,} decoded images, {len(became):,} become a single color when read as 8 bits:"
+            f"Scaling to 8 bits leaves a single color in {len(became):,} of {len(decoded):,} decoded images:"
             f" {_example(became)}.{advice or ' Set data.value_range to their range.'}"
         )
     single = _where(decoded, lambda one: one.constant and (one.stored is None or one.stored[0] == one.stored[1]))
     found.facts["single_color"] = len(single) + len(became)
     if single:
         found.warnings.append(
-            f"Of {len(decoded):,} decoded images, {len(single):,} have a single color: {_example(single)}."
+            f"A single color fills {len(single):,} of {len(decoded):,} decoded images: {_example(single)}."
         )
 
 
@@ -326,7 +325,7 @@ def _report_masks(found: Inspection, places: Sequence[_Place]) -> None:
 
 
 def _report_files(found: Inspection, pairs: _Pairs) -> None:
-    """Formats, extensions that differ from them, and further frames."""
+    """Report formats, extensions that do not match them, and files with several frames."""
     formats = Counter(one.format for _, one in pairs if one.format)
     if not formats:
         return
@@ -339,13 +338,13 @@ def _report_files(found: Inspection, pairs: _Pairs) -> None:
     found.facts["extension_differs"] = len(differs)
     if differs:
         found.lines.append(
-            f"{_number(differs, 'file has', 'files have')} the extension of another format: {_example(differs)}"
+            f"{_number(differs, 'file has', 'files have')} an extension of another format: {_example(differs)}"
         )
     several = _where(pairs, lambda one: one.frames)
     found.facts["several_frames"] = len(several)
     if several:
         found.warnings.append(
-            f"{_number(several, 'file has', 'files have')} several frames or pages, of which the first is used:"
+            f"{_number(several, 'file has', 'files have')} several frames or pages; only the first is used:"
             f" {_example(several)}."
         )
 
@@ -356,7 +355,7 @@ def _format_of(path: str) -> str:
 
 
 def _report_classes(found: Inspection, parts: Mapping[str, Samples], class_names: Sequence[str]) -> None:
-    """Classes with too few images."""
+    """Report classes with too few images."""
     counts = {split: np.bincount(part.labels, minlength=len(class_names)) for split, part in parts.items()}
     if "train" in counts:
         train = counts["train"]
@@ -381,7 +380,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _report_duplicates(found: Inspection, pairs: _Pairs, class_names: Sequence[str]) -> None:
-    """Images with equal pixels: in two splits, of two classes, or else."""
+    """Report images with equal pixels, in particular across splits and across classes."""
     groups: dict[bytes, list[_Place]] = defaultdict(list)
     for place, one in pairs:
         groups[one.digest].append(place)
@@ -396,7 +395,7 @@ def _report_duplicates(found: Inspection, pairs: _Pairs, class_names: Sequence[s
     }
     if several:
         extra = sum(len(group) - 1 for group in several)
-        found.lines.append(f"duplicates: {extra:,} of {len(pairs):,} images repeat another one pixel by pixel")
+        found.lines.append(f"duplicates: {extra:,} of {len(pairs):,} images, compared by pixels")
     for same, words in (across, "in several splits"), (labels, "with several labels"):
         if same:
             places = [f"{printable(place.path)} ({place.split}, {class_names[place.label]})" for place in same[0][:3]]

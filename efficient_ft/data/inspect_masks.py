@@ -1,4 +1,4 @@
-"""Inspection of images with masks: sizes, kinds of masks, pixels per class, and samples that cannot be used."""
+"""Inspect images with masks: sizes, kinds of masks, pixels per class, and unusable samples."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from efficient_ft.data.masks import UNKNOWN, Classes, MaskSamples, read_mask
 if TYPE_CHECKING:
     from efficient_ft.config.schema import MaskConfig
 
-#: Shares of pixels without a label above which a warning is due.
+#: Share of pixels without a label above which a warning is issued.
 _MOSTLY_UNLABELED = 0.9
-#: Characters of the list of the classes' shares.
+#: Maximum length of the list of class shares, in characters.
 _LINE = 60
 _MODES = {
     "1": "1-bit ids (black is 0, white is 1)",
@@ -44,11 +44,11 @@ def inspect_masks(
     """Inspect the images and masks of a data set.
 
     Args:
-        parts: by split.
-        classes: of the data set.
-        settings: of the masks; `exif` decides which pixels of an image its mask belongs to.
-        decoding: of the images.
-        thorough: decode every file, and compare images over splits; else headers and some masks are read.
+        parts: images and masks by split.
+        classes: classes of the data set.
+        settings: mask settings; `exif` selects whether masks belong to the stored or the upright pixels.
+        decoding: options for decoding images.
+        thorough: decode every file, and compare images across splits; otherwise read headers and decode some masks.
 
     Returns:
         Facts, lines, warnings, and problems by path of the mask or the image.
@@ -96,7 +96,9 @@ def _facts(result: Inspection, found: Survey, classes: Classes) -> None:
 def _lines(result: Inspection, found: Survey, classes: Classes) -> None:
     facts = result.facts
     sizes = list(facts["mask_sizes"])
-    size = sizes[0] if len(sizes) == 1 else f"{facts['mask_size_count']} sizes, most {sizes[0]}" if sizes else "no size"
+    size = (
+        sizes[0] if len(sizes) == 1 else f"{facts['mask_size_count']} sizes, mostly {sizes[0]}" if sizes else "no size"
+    )
     kinds = list(dict.fromkeys(_kind(mode, classes) for mode in facts["mask_modes"]))
     result.lines.append(
         f"masks: {size}, {' and '.join(kinds)}; {_percent(facts['unlabeled_share'])} of pixels without a label"
@@ -109,13 +111,13 @@ def _lines(result: Inspection, found: Survey, classes: Classes) -> None:
     absent = [plain_line(name) for name, share in facts["train_pixels"].items() if not share]
     result.lines.append(f"training pixels: {', '.join(present[: max(count, 1)])}{rest}")
     if absent:
-        result.lines.append(f"classes without a training pixel: {_names(absent)}")
+        result.lines.append(f"classes without training pixels: {_names(absent)}")
     turned = facts.get("exif_orientations")
     if turned:
         words = {
-            "raw": "masks of the stored pixels, which are turned as the image",
+            "raw": "masks of the stored pixels, which are rotated like the image",
             "upright": "masks of the upright image",
-            "unclear": "masks of either",
+            "unclear": "masks of unknown orientation",
         }
         listed = ", ".join(f"{count} with {words[kind]}" for kind, count in sorted(turned.items()))
         result.lines.append(f"images with an EXIF orientation: {listed}")
@@ -143,9 +145,9 @@ def _warnings(result: Inspection, found: Survey, classes: Classes, settings: Mas
     where = "in" if number == found.totals.get("train") else f"in {number} of"
     absent = [plain_line(name) for name, share in result.facts["train_pixels"].items() if not share]
     if absent:
-        zero = "255 has no label: data.masks.values maps it to a class." if result.facts["unlabeled_share"] else ""
+        zero = "If 255 is a class, map it by data.masks.values." if result.facts["unlabeled_share"] else ""
         result.warnings.append(
-            f"{_names(absent)} {'has' if len(absent) == 1 else 'have'} no training pixel ({where}"
+            f"{_names(absent)} {'has' if len(absent) == 1 else 'have'} no training pixels ({where}"
             f" {found.totals.get('train', 0)} masks).{' ' + zero if zero and not classes.chosen else ''}"
         )
     for split in found.counted:
@@ -154,18 +156,19 @@ def _warnings(result: Inspection, found: Survey, classes: Classes, settings: Mas
         if unlabeled > _MOSTLY_UNLABELED:
             result.warnings.append(
                 f"{_percent(unlabeled)} of the pixels of the {split} masks have no label"
-                f" ({', '.join(map(str, sorted(classes.ignored)[:5]))}): see data.masks.values and data.masks.ignored."
+                f" ({', '.join(map(str, sorted(classes.ignored)[:5]))}). See data.masks.values and data.masks.ignored."
             )
         empty = sum(1 for _, one in found.counted[split] if 0 < one.shares[IGNORED] == one.shares.sum())
         if empty and split != "train":
-            result.warnings.append(f"{empty} {split} masks have no labeled pixel: they count for no score.")
+            masks = "mask has" if empty == 1 else "masks have"
+            result.warnings.append(f"{empty} {split} {masks} no labeled pixels, and no effect on the scores.")
     different = _sizes_that_differ(found, settings)
     if different:
         image, mask, _ = different[0]
         rows = sum(map(len, found.headers.values()))
         result.warnings.append(
-            f"{len(different)} of {rows} masks have another size than their images, as {printable(mask)}"
-            f" ({printable(image)}). Such pairs are rejected; data.on_corrupt=skip leaves them out."
+            f"{len(different)} of {rows} masks differ in size from their images, such as {printable(mask)}"
+            f" ({printable(image)}). Such pairs are rejected; set data.on_corrupt=skip to skip them."
         )
 
 
@@ -189,17 +192,17 @@ def _sizes_that_differ(found: Survey, settings: MaskConfig) -> list[tuple[str, s
 
 
 def _problems_of_headers(result: Inspection, found: Survey, settings: MaskConfig) -> None:
-    """Problems that headers and the decoded masks show."""
+    """Record the problems visible in headers and in the decoded masks."""
     for split, rows in found.counted.items():
         for path, one in rows:
             if one.error and one.error != "colors":
                 result.problems[path] = one.error
             elif one.error or one.shares[UNKNOWN]:
-                result.problems[path] = "colors without classes" if one.error else "values of no class"
+                result.problems[path] = "colors without a class" if one.error else "values without a class"
             elif split == "train" and one.shares.sum() == one.shares[IGNORED]:
                 result.problems[path] = "no pixel has a label"
     for _, mask, sizes in _sizes_that_differ(found, settings):
-        result.problems.setdefault(mask, f"{sizes}; they must have one size")
+        result.problems.setdefault(mask, f"{sizes}; they must have the same size")
 
 
 def _problems(
@@ -243,8 +246,8 @@ def _duplicates(result: Inspection, parts: Mapping[str, MaskSamples]) -> None:
     if shared:
         (first, one), (second, two) = list(shared[0].items())[:2]
         result.warnings.append(
-            f"{len(shared)} images are in several splits, as {printable(one)} ({first}) and {printable(two)}"
-            f" ({second}): scores on them are too high. Remove one of each."
+            f"{len(shared)} images are in several splits, such as {printable(one)} ({first}) and {printable(two)}"
+            f" ({second}). Scores on them are too high. Remove the duplicates."
         )
 
 

@@ -1,4 +1,4 @@
-"""Inspection of texts: lengths in tokens, unknown tokens, duplicates, and texts that look wrong."""
+"""Inspect texts: lengths in tokens, unknown tokens, duplicates, and suspicious content."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from efficient_ft.data.text_files import counted
 from efficient_ft.data.text_labels import is_number
 from efficient_ft.data.texts import Texts
 
-#: In a quick inspection: texts that are tokenized, their characters in all, and texts that are compared.
+#: Limits of a quick inspection: tokenized texts, the total of their characters, and compared texts.
 _TOKENIZED, _CHARACTERS, _COMPARED = 1000, 150_000, 100_000
-#: More classes that are numbers, other than 0 to K - 1, may be a quantity.
+#: More numeric classes than this, other than 0 to K - 1, may be a quantity.
 _NUMBERS = 20
-#: Shares above which there is a warning.
+#: Shares above which a warning is issued.
 _UNKNOWN, _CUT, _REPEATED, _ODD = 0.05, 0.25, 0.5, 0.01
 #: Texts that programs write for a missing value.
 _NOTHING = frozenset(
@@ -57,15 +57,15 @@ def inspect_texts(
     *,
     thorough: bool = False,
 ) -> Inspection:
-    """Look at the texts of a data set.
+    """Inspect the texts of a data set.
 
     Args:
-        parts: the texts by split, those of training included.
-        class_names: by label.
-        tokenizer: of the network.
+        parts: the texts by split; must contain ``train``.
+        class_names: class names by label.
+        tokenizer: the network's tokenizer.
         max_length: ``model.max_length``, in tokens.
-        thorough: examine all texts, and compare them without case and spaces; False: at most 1,000 training texts,
-            and compare the first 100,000 exactly.
+        thorough: examine all texts, and ignore case and spaces in comparisons; otherwise examine at most 1,000 training
+            texts, and compare the first 100,000 texts exactly.
     """
     found = Inspection()
     texts = parts["train"].texts
@@ -81,7 +81,7 @@ def inspect_texts(
 
 
 def _within(texts: Sequence[tuple[str, ...]], characters: int) -> list[tuple[str, ...]]:
-    """Texts from the whole list with at most `characters` characters in all: fewer, if they are long."""
+    """Return a random subset of the texts, with at most `characters` characters in total, but at least one text."""
     kept: list[int] = []
     for index in np.random.default_rng(0).permutation(len(texts)).tolist():
         size = sum(map(len, texts[index]))
@@ -94,7 +94,7 @@ def _within(texts: Sequence[tuple[str, ...]], characters: int) -> list[tuple[str
 def _lengths(
     found: Inspection, examined: Sequence[tuple[str, ...]], whole: int, tokenizer: Tokenizer, max_length: int
 ) -> None:
-    """Tokens and characters of texts, and the share that the vocabulary does not know."""
+    """Report the number of tokens and characters, and the share of unknown tokens."""
     lengths, unknown = map(np.asarray, tokenizer.measure(examined))
     characters = np.asarray([sum(map(len, text)) for text in examined])
     cut = float((lengths > max_length).mean())
@@ -108,42 +108,42 @@ def _lengths(
         "unknown_token_share": share,
     }
     seen = f"; {len(examined):,} of {whole:,} examined" if len(examined) < whole else ""
-    ends = f"; {_percent(cut)} are cut at model.max_length={max_length}" if cut else ""
+    ends = f"; {_percent(cut)} are truncated at model.max_length={max_length}" if cut else ""
     found.lines.append(
         f"texts: {lengths.min():,} to {lengths.max():,} tokens (median {np.median(lengths):,.0f}{seen}){ends}"
     )
     if cut > _CUT:
         found.warnings.append(
-            f"{_percent(cut)} of the texts are cut at model.max_length={max_length}; the longest has {lengths.max():,}"
-            " tokens. Raise model.max_length if the network allows it."
+            f"{_percent(cut)} of the texts are truncated at model.max_length={max_length}; the longest has"
+            f" {lengths.max():,} tokens. Increase model.max_length if the network allows it."
         )
     if share > _UNKNOWN:
         found.warnings.append(
-            f"{_percent(share)} of the tokens are unknown to the tokenizer: it may be for another language or script."
-            " Choose another model.name or model.weights."
+            f"{_percent(share)} of the tokens are unknown to the tokenizer, which may be for a different language or"
+            " script. Choose a different model.name or model.weights."
         )
     if empty:
         found.warnings.append(
-            f"{empty:,} of {len(examined):,} texts have no token of their own: nothing can be learned."
+            f"{empty:,} of {len(examined):,} texts contain only special tokens: nothing can be learned from them."
         )
 
 
 def _odd(found: Inspection, examined: Sequence[tuple[str, ...]]) -> None:
-    """Texts that look as if something went wrong before."""
+    """Report texts that look damaged."""
     single = [text for pair in examined for text in pair]
     for share, reason, example in (
         (0.0, "may stand for a missing text", [text for text in single if text.casefold() in _NOTHING]),
         (0.0, "may have been decoded with a wrong encoding", [text for text in single if _GARBLED.search(text)]),
-        (_ODD, "with HTML tags", [text for text in single if _MARKUP.search(text)]),
+        (_ODD, "may contain HTML tags", [text for text in single if _MARKUP.search(text)]),
     ):
         if len(example) > share * len(single):
             found.warnings.append(
-                f"{counted(len(example), 'text')} of {len(single):,} {reason}, such as {_short(example[0])}."
+                f"{len(example):,} of {counted(len(single), 'text')} {reason}, such as {_short(example[0])}."
             )
 
 
 def _repeated(found: Inspection, parts: Mapping[str, Texts], class_names: Sequence[str], *, thorough: bool) -> None:
-    """Texts that are in two splits, have two labels, or are repeated within the training texts."""
+    """Report texts that occur in two splits, with two labels, or repeatedly in training."""
     limit = None if thorough else _COMPARED
     hashes = {name: [hash(key) for key in _keys(part.texts[:limit], thorough=thorough)] for name, part in parts.items()}
     train = set(hashes["train"])
@@ -152,7 +152,7 @@ def _repeated(found: Inspection, parts: Mapping[str, Texts], class_names: Sequen
     found.facts["repeated_train_texts"] = repeats
     if repeats > _REPEATED * len(hashes["train"]):
         found.warnings.append(
-            f"{repeats:,} of {len(hashes['train']):,} training texts repeat another one{compared}. Check"
+            f"{repeats:,} of {len(hashes['train']):,} training texts duplicate another text{compared}. Check"
             " data.text.columns."
         )
     counts = {name: sum(key in train for key in keys) for name, keys in hashes.items() if name != "train"}
@@ -160,7 +160,7 @@ def _repeated(found: Inspection, parts: Mapping[str, Texts], class_names: Sequen
     shared = [f"{count:,} of {len(hashes[name]):,} {name} texts" for name, count in counts.items() if count]
     if shared:
         found.warnings.append(
-            f"{' and '.join(shared)} are training texts as well{compared}: the accuracy on these measures memory."
+            f"The training texts include {' and '.join(shared)}{compared}: the accuracy on these measures memorization."
             " Remove the duplicates."
         )
     labels: dict[int, set[int]] = defaultdict(set)
@@ -175,8 +175,8 @@ def _repeated(found: Inspection, parts: Mapping[str, Texts], class_names: Sequen
         index, key = next((i, key) for i, key in enumerate(hashes[name]) if key in several)
         names = " and ".join(repr(plain_line(class_names[label])) for label in sorted(labels[key])[:3])
         found.warnings.append(
-            f"{counted(len(several), 'text')} with several labels{compared}, such as {_short(part.texts[index][0])}:"
-            f" {names}."
+            f"{counted(len(several), 'text')} {'has' if len(several) == 1 else 'have'} several labels{compared}, such"
+            f" as {_short(part.texts[index][0])}: {names}."
         )
 
 
@@ -186,7 +186,7 @@ def _keys(texts: Sequence[tuple[str, ...]], *, thorough: bool) -> Iterator[tuple
 
 
 def _names(found: Inspection, class_names: Sequence[str], parts: Mapping[str, Texts]) -> None:
-    """Names of classes that may stand for missing labels, or are no names."""
+    """Report class names that may stand for missing labels, numbers, or combinations of labels."""
     markers = [name for name in class_names if name.casefold() in _MARKERS]
     if set(class_names) == {"-1", "1"}:
         markers = []
@@ -194,8 +194,8 @@ def _names(found: Inspection, class_names: Sequence[str], parts: Mapping[str, Te
     for name in markers:
         number = counts[class_names.index(name)]
         found.warnings.append(
-            f"{counted(number, 'training text')} with the label {name!r}, which is trained as a class. If it marks"
-            " texts without a label, remove them, or leave rows of files out:"
+            f"{counted(number, 'training text')} {'has' if number == 1 else 'have'} the label {name!r}, which is"
+            " trained as a class. If it marks texts without a label, remove them, or skip these rows of a file:"
             f' "data.text.missing=[{name!r}]" data.on_corrupt=skip.'
         )
     single = [name for label, name in enumerate(class_names) if counts[label] == 1]
@@ -210,16 +210,16 @@ def _names(found: Inspection, class_names: Sequence[str], parts: Mapping[str, Te
         set(range(1, len(numbers) + 1)),
     ):
         found.warnings.append(
-            f"The {len(numbers)} classes are numbers from {numbers[0]} to {numbers[-1]}. If they are a quantity, turn"
-            " ranges of it into classes."
+            f"The {len(numbers)} classes are numbers from {numbers[0]} to {numbers[-1]}. If they are a quantity, map"
+            " ranges of it to classes."
         )
     known = set(class_names)
     shared = Counter(part for name in class_names for part in set(_parts(name, "|;")))
     joined = [name for name in class_names if _is_joined(name, known, shared)]
     if joined:
         found.warnings.append(
-            f"Names of classes that join several labels: {len(joined)}, such as {_short(joined[0])}. Each"
-            " combination is trained as a class of its own."
+            f"{counted(len(joined), 'class name')} may combine several labels, such as {_short(joined[0])}. Each"
+            " combination is trained as a separate class."
         )
     long = [name for name in class_names if len(name) > 100]
     if long:
@@ -235,7 +235,7 @@ def _parts(name: str, separators: str) -> list[str]:
 
 
 def _is_joined(name: str, known: set[str], shared: Mapping[str, int]) -> bool:
-    """Whether the name of a class consists of several labels.
+    """Return True if a class name combines several labels.
 
     Args:
         name: a list, classes with a separator, or a list with | or ; that shares a part with another class.

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-#: Samples whose headers (sizes, modes) are read in a quick inspection, and those that are decoded.
+#: Number of samples whose headers (sizes, modes) a quick inspection reads, and number that it decodes.
 HEADERS, DECODED = 1024, 48
 
 
@@ -20,10 +20,10 @@ class Inspection:
 
     Attributes:
         facts: plain containers for results.json: sizes, modes, value range, share of unlabeled pixels, rows, lengths.
-        lines: the same for a person, one short sentence each.
-        warnings: properties of the data that training is likely to suffer from, one sentence each, with the setting
-            that changes them.
-        problems: path or place → reason, of samples that training would reject.
+        lines: the same facts for the terminal, one short line each.
+        warnings: properties of the data that are likely to harm training, one sentence each, with the setting to
+            change.
+        problems: reason by path or place, for samples that training would reject.
     """
 
     facts: dict[str, Any] = field(default_factory=dict)
@@ -42,6 +42,6 @@ _Found = TypeVar("_Found")
 
 
 def in_threads(function: Callable[[_Item], _Found], items: Sequence[_Item]) -> Iterable[_Found]:
-    """Apply a function to every item, in order, in threads: Pillow decodes without Python's lock."""
+    """Apply a function to all items in threads, and yield the results in order; Pillow decodes without the GIL."""
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         yield from pool.map(function, items)

@@ -1,7 +1,7 @@
-"""The layout of a user's image folder: which folders are splits, and which folders below them are the classes.
+"""Find the layout of a user's image folder: which folders are splits, and which folders below them are classes.
 
-The decision is made once, by `find_layout`, from the names of folders and the number of images in each; no image is
-opened. A layout that can be read in several ways is an error that shows what was found and the settings that choose.
+`find_layout` decides once, from the names of folders and the number of images in each; no image is opened. An
+ambiguous layout is an error that lists the folders found and the settings that choose a reading.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _PICTURES = frozenset({"image", "images", "img", "imgs", "jpegimages", "photos",
 _MASKS = frozenset({"mask", "masks", "label", "labels", "annotation", "annotations", "annotations_png", "gt",
                     "groundtruth", "ground_truth", "segmentation", "segmentationclass", "seg"})  # fmt: skip
 _TABLES = (".csv", ".tsv", ".json", ".jsonl", ".txt", ".xlsx", ".xls", ".mat", ".parquet", ".xml", ".pkl")
-#: The layouts that are read.
-EXPECTED = "Expected layout: train/CLASS/*.jpg with val/ or test/ of the same form, or CLASS/*.jpg."
-#: Longest list of folders that is suggested as a setting.
+#: The supported layouts.
+EXPECTED = "Expected layout: train/CLASS/*.jpg with val/CLASS/*.jpg or test/CLASS/*.jpg, or CLASS/*.jpg alone."
+#: Maximum number of folders in a suggested setting.
 _MOST_PLACES = 12
 
 
@@ -37,10 +37,10 @@ class Layout:
     """The decision about a folder of images.
 
     Attributes:
-        places: by split, the folders whose top folders are the classes.
+        places: by split, the folders whose direct subfolders are the classes.
         notes: facts that a user should know, one sentence each.
         loose: number of images outside of class folders.
-        unused: the folders that are not used.
+        unused: unused folders.
     """
 
     places: dict[Split, list[Folder]]
@@ -53,12 +53,12 @@ def find_layout(root: Path, chosen: Chosen | None = None, follow_links: bool = F
     """Decide which folders are splits, and which are classes.
 
     Args:
-        root: the data set's folder; exists.
-        chosen: the setting ``data.splits``; None: splits are recognized by their names.
+        root: the data set's folder, which must exist.
+        chosen: the setting ``data.splits``; None to recognize splits by name.
         follow_links: as in `read_folder`.
 
     Raises:
-        UserError: the layout can be read in several ways, or in none.
+        UserError: the layout is ambiguous or not supported.
     """
     top, blocked = scan(root, follow_links)
     try:
@@ -66,7 +66,7 @@ def find_layout(root: Path, chosen: Chosen | None = None, follow_links: bool = F
     except SettingError:
         raise
     except UserError:
-        for place, reason in blocked:  # a part that was not seen is the better reason
+        for place, reason in blocked:  # report a folder that could not be scanned instead
             if reason is not None:
                 raise UserError(f"{printable(place)} cannot be read ({reason}). Check its permissions.") from None
             links_in([place], root, follow_links)
@@ -74,7 +74,7 @@ def find_layout(root: Path, chosen: Chosen | None = None, follow_links: bool = F
 
 
 def _explicit(top: Folder, chosen: Chosen) -> Layout:
-    """The layout that ``data.splits`` names."""
+    """Return the layout that ``data.splits`` names."""
     places: dict[Split, list[Folder]] = {}
     for split, paths in chosen_places(top.path, chosen).items():
         for path in paths:
@@ -97,7 +97,7 @@ def _explicit(top: Folder, chosen: Chosen) -> Layout:
 
 
 def _unnamed(folder: Folder, used: set[str]) -> Iterator[Folder]:
-    """The folders that are not used, and hold none that is."""
+    """Yield the topmost folders that contain no used folder."""
     for inner in folder.folders.values():
         if inner.name in used:
             continue
@@ -108,7 +108,7 @@ def _unnamed(folder: Folder, used: set[str]) -> Iterator[Folder]:
 
 
 def _recognized(top: Folder) -> Layout:
-    """The layout by the names of the folders."""
+    """Return the layout by the names of the folders."""
     named = {name: split for name, split in name_splits(top.folders).items() if top.folders[name].total}
     entered = {name: _entered(top.folders[name]) for name in named}
     by_split: dict[Split, list[str]] = defaultdict(list)
@@ -132,7 +132,7 @@ def _recognized(top: Folder) -> Layout:
                 f"{printable(top.path / name)} has no images in class folders, but {counted(folder.images)} without a"
                 f" class. Put them into {printable(name)}/CLASS/, or leave them out: 'data.splits={show(rest)}'."
             )
-        places[split] = [folder]  # without an image, which is explained where files are listed
+        places[split] = [folder]  # without images: reported when files are listed
     used = {places[split][0].name.split("/")[0] for split in places}
     others = [folder for name, folder in top.folders.items() if name not in used]
     _refuse_rivals(top, places, [one for one in others if one.name not in named and not one.link])
@@ -141,7 +141,7 @@ def _recognized(top: Folder) -> Layout:
         place = entered.get(name, top.folders[name])
         layout.loose += place.images
         if place.name != name:
-            layout.notes.append(f"{printable(name)}/ holds {printable(place.name)}/ only, which is used.")
+            layout.notes.append(f"{printable(name)}/ contains only {printable(place.name)}/, which is used instead.")
     evaluated = [of[0] for split, of in places.items() if split != "train"]
     now: dict[Split, str] = {split: of[0].name for split, of in places.items()}
     _require_clear(top, places["train"][0], now, layout.notes, evaluated=evaluated)
@@ -149,7 +149,7 @@ def _recognized(top: Folder) -> Layout:
 
 
 def _entered(folder: Folder) -> Folder:
-    """The folder of classes of a split: a folder may hold a single one of the same split, once or twice."""
+    """Return the parent of a split's classes: a folder may wrap a single folder of the same split, once or twice."""
     for _ in range(2):
         inner = list(folder.filled.values())
         base = os.path.basename(folder.name)
@@ -164,7 +164,7 @@ def _entered(folder: Folder) -> Folder:
 
 
 def _refuse_rivals(top: Folder, places: Mapping[Split, Sequence[Folder]], others: Sequence[Folder]) -> None:
-    """Refuse folders next to ``train`` whose names denote no split, but which could be one, or a class."""
+    """Reject folders next to ``train`` that could be an unrecognized split or a class."""
     classes = {same_class(name) for name in places["train"][0].filled}
     now: dict[Split, str] = {split: of[0].name for split, of in places.items()}
     for other in others:
@@ -174,12 +174,14 @@ def _refuse_rivals(top: Folder, places: Mapping[Split, Sequence[Folder]], others
             readings: list[tuple[str, Chosen]] = [
                 (f"{printable(other.name)} is the {split} split", {**now, split: other.name}) for split in free[:1]
             ]
-            readings += [(f"{printable(other.name)} trains as well", {**now, "train": [now["train"], other.name]})]
+            readings += [
+                (f"{printable(other.name)} is training data, too", {**now, "train": [now["train"], other.name]})
+            ]
             readings += [(f"{printable(other.name)} is not used", now)]
-            raise ambiguous(top.path, f"{other} holds folders with names of classes: {some(shared)}.", readings)
+            raise ambiguous(top.path, f"{other} contains folders with names of classes: {some(shared)}.", readings)
     flat = [one for one in others if one.images and not _is_unlabeled(one.name)]
     if len(now) == 1 and len(flat) > 1:
-        found = f"{places['train'][0]} holds folders; {_listed(flat)} hold images directly."
+        found = f"{places['train'][0]} contains folders; {_listed(flat)} contain images directly."
         raise ambiguous(top.path, found, [("train is the training data", now), ("all are classes", {"train": "."})])
 
 
@@ -188,14 +190,14 @@ def _is_unlabeled(name: str) -> bool:
 
 
 def _without_train(top: Folder, named: Mapping[str, Split], by_split: Mapping[Split, Sequence[str]]) -> Layout:
-    """The layout of a folder without a recognized training split: its top folders are the classes."""
+    """Return the layout of a folder without a recognized training split: its top folders are the classes."""
     folders = top.filled
     if not folders:
         if top.images and not top.folders:
             raise UserError(_without_classes(top, [top]))
         trains = [name for name, split in name_splits(top.folders).items() if split == "train"]
         holder = [top.folders[name] for name in trains if top.folders[name].folders]
-        return Layout({"train": holder[:1] or [top]})  # without an image, which is explained where files are listed
+        return Layout({"train": holder[:1] or [top]})  # without images: reported when files are listed
     rest = [name for name in folders if name not in named and not _is_unlabeled(name)]
     nested = {name for names in by_split.values() for name in names}
     flat = sorted((name for name in named if name not in nested), key=lambda name: (SPLITS.index(named[name]), name))
@@ -204,18 +206,19 @@ def _without_train(top: Folder, named: Mapping[str, Split], by_split: Mapping[Sp
     if named and not rest:
         raise UserError(
             f"{top.path.absolute()} has {some(sorted(named))}/ but no train/ with class folders. Add the training"
-            " images, or name the folder with them: 'data.splits={train: FOLDER}'."
+            " images, or name their folder: 'data.splits={train: FOLDER}'."
         )
     _refuse_wrapper(top)
     layout = Layout({"train": [top]}, loose=top.images)
     _require_clear(top, top, {"train": "."}, layout.notes, by_split)
     if flat:
-        layout.notes.append(f"{some(flat)} {_verb(flat, 'is a class', 'are classes')}, not a split: it has no folders.")
+        kind = _verb(flat, "is a class instead of a split", "are classes instead of splits")
+        layout.notes.append(f"{some(flat)} {kind}, because there are no subfolders.")
     return layout
 
 
 def _without_classes(top: Folder, flat: Sequence[Folder]) -> str:
-    """The message for images that are in no class folder."""
+    """Return the message for images that are not in class folders."""
     tables = labels_hint([top.path, *(one.path for one in flat if one is not top)])
     classes = len(top.filled) > 1 and flat[0] is not top
     other = f" If the folders are the classes: 'data.splits={show({'train': '.'})}'." if classes else ""
@@ -227,9 +230,7 @@ def labels_hint(folders: Sequence[Path]) -> str:
     """Return a sentence that names the files of the folders in which labels may be; empty if there are none."""
     places = [folder for folder in folders if folder.is_dir()]
     names = [e.name for place in places for e in os.scandir(place) if e.name.lower().endswith(_TABLES)]
-    return (
-        f" The labels may be in {some(sorted(names), 3)}: sort the images into class folders by them." if names else ""
-    )
+    return f" The labels may be in {some(sorted(names), 3)}: sort the images into class folders." if names else ""
 
 
 def _verb(of: Sequence[Any], one: str, several: str) -> str:
@@ -241,7 +242,7 @@ def _listed(folders: Sequence[Folder]) -> str:
 
 
 def _refuse_wrapper(top: Folder) -> None:
-    """Refuse a folder that holds the data set in a folder of it."""
+    """Reject a folder that contains the data set in a subfolder."""
     folders = list(top.filled.values())
     inner = folders[0]
     if len(folders) == 1 and not inner.images:
@@ -249,8 +250,8 @@ def _refuse_wrapper(top: Folder) -> None:
             inner = next(iter(inner.filled.values()))
         if len(inner.filled) > 1:
             raise UserError(
-                f"{printable(top.path.absolute())} holds a single folder with images, {printable(inner.name)}, which"
-                f" has {some(list(inner.filled))}. Pass data.root={printable(top.path / inner.name)}."
+                f"{printable(top.path.absolute())} contains a single folder with images, {printable(inner.name)}, which"
+                f" contains {some(list(inner.filled))}. Pass data.root={printable(top.path / inner.name)}."
             )
     whole = [
         one
@@ -259,14 +260,14 @@ def _refuse_wrapper(top: Folder) -> None:
     ]
     if len(whole) == 1:
         raise UserError(
-            f"{printable(top.path.absolute())} has no train/, but {whole[0]} has {some(list(whole[0].filled))}. Pass"
-            f" data.root={printable(top.path / whole[0].name)}."
+            f"{printable(top.path.absolute())} has no train/, but {whole[0]} contains {some(list(whole[0].filled))}."
+            f" Pass data.root={printable(top.path / whole[0].name)}."
         )
     keys = {same_class(folder.name): folder for folder in folders}
     if len(keys) == 2 and keys.keys() & _PICTURES and keys.keys() & _MASKS and keys.keys() <= _PICTURES | _MASKS:
         raise UserError(
-            f"{printable(top.path.absolute())} holds {_listed(folders)}: images with masks, as they seem, not classes."
-            " For segmentation use data=mask_folder. If they are classes: 'data.splits={train: .}'."
+            f"{printable(top.path.absolute())} contains {_listed(folders)}, which look like images with masks instead"
+            " of classes. For segmentation, use data=mask_folder. If they are classes: 'data.splits={train: .}'."
         )
 
 
@@ -278,19 +279,19 @@ def _require_clear(
     by_split: Mapping[Split, Sequence[str]] | None = None,
     evaluated: Sequence[Folder] = (),
 ) -> None:
-    """Refuse class folders that may not be the classes; note those whose images are in folders below.
+    """Reject class folders that may not be the classes; note classes whose images are in subfolders.
 
     Args:
         top: the data set's folder.
-        place: the folder whose top folders are the classes.
+        place: the folder whose direct subfolders are the classes.
         now: the layout as a value of ``data.splits``.
-        notes: is added to.
+        notes: the list to which notes are appended.
         by_split: names of top folders that denote other splits.
         evaluated: the folders of the other splits in `now`.
     """
     classes = list(place.filled.values())
     depths: Counter[int] = Counter()
-    levels: list[dict[str, list[Folder]]] = []  # below the classes: the folders by the common form of their names
+    levels: list[dict[str, list[Folder]]] = []  # by depth below the classes: folders by normalized name
     examples: dict[int, Folder] = {}
     for one in classes:
         _count(one, depths, levels, examples)
@@ -300,8 +301,8 @@ def _require_clear(
         if not classes[0].images and len(classes[0].filled) > 1:
             inner = {**now, "train": classes[0].name}
             raise UserError(
-                f"{printable(place.path)} holds a single folder, {classes[0]}, with {some(list(classes[0].filled))}."
-                f" If these are the classes: 'data.splits={show(inner)}', with such folders for all splits."
+                f"{printable(place.path)} contains a single folder, {classes[0]}, with {some(list(classes[0].filled))}."
+                f" If these are the classes: 'data.splits={show(inner)}', with the same folders in all splits."
             )
         return
     deeper = sum(depths.values()) - depths[0]
@@ -311,14 +312,14 @@ def _require_clear(
     if len(depths) > 1:
         counts = [f"{counted(depths[d])} in folders such as {examples[d].shown}" for d in sorted(depths)[:3]]
         found = (
-            f"Its images are at {len(depths)} depths: {'; '.join(counts)}. Move them to one depth if the deeper folders"
-            " are classes of their own."
+            f"Its images are at {len(depths)} depths: {'; '.join(counts)}. If the deeper folders are separate classes,"
+            " move all images to one depth."
         )
         raise ambiguous(top.path, found, [("the top folders are the classes, with all images below them", now)])
     joined = sum(len(folders) for folders in levels[-1].values())
     notes.append(
-        f"Classes are the top folders of {printable(place.path)} ({some(list(place.filled))}): the images in their"
-        f" {joined} folders are joined."
+        f"The classes are the top folders of {printable(place.path)} ({some(list(place.filled))}). The images in their"
+        f" {joined} subfolders belong to them."
     )
 
 
@@ -340,9 +341,9 @@ def _count(
 
 
 def _shared(levels: Sequence[Mapping[str, Sequence[Folder]]]) -> Mapping[str, Sequence[Folder]] | None:
-    """The folders of the first level at which several folders hold folders of the same names; None: there is none.
+    """Return the subfolders of the first level where several folders have subfolders of the same names, or None.
 
-    Folders that all hold a single one of the same name, such as ``images``, do not count.
+    A single common subfolder, such as ``images``, does not count.
     """
     for level in levels:
         same = {key: folders for key, folders in level.items() if len(folders) > 1}
@@ -359,11 +360,11 @@ def _same_folders(
     by_split: Mapping[Split, Sequence[str]],
     evaluated: Sequence[Folder],
 ) -> UserError:
-    """The error for top folders that hold the same folders: years, folds, languages, splits of unknown names."""
+    """Return the error for top folders with the same subfolders: years, folds, languages, or unrecognized splits."""
     inside = {folder.name.rpartition("/")[0] for folders in shared.values() for folder in folders}
     holders = [one for one in _walk(place) if one.name in inside]
     names = sorted({os.path.basename(folder.name) for folders in shared.values() for folder in folders})
-    found = f"{_listed(holders)} hold folders of the same names: {some(names)}."
+    found = f"{_listed(holders)} contain folders with the same names: {some(names)}."
     classes = ("the top folders are the classes, with all images below them", now)
     if "train" in name_splits(names).values():
         inner = [(split, one.folders[name].name) for one in holders for name, split in name_splits(one.filled).items()]
@@ -371,7 +372,7 @@ def _same_folders(
             found += " To keep their splits, move the images to train/CLASS and test/CLASS."
             return ambiguous(top.path, found, [classes])
         joined: Any = {split: _plain([name for s, name in inner if s == split]) for split in dict(inner)}
-        return ambiguous(top.path, found, [("these are splits, to be joined", joined), classes])
+        return ambiguous(top.path, found, [("these are splits to be merged", joined), classes])
     splits = {name: split for split, of in by_split.items() for name in of}
     parts = [one for one in holders if one.name not in splits]
     readings: list[tuple[str, Chosen]] = []
@@ -382,9 +383,9 @@ def _same_folders(
             last = min(parts[::-1], key=lambda one: one.total) if len(parts) == 2 else parts[-1]
             train = [one.name for one in parts if one is not last]
             readings.append(
-                (f"{printable(last.name)} is for testing", {"train": _plain(train), "test": last.name}),
+                (f"{printable(last.name)} is the test split", {"train": _plain(train), "test": last.name}),
             )
-        words = "all of them are for training" if len(parts) > 1 else f"{parts[0].name} is for training"
+        words = "all of them are training data" if len(parts) > 1 else f"{parts[0].name} is the training data"
         readings.append((words, {"train": _plain([one.name for one in parts]), **others}))
     are_classes = all(place.filled.keys() & one.filled.keys() for one in evaluated)
     return ambiguous(top.path, found, [*readings, classes] if are_classes or not readings else readings)
@@ -395,7 +396,7 @@ def _plain(names: list[str]) -> str | list[str]:
 
 
 def _walk(folder: Folder) -> Iterator[Folder]:
-    """The folders with images below a folder, in order."""
+    """Yield the folders with images below a folder, in order."""
     for inner in folder.filled.values():
         yield inner
         yield from _walk(inner)

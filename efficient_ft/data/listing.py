@@ -76,8 +76,8 @@ class Listing:
         test: the test split; None if the data set has validation images only.
         recipe_trains_on_val: published results train on `train` and `val` together.
         notes: facts that a user should know, one sentence each.
-        origins: by split, where its samples come from in a few words: ``Training/``, ``held out of Training/``.
-        left_out: files that are not used, by the reason in a few words: ``not images (.txt ×3)`` → 3.
+        origins: short description of each split's source: ``Training/``, ``held out of Training/``.
+        left_out: number of unused files by reason: ``not images: .txt ×3`` → 3.
     """
 
     class_names: list[str]

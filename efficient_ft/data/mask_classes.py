@@ -1,4 +1,4 @@
-"""The classes of the masks in a folder: from its list of classes, and from settings."""
+"""Find the classes of the masks in a folder, from its class list and from settings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def folder_classes(root: Path, settings: MaskConfig) -> tuple[Classes, list[str]
         settings: `classes`, `values`, `colors`, `ignored` and `palette` are read.
 
     Raises:
-        UserError: there is no list of classes, it cannot be read, or it has fewer than two classes.
+        UserError: there is no class list, it cannot be read, or it has fewer than two classes.
         SettingError: settings do not fit the list.
     """
     found = _listed(root, settings)
@@ -57,7 +57,7 @@ def folder_classes(root: Path, settings: MaskConfig) -> tuple[Classes, list[str]
         )
         names = list(classes.names)
     if len(names) < 2:
-        hint = " Name the background, too." if len(names) == 1 and is_class(names[0]) else ""
+        hint = " List the background as well." if len(names) == 1 and is_class(names[0]) else ""
         raise UserError(
             f"{place} has {len(names)} {'class' if len(names) == 1 else 'classes'} ({found.source})."
             f" Segmentation needs at least two.{hint}"
@@ -68,7 +68,7 @@ def folder_classes(root: Path, settings: MaskConfig) -> tuple[Classes, list[str]
 
 
 def _listed(root: Path, settings: MaskConfig) -> ClassList:
-    """The list of classes: of the settings, or of a file."""
+    """Return the class list from the settings or from a file."""
     if settings.classes is not None:
         return listed_names(settings.classes, "data.masks.classes")
     found = read_class_list(root)
@@ -83,10 +83,10 @@ def _listed(root: Path, settings: MaskConfig) -> ClassList:
         # The order of a mapping is not part of a run's identity.
         return listed_names(sorted(name for name in settings.colors if is_class(name)), "data.masks.colors")
     others = sorted(one.name for one in root.iterdir() if one.suffix.lower() in (".txt", ".json", ".csv", ".yaml"))
-    has = f" It has {', '.join(map(printable, others[:3]))}." if others else ""
+    has = f" Found: {', '.join(map(printable, others[:3]))}." if others else ""
     raise UserError(
-        f"{printable(root.absolute())} has no classes.txt, which names the classes of ids 0, 1, … in the masks,"
-        f" one a line.{has} Write it, or set data.masks.classes=[NAME,…]."
+        f"{printable(root.absolute())} has no classes.txt, which lists the class names in the order of the mask ids"
+        f" 0, 1, …, one per line.{has} Create it, or set data.masks.classes=[NAME,…]."
     )
 
 
@@ -97,20 +97,28 @@ def _color(given: str | Color) -> Color:
 
 
 def _colored(entries: list[Entry], colors: Mapping[str, Color]) -> list[Entry]:
-    """The entries with the colors of the setting; pixels without a label are entries of their own."""
+    """Return the entries with the colors of the setting, and an entry for each color without a label."""
     found = []
     left = {name.strip().casefold(): color for name, color in colors.items()}
     seen: dict[Color, str] = {}
     for name, color in colors.items():
         if seen.setdefault(color, name) != name and (is_class(name) or is_class(seen[color])):
             raise SettingError(
-                "data.masks.colors", list(color), f"one color per class: {seen[color]} and {name} share it"
+                "data.masks.colors",
+                list(color),
+                "a mapping to unique colors",
+                f"{seen[color]} and {name} have the same color.",
             )
     for entry in entries:
         if entry.is_class:
             own = left.pop(entry.name.casefold(), None)
             if own is None:
-                raise SettingError("data.masks.colors", list(colors), f"a color for each class: {entry.name} has none")
+                raise SettingError(
+                    "data.masks.colors",
+                    list(colors),
+                    "a mapping with a color for each class",
+                    f"Add a color for {entry.name}.",
+                )
             found.append(Entry(entry.name, entry.id, own))
         else:
             found.append(
@@ -131,7 +139,7 @@ def _colored(entries: list[Entry], colors: Mapping[str, Color]) -> list[Entry]:
 
 
 def _by_values(entries: list[Entry], values: dict[int, str | int], settings: MaskConfig) -> Classes:
-    """The classes whose pixel values the setting `values` gives."""
+    """Return the classes with the pixel values of the setting `values`."""
     by_name = {entry.name.casefold(): entry for entry in entries}
     by_id = {entry.id: entry for entry in entries}
     kept = [entry for entry in entries if entry.is_class]
@@ -146,9 +154,7 @@ def _by_values(entries: list[Entry], values: dict[int, str | int], settings: Mas
             if isinstance(target, str) and target.strip().casefold() in NO_CLASS:
                 without.add(value)
                 continue
-            choices = f"one of {', '.join(known)}, or void" + (
-                ", or an id of theirs" if isinstance(target, int) else ""
-            )
+            choices = f"one of {', '.join(known)}, or void" + (", or a class id" if isinstance(target, int) else "")
             raise SettingError(
                 f"data.masks.values.{value}", target, choices, did_you_mean(str(target), known).strip() or None
             )
@@ -166,8 +172,8 @@ def _by_values(entries: list[Entry], values: dict[int, str | int], settings: Mas
         raise SettingError(
             "data.masks.values",
             values,
-            f"a mapping that gives each class a value: {', '.join(lacking[:5])} has none",
-            f"Add it, or name the classes alone that exist: data.masks.classes=[{rest}].",
+            "a mapping that gives each class a value",
+            f"Add {', '.join(lacking[:5])}, or list only the existing classes: data.masks.classes=[{rest}].",
         )
     taken = {*values} - without
     return Classes(
@@ -180,7 +186,7 @@ def _by_values(entries: list[Entry], values: dict[int, str | int], settings: Mas
 
 
 def _with_colors(classes: Classes, entries: list[Entry], settings: MaskConfig) -> Classes:
-    """The classes with the colors of the list, if it has any."""
+    """Return the classes with the colors of the list, if it has any."""
     colors = {entry.name: entry.color for entry in entries if entry.is_class}
     given = [colors[name] for name in classes.names]
     complete = tuple(color for color in given if color is not None)
@@ -190,7 +196,7 @@ def _with_colors(classes: Classes, entries: list[Entry], settings: MaskConfig) -
                 "data.masks.palette",
                 "color",
                 "index or auto, since the classes have no colors",
-                "Give them colors in classes.txt ('NAME RED GREEN BLUE'), or by data.masks.colors.",
+                "Add colors to classes.txt ('NAME RED GREEN BLUE'), or set data.masks.colors.",
             )
         complete = ()
     ignored = {entry.color for entry in entries if entry.name not in classes.names and entry.color is not None}

@@ -1,4 +1,4 @@
-"""Folders of images with masks: layouts, splits, and which mask belongs to which image."""
+"""Read folders of images with masks: find the layout and the splits, and match masks to images."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def missing_mask_folder(root: Path) -> str | None:
-    """Say what belongs in a folder that does not exist; None: it does."""
+    """Return the error message for a folder that does not exist; None if it exists."""
     return None if root.is_dir() else f"data.root={printable(root)}: no such folder. {LAYOUT}"
 
 
@@ -34,20 +34,21 @@ def read_mask_folder(
 ) -> MaskListing:
     """List the images and masks below `root`.
 
-    The names of folders tell images from masks, and splits: ``SPLIT/images`` with ``SPLIT/masks``, ``images/SPLIT``
-    with ``masks/SPLIT``, ``SPLIT`` with ``SPLIT_masks``, or ``images`` with ``masks``. If there is neither a validation
-    nor a test split, a fifth of the images is held out for testing, the same for every seed. A mask has the name of its
-    image, apart from the extension and a constant prefix or suffix.
+    Images, masks and splits are recognized by the names of folders: ``SPLIT/images`` with ``SPLIT/masks``,
+    ``images/SPLIT`` with ``masks/SPLIT``, ``SPLIT`` with ``SPLIT_masks``, or ``images`` with ``masks``. If there is
+    neither a validation nor a test split, a fifth of the images is held out for testing, the same for every seed. A
+    mask has the name of its image, except for the extension and a constant prefix or suffix.
 
     Args:
         root: the folder; may be a link.
-        settings: of the masks.
-        chosen: the setting ``data.splits``: folders with images and masks, or folders of images; None: recognized.
-        follow_links: use the targets of links out of `root`, and name them in the notes.
+        settings: mask settings.
+        chosen: the setting ``data.splits``: folders with images and masks, or folders of images; None to recognize
+            splits by name.
+        follow_links: use the targets of links out of `root`, and list them in the notes.
 
     Raises:
-        UserError: no such folder, no classes, several readings of the layout, an image without a mask, or a link out
-            of `root` that is not to be followed.
+        UserError: the folder does not exist, there are no classes, the layout is ambiguous, an image has no mask, or a
+            link leads out of `root` and `follow_links` is False.
     """
     problem = missing_mask_folder(root)
     if problem is not None:
@@ -85,7 +86,7 @@ def read_mask_folder(
 def _hold_out_test(root: Path, listing: MaskListing) -> None:
     whole = listing.train
     if len(whole) < 2:
-        raise UserError(f"{printable(root.absolute())} has a single image: none can be held out for testing.")
+        raise UserError(f"{printable(root.absolute())} has a single image, so no image can be held out for testing.")
     listing.train, listing.test = hold_out(whole, 0.2, seed=0)
     listing.origins["test"] = f"held out of {listing.origins['train']}"
     listing.notes.append(
@@ -94,11 +95,11 @@ def _hold_out_test(root: Path, listing: MaskListing) -> None:
 
 
 class _Pairs:
-    """Collects the images and masks of folders, and what is left out.
+    """Collects the images and masks of folders, and counts unused files.
 
     Args:
-        root: of the data set.
-        areas: all folders of images and of masks; the files of one are not those of another one above it.
+        root: root of the data set.
+        areas: all folders of images and of masks; files in a nested folder do not belong to the folders above it.
         below: the rules for links.
     """
 
@@ -115,8 +116,8 @@ class _Pairs:
             if masks is None:
                 if split == "train":
                     raise UserError(
-                        f"{printable(images.path.absolute())} has {images.count} images, but no folder of masks belongs"
-                        f" to it. {LAYOUT}"
+                        f"{printable(images.path.absolute())} has {images.count} images, but no matching folder of"
+                        f" masks. {LAYOUT}"
                     )
                 self.left_out[f"images without masks ({shown(images.path, self._root)})"] += images.count
                 self.notes.append(
@@ -137,9 +138,8 @@ class _Pairs:
         if found.several:
             one, two = (os.path.basename(drawn[name]) for name in found.several)
             raise UserError(
-                f"{printable(masks.absolute())} has several masks of an image: {printable(one)} and {printable(two)}"
-                f" ({len(drawn)} masks, {len(pictures)} images). Keep one mask per image, with the ids of all its"
-                " classes."
+                f"{printable(masks.absolute())} has several masks for one image: {printable(one)} and {printable(two)}"
+                f" ({len(drawn)} masks, {len(pictures)} images). Keep one mask per image, with the ids of all classes."
             )
         if found.images:
             raise _lacking(found, pictures, masks, drawn, others)
@@ -154,7 +154,7 @@ class _Pairs:
         return MaskSamples([pictures[a] for a, _ in found.pairs], [drawn[b] for _, b in found.pairs])
 
     def leave_out(self, tree: Tree, unused: set[Path]) -> None:
-        """Record masks without images, and folders that are not used."""
+        """Record masks without images, and unused folders."""
         for folder, rest in self._unused.items():
             if rest:
                 self.left_out["masks without an image"] += len(rest)
@@ -171,7 +171,7 @@ class _Pairs:
             self.notes.append(f"Not used: {some([f'{name} ({count} files)' for name, count in counts.items()])}.")
 
     def _files(self, folder: Path, extensions: Sequence[str]) -> tuple[dict[str, str], Counter[str]]:
-        """Paths of the files with these extensions by their place without extension, and the other extensions."""
+        """Return the files with these extensions by relative path without extension, and counts of the others."""
         below, other = self._below, Counter[str]()
         found: dict[str, str] = {}
         files_below(folder, below)
@@ -196,26 +196,26 @@ class _Pairs:
 def _lacking(
     found: Matches, pictures: Mapping[str, str], masks: Path, drawn: Mapping[str, str], others: Counter[str]
 ) -> UserError:
-    """The error for images without masks."""
+    """Return the error for images without masks."""
     first, total = found.images[0], len(pictures)
     expected = found.rule.replace("NAME", Path(first).name) if "NAME" in found.rule else Path(first).name
     place = (masks.absolute() / first).parent / f"{expected}.png"
-    more = f", nor have {len(found.images) - 1} further images theirs" if len(found.images) > 1 else ""
-    text = f"{printable(pictures[first])} has no mask {printable(place)}{more}."
+    more = f" {len(found.images)} of {total} images have no mask." if len(found.images) > 1 else ""
+    text = f"{printable(pictures[first])} has no mask {printable(place)}.{more}"
     lossy = {kind: count for kind, count in others.items() if kind in (".jpg", ".jpeg", ".jfif", ".webp")}
     if lossy:
         kind, count = max(lossy.items(), key=lambda item: item[1])
         text += (
-            f" {printable(masks)} has {count} {kind} files: JPEG and WebP change pixel values, so they cannot be masks."
-            " Save the masks as PNG from their source."
+            f" {printable(masks)} contains {count} {kind} files: JPEG and WebP change pixel values and cannot store"
+            " masks. Export the masks as PNG from their source."
         )
     elif others:
         listed = ", ".join(f"{kind} ×{count}" for kind, count in others.most_common(3))
-        text += f" {printable(masks)} has other files ({listed}); masks are {', '.join(MASK_EXTENSIONS)}."
+        text += f" {printable(masks)} contains other files ({listed}); masks must be {', '.join(MASK_EXTENSIONS)}."
     elif drawn and not found.pairs:
         names = some(sorted(os.path.basename(path) for path in drawn.values()), 3)
         text += (
-            f" None of the {total} images and {len(drawn)} masks ({names}) have the same name. Give each mask the"
-            " name of its image; one mask per image has the ids of all its classes."
+            f" No image and mask have the same name ({total} images, {len(drawn)} masks: {names}). Give each mask the"
+            " name of its image; one mask per image contains the ids of all classes."
         )
-    return UserError(f"{text} Add it, or remove the image." if not lossy else text)
+    return UserError(f"{text} Add the mask, or remove the image." if not lossy else text)

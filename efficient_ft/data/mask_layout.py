@@ -1,4 +1,4 @@
-"""The layout of a folder of images with masks: the folders of each split, by their names or by settings."""
+"""Find the layout of a folder of images with masks: the folders of each split, by their names or by settings."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ LAYOUT = (
     "Expected layout: {train,val,test}/images/NAME.jpg with {train,val,test}/masks/NAME.png, or"
     " images/{train,val,test} with masks/{train,val,test}; and classes.txt."
 )
-#: Levels of folders whose names are read.
+#: Maximum depth of folders whose names are read.
 _DEPTH = 4
 
 
 @dataclass
 class Area:
-    """A folder of images or of masks at any depth below it.
+    """A folder that contains images or masks at any depth.
 
     Attributes:
-        path: of the folder.
-        kind: of its files; None: the names of its folders do not say it.
-        split: that the names denote.
-        prefix: the folders above the first one whose name says something, relative to the root.
+        path: path of the folder.
+        kind: kind of its files; None if no folder name denotes it.
+        split: split that the names denote; None if they denote none.
+        prefix: path, relative to the root, above the first folder whose name denotes a kind or a split.
         key: the names of the folders without the words that denote images or masks.
-        count: of image files.
+        count: number of image files.
     """
 
     path: Path
@@ -54,10 +54,10 @@ class Tree:
     """The folders of a data set.
 
     Attributes:
-        areas: those that names denote, with image files.
-        plain: numbers of image files of the other folders.
-        inside: numbers of image files of plain folders in areas that are neither images nor masks.
-        empty: folders that names denote, without image files and without folders.
+        areas: folders with image files whose names denote a kind or a split.
+        plain: number of image files in each of the other folders.
+        inside: number of image files in other folders inside areas of unknown kind.
+        empty: folders whose names denote a kind or a split, without image files and without subfolders.
     """
 
     areas: list[Area] = field(default_factory=list)
@@ -95,7 +95,7 @@ def mask_tree(root: Path, settings: MaskConfig) -> Tree:
             read = names.get(name)
             kind, sticky = _kind(name, read.kind if read else None, settings)
             kind, sticky = (area.kind if area else None, True) if fixed else (kind, sticky)
-            if read and kind != read.kind and not sticky:  # masks or images other than those that a setting names
+            if read and kind != read.kind and not sticky:  # a setting names a different folder of masks or images
                 tree.plain[path.relative_to(root).as_posix()] = _images_below(path)
                 continue
             split = splits.get(read.rest) if read else None
@@ -124,13 +124,13 @@ def mask_tree(root: Path, settings: MaskConfig) -> Tree:
                 {printable(area.path.relative_to(root).as_posix()) for area in areas.values()} | set(tree.plain)
             )
             known = f"the name of a folder in {printable(root)}"
-            raise SettingError(f"data.masks.{setting}", value, known, f"It has {some(there)}.")
+            raise SettingError(f"data.masks.{setting}", value, known, f"Found: {some(there)}.")
     tree.areas = [area for area in areas.values() if area.count]
     return tree
 
 
 def _kind(name: str, read: Kind | None, settings: MaskConfig) -> tuple[Kind | None, bool]:
-    """The kind of a folder's files, and whether a setting names the folder."""
+    """Return the kind of a folder's files, and whether a setting names the folder."""
     if name in (settings.folder, settings.image_folder):
         return ("masks" if name == settings.folder else "images"), True
     if (read == "masks" and settings.folder) or (read == "images" and settings.image_folder):
@@ -139,7 +139,7 @@ def _kind(name: str, read: Kind | None, settings: MaskConfig) -> tuple[Kind | No
 
 
 def _entries(folder: Path) -> tuple[dict[str, Path], int]:
-    """The visible folders in a folder, and the number of its image files."""
+    """Return the visible folders in a folder, and the number of its image files."""
     folders, count = {}, 0
     try:
         with os.scandir(folder) as entries:
@@ -160,12 +160,12 @@ def _images_below(folder: Path) -> int:
     return count + sum(_images_below(inner) for inner in folders.values() if not inner.is_symlink())
 
 
-#: The folders of a split: of images, and of masks; None: there are none.
+#: By split, pairs of a folder of images and its folder of masks; None if there are no masks.
 Places = dict[Split, list[tuple[Area, Area | None]]]
 
 
 def recognized_places(root: Path, tree: Tree, settings: MaskConfig) -> Places:
-    """The folders of each split, by their names."""
+    """Return the folders of each split, by their names."""
     areas = tree.areas
     if "." in tree.plain and not any(a.kind == "images" or a.split for a in areas):
         areas = [*areas, Area(root, "images", None, "", (), tree.plain["."])]
@@ -185,18 +185,18 @@ def recognized_places(root: Path, tree: Tree, settings: MaskConfig) -> Places:
         by_split: Chosen = {s: shown(a.path, root)[:-1] for a in images if (s := a.split) is not None}
         raise ambiguous(
             root,
-            f"It has {_counts(whole, root)} and {_counts([a for a in images if a.split], root)}.",
+            f"It contains {_counts(whole, root)} and {_counts([a for a in images if a.split], root)}.",
             [
-                ("the folders named after splits are meant", by_split),
-                ("all images train", {"train": [shown(a.path, root)[:-1] for a in images]}),
+                ("only the folders named after splits are used", by_split),
+                ("all images are training data", {"train": [shown(a.path, root)[:-1] for a in images]}),
             ],
         )
     if not splits:
         return {"train": [(_one(root, whole or images, "image_folder"), _one(root, _without_split(masks), "folder"))]}
     if "train" not in splits:
         raise UserError(
-            f"{printable(root.absolute())} has {_counts(images, root)}, but no folder of training images."
-            " Name it by data.splits={train: FOLDER, …}."
+            f"{printable(root.absolute())} contains {_counts(images, root)}, but no folder of training images."
+            " Set data.splits={train: FOLDER, …}."
         )
     places: Places = {}
     for split in SPLITS:
@@ -216,7 +216,7 @@ def _without_split(masks: list[Area]) -> list[Area]:
 
 
 def _repeated(root: Path, split: Split, here: list[Area], images: list[Area]) -> UserError:
-    """The error for several folders of one split."""
+    """Return the error for several folders of one split."""
     others: dict[Split, list[str]] = defaultdict(list)
     for area in images:
         if area.split is not None and area.split != split:
@@ -236,7 +236,7 @@ def _repeated(root: Path, split: Split, here: list[Area], images: list[Area]) ->
 
 
 def _split_folder(area: Area, root: Path) -> str:
-    """The folder to be named in ``data.splits``: that with the images and the masks, if there is one."""
+    """Return the folder to name in ``data.splits``: the parent of the images and the masks, if there is one."""
     folder = area.path
     while read_name(folder.name).kind == "images" and not read_name(folder.name).rest and folder.parent != root:
         folder = folder.parent
@@ -244,7 +244,7 @@ def _split_folder(area: Area, root: Path) -> str:
 
 
 def _masks_of(root: Path, images: Area, masks: list[Area]) -> Area | None:
-    """The masks of a folder of images: those of the same split, or of all splits."""
+    """Return the folder of masks for a folder of images: of the same split, or of all splits."""
     of_split = [area for area in masks if area.split == images.split]
     of_all = [area for area in masks if area.split is None]
     found = of_split or of_all
@@ -252,7 +252,7 @@ def _masks_of(root: Path, images: Area, masks: list[Area]) -> Area | None:
 
 
 def _one(root: Path, areas: list[Area], setting: str) -> Area:
-    """The only one of some folders."""
+    """Return the only folder of the list, or raise an error that lists the choices."""
     if len(areas) == 1:
         return areas[0]
     noun = "masks" if setting == "folder" else "images"
@@ -260,7 +260,7 @@ def _one(root: Path, areas: list[Area], setting: str) -> Area:
     choices = " or ".join(f"data.masks.{setting}={name}" for name in list(named)[:3])
     raise UserError(
         f"{printable(root.absolute())} has several folders of {noun}: {_counts(areas, root)}. Choose one: {choices}, or"
-        " move the other files away."
+        " move the other folders away."
     )
 
 
@@ -273,7 +273,7 @@ def _counts(areas: Sequence[Area], root: Path) -> str:
 
 
 def _refuse_prefixes(root: Path, areas: list[Area]) -> None:
-    """Refuse data sets that are deeper than the root, or in several folders of it."""
+    """Reject data sets that are in one or several subfolders of the root."""
     counts = Counter[str]()
     for area in areas:
         counts[area.prefix] += area.count
@@ -282,7 +282,7 @@ def _refuse_prefixes(root: Path, areas: list[Area]) -> None:
     if len(counts) == 1:
         inner = root / next(iter(counts))
         raise UserError(
-            f"{printable(root.absolute())} has its images and masks in {printable(next(iter(counts)))}/."
+            f"The images and masks of {printable(root.absolute())} are in {printable(next(iter(counts)))}/."
             f" Pass data.root={printable(inner)}."
         )
     found = some([f"{printable(prefix) or '.'} ({count} files)" for prefix, count in counts.most_common()])
@@ -290,8 +290,8 @@ def _refuse_prefixes(root: Path, areas: list[Area]) -> None:
     ordered = sorted(prefix or "." for prefix in counts)
     parts: Chosen = {"train": ordered[:-1], "test": ordered[-1]}
     readings: list[tuple[str, Chosen]] = [
-        ("all of them train", {"train": ordered}),
-        (f"{ordered[-1]} is for testing", parts),
+        ("all of them are training data", {"train": ordered}),
+        (f"{ordered[-1]} is the test split", parts),
     ]
     if "" in counts:
         readings = [("these folders are splits", {"train": "FOLDER", "test": "FOLDER"})]
@@ -304,15 +304,15 @@ def _refuse_prefixes(root: Path, areas: list[Area]) -> None:
 
 
 def _nothing(root: Path, tree: Tree, has_masks: bool) -> UserError:
-    """The error for a folder without recognized images and masks."""
+    """Return the error for a folder without recognized images and masks."""
     lacks = "images" if has_masks else "masks"
     for area in tree.empty:
         if area.kind == "masks" and not has_masks:
             others = Counter(one.suffix.lower() or "no extension" for one in area.path.iterdir() if one.is_file())
             listed = ", ".join(f"{kind} ×{count}" for kind, count in others.most_common(3)) or "no files"
             return UserError(
-                f"{printable(area.path.absolute())} has no masks, but {listed}. Save one image file per mask"
-                f" ({', '.join(MASK_EXTENSIONS)})."
+                f"{printable(area.path.absolute())} has no masks (found: {listed}). Save one image file per"
+                f" mask ({', '.join(MASK_EXTENSIONS)})."
             )
     there = [*(f"{shown(a.path, root)} ({a.count} files)" for a in tree.areas if a.kind)]
     there += [f"{shown(a.path, root)} ({a.count} files)" for a in tree.areas if not a.kind and not tree.inside]
@@ -322,22 +322,22 @@ def _nothing(root: Path, tree: Tree, has_masks: bool) -> UserError:
         return UserError(f"{printable(root.absolute())} has no folder of images with masks. {LAYOUT}")
     together = ""
     if not has_masks and any(_named_masks(root / a.path) for a in tree.areas):
-        together = " Images and masks in one folder are not read: move the masks into a folder masks/."
+        together = " Images and masks must be in separate folders: move the masks to masks/."
     return UserError(
-        f"{printable(root.absolute())} has no folder of {lacks} with a known name: it has {some(there)}.{together} Set"
+        f"{printable(root.absolute())} has no folder of {lacks} with a known name. Found: {some(there)}.{together} Set"
         f" data.masks.folder=NAME and data.masks.image_folder=NAME, or rename the folders. {LAYOUT}"
     )
 
 
 def _named_masks(folder: Path) -> bool:
-    """Whether a folder has files whose names denote masks."""
+    """Return True if a folder contains files whose names denote masks, and other images."""
     names = [entry.name for entry in os.scandir(folder) if entry.name.lower().endswith(EXTENSIONS)]
     kinds = Counter(read_name(os.path.splitext(name)[0]).kind == "masks" for name in names)
     return kinds[True] > 0 and kinds[False] > 0
 
 
 def named_places(root: Path, tree: Tree, chosen: Chosen) -> Places:
-    """Return the folders of each split, by the setting ``data.splits``.
+    """Return the folders of each split that the setting ``data.splits`` names.
 
     Args:
         root: the data set's folder.
@@ -345,7 +345,7 @@ def named_places(root: Path, tree: Tree, chosen: Chosen) -> Places:
         chosen: by split, folders with images and masks, or folders of images.
 
     Raises:
-        UserError: a folder does not exist, or has no images, or no masks belong to it.
+        UserError: a folder does not exist, or has no images or no matching masks.
     """
     places: Places = {}
     for split, paths in chosen_places(root, chosen).items():
@@ -357,7 +357,7 @@ def named_places(root: Path, tree: Tree, chosen: Chosen) -> Places:
 
 
 def _named(root: Path, tree: Tree, split: Split, path: Path) -> tuple[Area, Area]:
-    """The images and masks of a folder that ``data.splits`` names."""
+    """Return the images and masks of a folder that ``data.splits`` names."""
     inside = [area for area in tree.areas if area.path == path or path in area.path.parents]
     masks = [area for area in inside if area.kind == "masks"]
     images = [area for area in inside if area.kind != "masks"]
@@ -380,8 +380,8 @@ def _named(root: Path, tree: Tree, split: Split, path: Path) -> tuple[Area, Area
         ]
     if not masks:
         raise UserError(
-            f"data.splits.{split}={printable(path.relative_to(root).as_posix())}: no folder of masks belongs to"
-            f" it. Found: {_counts(every, root) or 'none'}. Pass a folder with images/ and masks/, or set"
+            f"data.splits.{split}={printable(path.relative_to(root).as_posix())} has no matching folder of masks."
+            f" Found: {_counts(every, root) or 'none'}. Pass a folder with images/ and masks/, or set"
             " data.masks.folder=NAME."
         )
     return _one(root, images, "image_folder"), _one(root, masks, "folder")

@@ -1,4 +1,4 @@
-"""Names of folders and files of images and of their masks."""
+"""Read and match the names of folders and files of images and masks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MASKS = frozenset(
     ["masks", "mask", "labels", "label", "lbl", "annotations", "annotation", "annots", "annot", "anno", "annos", "gt",
      "gts", "groundtruth", "truth", "targets", "target", "trimaps", "trimap", "mattes", "matte", "labelids"]
 )  # fmt: skip
-#: Words that denote masks unless the name has one of images: ``segmentation_images``.
+#: Words that denote masks unless the name also denotes images: ``segmentation_images``.
 _WEAK = frozenset(["seg", "segs", "segmentation", "segmentations", "semantic", "segmaps"])
 _JOINED = re.compile(
     r"(train|training|val|valid|validation|test|testing|dev|eval)"
@@ -30,10 +30,10 @@ _JOINED = re.compile(
 
 @dataclass(frozen=True)
 class FolderName:
-    """The reading of a folder's name.
+    """The meaning of a folder's name.
 
     Attributes:
-        kind: of its files; None: the name does not say it.
+        kind: kind of its files; None if the name denotes none.
         rest: the other words, which may denote a split.
     """
 
@@ -42,7 +42,7 @@ class FolderName:
 
 
 def read_name(name: str) -> FolderName:
-    """Read a name such as ``train_labels``, ``annotations_png`` or ``SegmentationClass``, without case."""
+    """Read a name such as ``train_labels``, ``annotations_png`` or ``SegmentationClass``, ignoring case."""
     spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", unicodedata.normalize("NFC", name))
     words: list[str] = []
     for word in re.findall(r"[^\W\d_]+|\d+", spaced.casefold()):
@@ -56,14 +56,14 @@ def read_name(name: str) -> FolderName:
 
 @dataclass(frozen=True)
 class Matches:
-    """Images and masks of the same names.
+    """Images and masks with matching names.
 
     Attributes:
-        pairs: (image, mask), keys of the mappings, in order.
-        images: keys of images without a mask.
-        masks: keys of masks without an image.
-        rule: how the names correspond in words; empty: they are equal.
-        several: two masks of one image; None: there is no such image.
+        pairs: names of (image, mask), sorted.
+        images: names of images without a mask.
+        masks: names of masks without an image.
+        rule: description of how the names correspond; empty if they are equal.
+        several: two masks of one image; None if there is no such image.
     """
 
     pairs: list[tuple[str, str]]
@@ -74,11 +74,11 @@ class Matches:
 
 
 def match_names(images: Sequence[str], masks: Sequence[str]) -> Matches:
-    """Match images and masks by their paths without extension: equal, or with a constant prefix or suffix.
+    """Match images and masks by paths without extension: equal names, or names with a constant prefix or suffix.
 
     Args:
         images: paths relative to the folder of images.
-        masks: the same for masks.
+        masks: paths relative to the folder of masks.
     """
     best = _matched(images, masks, {_plain(name): name for name in masks}, _plain, "")
     if best.images or best.masks:
@@ -88,7 +88,7 @@ def match_names(images: Sequence[str], masks: Sequence[str]) -> Matches:
             found = _matched(images, masks, keys, _plain, f"{prefix}NAME{suffix}")  # type: ignore[arg-type]
             best = found if len(found.pairs) > len(best.pairs) else best
         best = replace(best, several=_several(best)) if best.rule else best
-        for reading, rule in ((_folded, "without case"), (_content, "without words such as 'image' and 'mask'")):
+        for reading, rule in ((_folded, "ignoring case"), (_content, "ignoring words such as 'image' and 'mask'")):
             names = Counter(map(reading, masks))
             if max(names.values(), default=2) > 1 or len(set(map(reading, images))) < len(images):
                 continue
@@ -117,13 +117,13 @@ def _folded(name: str) -> str:
 
 
 def _content(name: str) -> str:
-    """A name without the words that denote images or masks."""
+    """Return a name without the words that denote images or masks."""
     folder, _, stem = _plain(name).rpartition("/")
     return f"{folder}/{read_name(stem).rest}".casefold()
 
 
 def _affixes(images: Sequence[str], masks: Sequence[str]) -> list[tuple[str, str]]:
-    """Prefixes and suffixes that masks may have around the names of their images, the most frequent first."""
+    """Return (prefix, suffix) pairs that masks may have around the names of images, the most frequent first."""
     found = Counter[tuple[str, str]]()
     by_folder: dict[str, list[str]] = {}
     for mask in masks:
@@ -145,7 +145,7 @@ def _is_another_number(before: str, stem: str, after: str) -> bool:
 
 
 def _several(found: Matches) -> tuple[str, str] | None:
-    """A mask that was matched by an affix, and one that belongs to the same image by another affix."""
+    """Return a mask matched by an affix, and a mask of the same image with a different affix; None if there is none."""
     left = [(mask, *_plain(mask).rpartition("/")) for mask in found.masks]
     for image, mask in found.pairs[:64]:
         folder, _, stem = _plain(image).rpartition("/")
@@ -157,7 +157,7 @@ def _several(found: Matches) -> tuple[str, str] | None:
 
 
 def _cut(name: str, prefix: str, suffix: str) -> str | None:
-    """The name of the image of a mask; None: the mask has not both affixes."""
+    """Return the name of a mask's image; None unless the mask has both affixes."""
     folder, slash, stem = _plain(name).rpartition("/")
     if not stem.startswith(prefix) or not stem.endswith(suffix) or len(stem) <= len(prefix) + len(suffix):
         return None

@@ -1,4 +1,4 @@
-"""The pixels of mask files as they are stored: ids or colors, whose classes are not known here."""
+"""Read the stored pixels of mask files: ids or colors, before they are mapped to classes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.core.text import printable
 from efficient_ft.data.images import FORMATS
 
-#: Extensions of files that can be masks: formats that keep every value.
+#: Extensions of mask files: lossless formats.
 MASK_EXTENSIONS = (".png", ".bmp", ".tif", ".tiff", ".gif")
 _EXACT = ("BMP", "GIF", "PNG", "TIFF")
 #: Pillow scales gray values of 2 and 4 bits to 8 bits, by these factors.
 _FACTORS = {"L;2": 85, "L;2I": 85, "L;4": 17, "L;4I": 17}
 _INVERTED = 262  # TIFF's tag PhotometricInterpretation; 0: the value 0 is white
 _ORIENTATION = 274
-#: The operation that turns an image of an EXIF orientation upright.
+#: Operations that turn an image upright, by EXIF orientation.
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -37,9 +37,9 @@ class Pixels:
     """The pixels of a mask.
 
     Attributes:
-        mode: Pillow's name of their kind.
-        ids: int64 (H, W), values or indices of the palette; -1 where three channels differ.
-        colors: int64 (H, W), red · 65536 + green · 256 + blue; None: gray.
+        mode: Pillow's mode.
+        ids: int64 (H, W), values or palette indices; -1 where the three channels differ.
+        colors: int64 (H, W), red · 65536 + green · 256 + blue; None for gray pixels.
     """
 
     mode: str
@@ -52,9 +52,9 @@ class Header:
     """The header of a mask file, and its palette.
 
     Attributes:
-        mode: Pillow's name of the kind of the pixels.
+        mode: Pillow's mode.
         size: (width, height).
-        palette: uint8 (N, 3); None: it has none.
+        palette: uint8 (N, 3); None if the file has no palette.
     """
 
     mode: str
@@ -67,10 +67,10 @@ def read_pixels(path: str, orientation: int = 1) -> Pixels:
 
     Args:
         path: the file.
-        orientation: EXIF orientation of its image, by which the mask is turned as well.
+        orientation: EXIF orientation of the image, which is also applied to the mask.
 
     Raises:
-        UserError: the file cannot be read, its format does not keep values, or it has several pages.
+        UserError: the file cannot be read, its format is lossy, or it has several pages.
     """
     try:
         with Image.open(path, formats=FORMATS) as image:
@@ -81,7 +81,7 @@ def read_pixels(path: str, orientation: int = 1) -> Pixels:
             turned = image.transpose(_TURNS[orientation]) if orientation in _TURNS else image.copy()
     except (MemoryError, UserError):
         raise
-    except Exception as error:  # Pillow's decoders raise all kinds on damaged files
+    except Exception as error:  # Pillow's decoders raise exceptions of many types on damaged files
         reason = str(error).replace(repr(path), "it") or type(error).__name__
         raise UserError(f"{printable(path)}: not readable as a mask ({reason}).") from error
     return _pixels(path, turned, raw)
@@ -113,10 +113,10 @@ def stored_size(path: str) -> tuple[tuple[int, int], int] | None:
     """Return the (width, height) of the stored pixels of an image, and its EXIF orientation (1: none).
 
     Args:
-        path: of the image.
+        path: path of the image.
 
     Returns:
-        None if the file cannot be read: reading the image reports it.
+        The size and the orientation; None if the file cannot be read, which is reported when the image is read.
     """
     try:
         with open(path, "rb") as file:
@@ -136,7 +136,7 @@ def stored_size(path: str) -> tuple[tuple[int, int], int] | None:
 
 
 def _png_has_exif(file: object) -> bool:
-    """Whether a PNG file has a chunk with an orientation; Pillow would decode the whole image to know it."""
+    """Return True if a PNG file has a chunk with an orientation; Pillow would decode the whole image to find it."""
     read, seek = file.read, file.seek  # type: ignore[attr-defined]
     while len(start := read(8)) == 8:
         kind, length = start[4:], int.from_bytes(start[:4], "big")
@@ -152,7 +152,7 @@ def _png_has_exif(file: object) -> bool:
 
 
 def _raw_mode(image: Image.Image) -> str:
-    """Pillow's name of the kind of the stored pixels, from which `image.mode` is made."""
+    """Return Pillow's raw mode of the stored pixels, which are converted to `image.mode`."""
     tiles = getattr(image, "tile", None)
     arguments = tiles[0][3] if tiles else None
     if isinstance(arguments, tuple) and arguments:
@@ -161,18 +161,18 @@ def _raw_mode(image: Image.Image) -> str:
 
 
 def _require_exact(path: str, image: Image.Image) -> None:
-    """Refuse formats that change pixel values, files of several pages, and masks with an orientation."""
+    """Reject lossy formats, files with several pages, and masks with an orientation."""
     compression = str(image.info.get("compression", ""))
     if image.format not in _EXACT or "jpeg" in compression or "webp" in compression:
         kind = image.format if image.format not in _EXACT else f"{image.format} with {compression} compression"
         raise UserError(
             f"{printable(path)}: a mask must be a PNG, TIFF, BMP or GIF file, got {kind}, which does not keep exact"
-            " values. Save the mask as PNG from its source."
+            " values. Export the mask as PNG from its source."
         )
     frames = getattr(image, "n_frames", 1)
     if frames > 1:
         raise UserError(
-            f"{printable(path)}: a mask must have one page, got {frames}. Save the page with the class ids alone."
+            f"{printable(path)}: a mask must have one page, got {frames}. Save only the page with the class ids."
         )
     if image.format != "TIFF":
         return
@@ -180,7 +180,7 @@ def _require_exact(path: str, image: Image.Image) -> None:
     if getattr(image, "tag_v2", {}).get(_INVERTED) == 0:
         raise UserError(
             f"{printable(path)}: the value 0 is white in this file (PhotometricInterpretation WhiteIsZero), so its"
-            " values can be read in two ways. Save it as PNG."
+            " values are ambiguous. Save it as PNG."
         )
 
 
@@ -190,22 +190,22 @@ def _require_upright(path: str, image: Image.Image) -> None:
         orientation = image.getexif().get(_ORIENTATION, 1)
     if orientation in _TURNS:
         raise UserError(
-            f"{printable(path)}: the mask has an EXIF orientation of its own ({orientation}). Save it without one."
+            f"{printable(path)}: the mask has its own EXIF orientation ({orientation}). Save it without orientation."
         )
 
 
 def _require_plain(path: str, image: Image.Image, raw: str) -> None:
-    """Refuse decoded files whose values Pillow has changed."""
+    """Reject decoded files whose values Pillow has changed."""
     _require_upright(path, image)
     if image.mode in ("RGB", "RGBA", "LA") and "16" in raw:
         raise UserError(
             f"{printable(path)}: the mask has {len(image.getbands())} channels of 16 bits. Save it with one class id"
-            " per pixel, or with colors of 8 bits."
+            " per pixel, or with 8-bit colors."
         )
 
 
 def _pixels(path: str, image: Image.Image, raw: str) -> Pixels:
-    """The values of a decoded mask."""
+    """Return the values of a decoded mask."""
     mode = image.mode
     if mode in ("LA", "RGBA"):
         alpha = np.asarray(image.getchannel("A"))
@@ -217,8 +217,8 @@ def _pixels(path: str, image: Image.Image, raw: str) -> Pixels:
     elif mode not in ("1", "L", "P", "RGB") and not mode.startswith("I"):
         kind = "floating-point values" if mode == "F" else f"the mode {mode}"
         raise UserError(
-            f"{printable(path)}: a mask has one class id per pixel (8 or 16 bits, or a palette), or a color; this file"
-            f" has {kind}."
+            f"{printable(path)}: a mask must have one class id (8 or 16 bits, or a palette index) or one color per"
+            f" pixel, got {kind}."
         )
     values = np.asarray(image).astype(np.int64)
     if image.mode == "P":

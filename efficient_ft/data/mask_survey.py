@@ -1,4 +1,4 @@
-"""Masks looked at before training: their headers, and the values of some, to reject data with several readings."""
+"""Survey masks before training: read their headers, and decode some, to reject ambiguous data."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from efficient_ft.data.masks import UNKNOWN, Classes, MaskSamples, read_mask
 if TYPE_CHECKING:
     from efficient_ft.config.schema import MaskConfig
 
-#: Decoded pixels of a quick look: fewer masks are decoded where they are large.
+#: Maximum number of pixels that a quick survey decodes: fewer masks are decoded if they are large.
 _PIXELS = 30_000_000
-#: Masks decoded to find a second class.
+#: Maximum number of masks decoded to find a second class.
 _SEARCHED = 512
 
 
 @dataclass(frozen=True)
 class Counted:
-    """The pixels of a decoded mask, counted.
+    """The pixel counts of a decoded mask.
 
     Attributes:
-        mode: Pillow's name of their kind.
-        values: distinct ids; empty for colors.
-        counts: of these.
-        shares: int64 (256,), pixels by index of their class, `IGNORED` and `UNKNOWN` included.
-        error: the reason why it cannot be read; empty: it can.
+        mode: Pillow's mode.
+        values: distinct ids; empty for color masks.
+        counts: number of pixels of each id.
+        shares: int64 (256,), number of pixels by class index, including `IGNORED` and `UNKNOWN`.
+        error: the reason why the mask cannot be read; empty if it can be read.
     """
 
     mode: str
@@ -63,7 +63,7 @@ class Survey:
     totals: dict[str, int] = field(default_factory=dict)
 
     def shares(self, *splits: str) -> np.ndarray:
-        """Return the number of pixels by index of their class, int64 (256,), over some splits; none: over all."""
+        """Return the number of pixels by class index, int64 (256,), over the given splits, or over all splits."""
         found = [one.shares for split in splits or self.counted for _, one in self.counted.get(split, ())]
         return np.sum(found, axis=0) if found else np.zeros(256, dtype=np.int64)
 
@@ -82,13 +82,13 @@ def survey(
     thorough: bool = False,
     progress: Callable[[Iterable[Any], int], Iterable[Any]] = lambda items, total: items,
 ) -> Survey:
-    """Read headers and decode masks: of a large data set some, evenly spread.
+    """Read headers and decode masks; a large data set is sampled evenly.
 
     Args:
         parts: images and masks by split.
-        classes: of the data set.
-        thorough: read all.
-        progress: shows the progress of an iterable with a total.
+        classes: classes of the data set.
+        thorough: read all headers and masks.
+        progress: wraps an iterable with a given total to show progress.
     """
     found = Survey(totals={split: len(part) for split, part in parts.items()})
     whole = sum(found.totals.values())
@@ -157,7 +157,7 @@ def _counted(path: str, _stamp: int, classes: Classes) -> Counted:
 
 
 def mask_orientation(image: str, mask: str, exif: str) -> int:
-    """Return the EXIF orientation by which a mask is turned, as its image is; 1: it is not turned.
+    """Return the EXIF orientation to apply to a mask; 1 if the mask is already upright.
 
     Args:
         image: path of the image.
@@ -175,28 +175,28 @@ def mask_orientation(image: str, mask: str, exif: str) -> int:
     reading = _orientation_by_size(stored, read_header(mask).size)
     if reading is None:
         raise UserError(
-            f"{printable(image)} has the EXIF orientation {stored[1]}, and the sizes do not show which pixels its mask"
-            f" belongs to. {_EXIF}"
+            f"{printable(image)} has the EXIF orientation {stored[1]}, but the sizes do not show whether its mask"
+            f" belongs to the stored or the upright pixels. {_EXIF}"
         )
     return stored[1] if reading == "raw" else 1
 
 
 _EXIF = (
-    "Set data.masks.exif=upright if masks were drawn on the images as viewers show them, or data.masks.exif=raw if on"
-    " the stored pixels (cv2.IMREAD_IGNORE_ORIENTATION, PIL without exif_transpose)."
+    "Set data.masks.exif=upright if masks were drawn on the images as viewers show them, or data.masks.exif=raw if they"
+    " were drawn on the stored pixels (cv2.IMREAD_IGNORE_ORIENTATION, PIL without exif_transpose)."
 )
 
 
 def _orientation_by_size(stored: tuple[tuple[int, int], int], mask: tuple[int, int]) -> str | None:
-    """``raw``, ``upright`` or None, for an image with an orientation."""
+    """Return ``raw`` or ``upright`` for an image with an orientation; None if the sizes do not decide."""
     (width, height), orientation = stored
     if orientation < 5 or width == height:
-        return None if mask == (width, height) else "upright"  # another size is reported where it is read
+        return None if mask == (width, height) else "upright"  # a different size is reported when the mask is read
     return "raw" if mask == (width, height) else "upright"
 
 
 def orientations(found: Survey) -> dict[str, int]:
-    """Return the numbers of images with an EXIF orientation: ``raw``, ``upright``, ``unclear``, by their masks."""
+    """Count images with an EXIF orientation by the orientation of their masks: ``raw``, ``upright``, ``unclear``."""
     counts: dict[str, int] = {}
     for rows in found.headers.values():
         for _, _, header, stored in rows:
@@ -207,16 +207,16 @@ def orientations(found: Survey) -> dict[str, int]:
 
 
 def refuse_unclear_masks(parts: Mapping[str, MaskSamples], classes: Classes, settings: MaskConfig, own: bool) -> None:
-    """Refuse masks with several readings.
+    """Reject ambiguous masks.
 
     Args:
         parts: images and masks by split.
-        classes: of the data set.
-        settings: of the masks.
-        own: a folder of the user's; a published data set has one reading of its values.
+        classes: classes of the data set.
+        settings: mask settings.
+        own: True for a user's own folder; the values of published data sets are not ambiguous.
 
     Raises:
-        UserError: with what was found, and the settings that choose a reading.
+        UserError: masks are ambiguous; the message lists the values found and the settings that choose a reading.
     """
     found = survey(parts, classes)
     _refuse_palettes(found, classes)
@@ -227,7 +227,7 @@ def refuse_unclear_masks(parts: Mapping[str, MaskSamples], classes: Classes, set
         try:
             _refuse_values(found, classes, split, own)
         except UserError:
-            # Some masks lack a class more often than many do.
+            # A small sample often lacks a class: examine more masks before rejecting the data.
             wider = [part.masks[i] for i in spread(len(part), _SEARCHED)]
             found.counted[split] = [
                 (path, one)
@@ -237,14 +237,14 @@ def refuse_unclear_masks(parts: Mapping[str, MaskSamples], classes: Classes, set
 
 
 def examined(found: Survey, *splits: str) -> str:
-    """Return how many masks were decoded, in words."""
+    """Return the number of decoded masks as text."""
     chosen = splits or tuple(found.counted)
     count, total = (sum(len(found.counted[s]) for s in chosen), sum(found.totals[s] for s in chosen))
     return f"all {total} masks decoded" if count == total else f"{count} of {total} masks decoded"
 
 
 def _refuse_palettes(found: Survey, classes: Classes) -> None:
-    """Refuse palettes that give one index several colors, if indices are ids."""
+    """Reject palettes that give one index several colors, if indices are ids."""
     if classes.palette == "index" or (classes.colors and classes.palette != "index"):
         return
     entries = [value for value in classes.ids if value < 256]
@@ -265,14 +265,13 @@ def _refuse_palettes(found: Survey, classes: Classes) -> None:
             raise UserError(
                 f"The palettes of the masks differ: index {at} is the color {one} in {printable(first[0])}, and"
                 f" {two} in {printable(mask)} ({total} palettes compared, {sum(found.totals.values())} masks). Set"
-                " data.masks.palette=index if the indices are the class ids; or map the masks by color: give each"
-                " class its color in classes.txt ('NAME RED GREEN BLUE'), or by data.masks.colors={NAME: [RED,"
-                " GREEN, BLUE], …}."
+                " data.masks.palette=index if the indices are the class ids. To map the masks by color, add the colors"
+                " to classes.txt ('NAME RED GREEN BLUE'), or set data.masks.colors={NAME: [RED, GREEN, BLUE], …}."
             )
 
 
 def _refuse_gray_palettes(found: Survey, classes: Classes) -> None:
-    """Refuse gray palettes in another order than their gray values, if both could be the ids."""
+    """Reject gray palettes whose indices differ from their gray values, if both could be ids."""
     if classes.palette != "auto" or classes.colors:
         return
     palettes = {
@@ -291,9 +290,9 @@ def _refuse_gray_palettes(found: Survey, classes: Classes) -> None:
         if (used == used[:, :1]).all() and differs.any() and set(grays.tolist()) <= set(classes.ids):
             at = int(np.argmax(differs))
             raise UserError(
-                f"{printable(path)} has a palette of gray values in another order: index {one.values[at]} is the gray"
-                f" value {grays[at]}, and both are ids of classes. Set data.masks.palette=index if the indices are the"
-                " ids; or save the masks without a palette."
+                f"The gray palette of {printable(path)} is ambiguous: index {one.values[at]} is the gray value"
+                f" {grays[at]}, and both are class ids. Set data.masks.palette=index if the indices are the ids, or"
+                " save the masks without a palette."
             )
 
 
@@ -314,18 +313,19 @@ def _refuse_orientations(found: Survey) -> None:
         if counts.get(kind)
     ]
     raise UserError(
-        f"{len(unclear)} of {len(rows)} images have an EXIF orientation ({shown}), as {printable(unclear[0][0])}, and"
-        f" the sizes do not show which pixels their masks belong to.{''.join(hints)} {_EXIF}"
+        f"{len(unclear)} of {len(rows)} images have an EXIF orientation ({shown}), such as {printable(unclear[0][0])},"
+        " but the sizes do not show whether their masks belong to the stored or the upright pixels."
+        f"{''.join(hints)} {_EXIF}"
     )
 
 
 def _refuse_values(found: Survey, classes: Classes, split: str, own: bool) -> None:
-    """Refuse masks without labels, and ids that suggest another reading."""
+    """Reject masks without labels, and ids that suggest a different reading."""
     shares = found.shares(split)
     unread = sum(1 for _, one in found.counted[split] if one.error or one.shares[UNKNOWN])
     if shares[IGNORED] and not shares[:UNKNOWN].any() and not unread:
         index = " set data.masks.palette=index if its indices are the class ids."
-        values = " give its values a class by data.masks.values={VALUE: NAME, …}."
+        values = " map its values to classes: data.masks.values={VALUE: NAME, …}."
         raise UserError(
             f"No pixel of the {split} masks has a label ({examined(found, split)}). Remove the {split} split, or"
             f"{index if classes.colors else values}"
@@ -342,7 +342,7 @@ def _refuse_values(found: Survey, classes: Classes, split: str, own: bool) -> No
 
 
 def _refuse_ids(found: Survey, classes: Classes, split: str) -> None:
-    """Refuse values of no class in most masks, and classes that another reading would give pixels."""
+    """Reject masks with values without a class, and masks that lack classes because of their values."""
     rows = [one for _, one in found.counted[split] if not one.error and len(one.values)]
     if not rows:
         return
@@ -355,9 +355,9 @@ def _refuse_ids(found: Survey, classes: Classes, split: str) -> None:
         )
     if unknown * 2 > len(rows):
         raise UserError(
-            f"{unknown} of {len(rows)} {split} masks have values of no class: {_shown(found.values(split))}. The"
-            f" {len(classes.names)} classes have the ids {_few(classes.ids)}. Give each value its class:"
-            f" {_values(found.values(split), classes)}; or a value without a label: data.masks.ignored=[VALUE]."
+            f"{unknown} of {len(rows)} {split} masks have values without a class: {_shown(found.values(split))}. The"
+            f" {len(classes.names)} classes have the ids {_few(classes.ids)}. Map each value to a class:"
+            f" {_values(found.values(split), classes)}, or ignore a value: data.masks.ignored=[VALUE]."
         )
     _refuse_mixed(rows, classes, split)
     present = np.flatnonzero(found.shares(split)[:UNKNOWN])
@@ -371,23 +371,23 @@ def _refuse_ids(found: Survey, classes: Classes, split: str) -> None:
     suspicious = unlabeled and len(present) <= (2 if split == "train" else 1)
     if not suspicious and not binary and not single:
         return
-    seen = f"The {split} masks hold only the values {_shown(values)} ({examined(found, split)})"
-    lacking = f"{_names(absent)} {'has' if len(absent) == 1 else 'have'} no pixel"
+    seen = f"The {split} masks contain only the values {_shown(values)} ({examined(found, split)})"
+    lacking = f"{_names(absent)} {'has' if len(absent) == 1 else 'have'} no pixels"
     keep = "data.masks.values=ids"
     if unlabeled:
         raise UserError(
-            f"{seen}. As 255 means no label, {lacking}. If 255 is a class, map the values:"
-            f" {_values(values, classes)}{_fewer(values, classes)}; if its pixels have no label: {keep}."
+            f"{seen}. Pixels of value 255 have no label, so {lacking}. If 255 is a class, map the values:"
+            f" {_values(values, classes)}{_fewer(values, classes)}. If not, set {keep}."
         )
     name = classes.names[int(present[0])]
     if single:
         raise UserError(
-            f"{seen}: every pixel is {name}, and {lacking}. Check the masks; to train on them as they are: {keep}."
+            f"{seen}: every pixel is {name}, and {lacking}. Check the masks. To train on them unchanged, set {keep}."
         )
     two = ", ".join(map(_quoted, classes.names[:2]))
     raise UserError(
-        f"{seen}, but there are {len(classes.names)} classes: {lacking}. If the masks have two classes, name them:"
-        f" 'data.masks.classes=[{two}]'; if they have all, of which {len(absent)} do not occur: {keep}."
+        f"{seen}, but the data set has {len(classes.names)} classes: {lacking}. If it has two classes, name them:"
+        f" 'data.masks.classes=[{two}]'. If these masks are right, set {keep}."
     )
 
 
@@ -417,7 +417,7 @@ def _few(values: Sequence[int]) -> str:
 
 
 def _shown(values: Mapping[int, int]) -> str:
-    """Values with their shares of the pixels."""
+    """Return values with their shares of the pixels, as text."""
     total = max(sum(values.values()), 1)
     order = sorted(sorted(values, key=lambda value: -values[value])[:6])
     listed = [f"{value} ({values[value] / total:.1%} of the pixels)" for value in order]
@@ -426,7 +426,7 @@ def _shown(values: Mapping[int, int]) -> str:
 
 
 def _values(values: Mapping[int, int], classes: Classes) -> str:
-    """The setting that maps the values found to classes in their order."""
+    """Return the setting that maps the values found to classes in order."""
     order = sorted(values)
     if len(order) > max(len(classes.names), 2) or len(order) > 8:
         return "data.masks.values={VALUE: NAME, …}"
@@ -436,7 +436,7 @@ def _values(values: Mapping[int, int], classes: Classes) -> str:
 
 
 def _fewer(values: Mapping[int, int], classes: Classes) -> str:
-    """The setting that leaves out the classes for which there are no values."""
+    """Return the setting that leaves out the classes without values."""
     if len(values) >= len(classes.names) or len(values) < 2:
         return ""
     return f" with 'data.masks.classes=[{', '.join(map(_quoted, classes.names[: len(values)]))}]'"

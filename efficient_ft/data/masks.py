@@ -1,6 +1,6 @@
-"""Segmentation data: images with masks, the classes of their pixels, splits. Nothing is decoded here but masks.
+"""Segmentation data: images with masks, the classes of their pixels, splits. Only masks are decoded here.
 
-A mask is an image file whose pixel values are class ids (8 or 16 bits, or indices of a palette), or colors of classes.
+A mask is an image file whose pixel values are class ids (8 or 16 bits, or palette indices), or class colors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.core.text import printable
 from efficient_ft.data.mask_pixels import Pixels, read_pixels
 
-#: In tables: a value of no class.
+#: Table entry of a value without a class.
 UNKNOWN = 254
 Color = tuple[int, int, int]
 
@@ -29,14 +29,14 @@ class Classes:
     """The classes of a data set and their pixel values in its masks.
 
     Attributes:
-        names: by index, as the network has them.
-        ids: values of the same classes; predictions are written with them.
-        ignored: values of pixels without a label; 255 is one unless it is a class.
-        further: (value, index of the class) of further values of classes.
-        colors: of the classes, in masks of colors; empty: masks have ids alone.
-        ignored_colors: of pixels without a label.
-        palette: masks with a palette are read by index or by color; auto: by color if there are colors.
-        chosen: the user has chosen the reading of the values: other readings are not considered.
+        names: class names by index, in the network's order.
+        ids: pixel values of the same classes, also used to write predictions.
+        ignored: values of pixels without a label; includes 255 unless 255 is a class.
+        further: (value, class index) of additional values.
+        colors: class colors in color masks; empty if masks contain only ids.
+        ignored_colors: colors of pixels without a label.
+        palette: read masks with a palette by index or by color; auto: by color if the classes have colors.
+        chosen: True if the user has chosen how to read the values; no other reading is considered.
     """
 
     names: tuple[str, ...]
@@ -50,7 +50,7 @@ class Classes:
 
     @cached_property
     def table(self) -> np.ndarray:
-        """uint8 (65537,): the index of the class of each value, `IGNORED`, or `UNKNOWN`; the last entry is unknown."""
+        """uint8 (65537,): the class index of each value, `IGNORED` or `UNKNOWN`; the last entry is unknown."""
         table = np.full((1 << 16) + 1, UNKNOWN, dtype=np.uint8)
         table[sorted(self.ignored)] = IGNORED
         table[list(self.ids)] = np.arange(len(self.ids))
@@ -60,7 +60,7 @@ class Classes:
 
     @cached_property
     def color_table(self) -> np.ndarray:
-        """uint8 (2**24,): as `table`, by color: red · 65536 + green · 256 + blue."""
+        """uint8 (2**24,): like `table`, indexed by color: red · 65536 + green · 256 + blue."""
         table = np.full(1 << 24, UNKNOWN, dtype=np.uint8)
         for color in self.ignored_colors:
             table[_packed(color)] = IGNORED
@@ -76,7 +76,7 @@ class Classes:
         """Return the pixel values that decide the classes, int64 (H, W), and whether they are colors.
 
         Raises:
-            ValueError: the mask has colors, and the classes have none.
+            ValueError: the mask has colors, but the classes have none.
         """
         by_color = bool(self.colors) and pixels.colors is not None
         if by_color and pixels.colors is not None and not (pixels.mode == "P" and self.palette == "index"):
@@ -177,23 +177,24 @@ def read_mask(
         path: the file.
         classes: of the data set.
         size: (width, height) of its image; None: not compared.
-        orientation: EXIF orientation of the image, by which the mask is turned too; 1: it is not turned.
-        labeled: refuse a mask without a labeled pixel.
+        orientation: EXIF orientation to apply to the mask; 1 for none.
+        labeled: reject a mask without labeled pixels.
 
     Returns:
         uint8 (H, W): indices of classes, `IGNORED` where there is no label.
 
     Raises:
-        UserError: the file cannot be read, has colors instead of ids, another size than its image, values of no class,
-            or no labeled pixel.
+        UserError: the file cannot be read, or has colors instead of ids, a size different from its image, values
+            without a class, or no labeled pixels.
     """
     pixels = read_pixels(path, orientation)
     height, width = pixels.ids.shape
     if size is not None and (width, height) != size:
-        cut = " It looks resized: save it in the size of its image" if _proportional((width, height), size) else ""
+        resized = " The mask looks resized: save it at the size of its image, with nearest-neighbor interpolation."
+        cut = resized if _proportional((width, height), size) else ""
         raise UserError(
-            f"{printable(path)}: the mask is {width}×{height}, its image {size[0]}×{size[1]}. They must have one size."
-            f"{cut and cut + ', to the nearest pixel.'}"
+            f"{printable(path)}: the mask is {width}×{height}, but its image is {size[0]}×{size[1]}. They must have the"
+            f" same size.{cut}"
         )
     try:
         values, by_color = classes.values(pixels)
@@ -201,9 +202,8 @@ def read_mask(
         assert pixels.colors is not None
         raise UserError(
             f"{printable(path)}: the mask has colors (mode {pixels.mode}) instead of class ids:"
-            f" {counted(pixels.colors, True)}. Give each class its color, in classes.txt ('NAME RED GREEN BLUE' on each"
-            " line) or by data.masks.colors={NAME: [RED, GREEN, BLUE], …}; or save the mask with one class id per"
-            " pixel."
+            f" {counted(pixels.colors, True)}. Add the class colors to classes.txt ('NAME RED GREEN BLUE' on each"
+            " line), set data.masks.colors={NAME: [RED, GREEN, BLUE], …}, or save the mask with one class id per pixel."
         ) from None
     indices = classes.indices(values, by_color)
     unknown = indices == UNKNOWN
@@ -219,24 +219,24 @@ def _proportional(size: tuple[int, int], other: tuple[int, int]) -> bool:
 
 
 def _unknown(values: np.ndarray, by_color: bool, mode: str, classes: Classes) -> str:
-    """Sentences about values of no class, with the settings that map them."""
+    """Describe values without a class, and the settings that map them."""
     if by_color:
-        back = " or data.masks.palette=index to read the indices of the palette" if mode == "P" else ""
+        back = ", or set data.masks.palette=index to read palette indices" if mode == "P" else ""
         return (
-            f"colors of no class: {counted(values, True)}. Add them to the list of classes or to data.masks.colors,"
-            f" with the name void if they have no label{';' + back if back else ''}."
+            f"colors without a class: {counted(values, True)}. Add them to the class list or to data.masks.colors, with"
+            f" the name void if they have no label{back}."
         )
     known = ", ".join(map(str, _ranges(sorted({*classes.ids, *(value for value, _ in classes.further)}))))
     smooth = " The file looks smoothed or converted from JPEG." if len(np.unique(values[:10_000])) > 16 else ""
     return (
-        f"ids of no class: {counted(values, False)}. The classes have ids {known}; pixels without a label have"
-        f" {', '.join(map(str, _ranges(sorted(classes.ignored))))} (data.masks.ignored).{smooth} Or give each value its"
-        " class by data.masks.values={VALUE: NAME, …}."
+        f"ids without a class: {counted(values, False)}. The classes have the ids {known}; pixels without a label have"
+        f" {', '.join(map(str, _ranges(sorted(classes.ignored))))} (data.masks.ignored).{smooth} Correct the mask, or"
+        " map each value to a class: data.masks.values={VALUE: NAME, …}."
     )
 
 
 def _ranges(numbers: Sequence[int]) -> list[str]:
-    """Numbers as text, in runs: ``0 to 3``, ``7``."""
+    """Return numbers as text, in runs: ``0 to 3``, ``7``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

@@ -24,14 +24,14 @@ Split = Literal["val", "test"]
 
 
 class Lists(Protocol):
-    """The lists of a data set: `listing.Listing`, `masks.MaskListing` or `texts.TextListing`."""
+    """The listing of a data set: `listing.Listing`, `masks.MaskListing` or `texts.TextListing`."""
 
     notes: list[str]
     origins: dict[str, str]
     left_out: dict[str, int]
 
     def digest(self) -> str:
-        """Hex digits that tell two copies of a data set apart."""
+        """Return hex digits that differ between copies of a data set with different content."""
 
 
 class Part(Protocol):
@@ -54,7 +54,7 @@ def _unchanged(dataset: Any) -> Any:
 class OpenedData(ABC, Generic[_Part, _Dataset]):
     """A data set ready for training and evaluation.
 
-    A subclass sets `_parts` to what `_choose_splits` returns, and implements `_dataset` and `inspect`.
+    A subclass sets `_parts` to the result of `_choose_splits`, and implements `_dataset` and `inspect`.
 
     Args:
         config: the `data` section of the configuration.
@@ -67,7 +67,7 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         best_split: the split on which the best epoch is selected.
     """
 
-    #: The task of the data set, and a sample of it in a word.
+    #: The task of the data set, and the noun for one sample.
     task: ClassVar[str]
     noun: ClassVar[str]
     _parts: Mapping[str, _Part]
@@ -126,26 +126,26 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
 
     @abstractmethod
     def inspect(self, *, thorough: bool = False) -> Inspection:
-        """Look at the samples themselves.
+        """Inspect the samples.
 
         Args:
-            thorough: read every sample; False: headers and some samples, in about half a second.
+            thorough: read every sample; otherwise headers and some samples, in about half a second.
         """
 
     def _labels(self, part: _Part) -> np.ndarray | None:
-        """The class of each sample of a split, int64 (N,); None: samples have no class."""
+        """Return the label of each sample of a split, int64 (N,); None if samples have no label."""
         return None
 
     @property
     def name(self) -> str:
-        """The name of the data set, or the folder of the user's own."""
+        """The name of the data set, or the path of the user's own folder."""
         return printable(self._config.root) if self._config.name in OWN_FOLDERS else self._config.name
 
     def summary(self, *, thorough: bool = False) -> Summary:
-        """Return how the data set was understood.
+        """Return a summary of the data set as the run reads it.
 
         Args:
-            thorough: as in `inspect`.
+            thorough: see `inspect`.
         """
         splits = {}
         for split, part in self._parts.items():
@@ -166,16 +166,16 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         )
 
     def training_batch(self, count: int) -> tuple[Any, list[int]]:
-        """Load some training samples as the network sees them in the first epoch, of as many classes as possible.
+        """Load training samples as transformed in the first epoch, from as many classes as possible.
 
         Args:
-            count: number of samples, at most.
+            count: maximum number of samples.
 
         Returns:
             The batch as a training loader returns it, and the indices of its samples.
 
         Raises:
-            UserError: no sample can be read; others are left out.
+            UserError: no sample can be read. Single unreadable samples are skipped.
         """
         part = self._parts["train"]
         labels = self._labels(part)

@@ -64,13 +64,13 @@ class MaskSet:
             return None
         return (
             f"data={name} ({self.title}): {printable(folder.absolute())} has no {', '.join(absent)}.\n"
-            f"Get it from {self.source} and set data.root to the folder with {', '.join(self.contents)}. Another layout"
-            " is read by data=mask_folder."
+            f"Get it from {self.source} and set data.root to the folder with {', '.join(self.contents)}. For other"
+            " layouts, use data=mask_folder."
         )
 
 
 def _camvid(root: Path) -> MaskListing:
-    from efficient_ft.config.schema import MaskConfig  # with pydantic, which listing the names of sets does without
+    from efficient_ft.config.schema import MaskConfig  # imports pydantic, which listing data sets does not need
 
     names = None if (root / "classes.txt").is_file() else [*_CAMVID, "void"]
     return read_mask_folder(root, MaskConfig(classes=names), follow_links=True)

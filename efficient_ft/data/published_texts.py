@@ -26,8 +26,8 @@ def _read_rte(root: Path, settings: TextConfig) -> TextListing:
         read = read_rows(folder / name, settings)
         if len(read.rows) != count:
             raise UserError(
-                f"{printable((folder / name).absolute())} has {len(read.rows)} rows, not {count}. Remove the folder and"
-                " run again to fetch it."
+                f"{printable((folder / name).absolute())} has {len(read.rows)} rows instead of {count}. Remove the"
+                " folder and run again to fetch it."
             )
         found.rows[split], found.origins[split], found.columns = read.rows, f"{name} ({origin(read)})", read.columns
         found.notes += read.notes

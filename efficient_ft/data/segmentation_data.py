@@ -91,17 +91,17 @@ def _padded(x: Tensor, height: int, width: int, value: float) -> Tensor:
 
 
 class MaskDataset(Dataset[tuple[Tensor, Tensor]]):
-    """The images and masks of a split by (epoch, index), augmented by (seed, epoch, index) only.
+    """The images and masks of a split by (epoch, index). Augmentation depends only on (seed, epoch, index).
 
 
     Args:
-        samples: of the split.
-        classes: of the data set.
-        transform: of images and masks.
-        seed: of the run.
+        samples: images and masks of the split.
+        classes: classes of the data set.
+        transform: transform of images and masks.
+        seed: seed of the run.
         exif: the setting ``data.masks.exif``.
-        labeled: refuse masks without a labeled pixel, from which a network learns nothing.
-        decoding: of the images.
+        labeled: reject masks without labeled pixels, from which a network learns nothing.
+        decoding: options for decoding images.
     """
 
     def __init__(
@@ -157,8 +157,8 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
         seed: of the run; decides the validation split, the order and the augmentation.
 
     Attributes:
-        classes: with the ids of the masks.
-        masks: the settings of the masks.
+        classes: classes with their ids in the masks.
+        masks: mask settings.
         class_names: by index.
         best_split: the split on which the best epoch is selected.
 
@@ -174,7 +174,7 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
         super().__init__(config, seed, listing.classes.names, listing)
         self.classes, self.masks = listing.classes, config.masks
         self.decoding = Decoding(config.value_range, config.max_pixels)
-        if Image.MAX_IMAGE_PIXELS is not None:  # of masks, which may be as large as their images
+        if Image.MAX_IMAGE_PIXELS is not None:  # masks may be as large as their images
             Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, config.max_pixels)
         self._transforms = {training: MaskTransform(input, config.masks, training) for training in (True, False)}
         self._parts = self._choose_splits(listing.train, listing.val, listing.test, hold_out)
@@ -186,7 +186,7 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
                 self._notes.append(f"{len(self._skipped)} unusable images are left out (data.on_corrupt=skip).")
 
     def inspect(self, *, thorough: bool = False) -> Inspection:
-        """Look at the images and masks; see `inspect_masks`."""
+        """Inspect the images and masks; see `inspect_masks`."""
         return inspect_masks(self._parts, self.classes, self.masks, self.decoding, thorough=thorough)
 
     def _dataset(self, split: str, *, training: bool) -> MaskDataset:

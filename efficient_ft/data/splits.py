@@ -1,7 +1,7 @@
-"""Names of splits: one reading of the names of folders and files, for images, masks and texts.
+"""Recognize splits by the names of folders and files, for images, masks and texts.
 
-A name denotes a split by one word of `_WORDS`, without case, possibly with affixes that name no content
-(``train_set``, ``Validation-images``, ``seg_test``, ``train2017``). Names with a common rest denote splits together:
+A name denotes a split if it contains one word of `_WORDS` in any case, possibly with neutral affixes (``train_set``,
+``Validation-images``, ``seg_test``, ``train2017``). Names that share their other words denote splits together:
 ``birds_train`` and ``birds_test``.
 """
 
@@ -39,7 +39,7 @@ _WORDS: dict[str, Split] = {
     ),
     **dict.fromkeys(("prueba", "pruebas", "teste", "тест", "测试", "测试集", "テスト"), "test"),
 }  # type: ignore[dict-item]  # fmt: skip
-#: Words next to a split's that name no content.
+#: Neutral words next to the word of a split.
 _AFFIXES = frozenset(
     [
         "data",
@@ -86,16 +86,16 @@ _AFFIXES = frozenset(
         "v",
     ]
 )
-#: Words that Hydra reads as a number, a truth value or nothing.
+#: Words that Hydra reads as a number, a boolean or null.
 _READ_AS_VALUES = frozenset({"true", "false", "null", "nan", "inf"})
 _JOINED = re.compile(rf"({'|'.join(sorted(_WORDS, key=len, reverse=True))})(data(?:set)?|sets?|images?|imgs?|splits?)")
 
 
 def split_of(name: str) -> Split | None:
-    """Return the split that a name denotes alone; None: it denotes none, or several.
+    """Return the split that a name alone denotes; None if it denotes none or several.
 
     Args:
-        name: of a folder, or of a file without its extension.
+        name: name of a folder, or of a file without its extension.
     """
     split, rest = _read(name)
     return split if not rest else None
@@ -105,7 +105,7 @@ def name_splits(names: Iterable[str]) -> dict[str, Split]:
     """Return the split of each name that denotes one, alone or together with another name.
 
     Args:
-        names: of the folders, or of the files without extensions, of one folder.
+        names: names of the folders, or of the files without extensions, in one folder.
     """
     found: dict[str, Split] = {}
     together: dict[tuple[str, ...], dict[str, Split]] = defaultdict(dict)
@@ -127,7 +127,7 @@ def chosen_places(root: Path, chosen: Chosen) -> dict[Split, list[Path]]:
         chosen: the value of the setting.
 
     Raises:
-        SettingError: no place for training, a place that does not exist, is outside of `root`, or is named twice.
+        SettingError: there is no training data, or a path does not exist, is outside of `root`, or is named twice.
     """
     if not chosen.get("train"):
         raise SettingError("data.splits", show(chosen), "a mapping that names the training data", "Add train: FOLDER.")
@@ -152,19 +152,19 @@ def chosen_places(root: Path, chosen: Chosen) -> dict[Split, list[Path]]:
                 )
             for other, of in seen.items():
                 if other == real or other in real.parents or real in other.parents:
-                    raise SettingError(f"data.splits.{split}", name, f"outside of {printable(other)}, which is {of}")
+                    raise SettingError(f"data.splits.{split}", name, f"outside of {printable(other)} ({of})")
             seen[real] = split
             places.setdefault(split, []).append(place)
     return places
 
 
 def ambiguous(root: Path, found: str, readings: Sequence[tuple[str, Chosen]]) -> UserError:
-    """Return the error for a layout that can be read in several ways.
+    """Return the error for an ambiguous layout.
 
     Args:
         root: ``data.root``.
-        found: what was found there, a sentence with counts.
-        readings: each in words ("the folders are classes"), with the value of ``data.splits`` that chooses it.
+        found: a sentence that describes the content of `root`, with counts.
+        readings: each as text ("the folders are classes"), with the value of ``data.splits`` that selects it.
     """
     choices = "; ".join(f"if {words}: 'data.splits={show(chosen)}'" for words, chosen in readings)
     return UserError(f"{printable(root)} can be read in several ways. {found} Choose one: {choices}.")
@@ -177,7 +177,7 @@ def repeated(root: Path, split: Split, places: Sequence[Path], others: Mapping[S
         root: ``data.root``.
         split: the split.
         places: the folders or files whose names denote it.
-        others: those of the other splits.
+        others: the folders or files of the other splits.
     """
     rest = {one: [p.name for p in of] for one, of in others.items() if one != split}
     plain = {one: names[0] if len(names) == 1 else names for one, names in rest.items()}
@@ -186,7 +186,7 @@ def repeated(root: Path, split: Split, places: Sequence[Path], others: Mapping[S
     readings.append((f"all are the {split} split", {**plain, split: names}))
     if split == "val" and "test" not in rest and len(names) == 2:
         readings.append((f"{names[1]} is the test split", {**plain, "val": names[0], "test": names[1]}))
-    return ambiguous(root, f"{some(names)} are all names of a {split} split.", readings)
+    return ambiguous(root, f"{some(names)} all denote the {split} split.", readings)
 
 
 def show(chosen: Chosen) -> str:
@@ -208,7 +208,7 @@ def some(names: Sequence[str], count: int = 6) -> str:
 
 
 def _quoted(name: str) -> str:
-    """A folder's name as a value of Hydra's grammar: quoted unless it is a plain word that is read as text."""
+    """Return a folder's name as a value in Hydra's grammar, quoted unless it is a plain word."""
     plain = re.fullmatch(r"[A-Za-z_][\w.\-/]*", name, re.ASCII) and name.lower() not in _READ_AS_VALUES
     if plain or name == ".":
         return name
@@ -217,7 +217,7 @@ def _quoted(name: str) -> str:
 
 
 def _read(name: str) -> tuple[Split | None, tuple[str, ...]]:
-    """The split whose word is in a name, and the words that are left; None if there is not exactly one."""
+    """Return the split that a name contains, or None if it does not contain exactly one, and the other words."""
     spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", unicodedata.normalize("NFC", name))
     words = re.findall(r"[^\W\d_]+|\d+", spaced.casefold())
     words = [part for word in words for part in _parts(word)]
@@ -229,6 +229,6 @@ def _read(name: str) -> tuple[Split | None, tuple[str, ...]]:
 
 
 def _parts(word: str) -> Sequence[str]:
-    """A word, or the two of which it consists: ``trainset``."""
+    """Return a word, or the two words in a joined word such as ``trainset``."""
     joined = _JOINED.fullmatch(word)
     return joined.groups() if joined else (word,)

@@ -1,4 +1,4 @@
-"""The summary of a data set as a run understood it: for the terminal, and for results.json."""
+"""Summarize a data set as a run reads it, for the terminal and for results.json."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import numpy as np
 from efficient_ft.core.text import plain_line, printable
 from efficient_ft.data.inspection import Inspection
 
-#: Class names that are printed, and letters of them at most.
+#: Maximum number of class names in the output, and of their letters.
 _NAMES, _LETTERS = 8, 60
-#: Skipped samples that are recorded.
+#: Maximum number of recorded skipped samples.
 _RECORDED = 100
 
 
 @dataclass(frozen=True)
 class SplitSummary:
-    """One split.
+    """The summary of one split.
 
     Attributes:
         samples: number of images or texts.
-        origin: where they come from, in a few words.
-        per_class: samples of each class, int64 (classes,); None: samples have no class (masks).
+        origin: short description of their source.
+        per_class: number of samples of each class, int64 (classes,); None if samples have no class (masks).
     """
 
     samples: int
@@ -34,18 +34,18 @@ class SplitSummary:
 
 @dataclass
 class Summary:
-    """How a run understood a data set.
+    """The summary of a data set as a run reads it.
 
     Attributes:
-        name: of the data set, with its folder if it is the user's own.
+        name: name of the data set, or path of the user's own folder.
         task: ``classification``, ``segmentation`` or ``text``.
-        noun: a sample in a word.
-        class_names: by label.
-        splits: by name, in the order train, val, test.
+        noun: noun for one sample.
+        class_names: class names by label.
+        splits: summaries by name of the split, in the order train, val, test.
         best_split: the split that selects the best epoch.
-        inspection: of the samples.
-        left_out: files that are not used, by reason.
-        skipped: unusable samples that are left out (``data.on_corrupt=skip``): path → reason.
+        inspection: result of inspecting the samples.
+        left_out: number of unused files by reason.
+        skipped: reason by path, for unusable samples that are skipped (``data.on_corrupt=skip``).
         notes: further facts that a user should know, one sentence each.
     """
 
@@ -61,7 +61,7 @@ class Summary:
     notes: Sequence[str] = ()
 
     def lines(self) -> list[str]:
-        """Return the summary as printed before training, a few short lines."""
+        """Return the short lines that a run prints before training."""
         found = [f"data: {self.name}, {self.task}, {len(self.class_names)} classes: {abridged(self.class_names)}"]
         for split, one in self.splits.items():
             parts = [f"{one.samples:,} {self.noun}{'' if one.samples == 1 else 's'}"]
@@ -86,7 +86,7 @@ class Summary:
 
     @property
     def warnings(self) -> list[str]:
-        """Properties of the data that training is likely to suffer from, one sentence each."""
+        """Properties of the data that are likely to harm training, one sentence each."""
         found = list(self.inspection.warnings)
         train = self.splits["train"]
         if train.per_class is not None:

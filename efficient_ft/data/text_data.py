@@ -67,9 +67,9 @@ class TextData(OpenedData[Texts, TextDataset]):
             found = f"{len(listing.skipped):,} of {listing.size:,} texts cannot be used: {reasons_of(listing.skipped)}."
             if config.on_corrupt == "stop":
                 first = next(iter(listing.skipped.values()))
-                raise UserError(f"{found} The first: {first} Correct them, or leave them out: data.on_corrupt=skip.")
+                raise UserError(f"{found} First: {first} Correct them, or set data.on_corrupt=skip to skip them.")
             self._skipped.update(listing.skipped)
-            self._notes.append(f"{found} data.on_corrupt=skip leaves them out.")
+            self._notes.append(f"{found} They are skipped (data.on_corrupt=skip).")
         self._parts = self._choose_splits(listing.train, listing.val, listing.test, stratified_split)
 
     @property
@@ -78,7 +78,7 @@ class TextData(OpenedData[Texts, TextDataset]):
         return len(self._parts["train"].texts[0])
 
     def inspect(self, *, thorough: bool = False) -> Inspection:
-        """Look at the texts; see `inspect_texts`."""
+        """Inspect the texts; see `inspect_texts`."""
         return inspect_texts(self._parts, self.class_names, self.tokenizer, self._max_length, thorough=thorough)
 
     def _labels(self, part: Texts) -> np.ndarray:

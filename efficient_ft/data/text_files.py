@@ -1,4 +1,4 @@
-"""Decoding files of texts: encodings, compression, and files that are no text."""
+"""Decode text files: encodings, compression, and files that are not text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.text import printable
 
-#: Byte order marks; that of UTF-32 begins with that of UTF-16.
+#: Byte order marks. UTF-32 comes first, because its mark begins with the mark of UTF-16.
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF32_LE, "utf-32-le"),
@@ -20,22 +20,22 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
-#: The first bytes of files that are no text.
+#: The first bytes of files that are not text.
 _OTHERS = (
-    (b"PK\x03\x04", "a ZIP archive (a spreadsheet in .xlsx is one). Unpack it, or save the sheet as .csv"),
+    (b"PK\x03\x04", "a ZIP archive (.xlsx spreadsheets are ZIP archives). Unpack it, or save the sheet as .csv"),
     (b"\xd0\xcf\x11\xe0", "an old spreadsheet or document. Save it as .csv"),
     (b"PAR1", "a Parquet file. Convert it, e.g. by pandas' read_parquet(…).to_json(…, orient='records', lines=True)"),
     (b"BZh", "compressed (bzip2). Unpack it"),
     (b"\xfd7zXZ", "compressed (xz). Unpack it"),
     (b"\x28\xb5\x2f\xfd", "compressed (zstd). Unpack it"),
     (b"%PDF", "a PDF file. Extract its text"),
-    (b"version https://git-lfs", "a pointer of Git LFS, not the file itself. Run: git lfs pull"),
+    (b"version https://git-lfs", "a Git LFS pointer instead of the file. Run: git lfs pull"),
     (b"SQLite format 3", "a database. Export the table as .csv"),
 )
 
 
 def read_text(path: Path, encoding: str | None) -> tuple[str, str | None]:
-    """Read a file of text, also a gzip-compressed one.
+    """Read a text file, which may be gzip-compressed.
 
     Args:
         path: the file.
@@ -45,7 +45,7 @@ def read_text(path: Path, encoding: str | None) -> tuple[str, str | None]:
         The text without a byte order mark, and a sentence about its encoding unless it is plain UTF-8.
 
     Raises:
-        UserError: the file cannot be read, is no text, or has another encoding, which the message guesses.
+        UserError: the file cannot be read, is not text, or has a different encoding, which the message suggests.
     """
     raw = _bytes(path)
     name = printable(path)
@@ -58,18 +58,21 @@ def read_text(path: Path, encoding: str | None) -> tuple[str, str | None]:
     except (LookupError, ValueError) as error:
         if isinstance(error, UnicodeDecodeError):
             raise _undecodable(name, raw, error, chosen) from error
-        raise SettingError("data.text.encoding", chosen, "an encoding that Python knows, e.g. cp1252") from error
+        raise SettingError("data.text.encoding", chosen, "a Python encoding such as cp1252") from error
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
         count = counted(text.count("\0"), "NUL character")
-        raise UserError(f"{name}, line {line}: {count}: the file is damaged, or has another encoding. Remove them.")
+        raise UserError(
+            f"{name}, line {line}: found {count}. The file is damaged or has a different encoding. Remove these"
+            " characters, or set data.text.encoding."
+        )
     if encoding is not None and not marked and codecs.lookup(encoding).name != "utf-8" and _is_utf8(raw):
         return text, f"{name} is valid UTF-8, but is read as {encoding} (data.text.encoding)."
     return text, f"{name} is read as {chosen} (byte order mark)." if marked and chosen != "utf-8" else None
 
 
 def lines_of(text: str) -> list[str]:
-    """Split a text at line feeds, carriage returns and both, which are kept: not at other separators of Unicode."""
+    """Split a text after line feeds and carriage returns, which are included; other Unicode separators do not count."""
     return io.StringIO(text, newline="").readlines()
 
 
@@ -86,7 +89,7 @@ def _bytes(path: Path) -> bytes:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{printable(path)} is a damaged gzip file ({error}). Copy it again.") from error
     except OSError as error:
-        raise UserError(f"{printable(path)} cannot be read ({error.strerror}).") from error
+        raise UserError(f"{printable(path)} cannot be read ({error.strerror}). Check its permissions.") from error
     for first, kind in _OTHERS:
         if raw.startswith(first):
             raise UserError(f"{printable(path)} is {kind}.")
@@ -94,7 +97,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def _is_utf8(raw: bytes) -> bool:
-    """Whether bytes are UTF-8 with at least one character beyond ASCII."""
+    """Return True if bytes are UTF-8 with at least one non-ASCII character."""
     try:
         return not raw.decode().isascii()
     except UnicodeDecodeError:
@@ -102,18 +105,18 @@ def _is_utf8(raw: bytes) -> bool:
 
 
 def _undecodable(name: str, raw: bytes, error: UnicodeDecodeError, chosen: str) -> UserError:
-    """The error for bytes that are not in the encoding, with the likely one."""
+    """Return the error for bytes that are not valid in the encoding, with a likely encoding."""
     line = raw.count(b"\n", 0, error.start) + 1
-    where = f"{name}, line {line}: not {'UTF-8' if chosen == 'utf-8' else chosen} (byte {raw[error.start]:#04x})."
+    where = f"{name}, line {line}: invalid {'UTF-8' if chosen == 'utf-8' else chosen} (byte {raw[error.start]:#04x})."
     if chosen != "utf-8":
-        return UserError(f"{where} Set data.text.encoding to the file's encoding, or leave it out for UTF-8.")
+        return UserError(f"{where} Set data.text.encoding to the file's encoding, or to null for UTF-8.")
     replaced = raw.decode(errors="replace")
     bad = replaced.count("\ufffd")
     good = sum(not character.isascii() for character in replaced) - bad
     if good > bad:
         return UserError(
-            f"{where} The file is damaged, or mixes encodings: {good} characters beyond ASCII are UTF-8, {bad} are not."
-            " Correct these lines; `iconv -c -f utf-8 -t utf-8` removes the bytes."
+            f"{where} The file is damaged or mixes encodings: {good} non-ASCII characters are UTF-8, {bad} are not."
+            " Correct these lines, or remove the invalid bytes: iconv -c -f utf-8 -t utf-8."
         )
     high = sum(byte >= 0x80 for byte in raw)
     letters = sum(byte in range(0x41, 0x7B) for byte in raw)
@@ -126,8 +129,8 @@ def _undecodable(name: str, raw: bytes, error: UnicodeDecodeError, chosen: str) 
             western = "cp1252"
         except UnicodeDecodeError:
             pass
-        guess = f"It looks like {western}: set data.text.encoding={western}, and look at the accented letters."
-    return UserError(f"{where} {guess} Or convert it: iconv -f ENCODING -t utf-8.")
+        guess = f"It looks like {western}: set data.text.encoding={western}, and check the accented letters."
+    return UserError(f"{where} {guess} Or convert the file: iconv -f ENCODING -t utf-8.")
 
 
 def _is_eastern(raw: bytes) -> bool:
@@ -137,7 +140,7 @@ def _is_eastern(raw: bytes) -> bool:
 
 
 def _refuse_unmarked(name: str, start: bytes) -> None:
-    """Refuse UTF-16 without a byte order mark, by the zeros in its first bytes."""
+    """Reject UTF-16 without a byte order mark, detected by zeros in the first bytes."""
     if start.count(0) > len(start) / 5:
         likely = "utf-16-le" if start[1::2].count(0) > start[::2].count(0) else "utf-16-be"
         raise UserError(f"{name} looks like {likely} without a byte order mark: set data.text.encoding={likely}.")

@@ -1,4 +1,4 @@
-"""Class folders of texts: a file for each text, in folders named after their classes."""
+"""Read class folders of texts: one file per text, in folders named after the classes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from efficient_ft.config.schema import TextConfig
 
 LAYOUT = (
-    "Expected: a file of rows (.csv, .tsv or .jsonl); or a folder with train, val and test of such files, or with"
-    " CLASS/*.txt or {train,val,test}/CLASS/*.txt."
+    "Expected: a file of rows (.csv, .tsv or .jsonl); a folder with such files named train, val and test; or a folder"
+    " with CLASS/*.txt or {train,val,test}/CLASS/*.txt."
 )
 #: Folders of texts without a class, next to class folders.
 _UNLABELED = frozenset(["unsup", "unsupervised", "unlabeled", "unlabelled"])
@@ -30,15 +30,15 @@ _UNLABELED = frozenset(["unsup", "unsupervised", "unlabeled", "unlabelled"])
 
 @dataclass
 class Places:
-    """The rows of a data set by split, and the facts that were found on the way.
+    """The rows of a data set by split, and facts found while reading them.
 
     Attributes:
-        rows: by split.
-        files: by split, the paths relative to the root.
-        origins: by split, where the rows come from.
-        notes: one sentence each.
-        left_out: files that are not used, by reason.
-        columns: of the training files; empty: class folders.
+        rows: rows by split.
+        files: paths relative to the root, by split.
+        origins: short description of each split's source.
+        notes: facts that a user should know, one sentence each.
+        left_out: number of unused files by reason.
+        columns: columns of the training files; empty for class folders.
     """
 
     rows: dict[Split, list[Row]] = field(default_factory=dict)
@@ -55,14 +55,14 @@ class Places:
 
 
 class ClassFolders:
-    """Reads folders whose folders are classes.
+    """Reads folders whose subfolders are classes.
 
     Args:
         root: ``data.root``, a folder.
         settings: ``data.text``.
         follow_links: use the targets of links out of `root`.
-        found: takes notes, and files that are not used.
-        places: of all splits.
+        found: collects notes and unused files.
+        places: the places of all splits.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class ClassFolders:
         return os.path.relpath(place, self._root)
 
     def read(self, split: Split, folder: Path) -> list[Row]:
-        """The text files in the class folders of a folder, at any depth."""
+        """Return the texts in the class folders of a folder, at any depth."""
         if len(self._settings.columns) > 1:
             raise SettingError(
                 "data.text.columns",
                 self._settings.columns,
-                f"one column: {printable(folder)} has folders, a file for each text",
+                f"a single column, because {printable(folder)} contains one file per text",
             )
         classes = folders_in(folder)
         loose = texts_in(folder)
@@ -126,7 +126,7 @@ class ClassFolders:
             there = some([path.name for path in visible(folder)]) or "nothing"
             not_used = "".join(f" Not used: {reason} ({count})." for reason, count in self._found.left_out.items())
             raise UserError(
-                f"{printable(folder.absolute())} has no texts in class folders; it has {there}.{not_used} {LAYOUT}"
+                f"{printable(folder.absolute())} has no texts in class folders. Found: {there}.{not_used} {LAYOUT}"
             )
         if empty and split == "train":
             raise UserError(
@@ -145,7 +145,7 @@ class ClassFolders:
         return Row((text,), clean_name(printable(label)), printable(path), None, None if text else "no text")
 
     def refuse_unclear(self, split: Split, folder: Path) -> None:
-        """Refuse folders that may be parts of the data set as well as classes."""
+        """Reject folders that may be parts of the data set or classes."""
         used = [
             place
             for place in folders_in(folder)
@@ -160,8 +160,8 @@ class ClassFolders:
         mixed = [place for place in direct if inner[place]]
         if mixed:
             self._found.notes.append(
-                f"Texts in folders of {some([place.name for place in mixed], 3)}, such as {inner[mixed[0]][0]}, belong"
-                " to the class of the outer folder."
+                f"Texts in subfolders of {some([place.name for place in mixed], 3)}, such as {inner[mixed[0]][0]},"
+                " belong to the class of the outer folder."
             )
         if not nested:
             return
@@ -174,13 +174,13 @@ class ClassFolders:
         chosen = show({**others, split: self._name(folder)})
         if "train" in name_splits(inner[nested[0]]).values():
             raise UserError(
-                f"{printable(folder)} has folders with splits of their own: {top} with {some(inner[nested[0]])}. Pass"
-                f" one of them, e.g. data.root={printable(nested[0])}."
+                f"{printable(folder)} contains folders with their own splits: {top} with {some(inner[nested[0]])}. Pass"
+                f" one of them, such as data.root={printable(nested[0])}."
             )
         if direct:
             raise UserError(
-                f"{printable(folder)} has texts at two depths: directly in {some([p.name for p in direct], 3)}; in"
-                f" folders of {top} ({some(inner[nested[0]], 3)}). If the top folders are classes:"
+                f"{printable(folder)} has texts at two depths: directly in {some([p.name for p in direct], 3)}, and in"
+                f" subfolders of {top} ({some(inner[nested[0]], 3)}). If the top folders are classes:"
                 f" 'data.splits={chosen}'. Otherwise move the inner folders up."
             )
         shared = Counter(name for place in nested for name in inner[place])
@@ -188,19 +188,19 @@ class ClassFolders:
         if common and len(common) >= len(shared) / 2:
             raise ambiguous(
                 self._root,
-                f"{top} have the same folders: {some(common, 4)}.",
+                f"{top} contain the same folders: {some(common, 4)}.",
                 [
                     ("the inner folders are the classes", {**others, split: names}),
                     ("the top folders are the classes", {**others, split: self._name(folder)}),
                 ],
             )
         self._found.notes.append(
-            f"The classes are the top folders of {printable(folder)} ({top}); texts in their folders, such as"
+            f"The classes are the top folders of {printable(folder)} ({top}). Texts in their subfolders, such as"
             f" {inner[nested[0]][0]}, belong to them."
         )
 
     def _wrapped(self, folder: Path, only: Path, inside: Sequence[str]) -> UserError:
-        """The error for a folder whose class folders are one level deeper."""
+        """Return the error for a folder whose class folders are one level deeper."""
         if folder == self._root:
             advice = f"Pass data.root={printable(only)}."
         else:
@@ -211,12 +211,13 @@ class ClassFolders:
             chosen: Chosen = {split: plain(names) for split, names in deeper.items()}
             advice = f"Pass 'data.splits={show(chosen)}'."
         return UserError(
-            f"{printable(folder)} has texts in the single folder {only.name}, which has {some(inside, 4)}. {advice}"
+            f"The texts of {printable(folder)} are in its only folder, {only.name}, which contains {some(inside, 4)}."
+            f" {advice}"
         )
 
 
 def plain(names: Sequence[str]) -> str | Sequence[str]:
-    """Return a single name as itself, and several as a list, as ``data.splits`` has them."""
+    """Return one name as a string, and several names as a list, as in ``data.splits``."""
     return names[0] if len(names) == 1 else names
 
 

@@ -1,4 +1,4 @@
-"""Labels of texts to classes: spellings of one label, missing labels, and columns that hold no classes."""
+"""Map labels of texts to classes: spelling variants, missing labels, and columns that do not contain classes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from efficient_ft.core.text import plain_line
 from efficient_ft.data.text_files import counted
 
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
-#: More values of numbers with decimals are a quantity; half stars are ten.
+#: More distinct decimal numbers than this are a quantity; ratings in half stars have ten.
 _DECIMALS = 20
-#: Fewer labels than this are not taken for free text.
+#: Fewer labels than this are not free text.
 _FREE = 10
-#: Labels, or groups of them, that a message shows.
+#: Maximum number of labels, or groups of labels, in a message.
 _SHOWN = 3
 
 
@@ -37,13 +37,13 @@ def in_order(name: str) -> tuple[int, float, str]:
 
 
 def spellings(counts: Mapping[str, int], ignore_case: bool | None) -> tuple[dict[str, str], list[str]]:
-    """Return the class of each label, and notes on labels that are one class.
+    """Return the class of each label, and notes on merged labels.
 
-    Equal numbers are one class. Labels that differ only in case, quotes or compatible characters are one class, or
-    several, as `ignore_case` says.
+    Equal numbers are one class. `ignore_case` decides whether labels that differ only in case, quotes or compatible
+    characters are one class.
 
     Args:
-        counts: texts by label, over all splits.
+        counts: number of texts by label, over all splits.
         ignore_case: ``data.text.ignore_case``.
 
     Raises:
@@ -69,8 +69,8 @@ def spellings(counts: Mapping[str, int], ignore_case: bool | None) -> tuple[dict
     shown = _groups(alike, counts)
     if ignore_case is None:
         raise UserError(
-            f"Labels differ only in case or quotes: {shown}. If they are one class: data.text.ignore_case=true; if they"
-            " are several: data.text.ignore_case=false."
+            f"Labels differ only in case or quotes: {shown}. If they are one class, set data.text.ignore_case=true; if"
+            " they are separate classes, set data.text.ignore_case=false."
         )
     if ignore_case:
         for group in alike:
@@ -81,28 +81,28 @@ def spellings(counts: Mapping[str, int], ignore_case: bool | None) -> tuple[dict
 
 
 def require_classes(labels: Sequence[str], source: str, column: str | None, columns: Sequence[str]) -> None:
-    """Refuse labels of training texts that are a quantity, or free text.
+    """Reject labels of training texts that are a quantity or free text.
 
     Args:
-        labels: of all training texts.
+        labels: labels of all training texts.
         source: their file or folder, for messages.
-        column: the column that has them; None: they are names of folders.
+        column: the column of the labels; None if labels are names of folders.
         columns: all columns of the file.
 
     Raises:
-        UserError: the labels are no classes.
+        UserError: the labels are not classes.
     """
     if column is None:
         return
     counts = Counter(labels)
-    choose = f"Set data.text.label to the column of the class; the columns are {', '.join(map(plain_line, columns))}."
+    choose = f"Set data.text.label to the class column; the columns are {', '.join(map(plain_line, columns))}."
     if all(_NUMBER.fullmatch(name) for name in counts):
         fractions = sum(Decimal(name) % 1 != 0 for name in counts)
         if fractions and (len(counts) > _DECIMALS or len(counts) > max(2, len(labels) / 2)):
             raise UserError(
                 f"{source}: the labels in column {column!r} are decimal numbers with {len(counts)} values in"
-                f" {len(labels)} rows, such as {next(name for name in counts if Decimal(name) % 1)}: a quantity, not"
-                f" classes. Turn ranges of it into classes. {choose}"
+                f" {len(labels)} rows, such as {next(name for name in counts if Decimal(name) % 1)}. They look like"
+                f" a quantity, not classes. Map ranges of it to classes. {choose}"
             )
     single = sum(count == 1 for count in counts.values())
     if len(counts) >= _FREE and single > len(labels) / 2:
@@ -110,17 +110,17 @@ def require_classes(labels: Sequence[str], source: str, column: str | None, colu
         example = longest if len(longest) <= 40 else f"{longest[:39]}…"
         raise UserError(
             f"{source}: the {len(labels)} rows have {len(counts)} different labels in column {column!r}, such as"
-            f" {plain_line(example)!r}: free text or an identifier, not classes. {choose}"
+            f" {plain_line(example)!r}. They look like free text or identifiers, not classes. {choose}"
         )
 
 
 def require_texts(counts: Mapping[str, int], source: str, places: Mapping[str, str]) -> None:
-    """Refuse a single class, and classes with a single text.
+    """Reject a single class, and classes with a single text.
 
     Args:
-        counts: training texts by class.
+        counts: number of training texts by class.
         source: their file or folder, for messages.
-        places: the place of a text, by class.
+        places: the location of one text, by class.
 
     Raises:
         UserError: there is a single class, or a class with a single text.
@@ -128,7 +128,8 @@ def require_texts(counts: Mapping[str, int], source: str, places: Mapping[str, s
     if len(counts) < 2:
         name, count = next(iter(counts.items()))
         raise UserError(
-            f"{source} has the single class {plain_line(name)!r} ({counted(count, 'text')}). Classification needs two."
+            f"{source} has the single class {plain_line(name)!r} ({counted(count, 'text')}). Classification needs at"
+            " least two classes."
         )
     single = [name for name, count in counts.items() if count == 1]
     if single:
@@ -136,46 +137,47 @@ def require_texts(counts: Mapping[str, int], source: str, places: Mapping[str, s
         more = f" and {len(single) - _SHOWN} more" if len(single) > _SHOWN else ""
         which = "1 class has" if len(single) == 1 else f"{len(single)} classes have"
         raise UserError(
-            f"{source}: {which} a single training text: {shown}{more}. A class needs two: add texts, or remove it."
+            f"{source}: {which} a single training text: {shown}{more}. Each class needs at least two. Add texts,"
+            " or remove the class."
         )
 
 
 def refuse_unknown(
     counts: Mapping[str, int], places: Mapping[str, str], train: Sequence[str], split: str, advice: str
 ) -> None:
-    """Refuse classes that the training texts lack.
+    """Reject classes without training texts.
 
     Args:
-        counts: texts of the split by class.
-        places: the place of a text, by class.
+        counts: number of texts of the split by class.
+        places: the location of one text, by class.
         train: the classes of the training texts.
         split: name of the split.
-        advice: how to leave it out.
+        advice: a sentence on how to leave the split out.
 
     Raises:
-        UserError: there is such a class.
+        UserError: a class has no training texts.
     """
     unknown = [name for name in counts if name not in train]
     if not unknown:
         return
     first = unknown[0]
-    more = f" {len(unknown) - 1} further classes are unknown, too." if len(unknown) > 1 else ""
+    more = f" {len(unknown)} classes are unknown." if len(unknown) > 1 else ""
     raise UserError(
-        f"{places[first]}: the class {plain_line(first)!r} ({counted(counts[first], f'{split} text')}) is none of the"
-        f" training texts, which have {', '.join(map(plain_line, train[:8]))}{', …' if len(train) > 8 else ''}."
+        f"{places[first]}: the class {plain_line(first)!r} ({counted(counts[first], f'{split} text')}) is unknown."
+        f" Training classes: {', '.join(map(plain_line, train[:8]))}{', …' if len(train) > 8 else ''}."
         f"{did_you_mean(first, train)}{more} Correct the labels.{advice}"
     )
 
 
 def refuse_unlabeled(labels: Sequence[str], missing: int, split: str, source: str, advice: str) -> None:
-    """Refuse a split whose texts have no labels, or -1 alone, as the test sets of benchmarks.
+    """Reject a split whose texts have no labels or only -1, like the test sets of benchmarks.
 
     Args:
-        labels: of the texts that have one.
+        labels: the existing labels.
         missing: number of texts without a label.
         split: name of the split.
         source: its file or folder.
-        advice: how to leave it out.
+        advice: a sentence on how to leave the split out.
 
     Raises:
         UserError: the split has no labels.

@@ -1,4 +1,4 @@
-"""The places of a user's texts: the files and class folders of each split."""
+"""Find a user's texts: the files and class folders of each split."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from efficient_ft.data.text_rows import EXTENSIONS, NoColumnError, Row, RowFile,
 if TYPE_CHECKING:
     from efficient_ft.config.schema import TextConfig
 
-#: One of several files of a split, as published by Hugging Face's library: train-00000-of-00002.
+#: The name of a shard, as written by Hugging Face datasets: train-00000-of-00002.
 _SHARD = re.compile(r"(.+?)[-_.](\d+)[-_]of[-_](\d+)")
 
 
@@ -51,10 +51,10 @@ class Reader:
         """Return the rows of all splits.
 
         Args:
-            chosen: the setting ``data.splits``; None: the splits are recognized by their names.
+            chosen: the setting ``data.splits``; None to recognize splits by name.
 
         Raises:
-            UserError: there are no training texts, the folder can be read in several ways, or a file cannot be read.
+            UserError: there are no training texts, the folder is ambiguous, or a file cannot be read.
             SettingError: ``data.splits`` does not fit the folder.
         """
         places = self._recognized() if chosen is None else chosen_places(self.root, chosen)
@@ -92,7 +92,7 @@ class Reader:
         self.found.origins[split] = ", ".join(origins[:3]) + more
 
     def rows_of(self, file: Path) -> RowFile:
-        """Read a file of rows, and keep its notes."""
+        """Read a file of rows, and collect its notes."""
         read = read_rows(file, self._settings)
         self.found.notes += read.notes
         return read
@@ -101,7 +101,7 @@ class Reader:
         return os.path.relpath(place, self.root) if place != self.root else "."
 
     def _recognized(self) -> Mapping[Split, list[Path]]:
-        """The files and folders of each split, by their names."""
+        """Return the files and folders of each split, by their names."""
         files, folders = _row_files(self.root), folders_in(self.root)
         lost = [path.name for path in visible(self.root) if path.is_symlink() and not path.exists()]
         if lost:
@@ -131,7 +131,7 @@ class Reader:
         return {"train": self._single(files, folders)}
 
     def _refuse_half_named(self, here: Mapping[Split, Sequence[Path]], rest: Sequence[Path]) -> None:
-        """Refuse data whose name has the word of a split that there is not, next to others."""
+        """Reject unused data whose name contains the word of a missing split."""
         for path in rest:
             words = re.split(r"[\W_]+", _base(path) if path.is_file() else path.name)
             split = next((found for word in words if (found := split_of(word)) is not None), None)
@@ -153,7 +153,7 @@ class Reader:
         others = [path.name for path in bases if splits.get(bases[path], "train") != "train"]
         if splits.get(_base(file)) == "train" and others:
             self.found.notes.append(
-                f"{some(others)} next to {printable(file.name)} is not used. To use it, pass"
+                f"Not used: {some(others)} (next to {printable(file.name)}). To use all files, pass"
                 f" data.root={printable(file.parent)}."
             )
 
@@ -172,10 +172,10 @@ class Reader:
             first = next(iter(names.values()))
             advice = f"To train on {first[0]}: 'data.splits={show({'train': first})}'."
         found = some([path.name for places in here.values() for path in places])
-        return UserError(f"{printable(self.root.absolute())} has no training texts, but {found}. {advice} {LAYOUT}")
+        return UserError(f"{printable(self.root.absolute())} has no training texts. Found: {found}. {advice} {LAYOUT}")
 
     def _single(self, files: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
-        """The training data of a folder without names of splits: one file, or class folders."""
+        """Return the training data of a folder without names of splits: one file, or class folders."""
         classes = [folder for folder in folders if has_texts(folder)]
         if not files:
             self._refuse_wrapper(folders)
@@ -184,16 +184,19 @@ class Reader:
         if classes:
             raise ambiguous(
                 self.root,
-                f"It has {some([path.name for path in files], 3)}, and folders of .txt files:"
+                f"It contains {some([path.name for path in files], 3)}, and folders of .txt files:"
                 f" {some([path.name for path in classes], 3)}.",
-                [("the file has the rows", {"train": files[0].name}), ("the folders are classes", {"train": "."})],
+                [
+                    ("the file contains the texts", {"train": files[0].name}),
+                    ("the folders are classes", {"train": "."}),
+                ],
             )
         if shards is not None:
             return shards
         raise self._several(files)
 
     def _several(self, files: Sequence[Path]) -> UserError:
-        """The error for files whose names denote no split."""
+        """Return the error for files whose names denote no split."""
         rows: dict[str, int | None] = {}
         for file in files[:6]:
             try:
@@ -204,17 +207,17 @@ class Reader:
         shown = ", ".join(f"{name} ({'not readable' if n is None else f'{n} rows'})" for name, n in rows.items())
         more = f" and {len(files) - 6} more" if len(files) > 6 else ""
         readings: list[tuple[str, Chosen]] = [
-            ("one of them is for training", {"train": order[0], "test": order[1]}),
+            (f"{order[0]} is the training data", {"train": order[0], "test": order[1]}),
             ("all are training data", {"train": order}),
         ]
-        return ambiguous(self.root, f"No name denotes a split: {shown}{more}.", readings)
+        return ambiguous(self.root, f"No file name denotes a split: {shown}{more}.", readings)
 
     def _refuse_wrapper(self, folders: Sequence[Path]) -> None:
-        """Refuse a folder whose data are one level deeper."""
+        """Reject a folder whose data are one level deeper."""
         if len(folders) == 1 and (_row_files(folders[0]) or folders_in(folders[0])):
             inside = some([path.name for path in (*folders_in(folders[0]), *_row_files(folders[0]))], 4)
             raise UserError(
-                f"{printable(self.root)} has the single folder {folders[0].name}, with {inside}. Pass"
+                f"{printable(self.root)} contains the single folder {folders[0].name}, with {inside}. Pass"
                 f" data.root={printable(folders[0])}."
             )
         deeper = [path for folder in folders for path in _row_files(folder)]
@@ -227,13 +230,13 @@ class Reader:
                     f" data.root={printable(first)}."
                 )
             raise UserError(
-                f"{printable(self.root.absolute())} has no texts, but its folders have: {printable(deeper[0])}"
+                f"{printable(self.root.absolute())} has no texts, but its subfolders do: {printable(deeper[0])}"
                 f"{f' and {len(deeper) - 1} more' if len(deeper) > 1 else ''}. Pass data.root=FOLDER, or name the"
                 f" files: 'data.splits={show({'train': os.path.relpath(deeper[0], self.root)})}'."
             )
 
     def _shards(self, places: Sequence[Path]) -> list[Path] | None:
-        """Files that are numbered parts of one, in order; None: they are not."""
+        """Return the shards of one file in order; None if the files are not shards."""
         if len(places) == 1 and not _SHARD.fullmatch(_stem(places[0])):
             return list(places)
         numbered = {path: _SHARD.fullmatch(_stem(path)) for path in places if path.is_file()}
@@ -247,29 +250,30 @@ class Reader:
         if lacking or len(numbers) != total:
             raise UserError(
                 f"{printable(order[0].parent)} has {len(numbers)} of {total} parts of {parts[order[0]][1]}; number"
-                f" {lacking[0] if lacking else numbers[0]} is {'missing' if lacking else 'there twice'}. Add it, or use"
-                f" these: 'data.splits={show({'train': [self._name(path) for path in order[:3]]})}'."
+                f" {lacking[0] if lacking else numbers[0]}"
+                f" {'is missing. Add it' if lacking else 'occurs twice. Remove one'}, or use these:"
+                f" 'data.splits={show({'train': [self._name(path) for path in order[:3]]})}'."
             )
         if total > 1:
-            self.found.notes.append(f"{total} files {parts[order[0]][1]}-… are joined in order.")
+            self.found.notes.append(f"{total} files {parts[order[0]][1]}-… are concatenated in order.")
         return order
 
     def _files_of(self, folder: Path) -> list[Path]:
-        """The files of rows of a folder that has no class folders: one, or numbered parts."""
+        """Return the files of rows of a folder without class folders: one file, or shards."""
         files = _row_files(folder)
         if not files or any(map(has_texts, folders_in(folder))):
             return []
         shards = self._shards(files)
         if shards is None:
             raise UserError(
-                f"{printable(folder)} has several files: {some([path.name for path in files])}. Name those to use, e.g."
+                f"{printable(folder)} has several files: {some([path.name for path in files])}. Name the files to use:"
                 f" 'data.splits={show({'train': [self._name(path) for path in files[:3]]})}'."
             )
         return shards
 
 
 def origin(read: RowFile) -> str:
-    """Return the number of rows and lines of a file in words."""
+    """Return the number of rows and lines of a file as text."""
     return f"{len(read.rows):,} rows in {read.lines:,} lines"
 
 
@@ -283,6 +287,6 @@ def _stem(path: Path) -> str:
 
 
 def _base(path: Path) -> str:
-    """The name of a file without extension and number of a part."""
+    """Return the name of a file without its extension and shard number."""
     shard = _SHARD.fullmatch(_stem(path))
     return shard[1] if shard else _stem(path)

@@ -1,4 +1,4 @@
-"""The rows of a file of texts: tables (.csv, .tsv) and JSON lines."""
+"""Read the rows of text files: tables (.csv, .tsv) and JSON lines."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ if TYPE_CHECKING:
 _TABLES, _JSON = (".csv", ".tsv"), (".jsonl", ".ndjson")
 EXTENSIONS = (*_TABLES, *_JSON)
 _DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
-#: Spellings of a missing label by programs, besides those of ``data.text.missing``.
+#: Missing labels as programs write them, in addition to ``data.text.missing``.
 _MISSING = frozenset(
     ["", "nan", "NaN", "NAN", "-nan", "<NA>", "NaT", r"\N", "#N/A", "#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NUM!",
      "#NULL!"]
 )  # fmt: skip
-#: Letters of a name that are printed.
+#: Maximum length of a name in messages.
 _LETTERS = 40
 
 csv.field_size_limit(1 << 30)
 
 
 class NoColumnError(UserError):
-    """A file lacks a column that is read."""
+    """A file lacks a required column."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A text or pair with the name of its class, and its place; `problem` says why it cannot be used.
+    """A text or a pair of texts, with its label and location.
 
     Attributes:
         text: one or two texts.
-        label: the name of the class; empty: none.
-        file: that holds it, for messages.
-        line: its line; None: the file holds a single text.
-        problem: in a few words; None: it can be used.
+        label: name of the class; empty if missing.
+        file: name of the file, for messages.
+        line: line number; None if the file contains a single text.
+        problem: why the row cannot be used, in a few words; None if it can be used.
     """
 
     text: tuple[str, ...]
@@ -68,8 +68,8 @@ class RowFile:
     """The rows of a file.
 
     Attributes:
-        rows: all rows, those that cannot be used included.
-        lines: of the file.
+        rows: all rows, including unusable ones.
+        lines: number of lines in the file.
         notes: assumptions made while reading it, one sentence each.
         columns: names of its columns.
     """
@@ -82,7 +82,7 @@ class RowFile:
 
 @dataclass
 class _Record:
-    """Cells by column, and the lines of the file that hold them; `width`: the number of cells, where it is wrong."""
+    """Cells by column, with their first and last line; `width` is the number of cells if it is wrong."""
 
     cells: dict[str, Any]
     first: int
@@ -91,32 +91,32 @@ class _Record:
 
 
 def extension_of(path: Path) -> str:
-    """Return the extension of a file in lower case, without that of its compression."""
+    """Return the extension of a file in lower case, without ``.gz``."""
     name = path.name.lower()
     return Path(name.removesuffix(".gz")).suffix
 
 
 @functools.lru_cache(maxsize=4096)
 def clean_name(name: str) -> str:
-    """Return the name of a class in one form of Unicode, without spaces around it or characters of no width."""
+    """Normalize the name of a class: NFC, without repeated or outer spaces and zero-width characters."""
     return " ".join(re.sub("[\ufeff\u200b\u2060]", "", unicodedata.normalize("NFC", name)).split())
 
 
 def read_rows(path: Path, settings: TextConfig) -> RowFile:
-    """Read the rows of a .csv, .tsv or .jsonl file, also a gzip-compressed one.
+    """Read the rows of a .csv, .tsv or .jsonl file, which may be gzip-compressed.
 
     Args:
         path: the file.
         settings: its columns and format.
 
     Raises:
-        UserError: another kind of file or encoding, no such column, or the file cannot be divided into rows.
+        UserError: the file type or encoding is not supported, a column is missing, or the rows are malformed.
         SettingError: a setting does not fit the file.
     """
     kind, name = extension_of(path), printable(path)
     if kind not in EXTENSIONS:
-        other = " One object per line is .jsonl: jq -c '.[]' FILE > FILE.jsonl." if kind == ".json" else ""
-        raise UserError(f"{name}: the file of texts must be one of {' '.join(EXTENSIONS)}.{other}")
+        other = " Write one object per line: jq -c '.[]' FILE > FILE.jsonl." if kind == ".json" else ""
+        raise UserError(f"{name}: the extension must be one of {' '.join(EXTENSIONS)}.{other}")
     text, note = read_text(path, settings.encoding)
     if re.match(r"\s*<(!doctype html|html)", text, re.IGNORECASE):
         raise UserError(f"{name} is a web page, not a file of rows. Download the file itself.")
@@ -134,14 +134,14 @@ def read_rows(path: Path, settings: TextConfig) -> RowFile:
     missing = _MISSING.union(map(str, settings.missing))
     found.rows = [_row(name, record, settings, missing, numbers, len(found.columns)) for record in records]
     found.notes += [
-        f"{name}: numbers and truth values in column {column!r} are read as texts in {counted(count, 'row')}."
+        f"{name}: numbers and booleans in column {column!r} are converted to text in {counted(count, 'row')}."
         for column, count in numbers.items()
     ]
     return found
 
 
 def _require_columns(name: str, line: int, columns: Sequence[str], settings: TextConfig, *, table: bool) -> None:
-    """Refuse a file without the columns that are read, or with two of a name."""
+    """Reject a file that lacks a required column, or has it twice."""
     for setting, column in (*(("columns", c) for c in settings.columns), ("label", settings.label)):
         if columns.count(column) > 1:
             raise UserError(f"{name} has two columns {column!r}. Rename one of them.")
@@ -153,14 +153,14 @@ def _require_columns(name: str, line: int, columns: Sequence[str], settings: Tex
         if table and settings.names is None:
             quoted = [one for one in columns if one.strip("\"'") == column]
             advice = (
-                " Set data.text.quotes=true: quotes enclose its cells."
+                " Its cells are in quotes: set data.text.quotes=true."
                 if quoted
-                else " The first line is taken as the names of the columns. Set data.text.columns=[NAME] and"
-                " data.text.label=NAME; if it is a row, name all columns in their order:"
+                else " The first line is read as the names of the columns. Set data.text.columns=[NAME] and"
+                " data.text.label=NAME. If the line is a row, name all columns in order:"
                 f" {_names_of(columns, settings)}."
             )
         raise NoColumnError(
-            f"{place}: no column {column!r} (data.text.{setting}). It has {shown}"
+            f"{place}: no column {column!r} (data.text.{setting}). Columns: {shown}"
             f"{f' and {len(columns) - 10} more' if len(columns) > 10 else ''}.{_near(column, columns)}{advice}"
         )
 
@@ -175,7 +175,7 @@ def _names_of(cells: Sequence[str], settings: TextConfig) -> str:
 
 
 def _near(column: str, columns: Sequence[str]) -> str:
-    """The hint to a column of a similar name, first of all one that differs in case."""
+    """Return a hint to a column with a similar name, preferably one that differs only in case."""
     same = [one for one in columns if one.casefold() == column.casefold()]
     return f" Did you mean {same[0]!r}?" if same else did_you_mean(column, columns)
 
@@ -183,12 +183,12 @@ def _near(column: str, columns: Sequence[str]) -> str:
 def _row(
     name: str, record: _Record, settings: TextConfig, missing: Container[str], numbers: Counter[str], width: int
 ) -> Row:
-    """A record as a row; values that are no text are counted in `numbers`."""
+    """Convert a record to a row; count values that are not text in `numbers`."""
     for column in (*settings.columns, settings.label):
         value = record.cells.get(column)
         if isinstance(value, list | dict):
             kind = "a list" if isinstance(value, list) else "an object"
-            advice = "Join its parts to one text." if column in settings.columns else "Write one label per row."
+            advice = "Join its parts into one text." if column in settings.columns else "Write one label per row."
             raise UserError(f"{name}, line {record.first}: {column!r} is {kind}, not a text. {advice}")
         if column in settings.columns and isinstance(value, int | float) and value == value:
             numbers[column] += 1
@@ -199,11 +199,11 @@ def _row(
     problem = None
     if record.width is not None:
         cells = "1 cell" if record.width == 1 else f"{record.width} cells"
-        problem = f"{cells}, where the first line names {width} columns"
+        problem = f"{cells} for {width} columns"
     elif not all(text):
         problem = "an empty text"
     elif label == settings.label and text == tuple(settings.columns):
-        problem = "the names of the columns once more"
+        problem = "a repeated header line"
     elif label in missing:
         setting = "" if label in _MISSING else "; data.text.missing"
         problem = f"no label ({label!r}{setting})" if label else "no label"
@@ -229,7 +229,7 @@ def _json_records(name: str, lines: Sequence[str]) -> Iterator[_Record]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            raise UserError(f"{name}, line {number}: a name is given twice. Keep one of the values.")
+            raise UserError(f"{name}, line {number}: a key occurs twice. Keep one of the values.")
         return found
 
     for number, line in enumerate(lines, 1):
@@ -242,21 +242,21 @@ def _json_records(name: str, lines: Sequence[str]) -> Iterator[_Record]:
         except (ValueError, RecursionError) as error:
             start = next(line for line in lines if line.strip()).strip()
             whole = " Write one object per line: jq -c '.[]' FILE." if start[0] == "[" or start == "{" else ""
-            raise UserError(f"{name}, line {number}: not JSON ({first_line(error)}).{whole}") from error
+            raise UserError(f"{name}, line {number}: invalid JSON ({first_line(error)}).{whole}") from error
         if not isinstance(row, dict):
-            raise UserError(f'{name}, line {number}: a line holds one object, {{"text": …, "label": …}}.')
+            raise UserError(f'{name}, line {number}: each line must be an object such as {{"text": …, "label": …}}.')
         yield _Record(row, number, number)
 
 
 class _Table:
-    """A table of cells: finds its delimiter, reads it, and looks for quotes that swallow rows.
+    """A table of cells: detects the delimiter, reads the rows, and detects quotes that swallow rows.
 
     Args:
-        name: of the file, for messages.
+        name: name of the file, for messages.
         kind: its extension.
-        lines: of the file, with their ends.
+        lines: its lines, with line ends.
         settings: the columns and the format.
-        found: takes the names of the columns, and notes.
+        found: collects the names of the columns, and notes.
     """
 
     def __init__(self, name: str, kind: str, lines: Sequence[str], settings: TextConfig, found: RowFile) -> None:
@@ -266,17 +266,15 @@ class _Table:
         self._lines = lines
         default = _DELIMITERS[settings.delimiter] if settings.delimiter else "\t" if kind == ".tsv" else ","
         sep = re.fullmatch(r'"?sep=(.)"?\s*', lines[self._start]) if lines else None
-        if sep and settings.delimiter is None:  # of spreadsheets
+        if sep and settings.delimiter is None:  # written by spreadsheet programs
             self._start, default = self._start + 1, sep[1]
         self._delimiter = default if settings.delimiter or sep else self._likely(default)
         if self._delimiter != default:
             names = {character: word for word, character in _DELIMITERS.items()}
-            found.notes.append(
-                f"{name}: cells are read as separated by a {names[self._delimiter]} (data.text.delimiter)."
-            )
+            found.notes.append(f"{name}: the delimiter is read as {names[self._delimiter]} (data.text.delimiter).")
 
     def _quotes(self, delimiter: str) -> bool:
-        """Whether quotes enclose cells."""
+        """Return True if quotes enclose cells."""
         if self._settings.quotes is not None:
             return self._settings.quotes
         return self._kind == ".csv" or delimiter != "\t"
@@ -296,7 +294,7 @@ class _Table:
             return []
 
     def _likely(self, default: str) -> str:
-        """The delimiter that yields the columns, or else the one with the most cells."""
+        """Return the delimiter that yields the columns, or else the one that yields the most cells."""
         settings = self._settings
 
         def fits(delimiter: str) -> bool:
@@ -312,7 +310,7 @@ class _Table:
         """Return the rows.
 
         Raises:
-            UserError: the quotes do not fit together, or enclose whole rows.
+            UserError: quotes are unbalanced, or enclose whole rows.
             SettingError: ``data.text.names`` does not fit the first line.
         """
         quotes = self._quotes(self._delimiter)
@@ -349,7 +347,7 @@ class _Table:
             beyond = sum(bool(one.cells.get("", "").strip()) for one in records)
             if beyond:
                 self._found.notes.append(
-                    f"{self._name}: columns without a name have content in {counted(beyond, 'row')}."
+                    f"{self._name}: columns without a name contain values in {counted(beyond, 'row')}."
                 )
 
     def _record(self, cells: list[str], first: int, last: int) -> _Record:
@@ -371,18 +369,18 @@ class _Table:
                 "data.text.names", names, f"{len(given)} names, one for each cell of line {line} of {self._name}"
             )
         if sorted(given) == sorted(names) or {self._settings.label, *self._settings.columns} <= set(given):
-            raise SettingError("data.text.names", names, f"null for {self._name}, whose first line names its columns")
+            raise SettingError("data.text.names", names, f"null, because the first line of {self._name} is a header")
 
     def _unreadable(self, line: int, error: csv.Error) -> UserError:
         escaped = '\\"' in "".join(self._lines[line - 1 : line])
         return UserError(
-            f"{self._name}, line {line}: not readable as a table ({error}). A cell that begins with a quote ends with"
-            f' one, and quotes in it are doubled (""){", not escaped by backslashes" if escaped else ""}. If quotes are'
-            " plain characters: data.text.quotes=false."
+            f"{self._name}, line {line}: not readable as a table ({error}). A cell that begins with a quote must end"
+            f' with a quote, and quotes in it must be doubled (""){", not escaped by backslashes" if escaped else ""}.'
+            " If quotes are plain characters, set data.text.quotes=false."
         )
 
     def _look_at_long_cells(self, records: Sequence[_Record]) -> None:
-        """Report rows that span lines; refuse them if their lines are rows themselves."""
+        """Report rows that span several lines; reject them if their lines look like rows."""
         long = [record for record in records if record.last > record.first]
         if not long:
             return
@@ -395,19 +393,19 @@ class _Table:
                 places = ", ".join(f"{one.first}–{one.last}" for one in swallowed[:3])
                 more = f" and {len(swallowed) - 3} more" if len(swallowed) > 3 else ""
                 raise UserError(
-                    f"{self._name}, lines {places}{more}: a quote opens in the first of these lines and closes in the"
-                    f" last, so that {sum(one.last - one.first + 1 for one in swallowed)} lines that look like rows"
-                    f" make {len(swallowed)}. If quotes are plain characters: data.text.quotes=false; if they are"
-                    " right: data.text.quotes=true."
+                    f"{self._name}, lines {places}{more}: a quote opens in the first line and closes in the last, so"
+                    f" {sum(one.last - one.first + 1 for one in swallowed)} lines that look like rows are read as"
+                    f" {counted(len(swallowed), 'row')}. If quotes are plain characters, set data.text.quotes=false; if"
+                    " they enclose cells, set data.text.quotes=true."
                 )
         first = long[0]
         self._found.notes.append(
-            f"{self._name}: {counted(len(long), 'row')} in quotes over several lines, such as lines"
+            f"{self._name}: quoted cells span several lines in {counted(len(long), 'row')}, such as lines"
             f" {first.first}–{first.last}."
         )
 
     def _rows_in(self, record: _Record, known: set[str]) -> int:
-        """The number of lines of a row that are rows themselves: with a known label, if quotes are plain characters."""
+        """Count the lines of a row that look like rows with a known label if quotes are plain characters."""
         columns = self._found.columns
         at = columns.index(self._settings.label)
         cells = self._cells(self._lines[record.first - 1 : record.last], self._delimiter, quotes=False)

@@ -1,4 +1,4 @@
-"""Lists of texts with classes, from a user's files and folders, and their splits."""
+"""List texts with their classes and splits, from a user's files and folders."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class TextListing:
 
     @property
     def size(self) -> int:
-        """Number of all texts, those that cannot be used included."""
+        """Number of all texts, including unusable ones."""
         return len(self.skipped) + sum(len(part) for part in (self.train, self.val, self.test) if part is not None)
 
     def digest(self) -> str:
@@ -93,7 +93,7 @@ class TextListing:
 
 
 def missing_text_folder(root: Path) -> str | None:
-    """Say what `data.root` may be if there is nothing; None: there is a file or a folder."""
+    """Return the error message if `data.root` does not exist; None if it is a file or a folder."""
     return None if root.exists() else f"data.root={printable(root)}: no such file or folder. {LAYOUT}"
 
 
@@ -106,13 +106,13 @@ def read_texts(
 
     Args:
         root: the file or folder; may be a link.
-        settings: the columns and the format of files, and the reading of labels.
-        follow_links: use what links out of `root` lead to, and say so in the notes.
-        splits: the files or folders of each split, relative to `root`; None: recognized by their names.
+        settings: columns and format of files, and label options.
+        follow_links: use the targets of links out of `root`, and list them in the notes.
+        splits: the files or folders of each split, relative to `root`; None to recognize them by name.
 
     Raises:
-        UserError: there is no such file or column, a file cannot be read, the labels are no classes, the folder can be
-            read in several ways, or a link leads out of `root` and is not to be followed.
+        UserError: a file or column does not exist, a file cannot be read, the labels are not classes, the folder is
+            ambiguous, or a link leads out of `root` and `follow_links` is False.
         SettingError: a setting does not fit the files.
     """
     problem = missing_text_folder(root)
@@ -133,15 +133,15 @@ def read_texts(
 
 
 def listing_of(found: Places, root: Path, settings: TextConfig) -> TextListing:
-    """Number the classes, and hold out test texts if there are no others.
+    """Assign labels to classes, and hold out test texts if there is neither a validation nor a test split.
 
     Args:
-        found: the rows by split, and where they come from; the training rows first.
+        found: the rows by split, and their sources; the training rows come first.
         root: the file or folder, for messages.
-        settings: the reading of labels.
+        settings: label options.
 
     Raises:
-        UserError: a split has no usable texts, or the labels are no classes.
+        UserError: a split has no usable texts, or the labels are not classes.
     """
     top = printable(root.absolute())
     usable: dict[str, list[Row]] = {}
@@ -156,7 +156,7 @@ def listing_of(found: Places, root: Path, settings: TextConfig) -> TextListing:
         if missing == len(unusable):
             refuse_unlabeled([row.label for row in usable[split]], missing, split, source, found.without(split))
         if not usable[split]:
-            why = f": {reasons_of(here)}. The first: {next(iter(here.values()))}" if here else "."
+            why = f": {reasons_of(here)}. First: {next(iter(here.values()))}" if here else "."
             raise UserError(f"{source} has no usable text for {split}{why}{found.without(split)}")
     try:
         column = settings.label if found.columns else None
@@ -186,7 +186,7 @@ def listing_of(found: Places, root: Path, settings: TextConfig) -> TextListing:
 def _classes(
     usable: Mapping[str, Sequence[Row]], top: str, settings: TextConfig, found: Places
 ) -> tuple[dict[str, str], list[str]]:
-    """The class of each label, and notes on the labels."""
+    """Return the class of each label, and notes on the labels."""
     raw = {split: Counter(row.label for row in rows) for split, rows in usable.items()}
     names, notes = spellings(sum(raw.values(), Counter[str]()), settings.ignore_case)
     counts: dict[str, Counter[str]] = {split: Counter() for split in raw}
@@ -207,7 +207,7 @@ def _classes(
 
 
 def reasons_of(skipped: Mapping[str, str]) -> str:
-    """Return the reasons for which texts cannot be used, with their numbers.
+    """Return the reasons why texts cannot be used, with counts, as text.
 
     Args:
         skipped: place → "PLACE: REASON.", as in `TextListing`.

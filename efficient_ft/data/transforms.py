@@ -1,4 +1,4 @@
-"""From an image to a network's input tensor: resizing, augmenting, normalizing.
+"""Transform images into a network's input tensor: resize, augment, normalize.
 
 Everything before the normalization works on PIL images, for all data sets, so that training, evaluation and prediction
 resample in the same way.
@@ -22,13 +22,13 @@ from efficient_ft.data.images import Decoding, read_image
 #: Augmentations of training images.
 AUGMENT = ("resize_crop", "none")
 _BANDS = (
-    "Image files are read as RGB or gray: model.kwargs.in_chans beyond 3 serves tensors of your own (the library), not"
-    " files. Of images with more bands, save three as RGB."
+    "Image files are read as RGB or gray; model.kwargs.in_chans > 3 works only with your own tensors, in the library."
+    " Save three bands of each image as RGB."
 )
 
 
 class Transform:
-    """Transform a PIL image into a normalized tensor, as the recipe of LBP-WHT trains and tests.
+    """Transform a PIL image into a normalized tensor, as in the recipe of LBP-WHT.
 
     Evaluation is Resize(size) → normalize; training with `resize_crop` is Resize(`resize`) → RandomResizedCrop(size) →
     flips → normalize. Random numbers come from torch's CPU generator; the caller seeds it.
@@ -41,8 +41,8 @@ class Transform:
         resize: the size before the crop: ``input`` (the network's), a number of pixels (square), or ``none`` (the
             image's own, with `resize_crop` only).
         vertical_flip: turn half of the images upside down.
-        pick: of the crop and the flips that are on, this many are drawn for each image; None: all of them.
-        decoding: how files are read; None: the default.
+        pick: number of augmentations (the crop and the enabled flips) drawn for each image; None for all of them.
+        decoding: options for decoding files; None for the default.
 
     Attributes:
         resize_size: (height, width) before the crop; None: the image's own.
@@ -94,7 +94,7 @@ class Transform:
             if vertical_flip:
                 steps.append(v2.RandomVerticalFlip())
         if pick is not None and not 1 <= pick <= len(steps):
-            raise SettingError("data.augment.pick", pick, f"null, or from 1 to {len(steps)}, the crop and the flips on")
+            raise SettingError("data.augment.pick", pick, f"null, or 1 to {len(steps)} (the crop and the flips)")
         self._augment = v2.Compose(steps) if steps else None
         if pick is not None and pick < len(steps):
             self._augment = _Pick(steps, pick, None if self.resize_size == input.image_size else v2.Resize(size, mode))
@@ -117,7 +117,7 @@ class Transform:
         return read_image(path, self.resize_size, self.decoding)
 
     def resize(self, image: Image.Image) -> Image.Image:
-        """Resize; deterministic, so the result may be cached."""
+        """Resize an image; deterministic, so the result may be cached."""
         image = image.convert("L") if self._gray else image
         return image if self._resize is None else self._resize(image)
 
@@ -145,19 +145,19 @@ class Transform:
 
 
 def to_pictures(pixels: Tensor, input: InputSpec) -> list[Image.Image]:
-    """Return normalized images (B, C, H, W) as pictures again."""
+    """Convert normalized images (B, C, H, W) back to PIL images."""
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (input.mean, input.std))
     plain = (pixels * std + mean).clamp(0, 1).mul(255).round().to(torch.uint8)
     return [Image.fromarray(one.permute(1, 2, 0).squeeze(-1).numpy()).convert("RGB") for one in plain]
 
 
 class _Pick(torch.nn.Module):
-    """Apply some of several augmentations, drawn for each image, in their order.
+    """Apply a random subset of augmentations to each image, in order.
 
     Args:
-        steps: the crop first.
-        count: how many are drawn.
-        resize: what brings an image without the crop to the input size; None: it has it.
+        steps: the augmentations; the crop is the first.
+        count: number of augmentations drawn.
+        resize: resizes an image without the crop to the input size; None if it already has this size.
     """
 
     def __init__(self, steps: Sequence[torch.nn.Module], count: int, resize: torch.nn.Module | None) -> None:

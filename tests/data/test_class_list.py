@@ -89,21 +89,21 @@ def test_numbers_in_names_and_ids(tmp_path: Path, content: str, expected: list[t
     [
         ("a\n\nb\n", "line 2 is empty"),
         ("\na\nb\n", "line 1 is empty"),
-        ("a\nb\na\n", "names a twice"),
-        ("Cell\nbg\ncell\n", "names cell and Cell, which differ only by case"),
+        ("a\nb\na\n", "lists a twice"),
+        ("Cell\nbg\ncell\n", "lists cell and Cell, which differ only in case"),
         ("é\nb".encode("latin-1"), "is not UTF-8"),
         (b"\x89PNG\r\n\x1a\n\x00\x00\x00", "is not"),
-        ("", "names no class"),
-        ("# nothing\n", "names no class"),
+        ("", "lists no class"),
+        ("# nothing\n", "lists no class"),
         ("1\n2\n3", "numbers without names"),
         ("0 a\nb", "line 1 has an id and a name, but line 2 has a name"),
         ("a 1 2 3\nb", "line 1 has a name and a color, but line 2 has a name"),
-        ("0 a\n0 b", "gives the id 0 to a and b"),
+        ("0 a\n0 b", "assigns the id 0 to both a and b"),
         ("0 a\n70000 b", "ids must be below 65536, got 70000"),
-        ("a 1 1 1\nb 1 1 1", "gives the color 1 1 1 to a and b"),
+        ("a 1 1 1\nb 1 1 1", "assigns the color 1 1 1 to both a and b"),
         ("a 300 1 1\nb 1 1 1", "colors must be integers from 0 to 255"),
         ("a 0.5 0.1 0.1\nb 0.1 0.1 0.1", "colors must be integers from 0 to 255"),
-        ("1 2 3 4 5 a\n1 2 3 4 6 b", "cannot be read"),
+        ("1 2 3 4 5 a\n1 2 3 4 6 b", "is not a valid class"),
     ],
 )
 def test_lists_with_several_readings_are_rejected(tmp_path: Path, content: str | bytes, expected: str) -> None:
@@ -128,4 +128,4 @@ def test_the_file_is_chosen_and_colors_come_from_another_one(tmp_path: Path) -> 
     other = read_class_list(tmp_path)
     assert other is not None
     assert other.entries[0].color is None
-    assert other.notes == ("label_colors.txt is not used: classes.txt names the classes.",)
+    assert other.notes == ("Not used: label_colors.txt. The classes are read from classes.txt.",)

@@ -48,7 +48,7 @@ def test_a_validation_folder_validates_and_nothing_is_taken_from_train(
     root = folders(train={"a": 5, "b": 5}, **{name: {"a": 2, "b": 1}})
     data = opened(data_config("folder", root=str(root)))
     assert data.splits == {"train": 10, "val": 3}
-    assert any(f"no test split: the reported accuracy is that on {name}/" in n for n in data.report()["notes"])
+    assert any(f"no test split. The accuracy is reported on {name}/" in n for n in data.report()["notes"])
     with pytest.raises(UserError, match=r"no test split\. It has val\."):
         data.eval_loader("test")
     with pytest.raises(SettingError, match=r"data\.select_best_on must be val, got test.*no test images"):
@@ -113,7 +113,7 @@ def test_nested_images_links_hidden_files_and_other_files(folders: Make, data_co
     assert data.splits["test"] == 3
     listing = read_folder(root)
     assert listing.left_out == {
-        "no images: .txt ×1": 1,
+        "not images: .txt ×1": 1,
         "images outside of class folders": 1,
         "links to folders": 1,
     }
@@ -208,7 +208,7 @@ def test_a_class_missing_in_test_is_noted(folders: Make, data_config: Config) ->
         ({"train": {"a": 2}, "test": {"a": 2}}, "single class, 'a'"),
         ({"a": 2}, "single class, 'a'"),
         ({"train": {"a": 2, "b": 2}, "test": {"a": 0}}, "no images in class folders"),
-        ({"train": {"a": 2, "b": 2}, "val": {"a": 1}, "valid": {"a": 1}}, "val, valid are all names of a val split"),
+        ({"train": {"a": 2, "b": 2}, "val": {"a": 1}, "valid": {"a": 1}}, "val, valid all denote the val split"),
         ({"test": {"a": 2, "b": 2}}, "no train/"),
         ({"train": {"": 3}, "test": {"a": 1}}, r"train/ \(3 images\) has no class folders"),
         ({"a": 0, "b": 0}, "no class folders with images"),

@@ -59,14 +59,14 @@ def test_a_large_set_is_sampled_and_the_sampling_is_reported(data_config: Callab
         for i in range(700):
             (tmp_path / "images" / name / f"{i}.jpg").hardlink_to(one)
     found = open_data(data_config("folder", root=str(tmp_path / "images")), SPEC, 0).inspect()
-    assert found.lines[1] == f"sampled: of 1,400 images {DECODED} decoded, {HEADERS:,} headers read"
+    assert found.lines[1] == f"sampled: {DECODED} of 1,400 images decoded, {HEADERS:,} headers read"
     assert found.facts["examined"] == HEADERS
 
 
 def test_small_values_of_16_bits_name_the_range(opened: tuple[Path, Open]) -> None:
     root, make = opened
     deep(root, 4000)
-    (text,) = warned(make().inspect(), "'data.value_range=[0,4095]'", "(10 decoded)", "up to 4000")
+    (text,) = warned(make().inspect(), "'data.value_range=[0,4095]'", "(10 decoded)", "maximum value of 4000")
     assert "dark" in text
     corrected = make(value_range=(0, 4095)).inspect()
     assert not warned(corrected, "value_range")
@@ -83,19 +83,19 @@ def test_the_range_that_is_suggested(opened: tuple[Path, Open], most: int, range
 def test_images_that_become_one_color(opened: tuple[Path, Open]) -> None:
     root, make = opened
     deep(root, 100)
-    (text,) = warned(make().inspect(), "become a single color")
-    assert ", 10 become" in text
+    (text,) = warned(make().inspect(), "leaves a single color")
+    assert "in 10 of " in text
     assert "data.value_range=[0,255]" in text
     assert not warned(make(value_range=(0, 100)).inspect(), "single color")
     Image.new("RGB", (9, 9), "gray").save(root / "train/b/blank.png")
-    assert warned(make(value_range=(0, 100)).inspect(), ", 1 have a single color", "blank.png")
+    assert warned(make(value_range=(0, 100)).inspect(), "A single color fills 1 of ", "blank.png")
 
 
 def test_a_range_without_effect_and_one_that_clips(opened: tuple[Path, Open]) -> None:
     root, make = opened
     assert warned(make(value_range=(0, 4095)).inspect(), "data.value_range has no effect")
     deep(root, 4000)
-    assert warned(make(value_range=(0, 1000)).inspect(), "% of the gray values, 0 to 4000, are outside")
+    assert warned(make(value_range=(0, 1000)).inspect(), "% of the gray values (0 to 4000) are outside")
 
 
 def test_no_bright_pixel(opened: tuple[Path, Open]) -> None:
@@ -103,7 +103,7 @@ def test_no_bright_pixel(opened: tuple[Path, Open]) -> None:
     for file in root.rglob("*.jpg"):
         Image.fromarray(np.asarray(Image.open(file)) // 20).save(file.with_suffix(".png"))
         file.unlink()
-    assert warned(make().inspect(), "No image has a bright pixel", "of 255")
+    assert warned(make().inspect(), "The images are dark", "of 255")
 
 
 def test_gray_and_color_extensions_frames(opened: tuple[Path, Open]) -> None:
@@ -115,9 +115,9 @@ def test_gray_and_color_extensions_frames(opened: tuple[Path, Open]) -> None:
     picture(53).save(root / "train/b/y.tif", save_all=True, append_images=[picture(54)])
     picture(55).save(root / "train/b/one.gif")
     found = make().inspect()
-    assert warned(found, "Of 33 images, 3 are gray")
-    assert any(line.startswith("1 file has the extension of another format: ") for line in found.lines)
-    assert warned(found, "2 files have several frames or pages, of which the first is used", "x.gif")
+    assert warned(found, "3 of 33 images are gray")
+    assert any(line.startswith("1 file has an extension of another format: ") for line in found.lines)
+    assert warned(found, "2 files have several frames or pages; only the first is used", "x.gif")
     assert found.facts["several_frames"] == 2
 
 
@@ -125,7 +125,7 @@ def test_small_images_and_classes(data_config: Callable[..., Any], folders: Call
     root = folders(train={"a": 9, "b": 9, "c": 1}, val={"a": 1, "b": 1}, test={"a": 1, "c": 1})
     wide = InputSpec((224, 224), SPEC.mean, SPEC.std)
     found = open_data(data_config("folder", root=str(root)), wide, 0).inspect()
-    assert warned(found, "enlarged ×9.33, from 24×20", "224×224", "model.image_size")
+    assert warned(found, "enlarged ×9.33, from a median of 24×20", "224×224", "model.image_size")
     assert warned(found, "One class has a single training image: 'c'")
     assert warned(found, "One class has no val image: 'c'")
     assert warned(found, "One class has no test image: 'b'")
@@ -145,9 +145,7 @@ def test_all_files_are_decoded_thoroughly(opened: tuple[Path, Open]) -> None:
     truncate(root / "train/b/7.jpg")
     (root / "test/a/2.jpg").write_bytes(b"")
     quick = make().inspect()
-    assert warned(
-        quick, "Of 30 files looked at, 2 cannot be read, such as", "data.on_corrupt=skip leaves such files out"
-    )
+    assert warned(quick, "Cannot read 2 of 30 inspected files", "Set data.on_corrupt=skip to skip such files")
     assert len(quick.lines) == 1
     found = make().inspect(thorough=True)
     assert found.warnings == []
@@ -171,7 +169,7 @@ def test_duplicates(opened: tuple[Path, Open]) -> None:
     }
     assert warned(found, "1 image occurs in several splits", "train/a/1.jpg (train, a)", "test/a/leak.jpg (test, a)")
     assert warned(found, "1 image occurs with several labels", "train/a/2.jpg", "train/b/other.png (train, b)")
-    assert any("3 of 33 images repeat another one" in line for line in found.lines)
+    assert any("3 of 33 images, compared by pixels" in line for line in found.lines)
 
 
 def test_masks_beside_their_images_are_warned_of(opened: tuple[Path, Open]) -> None:

@@ -64,8 +64,8 @@ def test_a_class_without_a_training_pixel_is_always_reported(folder: Path) -> No
         Image.fromarray(mask).save(path)
     found = _inspect(folder)
     assert found.facts["train_pixels"]["disk"] == 0
-    assert found.lines[2] == "classes without a training pixel: disk"
-    assert any(warning.startswith("disk has no training pixel (in 8 masks).") for warning in found.warnings)
+    assert found.lines[2] == "classes without training pixels: disk"
+    assert any(warning.startswith("disk has no training pixels (in 8 masks).") for warning in found.warnings)
 
 
 def test_warnings_of_labels_and_sizes(folder: Path) -> None:
@@ -79,8 +79,8 @@ def test_warnings_of_labels_and_sizes(folder: Path) -> None:
     assert any("of the pixels of the train masks have no label (2, 255)" in warning for warning in found.warnings) == (
         np.mean([(mask == 2) | (mask == 255) for mask in _masks(folder, "train")]) > 0.9
     )
-    assert "1 val masks have no labeled pixel: they count for no score." in found.warnings
-    assert any("1 of 13 masks have another size than their images" in warning for warning in found.warnings)
+    assert "1 val mask has no labeled pixels, and no effect on the scores." in found.warnings
+    assert any("1 of 13 masks differ in size from their images" in warning for warning in found.warnings)
     assert list(found.problems) == [str(folder / "test/masks/000.png")]
 
 
@@ -114,6 +114,6 @@ def test_orientations_and_kinds_are_named(folder: Path) -> None:
     assert found.facts["exif_orientations"] == {"raw": 1}
     assert (
         found.lines[-1]
-        == "images with an EXIF orientation: 1 with masks of the stored pixels, which are turned as the image"
+        == "images with an EXIF orientation: 1 with masks of the stored pixels, which are rotated like the image"
     )
     assert "8-bit ids and indices of a palette" in found.lines[0]

@@ -15,8 +15,8 @@ def test_lengths_are_those_of_the_tokenizer(tmp_path: Path) -> None:
     assert found.facts["tokens"] == {"min": 3, "median": 22.5, "max": 42}
     assert found.facts["characters"] == {"min": 5, "median": 122.0, "max": 239}
     assert found.facts["cut_share"] == 0.75
-    assert found.lines == ["texts: 3 to 42 tokens (median 22); 75.0 % are cut at model.max_length=12"]
-    assert any("75.0 % of the texts are cut" in warning for warning in found.warnings)
+    assert found.lines == ["texts: 3 to 42 tokens (median 22); 75.0 % are truncated at model.max_length=12"]
+    assert any("75.0 % of the texts are truncated" in warning for warning in found.warnings)
 
 
 def test_many_texts_are_sampled_and_all_of_them_on_request(tmp_path: Path) -> None:
@@ -47,8 +47,8 @@ def test_texts_in_two_splits_or_with_two_labels_are_counted(tmp_path: Path) -> N
     assert found.facts["shared_texts"] == {"val": 3, "test": 5}
     assert found.facts["texts_with_several_labels"] == 1
     text = "\n".join(found.warnings)
-    assert "3 of 3 val texts and 5 of 5 test texts are training texts as well" in text
-    assert "1 text with several labels, such as 'apple zinc': 'fruit' and 'metal'." in text
+    assert "include 3 of 3 val texts and 5 of 5 test texts" in text
+    assert "1 text has several labels, such as 'apple zinc': 'fruit' and 'metal'." in text
 
 
 def test_case_and_spaces_are_ignored_on_request(tmp_path: Path) -> None:
@@ -63,8 +63,8 @@ def test_texts_that_look_wrong_are_warned_of(tmp_path: Path) -> None:
     for text, message in (
         ("nan", "may stand for a missing text, such as 'nan'"),
         ("cafÃ© apple", "may have been decoded with a wrong encoding, such as 'cafÃ© apple'"),
-        ("<br />apple", "with HTML tags"),
-        ("\u200b", "no token"),
+        ("<br />apple", "may contain HTML tags"),
+        ("\u200b", "only special tokens"),
     ):
         rows = [*sentences(20), *((text, "fruit") for _ in range(10))]
         assert message in printed(open_set(write_all(tmp_path, {"train.csv": table(rows)}))), text
@@ -73,8 +73,8 @@ def test_texts_that_look_wrong_are_warned_of(tmp_path: Path) -> None:
 def test_a_constant_column_and_joined_labels_are_warned_of(tmp_path: Path) -> None:
     rows = [("same", ("a", "b", "a|b")[k % 3]) for k in range(15)]
     text = printed(open_set(write_all(tmp_path, {"train.csv": table(rows)})))
-    assert "training texts repeat another one. Check data.text.columns." in text
-    assert "Names of classes that join several labels: 1, such as 'a|b'." in text
+    assert "training texts duplicate another text. Check data.text.columns." in text
+    assert "1 class name may combine several labels, such as 'a|b'." in text
 
 
 def test_combinations_that_share_labels_are_warned_of(tmp_path: Path) -> None:

@@ -83,17 +83,17 @@ def test_a_layout_with_one_reading_is_read(tree: Make, name: str) -> None:
 def test_notes_of_accepted_layouts(tree: Make, tmp_path: Path) -> None:
     notes = read_folder(tree({"dogs/poodle": 5, "dogs/pug": 5, "cats/siamese": 5})).notes
     assert len(notes) == 1
-    assert "(cats, dogs): the images in their 3 folders are joined" in notes[0]
+    assert "(cats, dogs). The images in their 3 subfolders belong to them" in notes[0]
     root = tree({})
     for name in ("dogs", "cats"):
         (root / name).rename(tmp_path / name)
     listing = read_folder(tree({**both("train/train", "test"), "seg_pred/x": 3, ".": 2}))
-    assert listing.notes == ["train/ holds train/train/ only, which is used."]
+    assert listing.notes == ["train/ contains only train/train/, which is used instead."]
     assert listing.left_out == {"images outside of class folders": 2, "images in seg_pred/": 3}
 
 
 REJECTED: dict[str, tuple[dict[str, int | str], list[str]]] = {
-    "two folders for a split": (both("train", "val", "valid"), ["val, valid are all names", "{train: train, val: val}",
+    "two folders for a split": (both("train", "val", "valid"), ["val, valid all denote", "{train: train, val: val}",
                                 "{train: train, val: [val, valid]}"]),
     "dev and eval": (both("train", "dev", "eval"), ["{train: train, val: dev, test: eval}"]),
     "extra": (both("train", "extra"), ["extra/ (10 images)", "cat, dog", "{train: train, test: extra}",
@@ -125,7 +125,7 @@ REJECTED: dict[str, tuple[dict[str, int | str], list[str]]] = {
     "flat test": ({**both("train"), "test": 3}, ["3 images without a class", "{train: train}"]),
     "no training images": (both("test", "val"), ["no train/"]),
     "case in test": ({"train/Cat": 4, "train/dog": 4, "test/cat": 4},
-                     ["'cat' (4 images)", "differs from 'Cat' by case or spaces only", "{train: train}"]),
+                     ["'cat' (4 images)", "differs from 'Cat' only in case or spaces", "{train: train}"]),
     "a class of one image": ({"cat": 5, "dog": 1}, ["'dog' of the 2 classes in images/ has a single image"]),
     "HEIC only": ({"cat/1.heic": "x", "dog/2.HEIC": "x"}, [".heic ×2", "pip install 'efficient-ft[heic]'"]),
     "arrays only": ({"cat/1.npy": "x", "dog/2.npy": "x"}, [".npy ×2", "convert them to PNG or TIFF"]),
@@ -196,7 +196,7 @@ def test_classes_that_differ_by_case_or_spaces_are_noted(tree: Make) -> None:
 def test_skipped_files_are_counted_by_reason(tree: Make) -> None:
     root = tree({**both("train", "test"), "train/cat/a.txt": "x", "test/dog/b.txt": "x", "train/dog/c.npy": "x"})
     assert read_folder(root).left_out == {
-        "no images: .txt ×2": 2,
+        "not images: .txt ×2": 2,
         ".npy files: convert them to PNG or TIFF": 1,
     }
 

@@ -165,7 +165,7 @@ def test_a_split_that_a_setting_names(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"data\.splits\.train must be a folder"):
         read(root, {"train": "classes.txt"})
     write(root, {"images/lonely": 2})
-    assert "no folder of masks belongs to it" in _message(root, {"train": "images/lonely"})
+    assert "has no matching folder of masks" in _message(root, {"train": "images/lonely"})
 
 
 def test_images_without_any_masks(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_images_without_any_masks(tmp_path: Path) -> None:
     only = write(tmp_path / "only", {"train": 4, "test": 2})
     assert "no folder of masks" in _message(only)
     together = write(tmp_path / "together", {"train": ["a_sat.png", "a_mask.png"]})
-    assert "Images and masks in one folder are not read" in _message(together)
+    assert "Images and masks must be in separate folders" in _message(together)
     untrained = write(tmp_path / "untrained", {"val/images": 2, "val/masks": 2, "test/images": 2, "test/masks": 2})
     assert "no folder of training images" in _message(untrained)
 
@@ -189,9 +189,9 @@ def test_images_without_any_masks(tmp_path: Path) -> None:
         (["0001.jpg", "0002.jpg"], ["0001_L.png", "0002_L.png"], "named NAME_L"),
         (["0001.jpg", "0002.jpg"], ["mask_0001.png", "mask_0002.png"], "named mask_NAME"),
         (["0001.jpg", "0002.jpg"], ["0001.jpg.png", "0002.jpg.png"], "named NAME.jpg"),
-        (["image_1.jpg", "image_2.jpg"], ["mask_1.png", "mask_2.png"], "matched to images without words"),
-        (["a_sat.jpg", "b_sat.jpg"], ["a_mask.png", "b_mask.png"], "matched to images without words"),
-        (["IMG1.JPG", "IMG2.JPG"], ["img1.png", "img2.png"], "matched to images without case"),
+        (["image_1.jpg", "image_2.jpg"], ["mask_1.png", "mask_2.png"], "matched to images ignoring words"),
+        (["a_sat.jpg", "b_sat.jpg"], ["a_mask.png", "b_mask.png"], "matched to images ignoring words"),
+        (["IMG1.JPG", "IMG2.JPG"], ["img1.png", "img2.png"], "matched to images ignoring case"),
     ],
 )
 def test_masks_with_constant_affixes_are_matched(
@@ -218,12 +218,12 @@ def test_images_and_masks_that_lack_the_other_one(tmp_path: Path) -> None:
     instances = write(
         tmp_path / "instances", {"images": ["1.jpg", "2.jpg"], "masks": ["1_0.png", "1_1.png", "2_0.png"]}
     )
-    assert "has several masks of an image: 1_0.png and 1_1.png (3 masks, 2 images)" in _message(instances)
+    assert "has several masks for one image: 1_0.png and 1_1.png (3 masks, 2 images)" in _message(instances)
 
 
 def test_masks_that_are_no_masks(tmp_path: Path) -> None:
     root = write(tmp_path, {"images": 3, "masks": ["000.jpg", "001.jpg", "002.jpg"]})
-    assert "masks has 3 .jpg files: JPEG and WebP change pixel values" in _message(root)
+    assert "masks contains 3 .jpg files: JPEG and WebP change pixel values" in _message(root)
     arrays = write(tmp_path / "arrays", {"images": 2, "masks": []})
     for k in range(2):
         np.save(arrays / "masks" / f"{k:03}.npy", np.zeros(3))

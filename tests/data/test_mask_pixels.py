@@ -98,8 +98,8 @@ def _alpha() -> Image.Image:
             ),
             "must have one page, got 3",
         ),
-        (lambda p: Image.fromarray(IDS.astype(np.float32)).save(p, format="tiff"), "has floating-point values"),
-        (lambda p: Image.fromarray(IDS).convert("CMYK").save(p, format="tiff"), "has the mode CMYK"),
+        (lambda p: Image.fromarray(IDS.astype(np.float32)).save(p, format="tiff"), "got floating-point values"),
+        (lambda p: Image.fromarray(IDS).convert("CMYK").save(p, format="tiff"), "got the mode CMYK"),
         (lambda p: _alpha().save(p), "the transparency of the mask varies"),
         (lambda p: _png(p, 16, [bytes([0, 1] * 3)], 1, 2), "3 channels of 16 bits"),
         (
@@ -130,7 +130,7 @@ def test_orientations_of_images_are_found(tmp_path: Path, name: str) -> None:
         path.write_bytes(raw[:start] + raw[start + length : end] + raw[start : start + length] + raw[end:])
     assert stored_size(str(path)) == ((50, 30), 6)
     if name != "i.jpg":
-        with pytest.raises(UserError, match="EXIF orientation of its own"):
+        with pytest.raises(UserError, match="its own EXIF orientation"):
             read_pixels(str(path))
 
 

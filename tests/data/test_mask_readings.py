@@ -70,7 +70,7 @@ def first(data: SegmentationData) -> np.ndarray:
 def test_masks_of_0_and_255_are_ambiguous(tmp_path: Path) -> None:
     root = write(tmp_path, gray(0, 255))
     text = message(root)
-    assert re.search(r"hold only the values 0 \(\d\d\.\d% of the pixels\), 255 \(\d\d\.\d% of the pixels\)", text)
+    assert re.search(r"contain only the values 0 \(\d\d\.\d% of the pixels\), 255 \(\d\d\.\d% of the pixels\)", text)
     assert "all 6 masks decoded" in text
     assert "cell has no pixel" in text
     assert "'data.masks.values={0: background, 255: cell}'" in text
@@ -89,9 +89,9 @@ def test_masks_of_0_and_255_are_ambiguous(tmp_path: Path) -> None:
         ((0, 255), "a\nb\nc\n", "b, c have no pixel"),
         ((1, 255), "a\nb\n", "a has no pixel"),
         ((0, 1, 255), "a\nb\nc\n", "'data.masks.values={0: a, 1: b, 255: c}'"),
-        ((0, 1), "a\nb\nc\n", r"there are 3 classes: c has no pixel"),
+        ((0, 1), "a\nb\nc\n", r"the data set has 3 classes: c has no pixel"),
         ((0,), "a\nb\n", "every pixel is a, and b has no pixel"),
-        ((0, 128, 255), "a\nb\n", "have values of no class: 0 "),
+        ((0, 128, 255), "a\nb\n", "have values without a class: 0 "),
         ((0, 128, 255), "a\nb\nc\n", "'data.masks.values={0: a, 128: b, 255: c}'"),
         ((1, 2), "a\nb\n", "'data.masks.values={1: a, 2: b}'"),
         ((0, 255), "a\nb\nc\n", "{0: a, 255: b}' with 'data.masks.classes=[a, b]'"),
@@ -128,7 +128,7 @@ def test_a_second_class_is_looked_for_in_many_masks(tmp_path: Path) -> None:
 
 def test_the_validation_masks_may_have_other_values(tmp_path: Path) -> None:
     root = write(tmp_path, lambda n: Image.fromarray(ids(n, (0, 1) if n < 6 else (0, 255))))
-    assert "The val masks hold only the values 0" in message(root)
+    assert "The val masks contain only the values 0" in message(root)
     several = opened(root, {"values": {0: "background", 1: "cell", 255: "cell"}})
     assert several.classes.ids == (0, 1)
     assert set(np.unique(several._dataset("val", training=False).read(0)[1])) == {0, 1}
@@ -161,16 +161,16 @@ def test_classes_may_come_from_the_map_of_values(tmp_path: Path) -> None:
             r"data\.masks\.values\.255 must be .*got sell\. Did you mean 'cell'",
         ),
         ({"values": {0: "background", 255: 7}}, r"data\.masks\.values\.255 must be"),
-        ({"values": {0: "background"}}, r"gives each class a value: cell has none"),
+        ({"values": {0: "background"}}, r"gives each class a value, .*Add cell"),
         ({"values": {0: "background", 255: "cell"}, "ignored": [255]}, r"data\.masks\.ignored must be none of"),
-        ({"colors": {"background": [0, 0, 0]}}, r"a color for each class: cell has none"),
-        ({"colors": {"background": [0, 0, 0], "cell": [0, 0, 0]}}, r"background and cell share it"),
+        ({"colors": {"background": [0, 0, 0]}}, r"a color for each class, .*Add a color for cell"),
+        ({"colors": {"background": [0, 0, 0], "cell": [0, 0, 0]}}, r"background and cell have the same color"),
         (
             {"colors": {"background": [0, 0, 0], "cell": [1, 0, 0], "sea": [2, 0, 0]}},
             r"must be one of background, cell",
         ),
         ({"palette": "color"}, r"data\.masks\.palette must be index or auto, since the classes have no colors"),
-        ({"classes": ["a", "b", "a"]}, r"data\.masks\.classes names a twice"),
+        ({"classes": ["a", "b", "a"]}, r"data\.masks\.classes lists a twice"),
     ],
 )
 def test_settings_that_do_not_fit(tmp_path: Path, masks: dict[str, Any], expected: str) -> None:
@@ -240,7 +240,7 @@ def test_masks_are_mapped_by_color(tmp_path: Path, make: Callable[[int], Image.I
 
 def test_colors_of_no_class_are_counted(tmp_path: Path) -> None:
     root = write(tmp_path, rgb, "sky 128 128 128\nbuilding 128 0 0\n")
-    with pytest.raises(UserError, match=r"colors of no class: 0 0 0 \(\d+ pixels\)\. Add them"):
+    with pytest.raises(UserError, match=r"colors without a class: 0 0 0 \(\d+ pixels\)\. Add them"):
         list(opened(root).train_loader())
     (root / "classes.txt").write_text("sky\nbuilding\n")
     with pytest.raises(UserError, match=r"the mask has colors \(mode RGB\).*data\.masks\.colors"):
@@ -266,7 +266,7 @@ def test_gray_palettes_in_another_order_are_ambiguous(tmp_path: Path) -> None:
         return image
 
     root = write(tmp_path, make, "a\nb\nc\nd\n")
-    assert "index 1 is the gray value 3, and both are ids of classes. Set data.masks.palette=index" in message(root)
+    assert "index 1 is the gray value 3, and both are class ids. Set data.masks.palette=index" in message(root)
     assert (first(opened(root, {"palette": "index"})) == ids(0, (0, 1, 2))).all()
 
 
@@ -277,7 +277,7 @@ def test_ids_of_masks_with_a_palette_although_the_list_has_colors(tmp_path: Path
         return image
 
     root = write(tmp_path, make, LIST)
-    with pytest.raises(UserError, match=r"or data\.masks\.palette=index"):
+    with pytest.raises(UserError, match=r"or set data\.masks\.palette=index"):
         list(opened(root).train_loader())
     assert (first(opened(root, {"palette": "index"})) == EXPECTED[ids(0, (0, 1, 2))]).all()
     plain = write(tmp_path / "plain", gray(0, 1, 2), LIST)
@@ -310,7 +310,7 @@ def test_masks_of_images_with_an_orientation(tmp_path: Path, orientation: int, s
         assert not agrees("upright")
     else:
         assert agrees("auto")
-        with pytest.raises(UserError, match="the mask is 10×8, its image 8×10"):
+        with pytest.raises(UserError, match="the mask is 10×8, but its image is 8×10"):
             agrees("upright")
     upright = opened(root, {"exif": "raw"})._dataset("train", training=False).read(0)[1]
     Image.fromarray(upright).save(mask)
@@ -335,7 +335,7 @@ def test_smoothed_masks_are_named(tmp_path: Path) -> None:
 def test_a_resized_mask_is_named(tmp_path: Path) -> None:
     root = write(tmp_path, gray(0, 1))
     Image.fromarray(ids(0)).resize((20, 16), Image.Resampling.NEAREST).save(root / "train/masks/0.png")
-    with pytest.raises(UserError, match=r"the mask is 20×16, its image 10×8.*It looks resized"):
+    with pytest.raises(UserError, match=r"the mask is 20×16, but its image is 10×8.*The mask looks resized"):
         first(opened(root))
 
 

@@ -54,12 +54,12 @@ def test_folders_may_be_nested(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "expected"),
     [
-        (lambda root: (root / "classes.txt").unlink(), "has no classes.txt, which names the classes"),
+        (lambda root: (root / "classes.txt").unlink(), "has no classes.txt, which lists the class names"),
         (
             lambda root: (root / "classes.txt").write_text("void\nsky\n"),
             r"has 1 class \(classes.txt\). Segmentation needs at least two",
         ),
-        (lambda root: (root / "train/masks/001.png").unlink(), r"001.jpg has no mask .*masks/001.png\. Add it"),
+        (lambda root: (root / "train/masks/001.png").unlink(), r"001.jpg has no mask .*masks/001.png\. Add the mask"),
         (lambda root: [p.unlink() for p in (root / "train/images").iterdir()], "train/images has no images"),
         (lambda root: (root / "train").rename(root / "spare"), "Images with masks are in several folders"),
         (lambda root: Image.new("L", (4, 4)).save(root / "train/masks/000.bmp"), "has two files for 000"),
@@ -114,10 +114,10 @@ def test_ids_above_255_are_read(tmp_path: Path) -> None:
     [
         (
             np.array([[0, 7, 7], [9, 0, 1]]),
-            r"ids of no class: 7 \(2 pixels\), 9 \(1 pixels\). The classes have ids 0, 1, 3",
+            r"ids without a class: 7 \(2 pixels\), 9 \(1 pixels\). The classes have the ids 0, 1, 3",
         ),
         (np.full((2, 3), VOID), "no pixel has a label"),
-        (np.zeros((3, 3)), "the mask is 3×3, its image 3×2"),
+        (np.zeros((3, 3)), "the mask is 3×3, but its image is 3×2"),
         (
             np.eye(3)[[[0, 1, 2], [0, 0, 0]]],
             r"the mask has colors \(mode RGB\) instead of class ids: 1 0 0 \(4 pixels\)",

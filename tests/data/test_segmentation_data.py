@@ -151,7 +151,7 @@ def test_a_file_that_cannot_be_used_stops_with_its_name(folder: Path, workers: i
     _spoil(folder)
     with pytest.raises(UserError, match=r"00[24]\."):
         list(_open(folder, num_workers=workers).train_loader())
-    with pytest.raises(UserError, match=r"001\.png: the mask is 5×5, its image 64×48"):
+    with pytest.raises(UserError, match=r"001\.png: the mask is 5×5, but its image is 64×48"):
         list(_open(folder, num_workers=workers).eval_loader("val"))
 
 
@@ -161,7 +161,7 @@ def test_or_it_is_left_out_and_recorded(folder: Path) -> None:
     assert data.splits == {"train": 5, "val": 2, "test": 2}
     report = data.report()
     assert report["skipped_count"] == 3
-    assert any("ids of no class: 9 (3072 pixels)" in why for why in report["skipped"].values())
+    assert any("ids without a class: 9 (3072 pixels)" in why for why in report["skipped"].values())
     assert any("3 unusable images are left out" in note for note in report["notes"])
     assert len(list(data.train_loader())) == 2
 

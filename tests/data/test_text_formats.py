@@ -42,7 +42,7 @@ def test_cells_over_several_lines_are_noted(tmp_path: Path) -> None:
     data = open_set(write_all(tmp_path, {"a.csv": PLAIN + '"Dear all,\nthe apple, or\r\npear",fruit\n'}))
     assert size(data) == 21
     text = printed(data)
-    assert "1 row in quotes over several lines, such as lines 22–24." in text
+    assert "quoted cells span several lines in 1 row, such as lines 22–24." in text
     assert "a.csv (21 rows in 24 lines)" in text
 
 
@@ -52,18 +52,18 @@ def test_quotes_of_a_tsv_are_noted_and_can_enclose(tmp_path: Path) -> None:
     assert "quotes around cells are part of the texts in 12 rows (data.text.quotes)" in printed(open_set(tmp_path))
     assert open_set(tmp_path, quotes=True)._parts["train"].texts[0][0][0] != '"'
     write_all(tmp_path, {"a.tsv": '"text"\t"label"\n"a"\t"fruit"\n'})
-    with pytest.raises(UserError, match=r"no column 'text'.*Set data\.text\.quotes=true"):
+    with pytest.raises(UserError, match=r"no column 'text'.*set data\.text\.quotes=true"):
         open_set(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("name", "text", "note"),
     [
-        ("a.csv", table(12, ";"), "separated by a semicolon (data.text.delimiter)"),
-        ("a.csv", table(12, "\t"), "separated by a tab (data.text.delimiter)"),
-        ("a.csv", table(12, "|"), "separated by a pipe (data.text.delimiter)"),
+        ("a.csv", table(12, ";"), "the delimiter is read as semicolon (data.text.delimiter)"),
+        ("a.csv", table(12, "\t"), "the delimiter is read as tab (data.text.delimiter)"),
+        ("a.csv", table(12, "|"), "the delimiter is read as pipe (data.text.delimiter)"),
         ("a.csv", "sep=;\n" + table(12, ";"), ""),
-        ("a.tsv", table([(f'"{text}, {text}"', label) for text, label in sentences(12)]), "separated by a comma"),
+        ("a.tsv", table([(f'"{text}, {text}"', label) for text, label in sentences(12)]), "delimiter is read as comma"),
         ("a.csv", table([(f'"{text}, x"', f' "{label}"') for text, label in sentences(12)]), ""),
         ("a.csv", table(12).replace("\n", "\r"), ""),
         ("a.csv", table(12).replace("\n", ",\n"), ""),
@@ -87,13 +87,13 @@ def test_a_given_delimiter_is_used(tmp_path: Path) -> None:
 
 def test_a_table_without_names_is_refused_or_named(tmp_path: Path) -> None:
     write_all(tmp_path, {"a.tsv": "".join(f"{label}\t{text}\n" for text, label in sentences(20))})
-    with pytest.raises(UserError, match=r"It has fruit, .* first line is taken as the names .*names=\[label,text\]"):
+    with pytest.raises(UserError, match=r"Columns: fruit, .* first line is read as the names .*names=\[label,text\]"):
         open_set(tmp_path)
     assert size(open_set(tmp_path, names=["label", "text"])) == 20
     with pytest.raises(SettingError, match=r"data\.text\.names must be 2 names, one for each cell of line 1"):
         open_set(tmp_path, names=["label", "text", "more"])
     write_all(tmp_path, {"a.tsv": table(20, "\t")})
-    with pytest.raises(SettingError, match=r"data\.text\.names must be null .* whose first line names its columns"):
+    with pytest.raises(SettingError, match=r"data\.text\.names must be null .* is a header"):
         open_set(tmp_path, names=["text", "label"])
 
 
@@ -104,12 +104,12 @@ def test_columns_without_names_are_read_and_their_content_is_noted(tmp_path: Pat
     write_all(tmp_path, {"spam.csv": ("v1,v2,,,\r\n" + rows).encode("cp1252")})
     data = open_set(tmp_path, encoding="cp1252", columns=["v2"], label="v1")
     assert size(data) == 12
-    assert "columns without a name have content in 2 rows" in printed(data)
+    assert "columns without a name contain values in 2 rows" in printed(data)
 
 
 def test_rows_with_other_numbers_of_cells_are_counted(tmp_path: Path) -> None:
     write_all(tmp_path, {"a.csv": PLAIN + "a,b,c\nd\n"})
-    with pytest.raises(UserError, match=r"2 of 22 texts cannot be used: 3 cells, where .* ×1, 1 cell, .* line 22"):
+    with pytest.raises(UserError, match=r"2 of 22 texts cannot be used: 3 cells for .* ×1, 1 cell .* line 22"):
         open_set(tmp_path)
     assert size(open_set(tmp_path, on_corrupt="skip")) == 20
 
@@ -120,17 +120,17 @@ ACCENTS = PLAIN + "caf\u00e9 \u2019apple\u2019,fruit\n"
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (ACCENTS.encode("cp1252"), r"a\.csv, line 22: not UTF-8 \(byte 0xe9\)\. It looks like cp1252: set data\."),
+        (ACCENTS.encode("cp1252"), r"a\.csv, line 22: invalid UTF-8 \(byte 0xe9\)\. It looks like cp1252: set data\."),
         (ACCENTS.encode("utf-16-le"), r"like utf-16-le without a byte order mark: set data\.text\.encoding=utf-16-le"),
         (ACCENTS.encode("utf-16-be"), r"set data\.text\.encoding=utf-16-be"),
-        ((PLAIN + "中文字 很好 apple,fruit\n").encode("gb18030"), r"line 22: not UTF-8 .*gb18030 \(Chinese\)"),
-        ("text,label\nпривет,да\n".encode("cp1251"), r"line 2: not UTF-8 .*e\.g\. cp1251"),
-        (ACCENTS.encode() + b"\xff,fruit\n", r"line 23: .* damaged, or mixes encodings: 3 characters .* 1 are not"),
-        ((PLAIN + "a\0b,fruit\n").encode(), r"line 22: 1 NUL character"),
+        ((PLAIN + "中文字 很好 apple,fruit\n").encode("gb18030"), r"line 22: invalid UTF-8 .*gb18030 \(Chinese\)"),
+        ("text,label\nпривет,да\n".encode("cp1251"), r"line 2: invalid UTF-8 .*e\.g\. cp1251"),
+        (ACCENTS.encode() + b"\xff,fruit\n", r"line 23: .* damaged or mixes encodings: 3 non-ASCII characters .* 1 are not"),
+        ((PLAIN + "a\0b,fruit\n").encode(), r"line 22: found 1 NUL character"),
         (gzip.compress(PLAIN.encode())[:60], r"is a damaged gzip file"),
         (b"PK\x03\x04....", r"is a ZIP archive .*save the sheet as \.csv"),
         (b"PAR1....", r"is a Parquet file\. Convert it"),
-        (b"version https://git-lfs.github.com/spec/v1\n", r"is a pointer of Git LFS"),
+        (b"version https://git-lfs.github.com/spec/v1\n", r"is a Git LFS pointer"),
         (b"\n<!DOCTYPE html><html></html>", r"is a web page, not a file of rows"),
         (PLAIN.replace("text,label", "TEXT,LABEL").encode(), r"no column 'text'.* Did you mean 'TEXT'\?"),
     ],
@@ -158,7 +158,7 @@ def all_texts(data: Any) -> list[tuple[str, ...]]:
 def test_a_wrong_encoding_is_noted_or_refused(tmp_path: Path) -> None:
     write_all(tmp_path, {"a.csv": ACCENTS})
     assert "is valid UTF-8, but is read as latin-1" in printed(open_set(tmp_path, encoding="latin-1"))
-    with pytest.raises(UserError, match=r"line 22: not ascii .* Set data\.text\.encoding to"):
+    with pytest.raises(UserError, match=r"line 22: invalid ascii .* Set data\.text\.encoding to"):
         open_set(tmp_path, encoding="ascii")
     for name in ("utf-81", "base64", "rot13"):
         with pytest.raises(SettingError, match=r"data\.text\.encoding must be an encoding that Python knows"):
@@ -170,9 +170,9 @@ def test_a_wrong_encoding_is_noted_or_refused(tmp_path: Path) -> None:
     [
         (json_lines([{"text": "a", "label": ["x"]}]), r"line 1: 'label' is a list, not a text"),
         (json_lines([{"text": "a", "label": "x"}, {"text": {"b": 1}, "label": "x"}]), r"line 2: 'text' is an object"),
-        ('{"text": "a", "text": "b", "label": 1}\n', r"line 1: a name is given twice"),
-        (json.dumps([{"text": "a", "label": 1}], indent=1), r"line 1: not JSON .*one object per line"),
-        (json_lines([{"text": "a", "kind": 1}]), r"no column 'label' .* It has text, kind"),
+        ('{"text": "a", "text": "b", "label": 1}\n', r"line 1: a key occurs twice"),
+        (json.dumps([{"text": "a", "label": 1}], indent=1), r"line 1: invalid JSON .*one object per line"),
+        (json_lines([{"text": "a", "kind": 1}]), r"no column 'label' .* Columns: text, kind"),
     ],
 )
 def test_json_that_is_no_row_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:
@@ -182,7 +182,7 @@ def test_json_that_is_no_row_is_refused_with_its_line(tmp_path: Path, text: str,
 
 def test_numbers_as_texts_are_noted(tmp_path: Path) -> None:
     data = open_set(write_all(tmp_path, {"a.jsonl": json_lines({"text": k, "label": k % 2} for k in range(12))}))
-    assert "numbers and truth values in column 'text' are read as texts in 12 rows" in printed(data)
+    assert "numbers and booleans in column 'text' are converted to text in 12 rows" in printed(data)
 
 
 def test_the_columns_of_a_file_without_a_header_are_suggested_by_its_first_row(tmp_path: Path) -> None:

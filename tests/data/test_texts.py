@@ -124,7 +124,7 @@ def test_training_is_shuffled_by_epoch_and_seed_alone(tmp_path: Path) -> None:
 def test_long_texts_are_cut_and_said(tmp_path: Path) -> None:
     file = write_texts(tmp_path / "texts.csv", 40)
     data = opened(file, max_length=8)
-    assert "are cut at model.max_length=8" in data.inspect().lines[0]
+    assert "are truncated at model.max_length=8" in data.inspect().lines[0]
     assert "max_length" not in opened(file, max_length=32).inspect().lines[0]
     assert max(inputs["input_ids"].shape[1] for inputs, _ in data.train_loader()) == 8
 
@@ -136,7 +136,7 @@ def test_blank_lines_and_spaces_around_names_play_no_part(tmp_path: Path) -> Non
 
 def test_folders_hold_no_pairs(tmp_path: Path) -> None:
     write(tmp_path / "one" / "1.txt", "a")
-    with pytest.raises(SettingError, match=r"data\.text\.columns must be one column"):
+    with pytest.raises(SettingError, match=r"data\.text\.columns must be a single column"):
         read_texts(tmp_path, TextConfig(columns=["a", "b"]))
 
 
@@ -167,19 +167,19 @@ def test_any_change_changes_the_digest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.csv", "text,class\nx,y\n", r"a\.csv: no column 'label' \(data\.text\.label\)\. It has text, class"),
+        ("a.csv", "text,class\nx,y\n", r"a\.csv: no column 'label' \(data\.text\.label\)\. Columns: text, class"),
         ("a.csv", "texts,label\nx,y\n", r"no column 'text' \(data\.text\.columns\).* Did you mean 'texts'\?"),
-        ("a.csv", "text,label\nx,y,z\n", r"line 2: 3 cells, where the first line names 2 columns"),
-        ("a.csv", "text,label\nx\n", r"line 2: 1 cell, where the first line names 2 columns"),
-        ("a.csv", 'text,label\na,b\n"x,y\n', r"line 3: not readable as a table .* quotes in it are doubled"),
+        ("a.csv", "text,label\nx,y,z\n", r"line 2: 3 cells for 2 columns"),
+        ("a.csv", "text,label\nx\n", r"line 2: 1 cell for 2 columns"),
+        ("a.csv", 'text,label\na,b\n"x,y\n', r"line 3: not readable as a table .* quotes in it must be doubled"),
         ("a.csv", "text,label,label\nx,y,y\n", r"has two columns 'label'\. Rename one"),
-        ("a.jsonl", "[" * 100_000, r"line 1: not JSON"),
+        ("a.jsonl", "[" * 100_000, r"line 1: invalid JSON"),
         ("a.jsonl", '{"text": "a\\ud800", "label": 1}', r"has no usable text for train: .*line 1: not valid Unicode"),
         ("a.csv", "text,label\n", r"has no rows"),
         ("a.csv", "", r"has no rows"),
         ("a.csv", "text,label\nx,one\ny,one\n", r"has the single class 'one'"),
-        ("a.jsonl", '{"text": "x", "label": 1}\n{"text": ', r"line 2: not JSON"),
-        ("a.jsonl", "[1]\n", r"a line holds one object"),
+        ("a.jsonl", '{"text": "x", "label": 1}\n{"text": ', r"line 2: invalid JSON"),
+        ("a.jsonl", "[1]\n", r"each line must be an object"),
         ("a.xml", "x", r"must be one of \.csv \.tsv \.jsonl"),
     ],
 )
@@ -197,7 +197,7 @@ def test_mistakes_in_folders(tmp_path: Path) -> None:
     both = tmp_path / "both"
     write_texts(write(both / "train.csv", ""), 4)
     write(both / "train.jsonl", "{}")
-    with pytest.raises(UserError, match=r"train\.csv, train\.jsonl are all names of a train split"):
+    with pytest.raises(UserError, match=r"train\.csv, train\.jsonl all denote the train split"):
         read_texts(both, PLAIN)
     write_texts(write(tmp_path / "only" / "test.csv", ""), 4)
     with pytest.raises(UserError, match="has no training texts"):
@@ -205,9 +205,7 @@ def test_mistakes_in_folders(tmp_path: Path) -> None:
     other = tmp_path / "other"
     write_texts(write(other / "train.csv", ""), 4)
     write(other / "test.csv", "text,label\na stone,stone\n")
-    with pytest.raises(
-        UserError, match=r"test\.csv, line 2: the class 'stone' \(1 test text\) is none of the training"
-    ):
+    with pytest.raises(UserError, match=r"test\.csv, line 2: the class 'stone' \(1 test text\) is unknown"):
         read_texts(other, PLAIN)
     write(tmp_path / "linked" / "a" / "1.txt", "zinc")
     write(tmp_path / "linked" / "b" / "2.txt", "plum")
@@ -221,7 +219,7 @@ def test_mistakes_in_folders(tmp_path: Path) -> None:
 def test_a_file_in_another_encoding_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "a.csv"
     file.write_bytes("text,label\nKäse,a\n".encode("latin-1"))
-    with pytest.raises(UserError, match=r"a\.csv, line 2: not UTF-8 \(byte 0xe4\)"):
+    with pytest.raises(UserError, match=r"a\.csv, line 2: invalid UTF-8 \(byte 0xe4\)"):
         read_texts(file, PLAIN)
     file.write_bytes("\ufefftext,label\nKäse,a\nBrot,b\nQuark,a\nBrötchen,b\n".encode())
     assert read_texts(file, PLAIN).class_names == ["a", "b"]
@@ -253,7 +251,7 @@ def test_rte_is_read_from_its_files(tmp_path: Path) -> None:
 def test_an_incomplete_rte_is_refused(tmp_path: Path) -> None:
     _write_rte(tmp_path, train=2000)
     config = settings(tmp_path, name="rte", text=TextConfig(columns=["sentence1", "sentence2"]))
-    with pytest.raises(UserError, match=r"train\.tsv has 2000 rows, not 2490"):
+    with pytest.raises(UserError, match=r"train\.tsv has 2000 rows instead of 2490"):
         read_data(config)
     (tmp_path / "RTE" / "dev.tsv").unlink()
     assert "lacks dev.tsv" in str(missing_data(config))

@@ -59,7 +59,7 @@ def test_a_file_without_a_head_is_taken(tmp_path, caplog):
     save_file(backbone(source), tmp_path / "w.safetensors")
     model = factory.create_model(small(weights=str(tmp_path / "w.safetensors")), 7)
     assert_equal(backbone(model), backbone(source))
-    assert "absent in the file" in caplog.text
+    assert "absent from the file" in caplog.text
 
 
 def test_position_embeddings_are_resized(tmp_path):
