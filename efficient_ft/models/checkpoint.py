@@ -1,4 +1,4 @@
-"""The tensors of a weights file by name, read without running code from it."""
+"""Read the tensors of a weights file by name, without running code from the file."""
 
 from __future__ import annotations
 
@@ -20,17 +20,15 @@ from torch import Tensor
 
 from efficient_ft.core.errors import SettingError, first_line, why_unreadable
 
-_FORMS = (
-    "a complete file of weights (.safetensors; .pth, .pt, .bin or .ckpt with tensors only; .npz for the ViT family)"
-)
+_FORMS = "a complete weights file (.safetensors; .pth, .pt, .bin or .ckpt with tensors only; .npz for the ViT family)"
 #: First bytes of files that are often given instead of weights, and a sentence about each.
 _OTHER_FILES = (
-    (rb"version https://git-lfs", "It is a Git LFS pointer, not the file itself. Run git lfs pull"),
+    (rb"version https://git-lfs", "It is a Git LFS pointer instead of the file. Run git lfs pull"),
     (rb"\s*<(!doctype|html|\?xml)", "It is a web page: the download failed"),
-    (rb"\x89HDF", "It is an HDF5 file, which Keras writes. Convert it to PyTorch's names first"),
+    (rb"\x89HDF", "It is an HDF5 file, as written by Keras. Convert it to PyTorch's names first"),
     (rb"GGUF", "It is a GGUF file. Use the original weights"),
     (rb"\x1f\x8b|BZh|7z\xbc|\xfd7zXZ|Rar!", "It is a compressed archive. Unpack it first"),
-    (rb"\s*\{[^\0]*$", "It is a JSON file. Join the shards that it lists into one .safetensors file"),
+    (rb"\s*\{[^\0]*$", "It is a JSON file. Merge the shards that it lists into one .safetensors file"),
 )
 #: What training stores next to weights: names of the Transformers trainer and of Accelerate.
 _NO_WEIGHTS = re.compile(r"(optimizer|scheduler|scaler|training_args|rng_state|random_states|sampler)[\w.-]*$")
@@ -43,8 +41,8 @@ class Contents:
     """The tensors of a file.
 
     Attributes:
-        tensors: by full name, in which the keys of nested mappings and lists are joined by dots.
-        keys: by full name, the part that names the mapping; "" at the top.
+        tensors: tensors by full name; the keys of nested mappings and lists are joined by dots.
+        keys: the part of each full name that names the mapping; "" at the top level.
         objects: classes of the Python objects in the file that were not loaded.
     """
 
@@ -53,11 +51,11 @@ class Contents:
     objects: tuple[str, ...] = ()
 
     def under(self, prefix: str) -> dict[str, Tensor]:
-        """The tensors whose full names start with `prefix`, without it."""
+        """Return the tensors whose full names start with `prefix`, without the prefix."""
         return {name[len(prefix) :]: value for name, value in self.tensors.items() if name.startswith(prefix)}
 
     def weights_under(self, prefix: str) -> dict[str, Tensor]:
-        """The same in fp32, without tensors whose values cannot be weights; integers stay."""
+        """Return the tensors under `prefix` in fp32, without tensors that cannot be weights; integers are unchanged."""
         return {
             name: value.float() if value.is_floating_point() else value
             for name, value in self.under(prefix).items()
@@ -66,10 +64,10 @@ class Contents:
 
 
 def read_contents(path: Path) -> Contents:
-    """Read all tensors of a .safetensors, .pth, .pt, .bin, .ckpt or .npz file. The form is recognized by its content.
+    """Read all tensors of a .safetensors, .pth, .pt, .bin, .ckpt or .npz file. The format is detected by the content.
 
     Raises:
-        SettingError: the file does not exist, is damaged, or holds no tensors.
+        SettingError: the file does not exist, is damaged, or contains no tensors.
     """
     require_file(path)
     objects: tuple[str, ...] = ()
@@ -82,7 +80,7 @@ def read_contents(path: Path) -> Contents:
     except Exception as error:  # torch, numpy and safetensors raise a dozen kinds on a damaged file
         why = f"Reading it failed: {why_unreadable(error).partition('. ')[0].rstrip('.')}"
         if "Python objects" in why:
-            why += ". Save the weights alone: torch.save(model.state_dict(), FILE)"
+            why += ". Save only the weights: torch.save(model.state_dict(), FILE)"
     if why is not None:
         raise SettingError("model.weights", path, _FORMS, f"{why}.")
     tensors: dict[str, Tensor] = {}
@@ -90,7 +88,7 @@ def read_contents(path: Path) -> Contents:
     for key, name, value in _walk(held, ()):
         full = f"{key}.{name}".lstrip(".") if key else name
         if full in tensors:
-            raise SettingError("model.weights", path, "a file whose names differ", f"It holds {full} twice.")
+            raise SettingError("model.weights", path, "a file with unique names", f"It contains {full} twice.")
         tensors[full], keys[full] = value, key
     if not tensors:
         raise _without_tensors(path, held, objects)
@@ -98,7 +96,7 @@ def read_contents(path: Path) -> Contents:
 
 
 def require_file(path: Path) -> None:
-    """Raise a SettingError if there is no such file; a folder gets advice."""
+    """Raise a SettingError unless the path is a file; the error for a folder contains advice."""
     if os.path.isfile(path):  # pathlib raises for a name that is too long
         return
     do, shown = None, str(path)
@@ -123,7 +121,7 @@ def require_file(path: Path) -> None:
 
 
 def _other_file(path: Path, start: bytes) -> str | None:
-    """The sentence about a file that holds no weights, judged by its first bytes; None for any other."""
+    """Return a sentence about a file without weights, judged by its first bytes; None for other files."""
     if not start:
         return "Reading it failed: it is empty"
     for pattern, sentence in _OTHER_FILES:
@@ -141,21 +139,21 @@ def _other_file(path: Path, start: bytes) -> str | None:
 
 
 def _read(path: Path, start: bytes) -> tuple[Any, tuple[str, ...]]:
-    """The object in a file, and the classes that were not loaded."""
+    """Return the object in a file, and the classes that were not loaded."""
     if start[8:9] == b"{":
         return load_file(path), ()
     if path.suffix == ".npz" or start[:6] == b"\x93NUMPY":
         arrays = np.load(path, allow_pickle=False)
         if isinstance(arrays, np.ndarray):
-            raise ValueError("it holds one array without a name")
+            raise ValueError("it contains one array without a name")
         return {name: torch.from_numpy(arrays[name]) for name in arrays.files}, ()
-    with warnings.catch_warnings():  # torch's advice about pickles and about kinds of tensors that are refused here
+    with warnings.catch_warnings():  # torch warns of pickles and of unsupported kinds of tensors
         warnings.simplefilter("ignore")
         return _unpickle(path)
 
 
 class _Inert:
-    """Base of the classes that replace those of a pickle. Their objects ignore arguments and state."""
+    """Base of replacements for the classes in a pickle. The objects ignore arguments and state."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -163,7 +161,7 @@ class _Inert:
 
 
 class _InertDict:
-    """Replaces a class of mappings; torch fills none but its own kinds."""
+    """Replaces a class of mappings; torch fills only its own types."""
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
         return OrderedDict()
@@ -177,14 +175,14 @@ class _InertList:
 
 
 def _unpickle(path: Path) -> tuple[Any, tuple[str, ...]]:
-    """Read a file of torch.save, with inert objects where it has any of classes that torch does not allow.
+    """Read a file written by torch.save. Objects of classes that torch does not allow become inert.
 
     Settings, metrics and paths are often stored next to the weights.
     """
     try:
         with open(path, "rb") as opened:  # torch would judge a path by its suffix
             names = [str(name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(opened)]
-    except ValueError:  # an earlier format than archives
+    except ValueError:  # a format older than archives
         names = []
     inert: dict[str, type] = {name: type(name, (_Inert,), {}) for name in names}
     while True:
@@ -194,7 +192,7 @@ def _unpickle(path: Path) -> tuple[Any, tuple[str, ...]]:
                 held = torch.load(opened, map_location="cpu", weights_only=True)
             return held, tuple(names)
         except pickle.UnpicklingError as error:
-            # A mapping or list of a class of its own: torch names the replaced class that it would have to fill.
+            # A mapping or list of a custom class: torch names the replaced class that it would have to fill.
             kind = {"Can only SETITEM": _InertDict, "Can only append": _InertList, "Can only extend": _InertList}
             other = next((made for text, made in kind.items() if text in str(error)), None)
             found = next((n for n, cls in inert.items() if issubclass(cls, _Inert) and repr(cls) in str(error)), None)
@@ -204,7 +202,7 @@ def _unpickle(path: Path) -> tuple[Any, tuple[str, ...]]:
 
 
 def _walk(held: Any, path: tuple[str, ...], above: tuple[int, ...] = ()) -> Iterator[tuple[str, str, Tensor]]:
-    """Key of the mapping, name and value of each tensor in nested mappings and lists; a cycle is not followed."""
+    """Yield (key of the mapping, name, value) of each tensor in nested mappings and lists; cycles are not followed."""
     if isinstance(held, Tensor) and not path:
         yield "", "tensor", held
     if len(path) > _DEPTH or id(held) in above:
@@ -228,14 +226,14 @@ def _without_tensors(path: Path, held: Any, objects: tuple[str, ...]) -> Setting
     if objects:
         what = "a whole model" if any(name.startswith("torch.nn.modules.") for name in objects) else "Python objects"
         do = (
-            f"It holds {what} (classes {', '.join(objects[:3])}), which is not loaded: it could run code."
-            " Save the weights alone: torch.save(model.state_dict(), FILE)."
+            f"It contains {what} (classes {', '.join(objects[:3])}), which cannot be loaded without running code."
+            " Save only the weights: torch.save(model.state_dict(), FILE)."
         )
     return SettingError("model.weights", path, "a file with a state dict (names to tensors)", do)
 
 
 def why_unusable(tensor: Tensor) -> str | None:
-    """Say why the values of a tensor cannot be weights by their kind; None: they can."""
+    """Return why a tensor of this kind cannot be a weight; None if it can be one."""
     if tensor.is_quantized:
         return "quantized"
     if tensor.is_meta:
@@ -250,5 +248,5 @@ def why_unusable(tensor: Tensor) -> str | None:
 
 
 def error_text(error: BaseException) -> str:
-    """The first line of an error's text, without a period."""
+    """Return the first line of an error's text, without a period."""
     return first_line(error).rstrip(".")

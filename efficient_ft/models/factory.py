@@ -65,7 +65,7 @@ def create_model(config: ModelConfig, num_classes: int | Mapping[str, int], *, r
         config: the `model` section of the configuration.
         num_classes: number of outputs; or by task, for a classifier per task (`models.tasks`): the first is created or
             loaded as that of a network of one task, the others are newly initialized.
-        report: log which weights were loaded; `loading_report` has it in any case.
+        report: log which weights were loaded; `loading_report` returns the report in any case.
 
     Raises:
         UserError: an unknown name, arguments or an image size that the model refuses, or weights that cannot be
@@ -96,9 +96,9 @@ def create_model(config: ModelConfig, num_classes: int | Mapping[str, int], *, r
 
 
 def _loaded(config: ModelConfig, model: nn.Module, num_classes: int, shown: bool) -> nn.Module:
-    """Log what was loaded, and prepare new parts."""
+    """Log the loading report, and prepare new parts."""
     report = loading_report(model)
-    assert report is not None, "every loader leaves a report"
+    assert report is not None, "every loader sets a report"
     if report.new_heads and config.zero_head:
         _zero_head(model)
     for line in report.lines(num_classes):
@@ -147,7 +147,7 @@ def _record_input_size(config: ModelConfig, model: nn.Module) -> None:
 
 
 def _check_image_size(config: ModelConfig, cfg: PretrainedCfg, model: nn.Module) -> None:
-    """Refuse a size that the model takes as an argument and then fails on, or of which its patches miss pixels."""
+    """Reject a size that the model accepts but cannot process, or whose pixels its patches do not cover."""
     own = tuple(cfg.input_size[-2:])
     size = image_size(config, cfg)
     if size == own and not any("patch" in name for name in config.kwargs):
@@ -172,7 +172,7 @@ def _check_image_size(config: ModelConfig, cfg: PretrainedCfg, model: nn.Module)
 
 @contextmanager
 def _patches(model: nn.Module, size: tuple[int, int]) -> Iterator[list[tuple[int, int]]]:
-    """Record the patch sizes of layers that cut images of `size` into patches and leave a rest."""
+    """Record the patch sizes of layers whose patches do not cover images of `size`."""
     found: list[tuple[int, int]] = []
 
     def look(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -191,7 +191,7 @@ def _patches(model: nn.Module, size: tuple[int, int]) -> Iterator[list[tuple[int
 
 
 def _unused_pixels(config: ModelConfig, size: tuple[int, int], patch: tuple[int, int]) -> SettingError:
-    """The error for an image size that patches do not fill."""
+    """Return the error for an image size that is not a multiple of the patch size."""
     used, next_ = ([s // p * p + up * p * (s % p > 0) for s, p in zip(size, patch, strict=True)] for up in (0, 1))
     square = size[0] == size[1] and patch[0] == patch[1]
     near = [side[0] if square else f"[{side[0]},{side[1]}]" for side in (used, next_) if min(side)]

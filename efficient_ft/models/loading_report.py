@@ -1,4 +1,4 @@
-"""The report of which weights a network took from a file, kept on the network."""
+"""Report which weights of a network were loaded from a file. The report is stored on the network."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 
 from torch import nn
 
-#: The attribute of a model that holds its report.
+#: The attribute of a model that stores its report.
 _REPORT = "efficient_ft_loading"
 _COLUMNS = 100
 
 
 @dataclass(frozen=True)
 class LoadingReport:
-    """How a network was loaded from a file.
+    """The report of loading a network from a file.
 
     Attributes:
-        path: of the file or folder.
-        key: the nested mapping of the file that the weights are from; "" for the top.
-        prefix: of the names in that mapping, which was removed.
+        path: path of the file or folder.
+        key: the nested mapping of the file that contains the weights; "" for the top level.
+        prefix: the prefix that was removed from the names in that mapping.
         loaded: number of tensors taken from the file.
         total: number of tensors of the network.
-        left_out: by full name in the file, why a tensor was not used.
-        new_heads: by name, why a part is newly initialized.
-        notes: changes to the tensors: positions resized, channels merged, another candidate not used.
-        suspicious: tensors whose values are beyond any sense, in words.
+        left_out: reason by full name in the file, for unused tensors.
+        new_heads: reason by name, for newly initialized parts.
+        notes: changes to the tensors: resized positions, merged channels, an unused candidate.
+        suspicious: descriptions of tensors with implausible values.
     """
 
     path: str
@@ -41,11 +41,11 @@ class LoadingReport:
     suspicious: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain containers, for results.json."""
+        """Return the report in plain containers, for results.json."""
         return asdict(self)
 
     def lines(self, classes: int) -> list[str]:
-        """Three lines, more only with several changes: what was loaded, what was left out, and what is new or changed.
+        """Return the lines to log: the loaded tensors, the unused tensors, and the new or changed parts.
 
         Args:
             classes: number of classes of the network.
@@ -66,7 +66,7 @@ class LoadingReport:
         return lines
 
     def _left_out(self) -> str:
-        """One line: by reason, the number of tensors left out, and the first parts of their names."""
+        """Return a line with the number of unused tensors by reason, and the first parts of their names."""
         groups: dict[str, Counter[str]] = {}
         for name, reason in self.left_out.items():
             shown = name.removeprefix(f"{self.key}.") if self.key else name
@@ -80,11 +80,11 @@ class LoadingReport:
 
 
 def set_loading_report(model: nn.Module, report: LoadingReport) -> nn.Module:
-    """Keep the report on the network, and return the network."""
+    """Store the report on the network, and return the network."""
     setattr(model, _REPORT, report)
     return model
 
 
 def loading_report(model: nn.Module) -> LoadingReport | None:
-    """The report of a network that was loaded from a file; None for any other."""
+    """Return the report of a network that was loaded from a file; None for other networks."""
     return getattr(model, _REPORT, None)

@@ -1,4 +1,4 @@
-"""The part of a weights file that fits a network: its place, and the tensors that are missing, wrong or left over."""
+"""Find the part of a weights file that fits a network, and its missing, mismatched and unused tensors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from efficient_ft.models.checkpoint import Contents
 if TYPE_CHECKING:
     from efficient_ft.config.schema import ModelConfig
 
-#: Tensors that networks of this family put before those of the patches, and the names of the tokens.
+#: Parameters of prefix tokens, which precede the patch tokens, and the kinds of these tokens.
 PREFIX_TOKENS = {"cls_token": "class", "dist_token": "distillation", "reg_token": "register",
                  "register_tokens": "register"}  # fmt: skip
-#: Candidates that are looked at, at most: by matching names, and by the structure of the file alone.
+#: Maximum number of candidates: by matching names, and by the structure of the file alone.
 _BY_NAMES, _BY_STRUCTURE = 16, 24
-#: What torch.compile, FSDP and recomputation put into names.
+#: Parts of names that torch.compile, FSDP and activation checkpointing insert.
 _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-#: timm's training keeps the average of the weights under these keys, next to the weights.
+#: Keys under which timm's training stores the averaged weights, and the keys of the weights themselves.
 _AVERAGES = {"state_dict_ema": "state_dict", "model_ema": "model"}
 
 
@@ -34,17 +34,17 @@ class Fit:
     """The tensors under one prefix of a file, compared with a network.
 
     Attributes:
-        prefix: of the full names.
-        taken: by the network's names, the tensors that it takes; of a new head, the network's own.
-        missing: names of the network that are not there.
-        misshapen: by name, shapes in the file and in the model, in words.
-        foreign: names without a place in the network, which belong to another form of it.
-        left_out: by name without the prefix, why a tensor is not used.
-        new_heads: by name, why a classifier is to be initialized.
-        notes: changes to tensors, in words.
-        error: the reason why the names could not be converted.
+        prefix: prefix of the full names.
+        taken: tensors to load, by the network's names; a new head keeps the network's own tensors.
+        missing: names of the network that are missing in the file.
+        misshapen: shapes in the file and in the model, by name, as text.
+        foreign: names that do not occur in the network and suggest a different variant of it.
+        left_out: reason by name without the prefix, for unused tensors.
+        new_heads: reason by name, for classifiers that must be initialized.
+        notes: changes to tensors, as text.
+        error: the reason why the names could not be converted; empty if they could be.
         loaded: number of tensors taken from the file.
-        model: the network with these weights, if comparing builds it.
+        model: the network with these weights, if the comparison builds it.
     """
 
     prefix: str
@@ -61,7 +61,7 @@ class Fit:
 
     @property
     def complete(self) -> bool:
-        """Whether the network takes all that it needs, and nothing belongs to another form of it."""
+        """True if no tensor is missing, mismatched or foreign."""
         return not (self.error or self.missing or self.misshapen or self.foreign)
 
 
@@ -73,15 +73,15 @@ def choose(
     Args:
         config: the `model` section; `weights_key` restricts the search.
         path: the file, for messages.
-        contents: of the file.
-        own: names of the network.
+        contents: contents of the file.
+        own: names of the network's tensors.
         fit: compares the tensors under a prefix with the network.
 
     Returns:
-        The contents that were searched, and the fit; the nearest one, which is not complete, if none is.
+        The searched contents, and the fit. If no fit is complete, it is the nearest one.
 
     Raises:
-        SettingError: several parts of the file fit, or `model.weights_key` names none.
+        SettingError: several parts of the file fit, or `model.weights_key` matches none.
     """
     return _search(config, path, _restricted(config, path, contents), own, fit)
 
@@ -89,7 +89,7 @@ def choose(
 def _search(
     config: ModelConfig, path: Path, searched: Contents, own: Collection[str], fit: Callable[[Contents, str], Fit]
 ) -> tuple[Contents, Fit]:
-    """The search of `choose`; a second one looks behind wrappers inside of names."""
+    """Search as in `choose`; a second search ignores wrappers inside of names."""
     votes = _votes(searched.tensors, own)
     most = max(votes.values(), default=0)
     likely = [prefix for prefix, count in votes.most_common(_BY_NAMES) if count * 2 >= most]
@@ -120,7 +120,7 @@ def _search(
 
 
 def _restricted(config: ModelConfig, path: Path, contents: Contents) -> Contents:
-    """The part of a file that `model.weights_key` names."""
+    """Return the part of a file that `model.weights_key` names."""
     if config.weights_key is None:
         return contents
     start = f"{str(config.weights_key).rstrip('.')}."
@@ -131,13 +131,13 @@ def _restricted(config: ModelConfig, path: Path, contents: Contents) -> Contents
             groups = Counter(".".join(name.split(".")[:2]) for name in contents.tensors)
         inside = ", ".join(f"{name} ({count} tensors)" for name, count in groups.most_common(8))
         raise SettingError(
-            "model.weights_key", config.weights_key, "the start of names in model.weights", f"{path} holds {inside}."
+            "model.weights_key", config.weights_key, "the start of names in model.weights", f"{path} contains {inside}."
         )
     return Contents(tensors, contents.keys, contents.objects)
 
 
 def _votes(names: Collection[str], own: Collection[str]) -> Counter[str]:
-    """By prefix, the number of names that are a name of the network behind it."""
+    """Count by prefix the names that are names of the network without this prefix."""
     votes: Counter[str] = Counter()
     for name in names:
         start = 0
@@ -151,7 +151,7 @@ def _votes(names: Collection[str], own: Collection[str]) -> Counter[str]:
 
 
 def _groups(names: Collection[str], size: int) -> list[str]:
-    """Prefixes of many names, the shortest first: for names that a conversion must change."""
+    """Return prefixes shared by many names, the shortest first, for names that must be converted."""
     counts: Counter[str] = Counter()
     for name in names:
         parts = name.split(".")
@@ -161,7 +161,7 @@ def _groups(names: Collection[str], size: int) -> list[str]:
 
 
 def _different(fits: Sequence[Fit]) -> list[Fit]:
-    """The fits without those that have the same values as an earlier one, as modules that are registered twice."""
+    """Return the fits without duplicates, which modules that are registered twice cause."""
     kept: list[Fit] = []
     for one in fits:
         if not any(_same(one.taken, other.taken) for other in kept):
@@ -174,13 +174,13 @@ def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 
 
 def _average(fits: Sequence[Fit]) -> Fit | None:
-    """The average of the weights where timm's training has stored both."""
+    """Return the averaged weights if timm's training stored both."""
     if len(fits) != 2:
         return None
     for one, other in (fits, fits[::-1]):
         key, _, rest = one.prefix.partition(".")
         if _AVERAGES.get(key) == other.prefix.partition(".")[0] and rest == other.prefix.partition(".")[2]:
-            note = f"the average is used, as in timm; model.weights_key={_AVERAGES[key]} uses the weights themselves"
+            note = f"the averaged weights are used; model.weights_key={_AVERAGES[key]} selects the others"
             return replace(one, notes=(*one.notes, note))
     return None
 
@@ -196,8 +196,8 @@ def _ambiguous(config: ModelConfig, path: Path, contents: Contents, fits: Sequen
         "model.weights_key",
         "null" if config.weights_key is None else config.weights_key,
         f"one of {', '.join(keys)}",
-        f"{path} holds {len(fits)} sets of weights that fit {config.name}: {listed}. Set {setting(keys[-1])}"
-        " or another of them.",
+        f"{path} contains {len(fits)} sets of weights that fit {config.name}: {listed}. Set {setting(keys[-1])}"
+        " or another key.",
     )
 
 
@@ -211,16 +211,16 @@ def compare(
     offset: int = 0,
     lenient: bool = False,
 ) -> Fit:
-    """Compare tensors, in the network's names, with a network.
+    """Compare tensors with a network.
 
     Args:
-        prefix: of their full names.
-        given: the tensors.
+        prefix: prefix of their full names.
+        given: the tensors, by the network's names.
         own: the network's tensors, with new classifiers.
         model: the network.
         heads: names of its classifiers.
-        offset: number of further classes at the start of a published classifier.
-        lenient: the network's own library drops names of other forms of it.
+        offset: number of additional classes at the start of a published classifier.
+        lenient: True if the network's library ignores names of its other variants.
     """
     given = {n: v.reshape(()) if n in own and own[n].ndim == 0 and v.numel() == 1 else v for n, v in given.items()}
     new: dict[str, str] = {}
@@ -249,7 +249,7 @@ def compare(
         if reason is None and not lenient:
             foreign.append(name)
         else:
-            left_out[name] = reason or "not used by this form of the model"
+            left_out[name] = reason or "not used by this variant of the model"
     return Fit(
         prefix,
         taken,
@@ -263,13 +263,13 @@ def compare(
 
 
 def fit_of_transformers(prefix: str, model: nn.Module, found: Mapping[str, Any], heads: Collection[str]) -> Fit:
-    """The fit of weights that transformers has loaded.
+    """Return the fit of weights that transformers has loaded.
 
     Args:
-        prefix: of their full names.
+        prefix: prefix of their full names.
         model: the loaded network.
         found: transformers' loading info.
-        heads: names of parts that may be new.
+        heads: names of parts that may be newly initialized.
     """
     own = model.state_dict()
     shapes = {name: f"{'×'.join(map(str, was))} in the file, {'×'.join(map(str, now))} in the model"
@@ -277,7 +277,7 @@ def fit_of_transformers(prefix: str, model: nn.Module, found: Mapping[str, Any],
     fresh = {name: head for name in {*shapes, *found["missing_keys"]} for head in heads
              if name.startswith(f"{head}.")}  # fmt: skip
     rows = {name.rpartition(".")[0]: was[0] for name, was, _ in found["mismatched_keys"] if len(was)}
-    reasons = {head: f"{rows[head]} in the file" if head in rows else "absent in the file"
+    reasons = {head: f"{rows[head]} in the file" if head in rows else "absent from the file"
                for head in sorted(set(fresh.values()))}  # fmt: skip
     buffers = dict(model.named_buffers()).keys()
     left_out = {name: _reason(name, model, tuple(heads), buffers) for name in sorted(found["unexpected_keys"])}
@@ -299,7 +299,7 @@ def fit_of_transformers(prefix: str, model: nn.Module, found: Mapping[str, Any],
 def _fit_head(
     head: str, given: dict[str, Tensor], own: Mapping[str, Tensor], offset: int
 ) -> tuple[dict[str, Tensor], str | None]:
-    """The tensors without those of a classifier that is newly initialized, and the reason; None: it is the file's."""
+    """Return the tensors without a classifier that must be initialized, and the reason; None if the file's fits."""
     names = [name for name in own if name.startswith(f"{head}.")]
     here = [name for name in names if name in given]
     if not names or any(given[name].ndim != own[name].ndim or not given[name].ndim for name in here):
@@ -315,36 +315,36 @@ def _fit_head(
             return {**given, **{name: given[name][offset:] for name in names}}, None
         reason = f"{rows_here} in the file"
     elif not here:
-        reason = "absent in the file"
+        reason = "absent from the file"
     elif len(here) < len(names):
-        reason = f"{', '.join(name for name in names if name not in here)} absent in the file"
+        reason = f"{', '.join(name for name in names if name not in here)} absent from the file"
     else:
-        reason = "for other features in the file"
+        reason = "with other input features in the file"
     return {name: value for name, value in given.items() if name not in names}, reason
 
 
 def _reason(name: str, model: nn.Module, heads: Sequence[str], buffers: Collection[str]) -> str | None:
-    """Why a tensor without a place in the network can be left out; None: it belongs to another form of the network."""
+    """Return why a tensor unknown to the network can be ignored; None if it suggests another variant of the network."""
     first = name.partition(".")[0]
     if name.endswith(("total_ops", "total_params")):
-        return "a profiler's counter"
+        return "of a profiler"
     if name in buffers or name.endswith("num_batches_tracked"):
         return "computed by the model"
     if first in PREFIX_TOKENS:
         return None
     if first == "mask_token":
-        return "used in pretraining alone"
+        return "used only in pretraining"
     for head in heads:
         if name.startswith(f"{head}."):
-            return "another head"
+            return "of another head"
         base = head.partition(".")[0]
         if first == base and (head == base or not hasattr(getattr(model, base), name.split(".")[1])):
-            return "another head"
+            return "of another head"
     return None if hasattr(model, first) else "not part of the model"
 
 
 def shape(tensor: Tensor) -> str:
-    """The shape in words: 3×16×16, or a single number."""
+    """Return the shape as text: 3×16×16, or a single number."""
     return "×".join(map(str, tensor.shape)) or "a single number"
 
 
@@ -357,16 +357,16 @@ def split_prefix(contents: Contents, prefix: str) -> tuple[str, str]:
 
 
 def outside(contents: Contents, prefix: str) -> dict[str, str]:
-    """By full name, why the tensors of a file outside of a prefix are left out."""
+    """Return, by full name, why the tensors of a file outside of a prefix are not used."""
     return {name: "elsewhere in the file" for name in contents.tensors if not name.startswith(prefix)}
 
 
 def no_fit(config: ModelConfig, path: Path, details: str) -> SettingError:
-    """The error for a file that does not fit; `details` is a sentence, or several."""
+    """Return the error for a file that does not fit; `details` contains one or more sentences."""
     encoder = "" if config.encoder is None else f" or model.encoder={config.encoder}"
     return SettingError("model.weights", path, f"a file that fits model.name={config.name}{encoder}", details)
 
 
 def some(names: Sequence[Any]) -> str:
-    """The first four names, and the number of the others."""
+    """Return the first four names, and the number of the others."""
     return ", ".join(map(str, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

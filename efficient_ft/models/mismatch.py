@@ -1,4 +1,4 @@
-"""Words for weights that do not fit a network: tokens, depth, width, positions, and a model of timm that they fit."""
+"""Explain why weights do not fit a network: tokens, depth, width, positions; and suggest a timm model that fits."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from efficient_ft.models.checkpoint import Contents, why_unusable
 from efficient_ft.models.matching import PREFIX_TOKENS, Fit, compare, some
 
-#: Models that the search for one that fits builds, without values, at most.
+#: Maximum number of models that the search for a fitting model builds, on the meta device.
 _TRIED = 32
-#: Looked at first if the file's names are of another family.
+#: Models that are tried first if the file's names belong to another family.
 _COMMON = ("resnet18", "resnet50", "deit_tiny_patch16_224", "vit_base_patch16_224", "swin_tiny_patch4_window7_224",
            "convnext_tiny", "efficientnet_b0", "mobilenetv2_100", "mobilenetv3_large_100", "resnet34", "resnet101",
            "deit_small_patch16_224", "deit_base_patch16_224", "vit_small_patch16_224", "densenet121", "vgg16",
@@ -45,16 +45,19 @@ def explain(
     heads: tuple[str, ...],
     setting: str = "model=timm model.name",
 ) -> str:
-    """Sentences about why the nearest part of a file does not fit a network.
+    """Explain why the nearest part of a file does not fit a network.
 
     Args:
-        name: timm's name of the network, or another's.
+        name: name of the network, in timm or another library.
         path: the file.
-        contents: what was searched.
-        fit: the nearest one.
+        contents: the searched contents.
+        fit: the nearest fit.
         own: the network's tensors.
         heads: names of its classifiers.
-        setting: how another network of timm is chosen.
+        setting: the settings that choose another timm model.
+
+    Returns:
+        One or more sentences.
     """
     given = contents.under(fit.prefix)
     if any(".lora_" in one or ".base_layer." in one for one in contents.tensors):
@@ -67,7 +70,7 @@ def explain(
            and not (one.endswith("num_batches_tracked") or "index" in one or "position_ids" in one)]  # fmt: skip
     if odd and not fit.missing and not fit.foreign:
         return f"Weights must be floating-point numbers (fp32, fp16 or bf16): {some(odd)} cannot be used."
-    if fit.model is None and fit.taken and not fit.error:  # as converted
+    if fit.model is None and fit.taken and not fit.error:  # compare the converted names
         rest = {one: given.get(one, torch.empty(0)) for one in (*fit.foreign, *fit.left_out)}
         heads_made = tuple(f"{head}." for head in fit.new_heads)
         given = {one: value for one, value in fit.taken.items() if not one.startswith(heads_made)} | rest
@@ -112,14 +115,14 @@ def _tokens(given: Mapping[str, Tensor], own: Mapping[str, Tensor], *, positions
     if there == here:
         return []
     count = sum(ours.values())
-    facts = f"its position embedding has {_positions(there, count)}, that of the model {_positions(here, count)}"
+    facts = f"its position embedding has {_positions(there, count)}, the model's has {_positions(here, count)}"
     if count and not _is_square(there - count) and _is_square(there):
         facts += ". Its positions may exclude the prefix tokens (+model.kwargs.no_embed_class=true)"
     return [f"{facts}. If its images were not square, set model.image_size to their [height, width]"]
 
 
 def _prefix_tokens(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Number of tokens before those of the patches, by kind."""
+    """Return the number of prefix tokens by kind."""
     found: dict[str, int] = {}
     for name, kind in PREFIX_TOKENS.items():
         value = tensors.get(name)
@@ -137,13 +140,13 @@ def _words(tokens: Mapping[str, int]) -> str:
 
 
 def _with_tokens(name: str, tokens: Mapping[str, int]) -> str:
-    """A sentence about timm's models that have such prefix tokens."""
+    """Return a sentence that lists timm models with such prefix tokens."""
     pattern = (
         f"*reg{tokens['register']}*" if "register" in tokens else "*distilled*" if "distillation" in tokens else ""
     )
     names = list(timm.list_models(pattern)) if pattern else []
     names.sort(key=lambda one: SequenceMatcher(None, name, one).ratio(), reverse=True)
-    return f" Models of timm with such tokens: {', '.join(names[:3])}." if names else ""
+    return f" The following timm models have such tokens: {', '.join(names[:3])}." if names else ""
 
 
 def _with_argument(fit: Fit) -> str:
@@ -160,7 +163,7 @@ def _is_square(number: int) -> bool:
 
 
 def _positions(number: int, tokens: int) -> str:
-    """Positions as a grid, with or without prefix tokens."""
+    """Return positions as a grid, with or without prefix tokens, as text."""
     for more in (tokens, 0):
         if _is_square(number - more):
             side = math.isqrt(number - more)
@@ -170,7 +173,7 @@ def _positions(number: int, tokens: int) -> str:
 
 
 def _structure(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
-    """Differences in depth, width and patch size."""
+    """Return differences in depth, width and patch size."""
     facts = []
     theirs, ours = _depths(given), _depths(own)
     deep = [one for one in ours if one in theirs and theirs[one] != ours[one]]
@@ -178,28 +181,28 @@ def _structure(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[s
     there, here = wide["width"]
     if there and here and there != here:
         at = next((one for one in ("blocks", "layers", "stages") if one in theirs and one in ours), None)
-        count = (f"{theirs[at]} {at}", f"{ours[at]}") if at else ("a stem", "one")
-        facts.append(f"the file has {count[0]} of width {there}, the model {count[1]} of width {here}")
+        count = (f"{theirs[at]} {at}", f"{ours[at]}") if at else ("a stem", "a stem")
+        facts.append(f"the file has {count[0]} of width {there}, the model has {count[1]} of width {here}")
         deep = [one for one in deep if one != at]
     for one in deep[:2]:
         plain = one in ("blocks", "layers", "stages")
-        facts.append(f"the file has {theirs[one]} {one}, the model {ours[one]}" if plain
+        facts.append(f"the file has {theirs[one]} {one}, the model has {ours[one]}" if plain
                      else f"{one} has {theirs[one]} parts in the file, {ours[one]} in the model")  # fmt: skip
     if wide["patches"][0] and wide["patches"][1] and wide["patches"][0] != wide["patches"][1]:
-        facts.append(f"the file has patches of {wide['patches'][0]} pixels, the model of {wide['patches'][1]}")
+        facts.append(f"the file has patches of {wide['patches'][0]} pixels, the model has {wide['patches'][1]}")
     return facts
 
 
 def _lists(fit: Fit) -> list[str]:
-    """The names of the tensors that differ."""
+    """Return lists of the tensors that differ."""
     scalars = {name: words for name, words in fit.misshapen.items() if "single number" in words}
     shapes = [f"{name} ({words})" for name, words in (scalars or fit.misshapen).items()]
-    parts = {"missing": fit.missing, "unexpected": fit.foreign, "of another shape": shapes}
+    parts = {"missing": fit.missing, "unexpected": fit.foreign, "of a different shape": shapes}
     return [f"{what}: {some(names)}" for what, names in parts.items() if names]
 
 
 def _depths(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """By the name of a list of modules, the number of its entries."""
+    """Return the number of entries of each list of modules."""
     entries: dict[str, set[str]] = {}
     for name in tensors:
         for index in _INDEX.finditer(name):
@@ -208,7 +211,7 @@ def _depths(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _width(tensors: Mapping[str, Tensor]) -> int | None:
-    """Channels behind the patch embedding, or of the tokens."""
+    """Return the number of channels of the patch embedding or the tokens."""
     for name in ("patch_embed.proj.weight", "cls_token", "pos_embed"):
         value = tensors.get(name)
         if value is not None and value.ndim >= 3:
@@ -222,12 +225,12 @@ def _patch(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def suggestion(name: str, stem: str, contents: Contents, heads: tuple[str, ...]) -> str | None:
-    """A model of timm whose tensors have the names and shapes of a file's; None if a short search finds none.
+    """Return a timm model with the names and shapes of a file's tensors; None if a short search finds none.
 
     Args:
-        name: of the model that does not fit.
-        stem: of the file.
-        contents: of the file.
+        name: name of the model that does not fit.
+        stem: name of the file without its extension.
+        contents: contents of the file.
         heads: names of the classifiers of the model.
     """
     for other in itertools.islice(_by_likeness(name, stem, contents), _TRIED):
@@ -255,7 +258,7 @@ def _fits(model: nn.Module, contents: Contents, heads: tuple[str, ...]) -> bool:
 
 
 def _by_likeness(name: str, stem: str, contents: Contents) -> Iterator[str]:
-    """Names of timm's models: those whose names say what the file's tensors do, and the most similar ones first."""
+    """Yield the names of timm models, starting with those that match the file's tensors and names best."""
     plain = name.partition(".")[0]
     ends = {full.rpartition(".")[2] for full in contents.tensors}
     hints = [word for token, word in (("dist_token", "distilled"), ("reg_token", "reg")) if token in ends]
@@ -273,7 +276,7 @@ def _by_likeness(name: str, stem: str, contents: Contents) -> Iterator[str]:
     plain_vits = {*timm.list_models(module="vision_transformer"), *timm.list_models(module="deit")}
     if any(full.endswith(("blocks.0.attn.qkv.weight", "cls_token")) for full in contents.tensors):
         family |= plain_vits
-    elif plain in plain_vits:  # the file is of another family
+    elif plain in plain_vits:  # the file belongs to another family
         family = set()
     nearest = sorted(family, key=likeness, reverse=True)
     farther = sorted(set(known) - family, key=likeness, reverse=True)

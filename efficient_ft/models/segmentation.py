@@ -227,11 +227,11 @@ def load_segmenter(config: ModelConfig, classes: int, path: Path, random: nn.Mod
 
 
 def _load_encoder(config: ModelConfig, classes: int, path: Path, own: Mapping[str, Tensor]) -> nn.Module:
-    """Build the network with timm's weights of its encoder."""
+    """Build the network with timm weights for its encoder."""
     cfg = encoder_cfg(config)
     update: dict[str, Any] = {"name": config.encoder, "encoder": None, "image_size": None, "kwargs": {}}
     encoder = config.model_copy(update=update)
-    # timm's features have ``stages_0`` for ``stages.0``, and not the layers behind the last stage.
+    # timm's feature extractors have ``stages_0`` instead of ``stages.0``, and lack the layers after the last stage.
     inside = {
         re.sub(r"^([a-z]+)_(\d+)\.", r"\1.\2.", n.removeprefix("encoder.model."))
         for n in own
@@ -241,11 +241,11 @@ def _load_encoder(config: ModelConfig, classes: int, path: Path, own: Mapping[st
     contents, chosen, model = match_timm(encoder, {"num_classes": 0}, plain, cfg, path, inside, config)
     report = report_of(path, contents, chosen, model)
     network = build_segmenter(config, classes, dict(chosen.taken))
-    return set_loading_report(network, replace(report, new_heads={"decoder and its head": "absent in the file"}))
+    return set_loading_report(network, replace(report, new_heads={"decoder and its head": "absent from the file"}))
 
 
 def _load_segformer(config: ModelConfig, classes: int, path: Path, random: nn.Module) -> nn.Module:
-    """Load by transformers, which knows the names of earlier versions."""
+    """Load with transformers, which converts the names of earlier versions."""
     network, about = _segformer_class(config, classes)
     decoder, head = "decode_head", "decode_head.classifier"
 

@@ -152,7 +152,7 @@ def load_text(config: ModelConfig, classes: int) -> nn.Module:
     """
     about, source = _architecture(config, classes), _local(config)
     if config.weights_key is not None and source.is_dir():
-        raise SettingError("model.weights_key", config.weights_key, "null with a folder as model.weights")
+        raise SettingError("model.weights_key", config.weights_key, "null if model.weights is a folder")
     with torch.device("meta"):
         plain = _random(config, about)
     kind: Any = type(plain)

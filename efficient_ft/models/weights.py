@@ -1,4 +1,4 @@
-"""Weights from a file into a model of timm. A missing name, or one of another form of the model, is an error.
+"""Load weights from a file into a timm model. Missing names, and names of another variant of the model, are errors.
 
 Only a classifier of another size is replaced by a newly initialized one.
 """
@@ -33,28 +33,28 @@ from efficient_ft.models.timm_config import build
 if TYPE_CHECKING:
     from efficient_ft.config.schema import ModelConfig
 
-#: Beyond these, values are reported: a running variance, and any weight.
+#: Larger values are reported: running variances, and weights.
 _LARGE_VARIANCE, _LARGE_WEIGHT = 1e8, 1e6
-#: Beyond this, values are refused.
+#: Larger values are rejected.
 _ABSURD = 1e15
 
 
 def load_weights(
     config: ModelConfig, kwargs: dict[str, Any], random: nn.Module, cfg: PretrainedCfg, path: Path
 ) -> nn.Module:
-    """Create the model with the weights of a file, and keep the `LoadingReport` on it.
+    """Create the model with the weights of a file, and store the `LoadingReport` on it.
 
     timm converts names and resizes position embeddings and attention biases.
 
     Args:
         config: the `model` section of the configuration.
         kwargs: of `timm.create_model`.
-        random: the same model with random weights; a classifier that does not fit is replaced by its own.
+        random: the same model with random weights; its classifier replaces one that does not fit.
         cfg: timm's record of the model.
         path: a file that `read_contents` reads, or .npz with the original JAX weights of the ViT family.
 
     Raises:
-        SettingError: the file does not exist, cannot be read, or does not fit the model; or several parts of it do.
+        SettingError: the file does not exist, cannot be read or does not fit the model, or several parts of it fit.
     """
     if path.suffix == ".npz" and _is_jax(path):
         return _load_npz(config, kwargs, path)
@@ -72,21 +72,21 @@ def match_timm(
     needed: Collection[str] | None = None,
     decoder: ModelConfig | None = None,
 ) -> tuple[Contents, Fit, nn.Module]:
-    """Find the weights of a model of timm in a file; see `load_weights`.
+    """Find the weights of a timm model in a file; see `load_weights`.
 
     Args:
-        config, kwargs, random, cfg, path: as for `load_weights`.
-        needed: names that the file must have; None: all.
+        config, kwargs, random, cfg, path: see `load_weights`.
+        needed: names that the file must contain; None for all.
         decoder: the segmentation network whose encoder the model is.
 
     Returns:
-        What was searched, the part that fits, and a model to load it into.
+        The searched contents, the part that fits, and a model to load it into.
     """
     own = random.state_dict()
     heads = (cfg.classifier,) if isinstance(cfg.classifier, str) else tuple(cfg.classifier or ())
     overlay: dict[str, Any] = {"num_classes": kwargs["num_classes"], "custom_load": False}
     size = noted_size(path)
-    if size is not None:  # timm takes a grid of positions that is not square from its record
+    if size is not None:  # timm reads the shape of a grid that is not square from its record
         overlay["input_size"] = (kwargs.get("in_chans", 3), *size)
     with _caught_conversion() as caught:
         model = build(config, kwargs, pretrained=True, pretrained_cfg_overlay=overlay)
@@ -119,10 +119,10 @@ def match_timm(
 
 
 def report_of(path: Path, contents: Contents, fit: Fit, model: nn.Module) -> LoadingReport:
-    """The report of a network whose weights are `fit`.
+    """Return the report of a network with the weights of `fit`.
 
     Raises:
-        SettingError: weights are not finite, or beyond any sense.
+        SettingError: weights are not finite or not plausible.
     """
     key, prefix = split_prefix(contents, fit.prefix)
     left_out = {fit.prefix + name: reason for name, reason in fit.left_out.items()}
@@ -140,10 +140,10 @@ def report_of(path: Path, contents: Contents, fit: Fit, model: nn.Module) -> Loa
 
 
 def check_values(path: Path, weights: Mapping[str, Tensor], model: nn.Module) -> tuple[str, ...]:
-    """Look for values that no trained network has.
+    """Check for values that no trained network has.
 
     Returns:
-        What is suspicious, in words.
+        Descriptions of suspicious values.
 
     Raises:
         SettingError: values are not finite, negative variances, or beyond 1e15.
@@ -176,25 +176,25 @@ def check_values(path: Path, weights: Mapping[str, Tensor], model: nn.Module) ->
 
 
 def _senseless(path: Path, names: list[str], what: str) -> SettingError:
-    verb = "holds" if len(names) == 1 else "hold"
+    verb = "contains" if len(names) == 1 else "contain"
     return SettingError(
         "model.weights",
         path,
-        "a file of finite weights that a network was trained to",
+        "a file of finite, trained weights",
         f"{some(names)} {verb} {what}. Export the weights again.",
     )
 
 
 @contextmanager
 def _caught_conversion() -> Iterator[dict[str, Any]]:
-    """Let timm build a model without loading weights, and catch how it would convert them."""
+    """Let timm build a model without loading weights, and capture its conversion function."""
     caught: dict[str, Any] = {"filter_fn": None, "strict": True}
     with mock.patch.object(timm_builder, "load_pretrained", lambda *_, **given: caught.update(given)):
         yield caught
 
 
 def _call(convert: Any, weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Convert as timm does: some of its functions take the weights alone."""
+    """Convert weights as timm does; some of its functions take only the weights."""
     try:
         return dict(convert(weights, model))
     except TypeError:
@@ -203,7 +203,7 @@ def _call(convert: Any, weights: dict[str, Tensor], model: nn.Module) -> dict[st
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence timm's lines about resized tensors, which the report has."""
+    """Silence timm's messages about resized tensors, which the report contains."""
     log = logging.getLogger("timm")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -216,7 +216,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _plain(given: dict[str, Tensor], own: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors in fp32, and by name why some cannot be weights; zeros replace these while names are matched."""
+    """Return the tensors in fp32, with zeros for those that cannot be weights, and the reasons by name."""
     unusable = {}
     plain = {}
     for name, value in given.items():
@@ -235,7 +235,7 @@ def _plain(given: dict[str, Tensor], own: Mapping[str, Tensor]) -> tuple[dict[st
 
 
 def _dropped(given: Mapping[str, Tensor], converted: Mapping[str, Tensor]) -> dict[str, str]:
-    """Tensors that timm's conversion left out; none are named if it has made new ones, which may contain them."""
+    """Return tensors that timm's conversion dropped; empty if it created new tensors, which may contain them."""
     kept = {value.untyped_storage().data_ptr() for value in converted.values()}
     own = {value.untyped_storage().data_ptr() for value in given.values()}
     if any(v.untyped_storage().data_ptr() not in own for n, v in converted.items() if n not in given):
@@ -245,7 +245,7 @@ def _dropped(given: Mapping[str, Tensor], converted: Mapping[str, Tensor]) -> di
 
 
 def _first_layer(weights: dict[str, Tensor], own: Mapping[str, Tensor], cfg: PretrainedCfg) -> dict[str, Tensor]:
-    """Change the number of input channels of the first layers, as timm does."""
+    """Adapt the number of input channels of the first layers, as timm does."""
     names = (cfg.first_conv,) if isinstance(cfg.first_conv, str) else tuple(cfg.first_conv or ())
     for name in (f"{one}.weight" for one in names):
         if name not in weights or name not in own or weights[name].ndim != 4 or own[name].ndim != 4:
@@ -256,7 +256,7 @@ def _first_layer(weights: dict[str, Tensor], own: Mapping[str, Tensor], cfg: Pre
 
 
 def _changes(given: Mapping[str, Tensor], taken: Mapping[str, Tensor], new_heads: Mapping[str, str]) -> list[str]:
-    """Changes of shapes by the conversion, in words."""
+    """Return the changes of shapes by the conversion, as text."""
     heads = tuple(f"{head}." for head in new_heads)
     changed = [n for n, v in taken.items() if n in given and given[n].shape != v.shape and not n.startswith(heads)]
     words = []
@@ -273,7 +273,7 @@ def _changes(given: Mapping[str, Tensor], taken: Mapping[str, Tensor], new_heads
 
 
 def noted_size(path: Path) -> tuple[int, int] | None:
-    """(H, W) of the images that a run's model.safetensors was trained on; None: the file does not note it."""
+    """Return (H, W) of the images that a run's model.safetensors was trained on; None if it does not record them."""
     if path.suffix != ".safetensors":
         return None
     try:
@@ -285,7 +285,7 @@ def noted_size(path: Path) -> tuple[int, int] | None:
 
 
 def _is_jax(path: Path) -> bool:
-    """Whether an archive of arrays has the names of the original JAX weights, or is none that can be read."""
+    """Return True if an archive of arrays has the names of the original JAX weights, or is empty."""
     require_file(path)
     try:
         with zipfile.ZipFile(path) as archive:
@@ -295,7 +295,7 @@ def _is_jax(path: Path) -> bool:
 
 
 def _load_npz(config: ModelConfig, kwargs: dict[str, Any], path: Path) -> nn.Module:
-    """Load the original JAX weights of the ViT family with timm's own loader, which initializes a head that differs."""
+    """Load the original JAX weights of the ViT family with timm's loader, which initializes a mismatched head."""
     overlay = {"file": str(path), "custom_load": True, "hf_hub_id": None, "url": ""}
     try:
         model = build(config, kwargs, pretrained=True, pretrained_cfg_overlay=overlay)
@@ -304,7 +304,7 @@ def _load_npz(config: ModelConfig, kwargs: dict[str, Any], path: Path) -> nn.Mod
             "model.weights",
             path,
             f"a file of the original JAX weights of {config.name}",
-            f"Loading it failed: {error_text(error)}. Or use a .safetensors or .pth file with timm's names.",
+            f"Loading it failed: {error_text(error)}. Or pass a .safetensors or .pth file with timm's names.",
         ) from error
     own = model.state_dict()
     classes = len(np.load(path).get("head/bias", ()))
