@@ -50,8 +50,8 @@ class Applied:
             touching nothing is an error.
         modules: full names of the modules it put into the model. The view of the model leaves them out.
         routed: full names of modules whose input it routes, so that their tokens come from any images.
-        summary: what was done, as a phrase for ``print(report)``: "blocks 9–11, norm and head train". Empty:
-            the number and place of `touched`, the reasons of `skipped` and the notes.
+        summary: the change as a phrase for ``print(report)``: "blocks 9–11, norm and head are trained". If empty, the
+            report shows the number and location of `touched`, the reasons of `skipped`, and the notes.
     """
 
     method: str
@@ -64,7 +64,7 @@ class Applied:
     summary: str = ""
 
     def __str__(self) -> str:
-        """One line: what was done, and in a few words why parts were left."""
+        """Return one line that describes the change, and briefly why parts were skipped."""
         if self.summary:
             return f"{self.method}: {self.summary}"
         if not self.touched:

@@ -1,4 +1,4 @@
-"""Phrases for the one line that reports what a method did to a model: names as ranges, parts left with the reason."""
+"""Phrases for the one-line report of a method's changes: names as ranges, and skipped parts with reasons."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from efficient_ft.core.format import format_number
 from efficient_ft.models.view import Reason, Skipped
 
-#: More names are abridged.
+#: Maximum number of names in a list.
 _MOST = 4
 _NAMED = {Reason.HEAD: "head", Reason.STEM: "stem"}
 _SHORT = {
@@ -24,7 +24,7 @@ _SHORT = {
 
 
 def ranges(names: Iterable[str]) -> str:
-    """Return names in few words, numbered ones as ranges: ``blocks 9–11, norm and head``."""
+    """Return a short list of names, with numbers as ranges: ``blocks 9–11, norm and head``."""
     found: dict[str, list[int]] = {}  # an empty list: a name without a number
     for name in names:
         before, number = re.fullmatch(r"(.*?)\.?(\d+)", name, re.DOTALL).groups() if name[-1:].isdigit() else (name, "")  # type: ignore[union-attr]
@@ -52,29 +52,29 @@ def _listed(words: list[str]) -> str:
 
 
 def within(names: Iterable[str]) -> str:
-    """Return where parts are, in few words: each name up to its first number, as `ranges`."""
+    """Return the location of parts: each name up to its first number, as in `ranges`."""
     return ranges(dict.fromkeys(re.sub(r"(\d+)\..*", r"\1", name, flags=re.DOTALL) for name in names))
 
 
 def count(number: int, word: str) -> str:
-    """``1 layer``, ``2 layers``."""
+    """Return a number with a noun: ``1 layer``, ``2 layers``."""
     return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def trained(model: nn.Module) -> str:
-    """``1.34 M of 5.53 M parameters``: those that have `requires_grad`, of all."""
+    """Return the number of trainable parameters and of all parameters: ``1.34 M of 5.53 M parameters``."""
     total, train = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (True, False))
     share = f"{format_number(train)} of {format_number(total)}" if train < total else format_number(total)
     return f"{share} parameters"
 
 
 def left(skipped: Mapping[str, Skipped], state: str, unit: str = "layer") -> str:
-    """Return which parts were left, in few words, to follow what was done; empty if none was.
+    """Return a phrase about the skipped parts, to append to a summary; empty if there are none.
 
     Args:
-        skipped: as in `Applied`.
-        state: what they are: ``exact``, ``dense``, ``not adapted``.
-        unit: what one of them is called.
+        skipped: see `Applied`.
+        state: the state of skipped parts: ``exact``, ``dense``, ``not adapted``.
+        unit: the noun for one part.
     """
     reasons = {why.reason for why in skipped.values()}
     others = [name for name, why in skipped.items() if why.reason not in _NAMED]
@@ -86,7 +86,7 @@ def left(skipped: Mapping[str, Skipped], state: str, unit: str = "layer") -> str
 
 
 def _texts(left: Iterable[Skipped], state: str) -> list[str]:
-    """Return the reasons in few words, each once; what differs from part to part within a reason is left out."""
+    """Return the distinct reasons as short texts, without details that differ between parts."""
     details: dict[Reason, set[str]] = {}
     for why in left:
         details.setdefault(why.reason, set()).add(str(why))

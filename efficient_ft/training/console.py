@@ -1,4 +1,4 @@
-"""Printing of a run: messages of the first process, and the tables at the end."""
+"""Print the messages of a run in the first process, and format the tables at its end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def quiet_lightning() -> None:
     logging.raiseExceptions = False  # a log file on a full disk is no reason for a traceback
     for name in ("lightning.pytorch", "lightning.fabric", "lightning", "timm"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # what libraries register there is their affair
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # it warns of registrations by other libraries
     for message in (
         ".*does not have many workers.*",
         ".*module\\(s\\) in eval mode at the start of training.*",
@@ -57,7 +57,7 @@ _COSTS = (
 
 
 def cost_table(cost: dict[str, Any], method: str, batch: int, sample: str = "image") -> str:
-    """FLOPs, saved bytes, peak and step time; with another step as baseline its column, and the ratio to it.
+    """Return the table of FLOPs, saved bytes, peak and step time, with columns for a baseline and the ratio to it.
 
     Args:
         cost: a `record.results.CostReport`.
@@ -81,7 +81,7 @@ def cost_table(cost: dict[str, Any], method: str, batch: int, sample: str = "ima
 
 
 def memory_table(memory: dict[str, Any], batch: int) -> str:
-    """Memory of the training process, next to the count of the tensors in it.
+    """Return the table of the process memory of training, and of the counted tensors in it.
 
     Args:
         memory: a `record.results.MemoryReport`.
@@ -138,7 +138,7 @@ def results_text(results: dict[str, Any], folder: Path) -> str:
         cost_table(results["cost"], method, batch, sample),
         "",
         *([memory_table(results["memory"], batch), ""] if "memory" in results else []),
-        f"Results: {shown_path(folder)} (model.safetensors holds the"
+        f"Results: {shown_path(folder)} (model.safetensors contains the"
         f" {'epoch of the best mean' if tasks else 'best epoch'})",
     ]
     return "\n".join(lines)

@@ -83,7 +83,7 @@ def cost_report(
     selection = baseline_methods(config)
     plain = config.optim.model_copy(update={"state_bits": 32, "in_backward": False})  # the baseline saves nothing
     keys = [None if of is None else [m.state_key for m in of] for of in (selection, methods)]
-    is_baseline = keys[0] == keys[1] and config.optim == plain  # the run's own step is compared with nothing
+    is_baseline = keys[0] == keys[1] and config.optim == plain  # the run's own step needs no comparison
     found = cost.compare(
         network,
         methods,

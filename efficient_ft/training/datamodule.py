@@ -71,15 +71,15 @@ def summaries(images: RunData, *, thorough: bool = False) -> dict[str, Summary]:
     """Return the summary of each data set of the run, by task; a single data set has the key "".
 
     Args:
-        images: of the run.
-        thorough: as in `data.opened.OpenedData.inspect`.
+        images: the data of the run.
+        thorough: see `data.opened.OpenedData.inspect`.
     """
     parts = images.parts if isinstance(images, RoundRobinData) else {"": images}
     return {task: part.summary(thorough=thorough) for task, part in parts.items()}
 
 
 def summary_text(found: Mapping[str, Summary]) -> str:
-    """Return the summaries of a run's data sets as printed: lines, notes, and warnings on lines of their own."""
+    """Return the summaries of a run's data sets as text, with each note and warning on its own line."""
     lines = []
     for task, one in found.items():
         prefix = f"{task}: " if task else ""
@@ -132,7 +132,7 @@ def keep_decoded(images: RunData, epochs: int) -> None:
 
 
 def decodings(images: RunData) -> dict[str, Any]:
-    """How the image files of a run are read, as notes of its exported file; empty if as by default."""
+    """Return the decoding options of a run's image files, as notes of its exported file; empty for the defaults."""
     parts = images.parts if isinstance(images, RoundRobinData) else {"": images}
     found = {task: part.decoding for task, part in parts.items() if not isinstance(part, TextData)}
     changed = {task: asdict(decoding) for task, decoding in found.items() if decoding != Decoding()}

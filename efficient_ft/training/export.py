@@ -47,7 +47,7 @@ class Trained:
         notes: further metadata of the file: epoch, accuracy, split.
         tasks: class names by task, where there are several; `models.tasks.tasks_of(model).active` is the task that the
             model works on.
-        decoding: how image files are read.
+        decoding: options for decoding image files.
     """
 
     model: nn.Module
@@ -237,7 +237,7 @@ class _Decoding(BaseModel):
     @model_validator(mode="after")
     def _ordered(self) -> _Decoding:
         if self.value_range is not None and not self.value_range[0] < self.value_range[1]:
-            raise ValueError("value_range is [LOW, HIGH] with LOW < HIGH")
+            raise ValueError("value_range must be [LOW, HIGH] with LOW < HIGH")
         return self
 
 
@@ -272,7 +272,7 @@ class _About(BaseModel):
         if self.task == "segmentation" and len(self.class_ids or ()) != len(self.class_names):
             raise ValueError("class_ids has one number per class")
         if self.class_colors is not None and len(self.class_colors) != len(self.class_names):
-            raise ValueError("class_colors has one color per class")
+            raise ValueError("class_colors must have one color per class")
         return self
 
 

@@ -59,7 +59,7 @@ def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence
             mode="offline" if options.mode == "offline" else None,
             log_model=False,
             config=plain,
-            settings=wandb.Settings(silent=True),  # its warnings are printed all the same
+            settings=wandb.Settings(silent=True),  # its warnings are still printed
         )
         logger._wandb_init.pop("anonymous", None)  # Lightning passes it, and wandb warns of it
         define_metrics(logger.experiment)
@@ -140,10 +140,10 @@ def summary_of(results: Mapping[str, Any]) -> dict[str, Any]:
 def write_summary(
     loggers: Sequence[Logger], results: Mapping[str, Any], text: str, step: int, samples: Sequence[Sample] = ()
 ) -> None:
-    """Write what a run ended with, and close the loggers.
+    """Write the results of a run to the loggers, and close them.
 
-    wandb's summary, where runs are compared, gets accuracy, cost and totals; TensorBoard's table of settings too. Both
-    get samples with their predictions, and TensorBoard the text at the end of the run.
+    wandb's summary and TensorBoard's table of hyperparameters receive accuracy, cost and totals. Both loggers receive
+    samples with predictions. TensorBoard also receives the text at the end of the run.
 
     Args:
         loggers: started by `start_loggers`.
@@ -159,7 +159,7 @@ def write_summary(
             experiment.summary.update(summary_of(results))
             if experiment.offline:
                 command = f"wandb sync {shown_path(experiment.settings.sync_dir)}"
-                say(f"wandb: `{unbroken(command)}` sends this run.")
+                say(f"wandb: `{unbroken(command)}` uploads this run.")
         else:
             _write_board(logger, results, text, step, samples)
     close_loggers(loggers, failed=False)

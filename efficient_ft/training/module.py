@@ -81,7 +81,7 @@ class FineTuner(L.LightningModule):
         #: The last evaluation; with several tasks the mean, and each task's.
         self.evaluated: Evaluation | None = None
         self.evaluated_tasks: dict[str, Evaluation] = {}
-        #: The metric of each class that the last evaluation had, by number; with several tasks none.
+        #: The metric of each class in the last evaluation, by class number; empty with several tasks.
         self.evaluated_classes: dict[int, float] = {}
         #: By task: smallest and largest class predicted, and of the labels, in the present evaluation.
         self._classes: dict[int, list[Tensor]] = {}
@@ -214,7 +214,7 @@ class FineTuner(L.LightningModule):
         )
 
     def loss_so_far(self) -> float | None:
-        """The mean training loss of the epoch so far, of the losses that have been read; None: of none yet."""
+        """Return the mean training loss of the epoch so far, over the losses read; None if none has been read."""
         total, count = self._sums["epoch"]
         return total / count if count else None
 

@@ -45,12 +45,12 @@ def predict_mask(model: nn.Module, image: Image.Image, input: InputSpec) -> np.n
 
 
 def mask_image(indices: np.ndarray, ids: Sequence[int], colors: Sequence[Sequence[int]] | None = None) -> Image.Image:
-    """A mask to be saved as PNG, with the pixel values of the training masks.
+    """Return a mask to save as PNG, with the pixel values of the training masks.
 
     Args:
-        indices: (H, W), of classes.
-        ids: values of the classes; an image of 8 bits has a palette of colors.
-        colors: of the classes, if the training masks are read by color: the image is RGB then.
+        indices: class indices, (H, W).
+        ids: pixel values of the classes; an 8-bit image also has a palette of colors.
+        colors: class colors, if the training masks are read by color; the image is then RGB.
     """
     if colors:
         return Image.fromarray(np.asarray(colors, dtype=np.uint8)[indices])

@@ -16,19 +16,19 @@ from efficient_ft.core.text import spelled, terminal_width
 from efficient_ft.training.module import FineTuner
 from efficient_ft.training.recorder import Recorder
 
-#: Seconds between two updates of the bar, and between two lines where there is no terminal.
+#: Seconds between two updates of the bar, and between two lines without a terminal.
 BAR_SECONDS, LINE_SECONDS = 0.5, 60.0
 
 
 class ProgressBar(L.Callback):
-    """Epoch, step, loss, learning rate, speed and time left.
+    """Shows epoch, step, loss, learning rate, speed and time left.
 
-    The loss is the mean of the epoch so far; on an accelerator of the losses that have been read.
+    The loss is the mean of the epoch so far, over the losses that have been read from the accelerator.
 
     Args:
         total_steps: optimizer steps of the run.
         epochs: epochs of the run.
-        recorder: has the row of each epoch; it comes before this callback.
+        recorder: provides the row of each epoch; it must precede this callback.
     """
 
     def __init__(self, total_steps: int, epochs: int, recorder: Recorder) -> None:
@@ -36,7 +36,7 @@ class ProgressBar(L.Callback):
         self._bar: Any = None
         self._first = self._seen = 0
         self._start = self._last = 0.0
-        #: Seconds of evaluation, which the speed of training leaves out, and since when one runs.
+        #: Seconds of evaluation, which the training speed excludes, and the start of the current evaluation.
         self._paused, self._pause = 0.0, 0.0
 
     @rank_zero_only

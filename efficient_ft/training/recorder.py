@@ -23,11 +23,11 @@ from efficient_ft.training.module import FineTuner
 from efficient_ft.training.processes import from_first, requeue
 from efficient_ft.training.totals import Totals
 
-#: Optimizer steps between two rows of training loss, at most, and from one step that may write a checkpoint to the
-#: next; a short run has at least `LEAST_ROWS` rows.
+#: Maximum number of optimizer steps between two rows of training loss, and number of steps between two that may write
+#: a checkpoint. A short run has at least `LEAST_ROWS` rows.
 RECORD_EVERY = 50
 LEAST_ROWS = 20
-#: With more classes loggers get no values of single classes.
+#: Maximum number of classes for which loggers receive the values of single classes.
 LARGEST_CHART = 100
 #: A checkpoint is written at the end of an epoch, unless the last one is younger than this …
 EPOCH_CHECKPOINT_SECONDS = 10.0
@@ -40,7 +40,7 @@ _STOP = (*REQUEUE, signal.SIGTERM, signal.SIGINT)
 
 
 def rows_every(given: int | None, total_steps: int) -> int:
-    """Optimizer steps between two rows of training loss: as given, or at most `RECORD_EVERY` for `LEAST_ROWS` rows."""
+    """Return the optimizer steps between two rows of training loss: `given`, or at most `RECORD_EVERY`."""
     return given or max(1, min(RECORD_EVERY, total_steps // LEAST_ROWS))
 
 
@@ -53,8 +53,8 @@ class Recorder(L.Callback):
         keep_best: writes the network's weights; called with the module, the epoch (from 1) and its accuracy.
         extra: further entries of every checkpoint, in plain containers.
         totals: the callback that adds up what training takes, which comes before this one.
-        every: optimizer steps between two rows of training loss, see `rows_every`.
-        class_names: names for the values of single classes that loggers get.
+        every: optimizer steps between two rows of training loss; see `rows_every`.
+        class_names: names of the classes, for the values of single classes in loggers.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Recorder(L.Callback):
         whole = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if whole and step % self.every == 0:
             self._record_step(trainer, pl_module, batch_idx)
-        # After the last batch the epoch's checkpoint follows, with its evaluation, and the epoch's end decides to stop.
+        # The last batch is followed by the epoch's evaluation, its checkpoint and the decision to stop.
         within = whole and batch_idx + 1 < trainer.num_training_batches
         if within and step % RECORD_EVERY == 0 and self._due(trainer, STEP_CHECKPOINT_SECONDS):
             self._save(trainer, pl_module, batch_idx)
@@ -199,7 +199,7 @@ class Recorder(L.Callback):
         return {key: values[key] for key in ("images", "flops", "seconds", "joules") if values[key] is not None}
 
     def _each_class(self, module: FineTuner) -> dict[str, float]:
-        """The metric of single classes, for loggers; none with more classes than `LARGEST_CHART`."""
+        """Return the metric of single classes for loggers; empty with more classes than `LARGEST_CHART`."""
         measure = "iou" if module.task.metric == "mean_iou" else module.task.metric
         named = len(self.class_names) <= LARGEST_CHART
         return {

@@ -1,4 +1,4 @@
-"""Samples of the evaluation with their predictions, for loggers."""
+"""Evaluation samples with predictions, for loggers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from efficient_ft.data.transforms import to_pictures
 from efficient_ft.training import export
 from efficient_ft.training.predict_masks import examples_image
 
-#: Samples shown of a data set.
+#: Number of samples shown for each data set.
 COUNT = 8
 
 
 class Sample(NamedTuple):
-    """A sample: an image as the network sees it (None: a text), a text, and the true class and the prediction."""
+    """An image as the network sees it (None for a text), a text, and a caption with the true and predicted class."""
 
     image: Image.Image | None
     text: str
@@ -29,12 +29,12 @@ class Sample(NamedTuple):
 def samples_of(
     run: Path, images: ImageData | SegmentationData | TextData | RoundRobinData, device: torch.device
 ) -> list[Sample]:
-    """Some samples of the split that chose the best epoch, evenly spread, as model.safetensors predicts them.
+    """Return evenly spread samples of the split that selects the best epoch, with predictions of model.safetensors.
 
     Args:
         run: the run folder.
-        images: its data.
-        device: predicts.
+        images: the data of the run.
+        device: the device that predicts.
     """
     if isinstance(images, RoundRobinData):
         return [

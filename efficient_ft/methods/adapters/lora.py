@@ -134,9 +134,9 @@ class LoRA(Method):
         self._adapted, self._reached, self._before = (), (), {}
 
     def _summary(self, model: nn.Module, left_out: dict[str, Skipped]) -> str:
-        """Return the phrase of the report."""
+        """Return the summary for the report."""
         where = f"{count(len(self._adapted), 'layer')} in {within(self._adapted)}"
-        return f"rank {self.rank} in {where}: {trained(model)} train{left(left_out, 'not adapted')}"
+        return f"rank {self.rank} in {where}: {trained(model)} are trained{left(left_out, 'not adapted')}"
 
     def _trains(self, model: nn.Module, view: ModelView, left_out: dict[str, Skipped]) -> set[str]:
         """Return the names of the model's own parameters that train."""

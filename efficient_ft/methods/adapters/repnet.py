@@ -118,8 +118,9 @@ class RepNet(Method):
             put_around(block, _SideForward(block))
         added = tuple(f"{name}.side_module" for name in chosen)
         others = {name: why for name, why in skipped.items() if why.reason != Reason.NOT_CHOSEN}
-        summary = f"side modules in {ranges(chosen)}; they and the head train: {trained(model)}"
-        return Applied(self.name, added, skipped, modules=added, summary=summary + left(others, "without one", "block"))
+        summary = f"side modules in {ranges(chosen)}; these and the head are trained: {trained(model)}"
+        summary += left(others, "without a side module", "block")
+        return Applied(self.name, added, skipped, modules=added, summary=summary)
 
     def _chosen(self, view: ModelView) -> tuple[list[str], dict[str, Skipped]]:
         """Return the names of the blocks that get a side module, in order, and why the others get none."""

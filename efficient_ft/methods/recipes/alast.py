@@ -212,7 +212,7 @@ class ALaST(LayersPerStep):
                 )
 
     def _notes(self) -> tuple[str, ...]:
-        return (f"blocks pass on {self.budget_init:g} of the tokens at first",)
+        return (f"blocks initially keep {self.budget_init:g} of the tokens",)
 
     def _remove(self, model: nn.Module) -> None:
         take_forwards(model, self.name)
