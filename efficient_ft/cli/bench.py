@@ -30,8 +30,8 @@ PROG = "efficient-ft bench"
 PROCESS_KEYS = ("interpreter_bytes", "with_model_bytes", "optimizer", "optimizer_bytes", "counted_bytes", "felt")
 
 DESCRIPTION = """\
-Measure recipes against each other: in turn, in one process, after a warm-up. No round is left out. The memory of each
-recipe's process is measured in a process of its own.
+Compare recipes: they are measured in turn, in one process, after a warm-up. No round is left out. The process memory of
+each recipe is measured in a separate process.
 
     efficient-ft bench step --model efficientformer_l1 --batch 32 last_stage lbp_wht lbp_wht:order=2
     efficient-ft bench memory --model deit_small --batch 16 full back_razor checkpointing
@@ -39,12 +39,12 @@ recipe's process is measured in a process of its own.
     efficient-ft bench loop
     efficient-ft bench gradient --model vit_micro --weights FILE --images DIR back_razor mesa
 
-step measures training steps of a model, by their parts. On a CPU all recipes except the baseline hold convolutional
-maps in channels-last memory, as runs do there. memory compares the memory of a training process with the count: its
+step measures training steps of a model, by their parts. On a CPU, all recipes except the baseline use the channels-last
+memory format for convolutional maps, like runs. memory compares the memory of a training process with the count: its
 growth over the size before the first step, and the counted peak without model and batch, both with the optimizer's
 state. layer measures the backward pass of one linear layer, exact and low-rank. loop measures how much time the
 framework adds to a bare PyTorch loop per step. gradient compares the gradients of each recipe with the exact ones of
-the same network and batch, and counts the bytes that it keeps.
+the same network and batch, and counts the bytes that each recipe saves for the backward pass.
 
 A recipe is METHOD[:KEY=VALUE,...][+METHOD...] with the names and settings of the command line. NAME=RECIPE renames it.
 A key with a dot is the full name of any setting (full:trainer.precision=bf16). The first recipe is the baseline. Times

@@ -1,4 +1,4 @@
-"""``efficient-ft check KEY=VALUE...``: look at a data set before training."""
+"""``efficient-ft check KEY=VALUE...``: check a data set before training."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Check the data of a run without training.
     efficient-ft check data=mask_folder data.root=DIR --html
     efficient-ft check data=text_folder data.root=FILE.csv model=text model.name=bert model.weights=DIR
 
-The report is the one that a run prints, in more depth: every file is decoded, unreadable files are listed, and
-duplicates are searched for within and across the splits. A contact sheet shows training samples as the network sees
-them: augmented images with their labels, masks over their images, truncated texts. The settings are those of the run;
-without model= images are shown at 224x224. The exit status is 1 if training would reject the data.
+The command prints the report of a run in more depth: it decodes every file, lists unreadable files, and searches for
+duplicates within and across the splits. A contact sheet shows training samples as the network sees them: augmented
+images with their labels, masks over their images, truncated texts. The settings are those of the run; without model=,
+images are shown at 224x224. The exit status is 1 if training would reject the data.
 """
 
-#: Unreadable files that are printed.
+#: Maximum number of unreadable files in the output.
 _SHOWN = 20
-#: By the task of the data, the model whose input is used if none is given.
+#: The default model by task, whose input is used if none is given.
 _MODELS = {"classification": "deit_tiny", "segmentation": "deeplabv3_mobilenetv2"}
 
 
@@ -41,12 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         1 if training would reject the data, else 0.
 
     Raises:
-        UserError: a setting that cannot be used.
+        UserError: a setting cannot be used.
     """
     options = _parser().parse_intermixed_args(arguments)
     for word in options.settings:
         if word.startswith("evaluate="):
-            raise SettingError("evaluate", word[9:], "left out with check", "check looks at data, not at a run.")
+            raise SettingError("evaluate", word[9:], "unset with check", "The command checks data, not a run.")
     words, note = with_task(options.settings)
     config = _configure(words)
 
@@ -111,7 +111,7 @@ def _configure(words: Sequence[str]) -> Config:
 
 
 def _without_stopping(config: Config) -> Config:
-    """The configuration with which unusable texts are listed rather than stop; images are decoded by the inspection."""
+    """Return the configuration that lists unusable texts instead of stopping; the inspection decodes the images."""
     on_corrupt = "skip" if config.task == "text" else "stop"
     return config.model_copy(update={"data": config.data.model_copy(update={"on_corrupt": on_corrupt})})
 
@@ -125,7 +125,7 @@ def _print_problems(config: Config, found: dict[str, Summary]) -> bool:
     if not problems:
         return False
     stops = config.data.on_corrupt == "stop"
-    do = "Correct them, or leave them out: data.on_corrupt=skip." if stops else "They are left out."
+    do = "Correct them, or set data.on_corrupt=skip to skip them." if stops else "They are skipped."
     say(f"{len(problems):,} {'sample' if len(problems) == 1 else 'samples'} cannot be used. {do}")
     for path, why in list(problems.items())[:_SHOWN]:
         shown = printable(path)
@@ -147,7 +147,7 @@ def _write(data: RunData, spec: Any, options: argparse.Namespace, text: str, fou
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--out {out} cannot be made ({error.strerror}). Choose another folder.") from error
+        raise UserError(f"--out {out} cannot be created ({error.strerror}). Choose another folder.") from error
     files = []
     for task, part in parts.items():
         try:

@@ -20,7 +20,7 @@ Print one table of all runs below DIR: accuracy, cost, the settings in which the
 run. Runs that differ only in their seed are averaged in one row; --runs prints a row for each run. Runs with different
 settings are never averaged. The command names each run that it cannot read.
 
-The terminal shows the columns that fit; --columns chooses others. CSV and JSON hold all columns.
+The terminal shows the columns that fit; --columns chooses others. CSV and JSON contain all columns.
 
     efficient-ft collect outputs                               means over the seeds
     efficient-ft collect outputs --columns method,peak,time    these columns
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     parser = argparse.ArgumentParser(prog="efficient-ft collect", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument(
-        "folder", type=Path, nargs="?", metavar="DIR", help="contains run folders, at any depth; without it: list them"
+        "folder", type=Path, nargs="?", metavar="DIR", help="contains run folders, at any depth; default: list them"
     )
     parser.add_argument("--runs", action="store_true", help="a row for every run, not for every setting")
     add_form_option(parser)
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         note(sentence)
 
 
-#: Columns that hold numbers, as people see them.
+#: Columns of numbers, in readable units.
 _NUMBERS = {
     "best accuracy %": Column(1, _percent, "best accuracy"),
     "peak MiB": Column(1, lambda value: format_bytes(value * 2**20), "peak"),
@@ -82,7 +82,7 @@ _FURTHER = {
 
 
 def _columns(runs: Sequence[Run], header: Sequence[str]) -> dict[str, Column]:
-    """The columns of a table of `runs` in their order: names, accuracy and cost, the settings that differ, the rest."""
+    """Return the columns of a table of `runs` in order: names, accuracy and cost, differing settings, the rest."""
     several = len({run.config.model.name for run in runs}) > 1, len({run.data for run in runs}) > 1
     first = {
         "run": Column(words=True),
@@ -104,7 +104,7 @@ def _columns(runs: Sequence[Run], header: Sequence[str]) -> dict[str, Column]:
 
 
 def _title(runs: Sequence[Run]) -> str:
-    """The models and data sets of `runs`, which are no columns if there is one of them."""
+    """Return the title of a table: the models and data sets of `runs`, which are not columns if there is only one."""
     models = ", ".join(dict.fromkeys(run.config.model.name for run in runs))
     data = ", ".join(dict.fromkeys(run.data for run in runs))
     return paragraph(f"{len(runs)} run{'s' * (len(runs) > 1)} of {models} on {data}")

@@ -43,7 +43,7 @@ def report_outcome(**outcome: Any) -> None:
 def fail(error: UserError | str, status: int = 2) -> NoReturn:
     """Print the text of `error` alone to stderr and exit with `status`."""
     text = plain_text(str(error))
-    # Of a pipe, programs read the lines: a message stays one.
+    # Programs read the lines of a pipe: a message stays on one line.
     print(wrapped(text, terminal_width(sys.stderr, least=1)) if sys.stderr.isatty() else text, file=sys.stderr)
     report_outcome(reason=text.splitlines()[0], diverged=isinstance(error, DivergedError))
     raise SystemExit(status)

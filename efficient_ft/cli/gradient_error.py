@@ -19,7 +19,7 @@ Measure how close low-rank backward passes come to the exact gradient, on a trai
         --finetune cifar10 --headroom --json benchmarks/gradient_error.json
 
 With --finetune and --headroom, 28, 32 and 56 pixels take about 15 minutes on two idle cores. --json keeps the rows of
-other image sizes that the file holds already, so that sizes can be measured one by one.
+other image sizes that the file already contains, so that sizes can be measured one by one.
 """
 
 

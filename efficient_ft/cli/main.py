@@ -158,7 +158,7 @@ def check_commandline(arguments: Any) -> list[ComposedJob]:
         raise UserError("-m starts a process for each job. Leave out torchrun or srun, or run the jobs one by one.")
     for name in () if _sweeps(arguments) else ("jobs", "job_timeout"):
         if any(text.startswith(f"{name}=") for text in arguments.overrides):
-            show(f"note: {name} has no effect on a single run; it is for sweeps (-m).", sys.stderr)
+            show(f"note: {name} has no effect on a single run; it applies to sweeps (-m).", sys.stderr)
     # A sweep or a submission trains nothing here: each of its jobs is a program of its own.
     if composed and not _sweeps(arguments) and not slurm.submits(arguments.overrides):
         restart_with(composed[0].config.allocator)

@@ -55,25 +55,25 @@ def _of_timm(name: str) -> str:
 
 
 def _new_argument(name: str, line: str, forms: str | None = None) -> UserError:
-    """The advice for an argument of the network that the model's options do not have yet.
+    """Return the advice for an argument of the network that the model's options do not contain yet.
 
     Args:
-        name: of the argument.
+        name: name of the argument.
         line: the argument as typed.
-        forms: the form that works; None: a plus before it.
+        forms: the form that works; None for a plus before the argument.
     """
     from efficient_ft.models.timm_config import SET_ELSEWHERE
 
     if name in SET_ELSEWHERE:
         return UserError(f"{line}: timm's {name} is not set here. {SET_ELSEWHERE[name]}")
-    return UserError(f"{line}: a new argument of the network is added with a plus: {forms or f'+{line}'}")
+    return UserError(f"{line}: add a new argument of the network with a plus: {forms or f'+{line}'}")
 
 
 def _given_whole(loader: ConfigLoader, known: DictConfig, override: Override) -> UserError | None:
-    """The error for a mapping that is given as a whole and has a key that does not exist; None: it has none.
+    """Return the error for a mapping with a key that does not exist; None if all keys exist.
 
     Args:
-        loader: of the configuration groups.
+        loader: loader of the configuration groups.
         known: the configuration without the settings of the command line.
         override: the argument.
     """
@@ -92,17 +92,17 @@ def _given_whole(loader: ConfigLoader, known: DictConfig, override: Override) ->
     if key == "method":
         inner = value[name] if isinstance(value[name], dict) else {}
         settings = "".join(f" method.{name}.{n}={_shown(one)}" for n, one in inner.items())
-        return UserError(f"{line}: a method is chosen by name: method={name}{settings}")
+        return UserError(f"{line}: choose a method by name: method={name}{settings}")
     if key == "tasks":
-        return UserError(f"{line}: a data set is added with +data@tasks.{name}=OPTION.")
+        return UserError(f"{line}: add a data set with +data@tasks.{name}=OPTION.")
     return unknown(loader, f"{key}.{name}", value[name], [str(k) for k in node])
 
 
 def _first_wrong(key: str, value: Any, node: Any) -> tuple[str, str | None, Any, Any] | None:
-    """The first part of a mapping that the configuration does not have.
+    """Return the first part of a mapping that the configuration does not have.
 
     Returns:
-        Its key, the name that does not exist (None: the value is of another kind), the value given, and the node.
+        Its key, the name that does not exist (None for a value of the wrong type), the given value, and the node.
     """
     if not isinstance(value, dict):
         wrong = isinstance(value, list) and OmegaConf.is_dict(node)

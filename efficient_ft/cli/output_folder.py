@@ -57,10 +57,10 @@ _BEFORE_TRAINING = {*_OF_HYDRA, ".lock", "config.yaml", "images", "run_id"}
 
 @contextmanager
 def leaving_nothing(folder: Path) -> Iterator[None]:
-    """Remove a new run folder again if the run inside the block is refused before it trains: a mistake writes nothing.
+    """Remove a new run folder if the run inside the block is rejected before training: a mistake writes nothing.
 
     Args:
-        folder: as Hydra has made it. A folder that holds anything of an earlier command is kept as it is.
+        folder: the folder that Hydra created. A folder with files of an earlier command is not changed.
     """
     new = set(os.listdir(folder)) <= _OF_HYDRA
     try:
@@ -72,7 +72,7 @@ def leaving_nothing(folder: Path) -> Iterator[None]:
                 for above in folder.parents:
                     if above == Path.cwd() or _DEFAULT not in above.parts:
                         break
-                    above.rmdir()  # fails, and so ends, at the first one that is not empty
+                    above.rmdir()  # fails at the first folder that is not empty, which ends the loop
         raise
 
 

@@ -28,20 +28,20 @@ Find the recipes of a run that fit a memory budget, and recommend one.
     efficient-ft plan model=vit_base data=folder data.root=DIR memory=4GB
     efficient-ft plan model=deit_small data=cifar100 memory=3GiB time=2h loss=1 split=true
     efficient-ft plan method=lora model=vit_base memory=2GB     every recipe keeps this method
-    efficient-ft plan --calibration outputs                     what was predicted, and what was measured
+    efficient-ft plan --calibration outputs                     compare predictions with measurements
 
-memory is the budget of the process that trains, with interpreter and libraries; on a GPU, of the memory reserved on it.
-Workers that load images have memory of their own. time is the budget of the whole training. loss is the number of
-points of test accuracy that may be lost against full fine-tuning (default 1). split=true allows splitting the batch
-into micro-batches. All other settings are those of the run.
+memory is the budget of the training process, including interpreter and libraries; on a GPU, it is the budget of the
+reserved GPU memory. Data loader workers use additional memory. time is the budget of the whole training. loss is the
+number of points of test accuracy that may be lost against full fine-tuning (default 1). split=true allows splitting the
+batch into micro-batches. All other settings are those of the run.
 
 The plan counts recipes without weights: the smallest ones first (head, last_stage), then the most useful ones, until
---planning-time is over. It times some of them on this machine, on random images, and tries the recipe to recommend: a
-process of its own takes a few steps and is measured. If the weights and images of the run are there, the plan compares
-the gradients of recipes that are not exact with the exact ones.
+--planning-time is over. It times some of them on this machine, on random images, and tries the recommended recipe for a
+few steps in a separate process. If the weights and images of the run are available, the plan compares the gradients of
+inexact recipes with the exact gradients.
 
 The plan recommends the fastest recipe of the best class within all limits. The classes are exact, near exact,
-approximate, and training a part. A run with the setting memory= stops before it takes more.
+approximate, and training a part. A run with the setting memory= stops before it exceeds the budget.
 """
 
 #: Settings of a plan itself.
@@ -144,8 +144,8 @@ def plan(
         time: the budget of training time with its unit, e.g. ``"2h"``; None: none.
         loss: points of test accuracy that may be lost against full fine-tuning.
         split: the batch may be split into micro-batches whose gradients are added up.
-        planning_time: the time of planning with its unit; the smallest recipes are examined in any case.
-        say: reports what is done now.
+        planning_time: the planning time with its unit; the smallest recipes are always examined.
+        say: reports the current step.
         ready: called with each recipe when it is examined.
 
     Returns:

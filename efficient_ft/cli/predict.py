@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 #: Terminal columns up to which names of classes are aligned.
 _WIDEST = 60
-#: Confusions that are shown.
+#: Number of confusions in the output.
 _CONFUSIONS = 5
 
 DESCRIPTION = """\
@@ -47,8 +47,8 @@ class Item:
 
     Attributes:
         value: the path, or the text.
-        shown: what people see of it.
-        label: the class that a folder above it is named after; None: there is no such folder.
+        shown: the text for the terminal.
+        label: the class that a folder above it is named after; None if there is no such folder.
     """
 
     value: Path | str
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(run_folders("predict", "RUN FILE..."))
         return
     if not options.files:
-        raise UserError("Pass what to predict: image files, folders of images, or for a run with task=text text files.")
+        raise UserError("Pass image files or folders of images, or text files for a run with task=text.")
 
     import torch
 
@@ -117,7 +117,7 @@ def _print_classes(
     options: argparse.Namespace,
     kind: str,
 ) -> None:
-    """Print the classes of all items in the form that the options choose, then the accuracy if there are labels."""
+    """Print the classes of all items in the chosen format, then the accuracy if there are labels."""
     table, scores = _Predictions(kind, min(options.top, len(names))), Scores(total)
     width = min(_WIDEST, terminal_width() - 11, max(map(display_width, names)))
     for number, (item, top) in enumerate(found, start=1):
@@ -138,11 +138,11 @@ def _print_classes(
 
 @dataclass
 class _Predictions:
-    """The predictions of all items for programs: objects in JSON, rows in CSV, with the same keys for all items.
+    """The predictions of all items for programs, as JSON objects or CSV rows with the same keys for all items.
 
     Args:
         kind: the first key: path or text.
-        top: classes of each.
+        top: number of classes for each item.
     """
 
     kind: str
@@ -154,7 +154,7 @@ class _Predictions:
         self.items.append((value, label, top))
 
     def text(self, form: str) -> str:
-        """All items as CSV or JSON."""
+        """Return all items as CSV or JSON."""
         if form == "json":
             objects = [
                 {
@@ -179,7 +179,7 @@ class Scores:
     """Accuracy and confusions over the items that have a label.
 
     Args:
-        total: all items.
+        total: number of all items.
     """
 
     def __init__(self, total: int) -> None:
@@ -192,7 +192,7 @@ class Scores:
             self._pairs[label, predicted] += 1
 
     def lines(self) -> list[str]:
-        """The accuracy and the most frequent confusions; nothing if no item has a label."""
+        """Return the accuracy and the most frequent confusions; empty if no item has a label."""
         labelled = sum(self._pairs.values())
         if not labelled:
             return []
@@ -287,15 +287,15 @@ def _write_masks(trained: Trained, paths: Sequence[Any], names: Sequence[str], o
 
 
 def _mask_files(paths: Sequence[Path], options: argparse.Namespace) -> dict[Path, Path]:
-    """By image, the file of its mask, in a folder that this function creates.
+    """Return the file of each image's mask, in a folder that this function creates.
 
     Raises:
-        UserError: two masks would be one file, or the folder holds an image.
+        UserError: two masks would have the same file, or the folder contains an image.
     """
     out = options.out or (options.run if options.run.is_dir() else options.run.parent) / "masks"
     stem, number = Counter(path.stem for path in paths).most_common(1)[0]
     if number > 1:
-        raise UserError(f"{number} images are named {stem}: their masks would be one file. Predict them in turn.")
+        raise UserError(f"{number} images are named {stem}, so their masks would be one file. Predict them in turn.")
     inside = {path for path in paths if out.resolve() in path.resolve().parents}
     if inside:
         raise UserError(f"--out {out} holds the image {min(inside)}. Choose another folder.")
@@ -334,7 +334,7 @@ def _image_files(paths: Sequence[Path], names: Sequence[str]) -> Iterator[Item]:
 
     Args:
         paths: files and folders.
-        names: of the classes, which folders may be named after.
+        names: names of the classes, which folders may be named after.
     """
     from efficient_ft.data.images import is_image
 
@@ -355,7 +355,7 @@ def _image_files(paths: Sequence[Path], names: Sequence[str]) -> Iterator[Item]:
 
 @cache
 def _label(folders: tuple[str, ...], names: tuple[str, ...]) -> str | None:
-    """The class that the nearest of `folders` is named after; in another case of letters if it is the only one."""
+    """Return the class that the nearest of `folders` is named after, ignoring case if the match is unique."""
     for folder in map(_key, folders):
         same = [name for name in names if _key(name) == folder]
         alike = [name for name in names if _key(name).casefold() == folder.casefold()]
@@ -366,11 +366,11 @@ def _label(folders: tuple[str, ...], names: tuple[str, ...]) -> str | None:
 
 @cache
 def _key(name: str) -> str:
-    """A name as it is compared: some file systems store accents apart from their letters."""
+    """Normalize a name for comparison: some file systems store accents apart from their letters."""
     return unicodedata.normalize("NFC", name)
 
 
 def _short(path: Path) -> Path:
-    """A path relative to the current folder, if it is in it."""
+    """Return a path relative to the current folder, if it is inside of it."""
     here = Path(os.getcwd())
     return path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path

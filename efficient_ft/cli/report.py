@@ -13,14 +13,14 @@ from efficient_ft.cli.terminal import note as say_note
 from efficient_ft.core.errors import UserError
 
 DESCRIPTION = """\
-Write a page, report.html, that needs no network.
+Write report.html, a page that works without internet access.
 
 For several runs, or a folder of runs, the page has a table that sorts, plots of accuracy against FLOPs, memory, time
 and energy with the front of the best runs, and the curves over training.
 
-For one run, the page and PNG files show what the run has recorded of its steps (step_stats.interval=1): budgets over
-time, how often each block trained, tokens after each block, relative magnitudes, and the kept tokens on images of the
-run's own evaluation split.
+For one run, the page and PNG files show the recorded statistics of its steps (step_stats.interval=1): budgets over
+time, how often each block was trained, tokens after each block, relative magnitudes, and the kept tokens on images of
+the run's evaluation split.
 """
 
 

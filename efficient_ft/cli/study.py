@@ -25,9 +25,9 @@ Run a study. FOLDER/study.yaml names the rows (methods), the setting that is tun
     efficient-ft study results/deit_tiny_caltech101 data.root=DIR model.weights=FILE jobs=2
     efficient-ft study results/deit_tiny_caltech101 --report
 
-The command runs what is not finished; the same command continues an interrupted study. --report runs nothing and
-prints the table of the finished runs. KEY=VALUE settings hold on this machine only (where the images are, how many
-jobs at a time) and are not recorded. FOLDER/records.json gets a record of every finished run.
+The command starts the unfinished runs; the same command continues an interrupted study. --report starts no run and
+prints the table of the finished runs. KEY=VALUE settings apply to this machine only (the folder of the images, the
+number of jobs at a time) and are not recorded. FOLDER/records.json contains a record of every finished run.
 """
 
 #: Settings that do not change what a study finds, or the beginnings of their names.
@@ -76,22 +76,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="efficient-ft study", description=DESCRIPTION, formatter_class=Help)
-    parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help="holds study.yaml")
+    parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help="contains study.yaml")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of this machine")
     parser.add_argument("--rows", type=words, default=[], metavar="ROW,...", help="only these rows (default: all)")
     parser.add_argument("--tune-only", action="store_true", help="run the tuning, not the further seeds")
-    parser.add_argument("--report", action="store_true", help="run nothing; print the table")
+    parser.add_argument("--report", action="store_true", help="start no run; print the table")
     add_columns_option(parser)
     return parser
 
 
 def _studies() -> str:
-    """The text of the command without a folder: the studies below this one."""
+    """Return the text of the command without a folder: the studies below the current folder."""
     from efficient_ft.record.study import DEFINITION
 
     found = sorted(file.parent for depth in ("*", "*/*") for file in Path().glob(f"{depth}/{DEFINITION}"))
     if not found:
-        return "Usage: efficient-ft study FOLDER\nThere is no study.yaml in the folders here or in those below them."
+        return "Usage: efficient-ft study FOLDER\nNo study.yaml was found here, up to two levels of subfolders deep."
     return "\n".join(["Usage: efficient-ft study FOLDER", "Studies here:", *(f"  {folder}" for folder in found)])
 
 
@@ -167,12 +167,12 @@ def _refuse_other_images(records: Records, configs: Mapping[StudyRun, Config]) -
 
 
 def report(records: Records, rows: Sequence[str], columns: Sequence[str] = ()) -> str:
-    """The table of what has been found, and what is missing.
+    """Return the table of the finished runs, and notes on missing runs.
 
     Args:
-        records: of the study.
-        rows: of the table.
-        columns: of the table, see `core.sheet.render`; empty: those that fit the terminal.
+        records: records of the study.
+        rows: rows of the table.
+        columns: columns of the table, see `core.sheet.render`; empty for those that fit the terminal.
     """
     from efficient_ft.report.studies import notes, study_cells
 

@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 The published tables and figures of the four papers.
 
-    efficient-ft table [data.root=DIR]        list all of them, and what this machine can do with each now
-    efficient-ft table lbp_wht/2              the printed numbers, and what our runs do differently
+    efficient-ft table [data.root=DIR]        list them, and what can be run on this machine now
+    efficient-ft table lbp_wht/2              the published numbers, and how our runs differ
     efficient-ft table lbp_wht/2 --commands   the command of every accuracy
     efficient-ft table lbp_wht/2 --cost       the cost of every row, by the paper's rule and as executed
     efficient-ft table alast/7 --run --rows deit_t.alast --seeds 0,1,2 data.root=DIR
     efficient-ft table alast/7 --report --seeds 0,1,2 data.root=DIR
 
---run skips finished runs, so that the same command continues. --report prints published and obtained accuracies next
-to each other. KEY=VALUE settings hold for every run and are added to its command; a report finds the runs of the same
+--run skips finished runs, so the same command continues. --report prints published and obtained accuracies next to each
+other. KEY=VALUE settings apply to every run and are added to its command; a report finds the runs with the same
 settings.
 """
 
 
-#: Beginnings of the columns of accuracies, as words.
+#: Prefixes of the columns of accuracies, as words.
 _KINDS = {"acc": "accuracy", "miou": "mean IoU"}
-#: Missing runs that a report names.
+#: Maximum number of missing runs that a report names.
 _NAMED = 8
 
 
@@ -201,13 +201,13 @@ def _shown(table: Table, rows: Sequence[Row], options: argparse.Namespace) -> st
 
 
 def _title(column: str) -> str:
-    """The header of a column of accuracies: ``acc_cifar10`` → ``accuracy cifar10``."""
+    """Return the header of a column of accuracies: ``acc_cifar10`` → ``accuracy cifar10``."""
     kind, _, data = column.partition("_")
     return f"{_KINDS.get(kind, kind)} {data}"
 
 
 def _filled(part: str, form: str) -> str:
-    """A text whose lines fit the terminal, if it is printed there."""
+    """Return a text with lines that fit the terminal, if the format is text."""
     if form != "text":
         return part
     return "\n".join(paragraph(line, "  " if line.startswith("- ") else "") for line in part.split("\n"))
@@ -331,7 +331,7 @@ def _report(
 
 
 def _obtained(runs: Sequence[CellRun], jobs: Sequence[Job]) -> dict[tuple[str, str], list[float]]:
-    """By row and column, the accuracies of the finished runs, whose results are filled in."""
+    """Return the accuracies of the finished runs by row and column, and set the results of the jobs."""
     from efficient_ft.cli.jobs import finished
     from efficient_ft.record.results import final_accuracy
 
@@ -356,7 +356,7 @@ def _obtained(runs: Sequence[CellRun], jobs: Sequence[Job]) -> dict[tuple[str, s
 def _report_notes(
     settings: Sequence[str], missing: Sequence[str], runs: int, unread: Sequence[str], limited: Sequence[str]
 ) -> list[str]:
-    """Sentences on what is missing from a report, and on how its runs differ from the table."""
+    """Return notes on missing runs of a report, and on how its runs differ from the table."""
     from efficient_ft.cli.study import OF_THIS_MACHINE
 
     notes = []
@@ -366,7 +366,9 @@ def _report_notes(
         more = f" and {len(missing) - _NAMED} more (--commands lists all)" if len(missing) > _NAMED else ""
         notes.append(f"{len(missing)} of {runs} runs are missing: {', '.join(missing[:_NAMED])}{more}.")
     if len(missing) == runs:
-        notes.append("Only runs with the table's settings and those given here count: repeat the settings of --run.")
+        notes.append(
+            "A report finds only runs with the table's settings and those given here: repeat the settings of --run."
+        )
     notes += [f"Not read: {reason}" for reason in unread]
     if limited:
         notes.append(f"Not on all images (trainer.limit_eval_batches): {', '.join(limited)}.")

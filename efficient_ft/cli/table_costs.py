@@ -77,7 +77,7 @@ class CostCell:
         return self.executed if self.rule is None and self.column not in _BY_RULE else self.rule
 
 
-#: Counts a step, given the arguments of its run.
+#: Function that counts a step, given the arguments of its run.
 Step = Callable[[tuple[str, ...]], Executed]
 Counts = tuple[float | None, float | None]
 
@@ -87,8 +87,8 @@ def cost_cells(table: Table, row: Row, step: Step | None = None) -> list[CostCel
 
     Args:
         table: a published table.
-        row: of it.
-        step: counts a step; None: each step once in this process.
+        row: a row of the table.
+        step: counts a step; None to count each step once in this process.
 
     Raises:
         UserError: a setting of the row cannot be used.
@@ -111,7 +111,7 @@ def cost_cells(table: Table, row: Row, step: Step | None = None) -> list[CostCel
 
 
 def print_costs(table: Table, rows: Sequence[Row], form: str, chosen: Sequence[str] = (), processes: int = 1) -> None:
-    """Print the cost columns of `rows` in one of the forms of `core.sheet`; on a terminal each row when it is counted.
+    """Print the cost columns of `rows` in one of the forms of `core.sheet`; as text, each row when it is counted.
 
     CSV and JSON have the reasons of deviations in full; the other forms number them, with a list below the table.
 
@@ -120,7 +120,7 @@ def print_costs(table: Table, rows: Sequence[Row], form: str, chosen: Sequence[s
         rows: of it.
         form: one of `core.sheet.FORMS`.
         chosen: the columns to show, see `core.sheet.render`.
-        processes: that count at the same time.
+        processes: number of processes that count at the same time.
 
     Raises:
         UserError: the table prints no costs that are counted here.
@@ -144,7 +144,7 @@ def print_costs(table: Table, rows: Sequence[Row], form: str, chosen: Sequence[s
         text = "\n".join(sheet.foot())
     else:
         found = list(lines)
-        # A cost without any rule or execution has no column for it.
+        # Columns without values are left out.
         used = [i for i in range(len(header)) if i == 0 or any(line[i] is not None for line in found)]
         kept = [[line[i] for i in used] for line in found]
         names = [header[i] for i in used]
@@ -160,7 +160,7 @@ def print_costs(table: Table, rows: Sequence[Row], form: str, chosen: Sequence[s
 
 
 def _header(columns: Sequence[str]) -> list[str]:
-    """The names of the columns."""
+    """Return the names of the columns."""
     header = ["row"]
     for column in columns:
         own = ("by its rule", "kept, executed" if column in _BY_RULE else "executed", "deviation")
@@ -169,7 +169,7 @@ def _header(columns: Sequence[str]) -> list[str]:
 
 
 def _columns(header: Sequence[str]) -> dict[str, Column]:
-    """How the columns are shown: the printed number and the deviation of ours first."""
+    """Return the format of the columns: the published number and our deviation come first."""
     printed = header[1:-1:4]
     found = {"row": Column(words=True)}
     for name in printed:
@@ -184,7 +184,7 @@ def _columns(header: Sequence[str]) -> dict[str, Column]:
 def _line(
     row: Row, columns: Sequence[str], cells: Sequence[CostCell], data: bool, numbers: dict[str, int] | None
 ) -> list[Cell]:
-    """The cells of a row; `numbers` gets the reasons that are new. Without it: a sample, as wide as a line may be."""
+    """Return the cells of a row, and add new reasons to `numbers`; if `numbers` is None, a sample of maximum width."""
     of = {cell.column: cell for cell in cells}
     line: list[Cell] = [row.name]
     for column in columns:
@@ -323,7 +323,7 @@ def count_rows(
     Args:
         table: a published table.
         rows: of it.
-        processes: that count at the same time.
+        processes: number of processes that count at the same time.
         counted: called with the number of the steps counted, and of all, before the first one and after each.
     """
     needed = {row.name: _needed(table, row) for row in rows}
@@ -349,7 +349,7 @@ def count_rows(
 
 
 def _needed(table: Table, row: Row) -> list[tuple[str, ...]]:
-    """The arguments of the steps that the costs of a row need."""
+    """Return the arguments of the steps that the costs of a row need."""
     found = []
     if any(_COUNTED.get(column) not in (None, _measured, _parameters) for column in row.costs):
         found.append(_to_count(table, row))
@@ -359,7 +359,7 @@ def _needed(table: Table, row: Row) -> list[tuple[str, ...]]:
 
 
 def _typical(arguments: tuple[str, ...]) -> Executed:
-    """A count that stands for one that is not made yet: its number has as many digits as any."""
+    """Return a placeholder for a step that is not counted yet, with the maximum number of digits."""
     return Executed(12.345e9, 12.345e9, 12.345e6, 0, 0, 0, 1)
 
 

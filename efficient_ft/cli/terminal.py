@@ -1,4 +1,4 @@
-"""Parts that the commands share: help texts, options, notes, and the line that shows progress."""
+"""Shared parts of the commands: help texts, options, notes, and the progress line."""
 
 from __future__ import annotations
 
@@ -54,27 +54,27 @@ def quiet_libraries() -> None:
 
 
 def words(given: str) -> list[str]:
-    """The type of an option with words that are separated by commas."""
+    """Parse an option with words that are separated by commas."""
     found = [word.strip() for word in given.split(",") if word.strip()]
     if not found:
-        raise argparse.ArgumentTypeError("names nothing; leave the option out for all of them")
+        raise argparse.ArgumentTypeError("must not be empty; omit the option for all of them")
     return found
 
 
 def count(given: str, least: int = 1) -> int:
-    """The type of an option with an integer of at least `least`."""
+    """Parse an option with an integer of at least `least`."""
     if not given.isdecimal() or int(given) < least:
         raise argparse.ArgumentTypeError(f"must be an integer >= {least}, got {given}.")
     return int(given)
 
 
 def count_or_zero(given: str) -> int:
-    """The type of an option with an integer of at least 0."""
+    """Parse an option with an integer of at least 0."""
     return count(given, 0)
 
 
 def add_columns_option(parser: argparse.ArgumentParser) -> None:
-    """Add ``--columns NAME,...``, whose words go to `core.sheet.render`."""
+    """Add ``--columns NAME,...``, whose words are passed to `core.sheet.render`."""
     parser.add_argument(
         "--columns",
         type=words,
@@ -95,17 +95,17 @@ def note(sentence: str, **to: Any) -> None:
 
 
 def status(text: str) -> None:
-    """Show on a terminal what is done now, in one line that the next one replaces; an empty `text` removes it."""
+    """Show the current step on a terminal, in a line that the next call replaces; an empty `text` removes it."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{shortened(text, terminal_width() - 1)}", end="", file=sys.stderr, flush=True)
 
 
 def run_folders(command: str, argument: str, below: Path = Path("outputs")) -> str:
-    """The text of a command without its argument: the finished runs `below` the folder, the latest first.
+    """Return the text of a command without its argument: the finished runs in a folder, the latest first.
 
     Args:
-        command: its name.
-        argument: the argument that is missing.
+        command: name of the command.
+        argument: the missing argument.
         below: the folder of the runs.
     """
     from efficient_ft.record.results import NAME

@@ -91,10 +91,9 @@ _MEMORY = (
     (("low_bit",), ("method.low_bit.bits=2",), Exactness.APPROXIMATE, 1.12),
     (("checkpointing",), ("method.checkpointing.input_dtype=int4",), Exactness.APPROXIMATE, 1.02),
 )
-#: The smallest recipes, which a plan examines first and always: they tell whether anything can fit.
+#: The smallest recipes, which a plan always examines first: they show whether any recipe can fit.
 SMALLEST = (("head",), ("last_stage",))
-#: Of the memory axis, the one that is combined with stacks that train a part, or compute less: by far the smallest
-#: near exact one.
+#: The memory method that is combined with stacks that train a part or compute less: by far the smallest near exact one.
 _OF_STACKS = (3,)
 #: The ones that are examined with an optimizer that steps in the backward pass.
 _IN_BACKWARD = (1, 2, 3, 6)
@@ -109,7 +108,7 @@ _OPTIMIZER: tuple[tuple[Literal[32, 8, 4], bool, Exactness], ...] = (
 
 
 def candidates(config: Config, blocks: int, chosen: Sequence[str] = (), memory: bool = True) -> list[Candidate]:
-    """The recipes to examine for a run: the smallest, then the most useful ones. There may be too little time for all.
+    """Return the recipes to examine for a run, the smallest first, then the most useful ones.
 
     Args:
         config: of the run.

@@ -54,12 +54,12 @@ class Option:
 
     @property
     def words(self) -> list[str]:
-        """The words of the command line that trains it, quoted for a shell."""
+        """The words of the command line that trains the recipe, quoted for a shell."""
         return ["efficient-ft", *(f"'{a}'" if any(c in a for c in "[]{}, ") else a for a in self.arguments)]
 
     @property
     def command(self) -> str:
-        """The command line that trains it."""
+        """The command line that trains the recipe."""
         return " ".join(self.words)
 
 
@@ -68,11 +68,11 @@ class Excluded:
     """A recipe that is not an option.
 
     Attributes:
-        name: in tables.
-        reason: why it cannot be used.
-        process_bytes: the budget that it needs; None: it was not counted.
-        exactness: its class; None: it was not counted.
-        examined: False: planning ended before, and the recipe may be possible.
+        name: name in tables.
+        reason: why the recipe cannot be used.
+        process_bytes: the budget that the recipe needs; None if it was not counted.
+        exactness: its class; None if it was not counted.
+        examined: False if the planning time ended before, so that the recipe may be possible.
     """
 
     name: str

@@ -48,8 +48,8 @@ _UNKNOWN_CLASSES = 1000
 MARGIN, TRIAL_MARGIN = 1.12, 1.1
 #: Bytes that a run takes and a trial of its recipe does not: it reads images, counts a step, evaluates and saves.
 _RUN_ONLY = 10 * 2**20
-#: Seconds of planning, if none are asked for, and the shares for counting, for timing, and for comparing gradients. The
-#: rest is for starting, and for trials.
+#: Default planning time in seconds, and its shares for counting, for timing, and for comparing gradients. The rest is
+#: for starting and for trials.
 PLANNING = 60.0
 _COUNTING, _TIMING, _COMPARING = 0.4, 2 / 15, 2 / 15
 #: Seconds that a step timed for a plan may take, and one of the recommended recipe; larger batches are timed in part.
@@ -74,8 +74,8 @@ class Plan:
         smallest_bytes: the smallest budget for which one of the recipes examined would fit.
         smallest: the name of that recipe.
         steps: optimizer steps of the run; None: unknown without the images.
-        seconds: that planning took.
-        planning_seconds: that it was allowed to take.
+        seconds: duration of planning.
+        planning_seconds: limit of the planning time.
     """
 
     memory_bytes: int
@@ -94,12 +94,12 @@ class Plan:
 
     @property
     def not_examined(self) -> list[str]:
-        """The recipes for which there was no time."""
+        """The recipes that were not examined because the planning time was over."""
         return [one.name for one in self.excluded if not one.examined]
 
     @property
     def examined(self) -> int:
-        """The number of the other recipes."""
+        """The number of examined recipes."""
         return len(self.options) + len(self.excluded) - len(self.not_examined)
 
     def as_dict(self) -> dict[str, Any]:
@@ -112,11 +112,11 @@ class Examined:
     """A recipe that has just been examined.
 
     Attributes:
-        number: of the recipe, from 1.
-        of: all recipes.
-        name: of the recipe.
-        needed_bytes: the budget that it needs; None: it cannot be used with this network.
-        fits: whether the budget is enough.
+        number: number of the recipe, from 1.
+        of: number of all recipes.
+        name: name of the recipe.
+        needed_bytes: the budget that the recipe needs; None if it cannot be used with this network.
+        fits: True if the budget is sufficient.
     """
 
     number: int
@@ -151,8 +151,8 @@ def make_plan(
         split_batch: the batch may be split into micro-batches whose gradients are added up.
         chosen: options of the group ``method`` in `settings`, which every recipe keeps.
         attempt: tries the recipe to recommend; None: it is not tried.
-        planning_seconds: after which no further recipe is examined; the smallest ones always are.
-        say: reports what is done now.
+        planning_seconds: time after which no further recipe is examined; the smallest recipes are always examined.
+        say: reports the current step.
         ready: called with each recipe when it is examined.
 
     Raises:
@@ -244,10 +244,10 @@ class _Planner:
         say: Callable[[str], None],
         ready: Callable[[Examined], None],
     ) -> tuple[list[tuple[Candidate, Option]], list[Excluded]]:
-        """Count the candidates until the deadline, or until the `end` while nothing fits: no other time is needed.
+        """Count the candidates until the deadline, or until the `end` if no candidate fits.
 
         Returns:
-            Those that can be used, and the others.
+            The usable candidates with their options, and the excluded ones.
         """
         found: list[tuple[Candidate, Option]] = []
         excluded: list[Excluded] = []
@@ -255,7 +255,7 @@ class _Planner:
         for number, candidate in enumerate(todo, start=1):
             late = clock.perf_counter() > (deadline if any_fits else end)
             if late and found and candidate.methods not in SMALLEST:
-                excluded.append(Excluded(candidate.name, "not examined: planning ended before", examined=False))
+                excluded.append(Excluded(candidate.name, "not examined: the planning time was over", examined=False))
                 continue
             say(f"counting {candidate.name} ({number} of {len(todo)})")
             try:
@@ -275,16 +275,16 @@ class _Planner:
         return found, excluded
 
     def _refuse_too_little(self, memory_bytes: int, option: Option) -> None:
-        """Refuse a budget that the process exceeds before its first step, with any recipe."""
+        """Reject a budget that the process exceeds before its first step, with any recipe."""
         weights = self.base_bytes + option.counted.resident_bytes
         if weights > memory_bytes:
             raise SettingError(
                 "memory",
                 f"{memory_bytes / 1e9:.2f}GB",
                 f"at least {weights / 1e9:.2f}GB",
-                f"So much is taken before the first step: {self.base_bytes / 1e9:.2f} GB by the interpreter and its"
-                f" libraries, {(weights - self.base_bytes) / 1e9:.2f} GB by the model and a batch. Choose a smaller"
-                " model, data.batch_size or model.image_size.",
+                f"Before the first step, the interpreter and its libraries use {self.base_bytes / 1e9:.2f} GB, and the"
+                f" model and a batch use {(weights - self.base_bytes) / 1e9:.2f} GB. Choose a smaller model,"
+                " data.batch_size or model.image_size.",
             )
 
     def option(self, candidate: Candidate) -> Option:

@@ -23,12 +23,12 @@ CLASSES = {
 
 
 def plan_text(plan: Plan, *, every: bool = False, columns: Sequence[str] = ()) -> str:
-    """The table of the options, the recommendation, and what is excluded and why.
+    """Return the table of the options, the recommendation, and the excluded recipes with reasons.
 
     Args:
         plan: the plan.
         every: all options; False: those on the Pareto front of peak, step time and exactness.
-        columns: of the table, see `core.sheet.render`; empty: those that fit the terminal.
+        columns: columns of the table, see `core.sheet.render`; empty for those that fit the terminal.
     """
     where = "the GPU" if plan.device.startswith("cuda") else "the process"
     lines = [
@@ -68,53 +68,53 @@ def _table(options: Sequence[Option], plan: Plan, chosen: Sequence[str]) -> str:
 
 
 def _legend(shown: Sequence[Option]) -> str:
-    """The sentences that explain the columns and say which values are measured."""
+    """Return the sentences that explain the columns and which values are measured."""
     tried = any(option.measured_bytes is not None for option in shown)
     return "\n".join(
         paragraph(line)
         for line in (
-            "peak: of the process; counted: its live tensors. Values with ≈ are predicted, peaks from the count and"
-            " times from FLOPs; the others are measured here"
-            + (": the recommended recipe took a few steps in a process of its own." if tried else "."),
-            "cosine: of the gradient with the exact one, on images of the run. lost: points of test accuracy below full"
-            " fine-tuning in finished studies of small networks, from the best to the worst, without the memory"
-            " method. –: not known.",
+            "peak: peak memory of the process. counted: its live tensors. Values with ≈ are predicted, peaks from the"
+            " count and times from FLOPs. The other values are measured on this machine"
+            + (": the recommended recipe ran for a few steps in a separate process." if tried else "."),
+            "cosine: cosine of the gradient and the exact gradient, on images of the run. lost: points of test accuracy"
+            " below full fine-tuning in finished studies of small networks, from the best to the worst, without the"
+            " memory method. –: not known.",
         )
     )
 
 
 def _recommendation(plan: Plan) -> list[str]:
-    """The recipe to take with its command, and on how many recipes the choice rests; or why there is none."""
+    """Return the recommended recipe with its command and the number of recipes compared, or why there is none."""
     left = len(plan.not_examined)
     if plan.recommended is not None:
         lines = wrapped(f"Recommended: {plan.recommended.name}", terminal_width(), "  ")
         lines += _command([*plan.recommended.words, f"memory={_setting(plan.memory_bytes)}"])
         of = f" of {plan.examined + left}" if left else ""
         if plan.examined == 1:
-            lines.append(paragraph(f"The recommendation rests on one recipe: only 1{of} was examined.{_more(plan)}"))
+            lines.append(paragraph(f"The recommendation is based on one recipe: only 1{of} was examined.{_more(plan)}"))
         elif len(plan.options) == 1:
             lines.append(
                 paragraph(
-                    f"The recommendation rests on one recipe: of the {plan.examined} examined{of and of + ','} only"
-                    f" this one fits.{_more(plan)}"
+                    f"The recommendation is based on one recipe: only this one of the {plan.examined} examined recipes"
+                    f" fits{f' ({plan.examined + left} recipes in total)' if left else ''}.{_more(plan)}"
                 )
             )
         elif left:
-            lines.append(paragraph(f"The recommendation rests on {plan.examined}{of} recipes.{_more(plan)}"))
+            lines.append(paragraph(f"The recommendation is based on {plan.examined}{of} recipes.{_more(plan)}"))
         return lines
     if plan.options:
         return [_broken(line) for line in _none_allowed(plan)]
-    which = "Nothing fits" if not left else f"None of the {plan.examined} recipes examined fits"
+    which = "No recipe fits" if not left else f"None of the {plan.examined} examined recipes fits"
     return [
         _broken(
-            f"{which}. The smallest budget that does is {_setting(plan.smallest_bytes)}, with {plan.smallest}."
-            " Or choose a smaller data.batch_size, model.image_size or model, or allow split=true."
+            f"{which}. The smallest sufficient budget is {_setting(plan.smallest_bytes)}, with {plan.smallest}."
+            " Increase the budget, choose a smaller data.batch_size, model.image_size or model, or set split=true."
         )
     ]
 
 
 def _more(plan: Plan) -> str:
-    """How the recipes that were not examined can be examined; empty if there are none."""
+    """Return a sentence on how to examine the remaining recipes; empty if there are none."""
     left = len(plan.not_examined)
     if not left:
         return ""
@@ -123,7 +123,7 @@ def _more(plan: Plan) -> str:
 
 
 def _command(words: Sequence[str]) -> list[str]:
-    """A command in lines that fit the terminal and that a shell takes as one."""
+    """Return a command in lines that fit the terminal and that a shell reads as one command."""
     lines = [f"  {words[0]}"]
     for word in words[1:]:
         if display_width(f"{lines[-1]} {word} \\") > terminal_width():
@@ -135,7 +135,7 @@ def _command(words: Sequence[str]) -> list[str]:
 
 
 def _excluded(plan: Plan) -> list[str]:
-    """The recipes that are not possible, by reason, and those that were not examined."""
+    """Return texts on the recipes that are not possible, by reason, and on those that were not examined."""
     texts = []
     impossible = [one for one in plan.excluded if one.examined]
     if impossible:
@@ -162,12 +162,12 @@ def _excluded(plan: Plan) -> list[str]:
 
 
 def _broken(line: str) -> str:
-    """A line with names of recipes, in lines that fit the terminal."""
+    """Wrap a line with names of recipes for the terminal."""
     return "\n".join(wrapped(line, terminal_width(), "    "))
 
 
 def _stem(name: str) -> str:
-    """The name of a recipe without its optimizer."""
+    """Return the name of a recipe without its optimizer."""
     return name.partition(", ")[0]
 
 
@@ -176,7 +176,7 @@ def _several(stem: str, count: int) -> str:
 
 
 def _span(sizes: Sequence[int], budget: int) -> str:
-    """The smallest and the largest size above the budget, in two digits; in three if they would hide the difference."""
+    """Return the range of sizes above the budget, with enough digits to show the difference from the budget."""
     least, most = (f"{size / 1e9:.1f}" if round(size / 1e9, 1) > budget / 1e9 else f"{size / 1e9:.2f}"
                    for size in (min(sizes), max(sizes)))  # fmt: skip
     return f"{least} GB" if least == most else f"{least} to {most} GB"

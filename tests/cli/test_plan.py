@@ -31,7 +31,7 @@ def one_candidate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (["memory=4GB", "deit_small"], r"^deit_small: settings have the form KEY=VALUE"),
         (["memory=4GB", "model=no_such"], r"no_such"),
         (["memory=4GB", "--planning-time", "5x"], r"^--planning-time must be a number with a unit: .* got 5x\."),
-        (["memory=1MB"], r"^memory must be at least .*GB, got 0\.00GB\. So much is taken before the first step"),
+        (["memory=1MB"], r"^memory must be at least .*GB, got 0\.00GB\. Before the first step, the interpreter"),
     ],
 )
 def test_a_mistake_gets_one_message(words: list[str], message: str) -> None:
@@ -45,7 +45,7 @@ def test_the_plan_is_printed_written_and_recorded(capsys: pytest.CaptureFixture[
     printed = capsys.readouterr().out
     assert "\n1/1 " in printed, "the recipe is printed when it is examined"
     assert "Recommended: full\n  efficient-ft model=vit_digits" in printed
-    assert "The recommendation rests on one recipe: only 1 was examined." in printed
+    assert "The recommendation is based on one recipe: only 1 was examined." in printed
     written = json.loads(Path("plan.json").read_text())
     assert [option["name"] for option in written["options"]] == ["full"]
     assert Path("outputs/plans.jsonl").is_file()
@@ -62,7 +62,7 @@ def test_the_exit_status_says_that_nothing_fits(
     with pytest.raises(SystemExit) as leaving:
         command.main([*SETTINGS, "memory=900GB"])
     assert leaving.value.code == 1
-    assert "Nothing fits. The smallest budget that does is" in capsys.readouterr().out
+    assert "No recipe fits. The smallest sufficient budget is" in capsys.readouterr().out
 
 
 def test_settings_of_a_plan_are_checked_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

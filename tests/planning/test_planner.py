@@ -168,10 +168,10 @@ def test_a_recommendation_says_on_how_many_recipes_it_rests() -> None:
         return text.partition("The recommendation ")[2].partition("\n")[0]
 
     assert said((one,), unknown) == (
-        "rests on one recipe: only 1 of 2 was examined. --planning-time 3m examines more.")  # fmt: skip
-    assert said((one,)) == "rests on one recipe: only 1 was examined."
-    assert said((one,), above) == "rests on one recipe: of the 2 examined only this one fits."
-    assert said((one, two), above, unknown) == "rests on 3 of 4 recipes. --planning-time 2m examines more."
+        "is based on one recipe: only 1 of 2 was examined. --planning-time 3m examines more.")  # fmt: skip
+    assert said((one,)) == "is based on one recipe: only 1 was examined."
+    assert said((one,), above) == "is based on one recipe: only this one of the 2 examined recipes fits."
+    assert said((one, two), above, unknown) == "is based on 3 of 4 recipes. --planning-time 2m examines more."
     assert said((one, two), above) == ""
 
 
@@ -269,8 +269,9 @@ def test_a_tight_budget_excludes_and_names_the_smallest_that_would_do() -> None:
     assert tight.options == ()
     assert tight.recommended is None
     assert {one.name for one in tight.excluded} == set(by_name)
-    assert f"Nothing fits. The smallest budget that does is {-(-tight.smallest_bytes // 10**7) / 100:g}GB" in plan_text(
-        tight
+    assert (
+        f"No recipe fits. The smallest sufficient budget is {-(-tight.smallest_bytes // 10**7) / 100:g}GB"
+        in plan_text(tight)
     )
     again = a_plan(memory=tight.smallest_bytes + 2**24)
     assert tight.smallest in {one.name for one in again.options}
