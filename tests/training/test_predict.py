@@ -140,7 +140,7 @@ def test_without_a_run_the_finished_ones_are_listed(finished, capsys, monkeypatc
     assert predict() == 0
     assert "  outputs/mine\n" in capsys.readouterr().out
     assert predict("outputs/mine") == 2
-    assert "Pass what to predict" in capsys.readouterr().err
+    assert "Pass image files" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
