@@ -50,7 +50,7 @@ class Applied:
             touching nothing is an error.
         modules: full names of the modules it put into the model. The view of the model leaves them out.
         routed: full names of modules whose input it routes, so that their tokens come from any images.
-        summary: the change as a phrase for ``print(report)``: "blocks 9–11, norm and head are trained". If empty, the
+        summary: the change as a phrase for ``print(report)``: "blocks 9–11, norm and head train". If empty, the
             report shows the number and location of `touched`, the reasons of `skipped`, and the notes.
     """
 

@@ -196,17 +196,17 @@ def test_timm_s_average_is_used_and_named(tmp_path: Path, weights: State) -> Non
     held = {"state_dict": weights, "state_dict_ema": shifted(weights)}
     model = load(tmp_path / "w.pth", held)
     assert_equal(model.state_dict(), shifted(weights))
-    assert "model.weights_key=state_dict uses the weights themselves" in report(model).lines(1000)[-1]
+    assert "model.weights_key=state_dict selects the others" in report(model).lines(1000)[-1]
     assert_equal(load(tmp_path / "w.pth", held, weights_key="state_dict").state_dict(), weights)
 
 
 def test_files_without_names_cycles_and_names_that_are_there_twice(tmp_path: Path, weights: State) -> None:
-    with pytest.raises(SettingError, match="none of its 2 names is one of the network's: it holds 0, 1"):
+    with pytest.raises(SettingError, match="none of its 2 names occurs in the network: the file contains 0, 1"):
         load(tmp_path / "w.pth", [torch.ones(2), torch.ones(3)])
     cycle: dict[str, Any] = {"net": weights}
     cycle["self"] = cycle
     assert not report(load(tmp_path / "w.pth", cycle)).left_out
-    with pytest.raises(SettingError, match=r"It holds a\.b\.c twice"):
+    with pytest.raises(SettingError, match=r"It contains a\.b\.c twice"):
         load(tmp_path / "w.pth", {"a": {"b.c": torch.ones(1)}, "a.b": {"c": torch.ones(1)}})
     held = {"net (best)": weights, "net (last)": shifted(weights)}
     with pytest.raises(SettingError, match=r"Set \"model\.weights_key='net \(last\)'\" or another"):
@@ -215,7 +215,7 @@ def test_files_without_names_cycles_and_names_that_are_there_twice(tmp_path: Pat
 
 def test_a_key_that_is_not_there_lists_those_that_are(tmp_path: Path, weights: State) -> None:
     with pytest.raises(
-        SettingError, match=r"model\.weights_key must be .*, got teachr\. .* holds teacher \(32 tensors\)"
+        SettingError, match=r"model\.weights_key must be .*, got teachr\. .* contains teacher \(32 tensors\)"
     ):
         load(tmp_path / "w.pth", {"teacher": weights, "x": torch.ones(1)}, weights_key="teachr")
 
@@ -358,7 +358,7 @@ def test_tensors_of_a_wrong_shape(tmp_path: Path, weights: State, name: str, val
 def test_senseless_values_are_refused(tmp_path: Path, value: float, said: str) -> None:
     held = state("resnet18")
     held["layer1.0.bn1.running_var"][3] = value
-    with pytest.raises(SettingError, match=rf"layer1\.0\.bn1\.running_var holds {said}"):
+    with pytest.raises(SettingError, match=rf"layer1\.0\.bn1\.running_var contains {said}"):
         load(tmp_path / "w.pth", held, 10, ModelConfig, name="resnet18")
 
 

@@ -192,7 +192,7 @@ def test_missing_files_are_named(folder: Path, tmp_path: Path, monkeypatch: pyte
 
 
 def test_weights_of_another_network_are_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"of another shape: bert\.embeddings.*32 in the file, 64 in the model"):
+    with pytest.raises(SettingError, match=r"of a different shape: bert\.embeddings.*32 in the file, 64 in the model"):
         factory.create_model(from_folder(folder, kwargs={"hidden_size": 64}), 2)
     save_file({"blocks.0.weight": torch.zeros(2)}, tmp_path / "vit.safetensors")
     with pytest.raises(SettingError, match=r"model\.weights must be a file that fits model\.name=bert"):

@@ -132,7 +132,7 @@ def test_a_file_of_another_model_is_refused_with_names(tmp_path):
 def test_a_backbone_of_another_width_is_refused(tmp_path):
     torch.save(pretend_pretrained().state_dict(), tmp_path / "w.pth")
     wider = small(weights=str(tmp_path / "w.pth"), kwargs={**SMALL, "embed_dim": 32})
-    with pytest.raises(UserError, match="the file has 2 blocks of width 16, the model 2 of width 32"):
+    with pytest.raises(UserError, match="the file has 2 blocks of width 16, the model has 2 of width 32"):
         factory.create_model(wider, 1000)
 
 
@@ -164,5 +164,5 @@ def test_code_in_a_file_is_not_run(tmp_path):
 
 def test_a_file_without_tensors_is_refused(tmp_path):
     torch.save({"epoch": 3, "lr": 0.1}, tmp_path / "w.pth")
-    with pytest.raises(UserError, match=r"state dict.*It holds epoch, lr\."):
+    with pytest.raises(UserError, match=r"state dict.*It contains epoch, lr\."):
         factory.create_model(small(weights=str(tmp_path / "w.pth")), 7)

@@ -136,7 +136,7 @@ class LoRA(Method):
     def _summary(self, model: nn.Module, left_out: dict[str, Skipped]) -> str:
         """Return the summary for the report."""
         where = f"{count(len(self._adapted), 'layer')} in {within(self._adapted)}"
-        return f"rank {self.rank} in {where}: {trained(model)} are trained{left(left_out, 'not adapted')}"
+        return f"rank {self.rank} in {where}: {trained(model)} train{left(left_out, 'not adapted')}"
 
     def _trains(self, model: nn.Module, view: ModelView, left_out: dict[str, Skipped]) -> set[str]:
         """Return the names of the model's own parameters that train."""

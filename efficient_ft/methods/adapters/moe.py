@@ -317,7 +317,7 @@ class MoE(ExpertsMethod):
         self._put_experts(model, names)
         where = ranges(name.removesuffix(".mlp") for name in names)
         summary = f"{self.num_experts} experts replace the feed-forward network of {where}: {trained(model)}"
-        return Applied(self.name, names, others, routed=names, summary=f"{summary} are trained")
+        return Applied(self.name, names, others, routed=names, summary=f"{summary} train")
 
     def _remove(self, model: nn.Module) -> None:
         self._take_experts(model)

@@ -118,7 +118,7 @@ class RepNet(Method):
             put_around(block, _SideForward(block))
         added = tuple(f"{name}.side_module" for name in chosen)
         others = {name: why for name, why in skipped.items() if why.reason != Reason.NOT_CHOSEN}
-        summary = f"side modules in {ranges(chosen)}; these and the head are trained: {trained(model)}"
+        summary = f"side modules in {ranges(chosen)}; these and the head train: {trained(model)}"
         summary += left(others, "without a side module", "block")
         return Applied(self.name, added, skipped, modules=added, summary=summary)
 

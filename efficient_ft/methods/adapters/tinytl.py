@@ -137,9 +137,7 @@ class TinyTL(Method):
             else ()
         )
         added = tuple(f"{name}.lite_residual" for name in chosen)
-        summary = (
-            f"lite residuals in {count(len(chosen), 'block')}; these, biases and head are trained: {trained(model)}"
-        )
+        summary = f"lite residuals in {count(len(chosen), 'block')}; these, biases and head train: {trained(model)}"
         summary += left(skipped, "without a residual", "block") + ("; GroupNorm replaces BatchNorm" if norms else "")
         return Applied(self.name, added, skipped, notes, modules=added, summary=summary)
 

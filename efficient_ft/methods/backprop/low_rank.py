@@ -223,7 +223,7 @@ class LowRankBackward(Method):
             {**skipped, **exact},
             tuple(notes),
             none_needed=note if exact else "",
-            summary=f"{count(len(chosen), 'layer')} in {within(x.name for x, *_ in chosen)} use low-rank gradients"
+            summary=f"{count(len(chosen), 'layer')} in {within(x.name for x, *_ in chosen)} low-rank"
             + left({**skipped, **exact}, "exact")
             if chosen
             else "",

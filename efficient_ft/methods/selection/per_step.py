@@ -83,12 +83,12 @@ class LayersPerStep(Selection):
         frozen = [name for name, trains in trainable(model).items() if not trains]
         why = Skipped(Reason.FROZEN, "frozen: before or between the blocks")
         rest = "embeddings, norm and head" if self.train_embeddings else "norm and head"
-        summary = "; ".join([self._drawn(len(view.blocks)), f"{rest} are always trained", *self._notes()])
+        summary = "; ".join([self._drawn(len(view.blocks)), f"{rest} always train", *self._notes()])
         return Applied(self.name, view.blocks, dict.fromkeys(frozen, why), summary=summary)
 
     def _drawn(self, count: int) -> str:
         """Return a phrase about which of `count` blocks are trained."""
-        return f"{self.num_layers} of {count} blocks are trained in each step"
+        return f"{self.num_layers} of {count} blocks train in each step"
 
     def _notes(self) -> tuple[str, ...]:
         """Return further phrases of the report."""
@@ -186,7 +186,7 @@ class LISA(LayersPerStep):
     def _drawn(self, count: int) -> str:
         if self.interval == 1:
             return super()._drawn(count)
-        return f"{self.num_layers} of {count} blocks are trained, drawn every {self.interval} steps"
+        return f"{self.num_layers} of {count} blocks train, drawn every {self.interval} steps"
 
     def choose(self, step: int, count: int) -> list[int]:
         # Choices that hold for several steps come from the first of them.
@@ -230,7 +230,7 @@ class TopLayers(LayersPerStep):
         return self.profile_steps - self._steps
 
     def _drawn(self, count: int) -> str:
-        return f"{self.num_layers} of {count} blocks are trained, chosen after {self.profile_steps} steps of all blocks"
+        return f"{self.num_layers} of {count} blocks train, chosen after {self.profile_steps} steps of all blocks"
 
     def choose(self, step: int, count: int) -> list[int]:
         return self._top if self._steps >= self.profile_steps else list(range(count))

@@ -63,7 +63,7 @@ class Selection(Method):
 
     def _trains(self, touched: tuple[str, ...]) -> str:
         """Return a phrase about the trained parts; `touched` names them with the fewest names."""
-        return f"{ranges(touched)} {'is' if len(touched) == 1 else 'are'} trained"
+        return f"{ranges(touched)} {'trains' if len(touched) == 1 else 'train'}"
 
     def _remove(self, model: nn.Module) -> None:
         run_whole(model)
@@ -92,7 +92,7 @@ class Full(Selection):
         self.train_norms = train_norms
 
     def _trains(self, touched: tuple[str, ...]) -> str:
-        return "everything is trained" if self.train_norms else "everything except normalization layers is trained"
+        return "everything trains" if self.train_norms else "everything except normalization layers trains"
 
     def chosen(self, view: ModelView) -> dict[str, Tensor]:
         parameters: dict[str, Tensor] = dict(view.model.named_parameters())
@@ -186,7 +186,7 @@ class BitFit(Selection):
     needs = frozenset({Needs.CLASSIFIER})
 
     def _trains(self, touched: tuple[str, ...]) -> str:
-        return "biases and head are trained"
+        return "biases and head train"
 
     def chosen(self, view: ModelView) -> dict[str, Tensor]:
         head = parameters_under(view.model, view.head)
@@ -208,7 +208,7 @@ class NormLast(Selection):
     needs = frozenset({Needs.CLASSIFIER})
 
     def _trains(self, touched: tuple[str, ...]) -> str:
-        return "normalization layers and head are trained"
+        return "normalization layers and head train"
 
     def chosen(self, view: ModelView) -> dict[str, Tensor]:
         head = parameters_under(view.model, view.head)
