@@ -87,7 +87,7 @@ _Channel = Annotated[int, Field(ge=0, le=255)]
 
 
 class MaskConfig(Section):
-    """Settings of a segmentation data set alone: folders, classes, pixel values without a label, sizes."""
+    """Settings of segmentation data sets: folders, classes, pixel values without a label, sizes."""
 
     #: Names of the classes with ids 0, 1, …; null: those of the data set, or of classes.txt.
     classes: list[Name] | None = None
@@ -117,7 +117,7 @@ class MaskConfig(Section):
 
 
 class TextConfig(Section):
-    """Settings of a data set of texts alone: the columns of its files, their format, and the labels."""
+    """Settings of data sets of texts: the columns of files, their format, and the labels."""
 
     #: The column of the text, or the two columns of a pair.
     columns: Annotated[list[Name], Field(min_length=1, max_length=2)] = ["text"]
@@ -166,7 +166,7 @@ class DataConfig(Section):
     splits: dict[Literal["train", "val", "test"], Place | Annotated[list[Place], Field(min_length=1)]] | None = None
     #: Of image files with more than 8 bits of gray: the values that become black and white; null: 0 and 65535.
     value_range: tuple[float, float] | None = None
-    #: Image files with more pixels are refused.
+    #: Image files with more pixels are rejected.
     max_pixels: Count = 178_956_970
     batch_size: BatchSize = 64
     #: null: as `batch_size`.
@@ -324,7 +324,7 @@ class Config(Section):
     evaluate: str | None = None
     #: Print the cost; train nothing.
     cost_only: bool = False
-    #: Print details, too: each module that a method changes or leaves, and the notes of train.log.
+    #: Also print details: each module that a method changes or skips, and the notes of train.log.
     verbose: bool = False
     #: The memory allocator of the process (Linux with glibc): see `core.allocator`.
     allocator: Literal["auto", "mimalloc", "tcmalloc", "keep", "system"] = "auto"

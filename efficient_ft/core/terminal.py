@@ -1,4 +1,4 @@
-"""Prose on a terminal or in a pipe: wrapped in one place, warnings in color, and progress bars left whole."""
+"""Print prose on a terminal or in a pipe: wrapped, with warnings in color, and above progress bars."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any, TextIO
 
 from efficient_ft.core.text import filled, plain_text, printable, terminal_width
 
-#: Prose on a wider terminal is not easier to read.
+#: Maximum width of prose, for readability.
 _WIDEST_PROSE = 120
-#: Stands for a space inside a path until its line has been wrapped.
+#: Replaces a space inside a path until its line has been wrapped.
 _SPACE = "\ue000"
 _YELLOW, _PLAIN = "\x1b[33m", "\x1b[0m"
 
@@ -27,7 +27,7 @@ def colored(stream: TextIO) -> bool:
 def shown_path(path: str | os.PathLike[str]) -> str:
     """Return a path for a message: relative if it is below the current folder; a line is never broken inside it."""
     whole = Path(path)
-    with suppress(OSError, ValueError):  # elsewhere, or the current folder is gone
+    with suppress(OSError, ValueError):  # outside of the current folder, or that folder was removed
         whole = whole.absolute().relative_to(Path.cwd())
     return unbroken(printable(whole))
 

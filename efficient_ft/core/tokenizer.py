@@ -53,7 +53,7 @@ class Tokenizer:
         return self._tokenizer.num_special_tokens_to_add(texts > 1)
 
     def _unknown(self) -> int | None:
-        """Id of the token for characters that the vocabulary lacks; None: there is none."""
+        """The id of the token for unknown characters; None if the vocabulary has no such token."""
         model = json.loads(self._tokenizer.to_str())["model"]
         if model.get("unk_id") is not None:  # Unigram
             return int(model["unk_id"])

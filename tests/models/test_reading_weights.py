@@ -234,14 +234,14 @@ def state(name: str, **kwargs: Any) -> State:
     ("name", "other", "kwargs", "said"),
     [
         ("deit_tiny_patch16_224", "deit_tiny_distilled_patch16_224", {},
-         r"the file has 2 prefix tokens \(class, distillation\), the model 1 prefix token \(class\)\. "
+         r"the file has 2 prefix tokens \(class, distillation\), the model has 1 prefix token \(class\)\. "
          r"The file fits model=timm model\.name=deit_tiny_distilled_patch16_224\."),
         ("deit_tiny_distilled_patch16_224", "deit_tiny_patch16_224", {},
-         r"the file has 1 prefix token \(class\), the model 2 prefix tokens"),
+         r"the file has 1 prefix token \(class\), the model has 2 prefix tokens"),
         ("vit_tiny_patch16_224", "vit_tiny_patch16_224", {"reg_tokens": 4, "no_embed_class": True},
-         r"5 prefix tokens \(class, 4 registers\), the model 1 .*Models of timm with such tokens: \w*reg4"),
+         r"5 prefix tokens \(class, 4 registers\), the model has 1 .*timm models have such tokens: \w*reg4"),
         ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"class_token": False, "global_pool": "avg"},
-         r"the file has no prefix token, the model 1 prefix token \(class\)"),
+         r"the file has no prefix token, the model has 1 prefix token \(class\)"),
         ("deit_tiny_patch16_224", "deit_small_patch16_224", {},
          r"the file has 12 blocks of width 384, the model 12 of width 192\. .*model\.name=deit_small_patch16_224\."),
         ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"depth": 14}, "the file has 14 blocks, the model 12"),
@@ -252,7 +252,7 @@ def state(name: str, **kwargs: Any) -> State:
          r"unexpected: blocks\.0\.ls1\.gamma.*\+model\.kwargs\.init_values=1e-5"),
         ("deit_tiny_patch16_224", "cait_xxs24_224", {}, r"another model: the file has 24 blocks, the model 12"),
         ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"no_embed_class": True},
-         r"has 196 entries \(14×14 patches\), that of the model 197 .*no_embed_class=true"),
+         r"has 196 entries \(14×14 patches\), the model's has 197 .*no_embed_class=true"),
         ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"img_size": (96, 128)}, r"set model\.image_size to their"),
         ("resnet18", "resnet34", {}, r"layer1 has 3 parts in the file, 2 in the model.*model\.name=resnet34\."),
         ("deit_tiny_patch16_224", "resnet18", {}, r"none of its 122 names .*The file fits .*model\.name=resnet18\."),
