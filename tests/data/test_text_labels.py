@@ -57,7 +57,7 @@ def test_an_unlabeled_split_is_refused(tmp_path: Path, test: str) -> None:
 def test_a_class_that_marks_missing_labels_is_warned_of(tmp_path: Path) -> None:
     for name in ("-1", "None", "?", "unknown"):
         write_all(tmp_path, {"a.csv": PLAIN + f"zinc,{name}\nlead,{name}\n"})
-        assert f"have the label '{name}', which is trained as a class" in printed(open_set(tmp_path))
+        assert f"the label '{name}', which is trained as a class" in printed(open_set(tmp_path))
     write_all(tmp_path, {"a.csv": table((f"t{k}", str(k % 2 * 2 - 1)) for k in range(12))})
     assert "trained as a class" not in printed(open_set(tmp_path)), "-1 and 1 are two classes"
 
