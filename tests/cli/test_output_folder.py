@@ -114,7 +114,7 @@ def test_bytes_that_are_not_text_are_named() -> None:
     with pytest.raises(UserError) as caught:
         composed("model.weights=/a/\udcff.pth")
     assert str(caught.value).startswith(
-        "model.weights=/a/\N{REPLACEMENT CHARACTER}.pth: it has bytes that are invalid UTF-8"
+        "model.weights=/a/\N{REPLACEMENT CHARACTER}.pth: it has bytes that are not UTF-8"
     )
 
 
