@@ -11,6 +11,7 @@ import pytest
 from torch import Tensor
 
 from efficient_ft.cli.commands import run_command
+from efficient_ft.core.format import format_bytes
 from efficient_ft.models.prefix import FrozenPrefix
 from tests.conftest import REPOSITORY
 from tests.data.pictures import save
@@ -119,7 +120,7 @@ def test_steps_come_with_the_memory_of_each_recipes_process(tmp_path: Path, caps
     process = json.loads(file.read_text(encoding="utf-8"))["recipes"]["full"]["process"]
     assert (process["felt"]["steps"], process["felt"]["first_step"]) == (1, 2)
     assert process["felt"]["growth_bytes"] > 0.9 * process["counted_bytes"] > 2**26
-    assert f"{process['felt']['growth_bytes'] / 2**20:.0f}" in capsys.readouterr().out.split()
+    assert format_bytes(process["felt"]["growth_bytes"]) in capsys.readouterr().out
 
 
 def test_a_recipe_whose_process_is_killed_is_a_row_without_numbers(
