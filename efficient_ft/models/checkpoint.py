@@ -220,7 +220,7 @@ def _without_tensors(path: Path, held: Any, objects: tuple[str, ...]) -> Setting
     arrays = any(name.endswith("multiarray._reconstruct") for name in objects)
     objects = tuple(name for name in objects if not name.startswith(("numpy.", "builtins.")))
     inside = ", ".join(map(str, list(held)[:5])) if isinstance(held, Mapping) and held else "nothing"
-    do = f"It holds {inside}."
+    do = f"It contains {inside}."
     if arrays:
         do += " NumPy's arrays in it are not loaded. Save them with numpy.savez(FILE, **arrays), as .npz."
     if objects:

@@ -25,10 +25,10 @@ _COMMON = ("resnet18", "resnet50", "deit_tiny_patch16_224", "vit_base_patch16_22
            "regnety_016", "tf_efficientnet_lite0", "beit_base_patch16_224", "mixer_b16_224")  # fmt: skip
 #: Ends of names that torch gives to another form of the weights, and a sentence about each.
 _OTHER_FORMS = {
-    "._packed_params.0": "It holds quantized weights. Save those of the network before it was quantized.",
-    ".weight_orig": "It holds pruned weights with their masks apart. Join them first:"
+    "._packed_params.0": "It contains quantized weights. Save those of the network before it was quantized.",
+    ".weight_orig": "It contains pruned weights and their masks. Merge them first:"
     " torch.nn.utils.prune.remove(module, 'weight') for each pruned module.",
-    "_flat_param": "It holds weights that FSDP has flattened. Save a full state dict"
+    "_flat_param": "It contains weights that FSDP has flattened. Save a full state dict"
     " (torch: StateDictType.FULL_STATE_DICT).",
 }
 #: Ends of names by which a form of timm's ViT differs, and the argument that builds it.
@@ -61,7 +61,7 @@ def explain(
     """
     given = contents.under(fit.prefix)
     if any(".lora_" in one or ".base_layer." in one for one in contents.tensors):
-        return "It holds LoRA adapters apart from the weights. Merge them first (peft: merge_and_unload())."
+        return "It contains separate LoRA adapters. Merge them into the weights first (peft: merge_and_unload())."
     for ending, sentence in _OTHER_FORMS.items():
         if any(one.endswith(ending) for one in contents.tensors):
             return sentence
@@ -80,11 +80,11 @@ def explain(
     elif fit.error and alike * 3 <= len(own):
         details = f"its names cannot be converted ({fit.error})"
     elif alike * 20 <= len(own):
-        count = "few of its {} names are" if alike else "none of its {} names is one of"
+        count = "few of its {} names occur" if alike else "none of its {} names occurs"
         held = contents.tensors if alike else given  # some are alike by chance, in a part of the file
         details = (
-            f"{count.format(len(contents.tensors))} the network's: it holds {some(list(held))}; the network has"
-            f" {some(list(own))}"
+            f"{count.format(len(contents.tensors))} in the network: the file contains {some(list(held))};"
+            f" the network has {some(list(own))}"
         )
     else:
         structure = _structure(given, own)
@@ -105,7 +105,7 @@ def _tokens(given: Mapping[str, Tensor], own: Mapping[str, Tensor], *, positions
     """Differences in prefix tokens, and in positions (if asked for) where the tokens are the same."""
     theirs, ours = _prefix_tokens(given), _prefix_tokens(own)
     if theirs != ours:
-        return [f"the file has {_words(theirs)}, the model {_words(ours)}"]
+        return [f"the file has {_words(theirs)}, the model has {_words(ours)}"]
     if not positions:
         return []
     name = next((n for n in own if n in given and n.rpartition(".")[2] in ("pos_embed", "position_embedding")), None)

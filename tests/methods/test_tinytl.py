@@ -68,7 +68,7 @@ def test_where_modules_go_and_what_trains():
     found = blocks_with(model)
     assert list(found) == [b for b in view(model).blocks if b != "blocks.0.0"]
     assert {n: str(why) for n, why in applied.skipped.items()} == {
-        "blocks.0.0": "not an inverted residual block with expansion"
+        "blocks.0.0": "not an inverted residual with expansion"
     }
     # 64 channels in, at 1/32 of the image, from the last but one stage's second block on
     kernels = {name: m.conv1.kernel_size[0] for name, m in found.items()}

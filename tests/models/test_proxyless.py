@@ -123,7 +123,7 @@ def test_files_that_do_not_fit_are_refused_with_names(tmp_path, release):
     layer = "blocks.5.mobile_inverted_conv.depth_conv"
     assert "missing: blocks.2.0.conv_dw.weight" in refused(**{f"{layer}.conv.weight": None})
     assert "unexpected: blocks.2.0.conv_dw.bias" in refused(**{f"{layer}.conv.bias": torch.zeros(1)})
-    assert "of another shape: conv_stem.weight" in refused(**{"first_conv.conv.weight": torch.zeros(40, 3, 3, 3)})
+    assert "of a different shape: conv_stem.weight" in refused(**{"first_conv.conv.weight": torch.zeros(40, 3, 3, 3)})
     # One more block: ProxylessNAS-GPU or -CPU.
     extra = {k.replace("blocks.2.", "blocks.3."): v for k, v in weights.items() if k.startswith("blocks.2.")}
     assert "21 blocks have weights, ProxylessNAS-Mobile has 20" in refused(**extra)

@@ -243,14 +243,14 @@ def state(name: str, **kwargs: Any) -> State:
         ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"class_token": False, "global_pool": "avg"},
          r"the file has no prefix token, the model has 1 prefix token \(class\)"),
         ("deit_tiny_patch16_224", "deit_small_patch16_224", {},
-         r"the file has 12 blocks of width 384, the model 12 of width 192\. .*model\.name=deit_small_patch16_224\."),
-        ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"depth": 14}, "the file has 14 blocks, the model 12"),
-        ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"depth": 10}, "the file has 10 blocks, the model 12"),
+         r"the file has 12 blocks of width 384, the model has 12 of width 192\. .*name=deit_small_patch16_224\."),
+        ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"depth": 14}, "the file has 14 blocks, the model has 12"),
+        ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"depth": 10}, "the file has 10 blocks, the model has 12"),
         ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"qkv_bias": False},
          r"missing: blocks\.0\.attn\.qkv\.bias.*\+model\.kwargs\.qkv_bias=false"),
         ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"init_values": 0.1},
          r"unexpected: blocks\.0\.ls1\.gamma.*\+model\.kwargs\.init_values=1e-5"),
-        ("deit_tiny_patch16_224", "cait_xxs24_224", {}, r"another model: the file has 24 blocks, the model 12"),
+        ("deit_tiny_patch16_224", "cait_xxs24_224", {}, r"another model: the file has 24 blocks, the model has 12"),
         ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"no_embed_class": True},
          r"has 196 entries \(14×14 patches\), the model's has 197 .*no_embed_class=true"),
         ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"img_size": (96, 128)}, r"set model\.image_size to their"),
@@ -305,7 +305,9 @@ def test_a_backbone_of_numbered_parts_is_not_confused_with_one_of_them(tmp_path:
     parts = {"conv1": 0, "bn1": 1, "layer1": 4, "layer2": 5, "layer3": 6, "layer4": 7}
     held = {f"backbone.{parts[one]}.{rest}": value for name, value in state("resnet18").items()
             for one, _, rest in [name.partition(".")] if one in parts}  # fmt: skip
-    with pytest.raises(SettingError, match=r"few of its \d+ names are the network's: it holds backbone\.0\.weight"):
+    with pytest.raises(
+        SettingError, match=r"few of its \d+ names occur in the network: the file contains backbone\.0\.weight"
+    ):
         load(tmp_path / "w.pth", held, 10, ModelConfig, name="resnet18")
 
 
@@ -433,7 +435,7 @@ def test_an_address_is_not_a_file(address: str) -> None:
 
 def test_reasons_for_unreadable_files_end_with_a_sentence(tmp_path: Path, weights: State) -> None:
     torch.save({name: value.numpy() for name, value in weights.items()}, tmp_path / "arrays.pth")
-    with pytest.raises(SettingError, match=r"It holds cls_token.*NumPy's arrays in it are not loaded\..*\.npz\.$"):
+    with pytest.raises(SettingError, match=r"It contains cls_token.*NumPy's arrays in it are not loaded\..*\.npz\.$"):
         factory.create_model(small(weights=str(tmp_path / "arrays.pth")), 7)
     torch.save(weights, tmp_path / "half.pth")
     content = (tmp_path / "half.pth").read_bytes()

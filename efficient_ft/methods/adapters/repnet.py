@@ -133,9 +133,7 @@ class RepNet(Method):
             )
         skipped = dict.fromkeys(blocks, Skipped(Reason.NOT_CHOSEN, "no side module: not chosen by blocks"))
         skipped |= {
-            name: Skipped(Reason.OTHER_FORM, "side modules do not support this type of block")
-            for name in blocks
-            if name not in able
+            name: Skipped(Reason.OTHER_FORM, "unsupported type of block") for name in blocks if name not in able
         }
         train = [name for name in able if any(p.requires_grad for p in blocks[name].parameters())]
         skipped |= {name: Skipped(Reason.FROZEN) for name in able if name not in train}

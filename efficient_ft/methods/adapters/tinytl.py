@@ -149,7 +149,7 @@ class TinyTL(Method):
         for name, module in view.model.named_modules():
             if name in view.blocks:
                 if type(module) is not InvertedResidual or module.conv_s2d is not None:
-                    skipped[name] = Skipped(Reason.OTHER_FORM, "not an inverted residual block with expansion")
+                    skipped[name] = Skipped(Reason.OTHER_FORM, "not an inverted residual with expansion")
                 elif not any(p.requires_grad for p in module.parameters()):
                     skipped[name] = Skipped(Reason.FROZEN)
                 else:
