@@ -61,7 +61,7 @@ def explain(
     """
     given = contents.under(fit.prefix)
     if any(".lora_" in one or ".base_layer." in one for one in contents.tensors):
-        return "It contains separate LoRA adapters. Merge them into the weights first (peft: merge_and_unload())."
+        return "It contains separate LoRA adapters. Merge them first (peft: merge_and_unload())."
     for ending, sentence in _OTHER_FORMS.items():
         if any(one.endswith(ending) for one in contents.tensors):
             return sentence
