@@ -318,7 +318,7 @@ def test_the_recommended_recipe_is_tried() -> None:
     text = plan_text(found, every=True)
     assert "1.71 GB" in text
     assert "≈ 1.71 GB" not in text
-    assert "the recommended recipe took a few steps in a process of its own" in text
+    assert "the recommended recipe ran for a few steps in a separate process" in text
 
 
 @pytest.mark.exhaustive

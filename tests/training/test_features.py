@@ -94,7 +94,7 @@ def test_later_epochs_read_what_the_first_ones_stored(
     assert results["accuracy"]["last"] > 0.3
     (store,) = stores(tmp_path)
     assert (store / "rows").stat().st_size == report["bytes"]
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert f"Features of blocks.0 (65 × 16, {dtype}): 1 view of {TRAIN} training images" in printed
     run(config, tmp_path / "again")
     assert_same_training(tmp_path / "run", tmp_path / "again")
@@ -148,7 +148,9 @@ def test_damaged_features_are_computed_again_and_it_is_said(
         file.write(b"\xff" * 4000)
     capsys.readouterr()
     results = run(small(), tmp_path / "damaged")
-    assert f"Stored features in {store} are damaged; they are computed again." in capsys.readouterr().out
+    assert f"Stored features in {store} are damaged; they are computed again." in " ".join(
+        capsys.readouterr().out.split()
+    )
     assert_same_training(tmp_path / "straight", tmp_path / "damaged")
     assert 0 < results["features"]["computed"] < TRAIN
     assert run(small(), tmp_path / "again")["features"]["computed"] == 0
@@ -172,8 +174,8 @@ def test_a_disk_that_fills_ends_the_filling_and_not_the_run(
     monkeypatch.setattr(RowStore, "write", full_after_three)
     run(small(trainer__views=1), tmp_path / "full")
     assert len(calls) == 4
-    printed = capsys.readouterr().out
-    assert printed.count("is full. Features that are not stored are computed in every epoch; the run goes on.") == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.count("is full. Features that are not stored are computed in every epoch; the run continues.") == 1
     monkeypatch.undo()
     other = small(trainer__views=1, trainer__cache_folder=str(tmp_path / "other"))
     run(other, tmp_path / "room")
@@ -236,7 +238,7 @@ def test_auto_stores_none_where_nothing_is_gained_and_says_why(
     settings = {"trainer__cache_features": "auto", "trainer__epochs": 3, "trainer__views": 2, **changes}
     results = run(small(**settings), tmp_path / "run")
     assert "features" not in results
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert "Features are not stored (trainer.cache_features=auto):" in printed
     assert reason in printed
 
@@ -278,7 +280,7 @@ def test_a_resumed_run_keeps_the_form_that_was_chosen(
     monkeypatch.setattr(features_module, "choose_form", lambda run, forms: (Form.FOLDED, {}, {"folded": 0.0}))
     run(config, tmp_path / "whole")
     interrupted_at(4, config, tmp_path / "resumed")
-    assert "computes in the form folded (trainer.prefix=auto)" in capsys.readouterr().out
+    assert "computes in the form folded (trainer.prefix=auto)" in " ".join(capsys.readouterr().out.split())
     monkeypatch.setattr(features_module, "choose_form", lambda run, forms: pytest.fail("chosen twice"))
     results = run(config, tmp_path / "resumed")
     assert results["prefix"]["form"] == "folded"
@@ -306,4 +308,4 @@ def test_a_form_where_nothing_is_frozen_is_refused_and_auto_says_so(
         run(small(**settings, trainer__prefix="folded"), tmp_path / "refused")
     results = run(small(**settings, trainer__prefix="auto"), tmp_path / "auto")
     assert "prefix" not in results
-    assert "The network computes as it is (trainer.prefix=auto): No part" in capsys.readouterr().out
+    assert "The network computes as it is (trainer.prefix=auto): No part" in " ".join(capsys.readouterr().out.split())

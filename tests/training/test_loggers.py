@@ -169,7 +169,7 @@ def test_a_run_on_wandb_has_a_readable_name_and_what_runs_are_compared_by(
     assert len(found["history"][-1]["samples.captions"]) == 8
     assert len(list(tmp_path.rglob("media/images/samples_*.png"))) == 8
     printed = capfd.readouterr()
-    assert re.search(r"^wandb: *\n? *`wandb sync \S*offline-run-\S+`\s+sends this run\.$", printed.out, re.MULTILINE)
+    assert re.search(r"^wandb: *\n? *`wandb sync \S*offline-run-\S+`\s+uploads this run\.$", printed.out, re.MULTILINE)
     assert (printed.out + printed.err).count("wandb:") == 1, "and no more of its own"
 
 

@@ -163,8 +163,8 @@ def test_two_nodes_of_torchrun_train_as_one_process(tmp_path: Path, configuratio
     run(configuration(**quiet, trainer__num_nodes=1, seed=5), tmp_path / "two")
     ended = run_by_torchrun({**two, "resume": "never"}, tmp_path / "two")
     assert [done.returncode for done in ended] == [0, 0], ended[0].stderr + ended[1].stderr
-    assert "Results: " in ended[0].stdout
-    assert "Results: " not in ended[1].stdout
+    assert "Results:" in ended[0].stdout
+    assert "Results:" not in ended[1].stdout
     assert (tmp_path / "two.1" / "results.json").is_file()
     run(configuration(**quiet), tmp_path / "one")
     states = [checkpoint.read(tmp_path / folder / checkpoint.NAME)["state_dict"] for folder in ("two", "one")]
