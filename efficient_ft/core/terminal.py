@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import warnings
 from contextlib import nullcontext, suppress
@@ -16,6 +17,8 @@ from efficient_ft.core.text import filled, plain_text, printable, terminal_width
 _WIDEST_PROSE = 120
 #: Replaces a space inside a path until its line has been wrapped.
 _SPACE = "\ue000"
+#: A quoted setting in a message, which users paste into their shell.
+_SETTING = re.compile(r"'[\w.]+=[^'\n]*'")
 _YELLOW, _PLAIN = "\x1b[33m", "\x1b[0m"
 
 
@@ -40,6 +43,7 @@ def unbroken(text: str) -> str:
 def wrapped(text: str, width: int) -> str:
     """Return `text` with each line that is too long continued below it, indented; words and paths stay whole."""
     lines = []
+    text = _SETTING.sub(lambda found: unbroken(found[0]), text)
     for line in text.split("\n"):
         indent = line[: len(line) - len(line.lstrip())]
         lines += filled(line, width, f"{indent}  ")

@@ -93,3 +93,8 @@ def test_records_of_other_libraries_are_shown_from_warnings_on() -> None:
         handler.handle(logging.LogRecord(name, level, "", 0, f"of {name}", None, None))
     assert screen.getvalue() == "warning: of timm\nof efficient_ft.x\n"
     assert handler.level == logging.INFO, "details are for the file, and for verbose=true"
+
+
+def test_a_quoted_setting_is_not_broken() -> None:
+    setting = "'data.splits={train: 2019, test: 2020}'"
+    assert setting in wrapped(f"Choose one of the readings of this folder: {setting}; or move the images.", 60)
