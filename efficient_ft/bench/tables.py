@@ -14,8 +14,8 @@ from efficient_ft.core.text import paragraph, table
 from efficient_ft.record.environment import busy_note
 
 FELT = (
-    "growth over the size before the first step, in a process of its own; counted: peak of live tensors"
-    " without model and batch, with the optimizer's state"
+    "growth of the process over its size before the first step; each recipe has a process of its own;"
+    " counted: peak of live tensors without model and batch, with the optimizer's state"
 )
 RATIOS = "ms: median [quartiles]; ×: recipe / baseline, so 0.50× the time is half of it"
 
@@ -77,7 +77,8 @@ def _step(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
     ]
     if felt:
         process = [_felt(record.get("process")) for record in every]
-        columns += [("process", 2, [a for a, _ in process]), ("process / counted", 4, [b for _, b in process])]
+        # The user asked for the memory with --memory-steps.
+        columns += [("process", 0, [a for a, _ in process]), ("process / counted", 4, [b for _, b in process])]
     columns += [
         ("backward FLOPs / image", 3, [format_number(of["backward_flops"]) for of in counts]),
         ("forward ms", 3, ms("forward")),
@@ -115,9 +116,9 @@ def _memory(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
 
     columns: _Columns = [
         ("recipe", 0, list(recipes)),
-        ("growth", 0, each(lambda of: _felt(of)[0])),
+        ("used by the steps", 0, each(lambda of: _felt(of)[0])),
         ("counted peak", 0, each(lambda of: format_bytes(of["counted_bytes"]))),
-        ("growth / counted", 1, each(lambda of: _felt(of)[1])),
+        ("used / counted", 1, each(lambda of: _felt(of)[1])),
         ("step time", 1, each(lambda of: format_seconds(of["step_seconds"]))),
     ]
     if device:
@@ -128,19 +129,19 @@ def _memory(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
     columns += [
         ("interpreter", 3, each(lambda of: format_bytes(of["interpreter_bytes"]))),
         ("with model", 3, each(lambda of: format_bytes(of["with_model_bytes"]))),
-        ("before steps", 2, each(lambda of: format_bytes(of["felt"]["before_bytes"]))),
+        ("process memory before the steps", 2, each(lambda of: format_bytes(of["felt"]["before_bytes"]))),
     ]
     about = [report["dtype"], *sorted({record["optimizer"] for record in measured.values()})]
     about += ["unfused attention"] if report["attention"] == "unfused" else []
     where = (
         "what PyTorch reserves of the device, without model and batch"
         if device
-        else "of the process " + FELT.removeprefix("growth ")
+        else FELT
     )
     explained = (
         f"{report['model']}, batch {report['batch']}, {', '.join(about)}",
-        f"growth: {where}",
-        "interpreter, with model: resident memory of the process; before steps: with the compiler of packing kernels",
+        f"used by the steps: {where}",
+        "interpreter, with model: resident memory of the process; before the steps: with the compiler of packing kernels",
     )
     return "\n".join([*map(paragraph, explained), "", _table(columns, chosen)])
 
