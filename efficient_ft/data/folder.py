@@ -12,6 +12,7 @@ import numpy as np
 from efficient_ft.core.errors import UserError, did_you_mean
 from efficient_ft.core.text import printable
 from efficient_ft.data.below import Below, files_below, links_in
+from efficient_ft.data.counts import counted, verb
 from efficient_ft.data.folder_tree import same_class
 from efficient_ft.data.images import EXTENSIONS, class_name, is_image, reading_hint
 from efficient_ft.data.layout import Layout, find_layout, labels_hint
@@ -67,8 +68,8 @@ def read_folder(root: Path, follow_links: bool = False, splits: Chosen | None = 
         splits: the folders of each split, as in ``data.splits``; None to recognize them by name.
 
     Raises:
-        UserError: the folder does not exist, the layout is ambiguous, there are fewer than two classes, a class has no
-            images or no training images, or a link leads out of `root` and `follow_links` is False.
+        UserError: the folder does not exist, the layout is ambiguous, there are fewer than two classes, a class has
+            fewer than two training images, or a link leads out of `root` and `follow_links` is False.
     """
     problem = missing_folder(root)
     if problem is not None:
@@ -101,20 +102,9 @@ def read_folder(root: Path, follow_links: bool = False, splits: Chosen | None = 
                 "epoch."
             )
         return Listing(names, train, found["val"], found["test"], notes=notes, origins=origins, left_out=left_out)
-    single = [names[label] for label in np.flatnonzero(np.bincount(train.labels) == 1)]
-    if single:
-        raise UserError(
-            f"{_first_names(single)} of the {len(names)} classes in {origins['train']} {_has(single)} a single image,"
-            " so no image can be held out for testing. Add images, remove the folder, or name a folder of test images:"
-            " 'data.splits={train: FOLDER, test: FOLDER}'."
-        )
     train, test = hold_out_test(train)
     origins["test"] = f"a fifth of each class, held out of {origins['train']}"
     return Listing(names, train, test=test, notes=notes, origins=origins, left_out=left_out)
-
-
-def _has(names: Sequence[str]) -> str:
-    return "has" if len(names) == 1 else "have"
 
 
 def _origin(root: Path, places: Sequence[Path]) -> str:
@@ -180,9 +170,16 @@ def _scan_train(
     names = list(found)
     if len(names) == 1:
         raise UserError(
-            f"{where} has a single class, {names[0]!r}, with {len(found[names[0]]):,} images. Classification needs at"
-            " least two classes, each in its own folder."
+            f"{where} has a single class, {names[0]!r}, with {counted(len(found[names[0]]), 'image')}. Classification"
+            " needs at least two classes, each in its own folder."
             f"{labels_hint([*places, *(place / names[0] for place in places)])}"
+        )
+    single = [name for name in names if len(found[name]) == 1]
+    if single:
+        raise UserError(
+            f"{_first_names(single)} of the {len(names)} classes in {where} {verb(len(single))} a single training image"
+            f" ({sum(map(len, found.values())):,} images in all). Each class needs at least two. Add images, remove the"
+            f" {verb(len(single), 'folder', 'folders')} from all splits, or move the images to another class."
         )
     others.update(ignored)
     alike: dict[str, list[str]] = defaultdict(list)
@@ -235,8 +232,8 @@ def _scan_eval(
         }
         raise UserError(
             f"{where} has classes that the training split lacks: {_first_names(list(unknown))} "
-            f"({sum(unknown.values()):,} images).{near} All splits must have the same class folders. To leave this"
-            f" split out: 'data.splits={show(rest)}'."
+            f"({counted(sum(unknown.values()), 'image')}).{near} All splits must have the same class folders. To"
+            f" leave this split out: 'data.splits={show(rest)}'."
         )
     found = {name: files for name, files in found.items() if files}
     if not found:
@@ -271,7 +268,7 @@ def _left_out(others: Counter[str], layout: Layout, below: Below) -> dict[str, i
     for folder in unused[:3]:
         left_out[f"images in {printable(folder.name)}/"] = folder.total
     if len(unused) > 3:
-        left_out[f"images in {len(unused) - 3} more folders"] = sum(one.total for one in unused[3:])
+        left_out[f"images in {counted(len(unused) - 3, 'more folder')}"] = sum(one.total for one in unused[3:])
     for reason, files in (
         ("links to folders", below.links),
         ("neither files nor folders", below.special),
@@ -283,7 +280,7 @@ def _left_out(others: Counter[str], layout: Layout, below: Below) -> dict[str, i
 
 
 def _kinds(others: Counter[str]) -> str:
-    more = f" and {len(others) - 5} more kinds" if len(others) > 5 else ""
+    more = f" and {counted(len(others) - 5, 'more kind')}" if len(others) > 5 else ""
     return ", ".join(f"{kind} ×{count:,}" for kind, count in others.most_common(5)) + more
 
 

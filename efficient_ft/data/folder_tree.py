@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from efficient_ft.core.text import printable
+from efficient_ft.data.counts import counted
 from efficient_ft.data.images import is_image
 from efficient_ft.data.paths import is_hidden
 
@@ -42,7 +43,7 @@ class Folder:
         return {name: folder for name, folder in self.folders.items() if folder.total}
 
     def __str__(self) -> str:
-        return f"{self.shown} ({counted(self.total)})"
+        return f"{self.shown} ({counted(self.total, 'image')})"
 
     @property
     def shown(self) -> str:
@@ -50,11 +51,6 @@ class Folder:
         name = printable(self.name)
         short = name if len(name) <= _LETTERS else f"{name[:_LETTERS]}…"
         return f"{short}/" if name else printable(self.path)
-
-
-def counted(images: int) -> str:
-    """Return a number of images as text, such as ``3 images``."""
-    return f"{images:,} image{'s' if images != 1 else ''}"
 
 
 def same_class(name: str) -> str:

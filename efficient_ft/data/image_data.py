@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.data.counts import counted, verb
 from efficient_ft.data.decoded import DecodedImages
 from efficient_ft.data.fetch import megabytes
 from efficient_ft.data.images import Decoding, read_image
@@ -106,7 +107,10 @@ class ImageData(OpenedData[Samples, SplitDataset]):
                     f"No readable image is left in the {name} split (data.on_corrupt=skip). Replace its files."
                 )
         if self._skipped:
-            self._notes.append(f"{len(self._skipped)} unreadable images are left out (data.on_corrupt=skip).")
+            self._notes.append(
+                f"{counted(len(self._skipped), 'unreadable image')} {verb(len(self._skipped), 'is', 'are')} left out"
+                " (data.on_corrupt=skip)."
+            )
         return replace(listing, **parts)
 
     def inspect(self, *, thorough: bool = False) -> Inspection:

@@ -10,8 +10,8 @@ import numpy as np
 
 from efficient_ft.core.text import plain_line
 from efficient_ft.core.tokenizer import Tokenizer
+from efficient_ft.data.counts import counted, verb
 from efficient_ft.data.inspection import Inspection, spread
-from efficient_ft.data.text_files import counted
 from efficient_ft.data.text_labels import is_number
 from efficient_ft.data.texts import Texts
 
@@ -110,12 +110,13 @@ def _lengths(
     seen = f"; {len(examined):,} of {whole:,} examined" if len(examined) < whole else ""
     ends = f"; {_percent(cut)} are truncated at model.max_length={max_length}" if cut else ""
     found.lines.append(
-        f"texts: {lengths.min():,} to {lengths.max():,} tokens (median {np.median(lengths):,.0f}{seen}){ends}"
+        f"texts: {lengths.min():,} to {counted(int(lengths.max()), 'token')} (median"
+        f" {np.median(lengths):,.0f}{seen}){ends}"
     )
     if cut > _CUT:
         found.warnings.append(
             f"{_percent(cut)} of the texts are truncated at model.max_length={max_length}; the longest has"
-            f" {lengths.max():,} tokens. Increase model.max_length if the network allows it."
+            f" {counted(int(lengths.max()), 'token')}. Increase model.max_length if the network allows it."
         )
     if share > _UNKNOWN:
         found.warnings.append(
@@ -124,7 +125,8 @@ def _lengths(
         )
     if empty:
         found.warnings.append(
-            f"{empty:,} of {len(examined):,} texts contain only special tokens: nothing can be learned from them."
+            f"{empty:,} of {counted(len(examined), 'text')} {verb(empty, 'contains', 'contain')} only special tokens:"
+            " nothing can be learned from them."
         )
 
 
@@ -152,8 +154,8 @@ def _repeated(found: Inspection, parts: Mapping[str, Texts], class_names: Sequen
     found.facts["repeated_train_texts"] = repeats
     if repeats > _REPEATED * len(hashes["train"]):
         found.warnings.append(
-            f"{repeats:,} of {len(hashes['train']):,} training texts duplicate another text{compared}. Check"
-            " data.text.columns."
+            f"{repeats:,} of {len(hashes['train']):,} training texts {verb(repeats, 'duplicates', 'duplicate')}"
+            f" another text{compared}. Check data.text.columns."
         )
     counts = {name: sum(key in train for key in keys) for name, keys in hashes.items() if name != "train"}
     found.facts["shared_texts"] = {name: count for name, count in counts.items() if count}
@@ -175,7 +177,7 @@ def _repeated(found: Inspection, parts: Mapping[str, Texts], class_names: Sequen
         index, key = next((i, key) for i, key in enumerate(hashes[name]) if key in several)
         names = " and ".join(repr(plain_line(class_names[label])) for label in sorted(labels[key])[:3])
         found.warnings.append(
-            f"{counted(len(several), 'text')} {'has' if len(several) == 1 else 'have'} several labels{compared}, such"
+            f"{counted(len(several), 'text')} {verb(len(several))} several labels{compared}, such"
             f" as {_short(part.texts[index][0])}: {names}."
         )
 
@@ -194,14 +196,14 @@ def _names(found: Inspection, class_names: Sequence[str], parts: Mapping[str, Te
     for name in markers:
         number = counts[class_names.index(name)]
         found.warnings.append(
-            f"{counted(number, 'training text')} {'has' if number == 1 else 'have'} the label {name!r}, which is"
+            f"{counted(number, 'training text')} {verb(number)} the label {name!r}, which is"
             " trained as a class. If it marks texts without a label, remove them, or skip these rows of a file:"
             f' "data.text.missing=[{name!r}]" data.on_corrupt=skip.'
         )
     single = [name for label, name in enumerate(class_names) if counts[label] == 1]
     if single:
         found.warnings.append(
-            f"{len(single)} {'class' if len(single) == 1 else 'classes'} with a single training text:"
+            f"{counted(len(single), 'class')} with a single training text:"
             f" {', '.join(map(_short, single[:5]))}{' and more' if len(single) > 5 else ''}."
         )
     numbers = [name for name in class_names if is_number(name)]
@@ -224,8 +226,8 @@ def _names(found: Inspection, class_names: Sequence[str], parts: Mapping[str, Te
     long = [name for name in class_names if len(name) > 100]
     if long:
         found.warnings.append(
-            f"{len(long)} of {len(class_names)} class names have more than 100 characters, such as {_short(long[0])}."
-            " Check data.text.label."
+            f"{len(long)} of {len(class_names)} class names {verb(len(long))} more than 100 characters, such as"
+            f" {_short(long[0])}. Check data.text.label."
         )
 
 

@@ -16,8 +16,20 @@ from typing import Any
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.text import printable
 from efficient_ft.data.below import links_in
-from efficient_ft.data.folder_tree import Folder, counted, same_class, scan
-from efficient_ft.data.splits import SPLITS, Chosen, Split, ambiguous, chosen_places, name_splits, repeated, show, some
+from efficient_ft.data.counts import counted, verb
+from efficient_ft.data.folder_tree import Folder, same_class, scan
+from efficient_ft.data.splits import (
+    SPLITS,
+    Chosen,
+    Split,
+    ambiguous,
+    chosen_places,
+    name_splits,
+    part_names,
+    repeated,
+    show,
+    some,
+)
 
 #: Names of folders whose images have no class.
 _UNLABELED = ("unlabel", "unlabl", "pred", "unsup", "unknown")
@@ -129,7 +141,8 @@ def _recognized(top: Folder) -> Layout:
         if folder.total:
             rest = {one: of[0].name for one, of in places.items()}
             raise UserError(
-                f"{printable(top.path / name)} has no images in class folders, but {counted(folder.images)} without a"
+                f"{printable(top.path / name)} has no images in class folders, but {counted(folder.images, 'image')}"
+                " without a"
                 f" class. Put them into {printable(name)}/CLASS/, or leave them out: 'data.splits={show(rest)}'."
             )
         places[split] = [folder]  # without images: reported when files are listed
@@ -203,6 +216,9 @@ def _without_train(top: Folder, named: Mapping[str, Split], by_split: Mapping[Sp
     flat = sorted((name for name in named if name not in nested), key=lambda name: (SPLITS.index(named[name]), name))
     if any(named[name] == "train" for name in flat) and (len({named[n] for n in flat}) > 1 or by_split or not rest):
         raise UserError(_without_classes(top, [folders[name] for name in flat]))
+    parts = part_names(folders)
+    if len(parts) == len(folders) > 1 and all(folder.images for folder in folders.values()):
+        raise UserError(_without_classes(top, list(folders.values())))
     if named and not rest:
         raise UserError(
             f"{top.path.absolute()} has {some(sorted(named))}/ but no train/ with class folders. Add the training"
@@ -211,8 +227,9 @@ def _without_train(top: Folder, named: Mapping[str, Split], by_split: Mapping[Sp
     _refuse_wrapper(top)
     layout = Layout({"train": [top]}, loose=top.images)
     _require_clear(top, top, {"train": "."}, layout.notes, by_split)
+    flat += [name for name in parts if name not in named and folders[name].images]
     if flat:
-        kind = _verb(flat, "is a class instead of a split", "are classes instead of splits")
+        kind = verb(len(flat), "is a class instead of a split", "are classes instead of splits")
         layout.notes.append(f"{some(flat)} {kind}, because there are no subfolders.")
     return layout
 
@@ -223,7 +240,7 @@ def _without_classes(top: Folder, flat: Sequence[Folder]) -> str:
     classes = len(top.filled) > 1 and flat[0] is not top
     other = f" If the folders are the classes: 'data.splits={show({'train': '.'})}'." if classes else ""
     place = "" if flat[0] is top else f"In {printable(top.path.absolute())}, "
-    return f"{place}{_listed(flat)} {_verb(flat, 'has', 'have')} no class folders.{tables} {EXPECTED}{other}"
+    return f"{place}{_listed(flat)} {verb(len(flat))} no class folders.{tables} {EXPECTED}{other}"
 
 
 def labels_hint(folders: Sequence[Path]) -> str:
@@ -231,10 +248,6 @@ def labels_hint(folders: Sequence[Path]) -> str:
     places = [folder for folder in folders if folder.is_dir()]
     names = [e.name for place in places for e in os.scandir(place) if e.name.lower().endswith(_TABLES)]
     return f" The labels may be in {some(sorted(names), 3)}: sort the images into class folders." if names else ""
-
-
-def _verb(of: Sequence[Any], one: str, several: str) -> str:
-    return one if len(of) == 1 else several
 
 
 def _listed(folders: Sequence[Folder]) -> str:
@@ -310,7 +323,7 @@ def _require_clear(
     if shared is not None:
         raise _same_folders(top, place, now, shared, by_split or {}, evaluated)
     if len(depths) > 1:
-        counts = [f"{counted(depths[d])} in folders such as {examples[d].shown}" for d in sorted(depths)[:3]]
+        counts = [f"{counted(depths[d], 'image')} in folders such as {examples[d].shown}" for d in sorted(depths)[:3]]
         found = (
             f"Its images are at {len(depths)} depths: {'; '.join(counts)}. If the deeper folders are separate classes,"
             " move all images to one depth."
@@ -319,7 +332,7 @@ def _require_clear(
     joined = sum(len(folders) for folders in levels[-1].values())
     notes.append(
         f"The classes are the top folders of {printable(place.path)} ({some(list(place.filled))}). The images in their"
-        f" {joined} subfolders belong to them."
+        f" {counted(joined, 'subfolder')} belong to them."
     )
 
 

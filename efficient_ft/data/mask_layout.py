@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.text import printable
+from efficient_ft.data.counts import counted
 from efficient_ft.data.images import EXTENSIONS
 from efficient_ft.data.mask_names import Kind, read_name
 from efficient_ft.data.mask_pixels import MASK_EXTENSIONS
@@ -269,7 +270,7 @@ def _quoted(name: str) -> str:
 
 
 def _counts(areas: Sequence[Area], root: Path) -> str:
-    return some([f"{shown(area.path, root)} ({area.count} files)" for area in areas])
+    return some([f"{shown(area.path, root)} ({counted(area.count, 'file')})" for area in areas])
 
 
 def _refuse_prefixes(root: Path, areas: list[Area]) -> None:
@@ -285,7 +286,7 @@ def _refuse_prefixes(root: Path, areas: list[Area]) -> None:
             f"The images and masks of {printable(root.absolute())} are in {printable(next(iter(counts)))}/."
             f" Pass data.root={printable(inner)}."
         )
-    found = some([f"{printable(prefix) or '.'} ({count} files)" for prefix, count in counts.most_common()])
+    found = some([f"{printable(prefix) or '.'} ({counted(count, 'file')})" for prefix, count in counts.most_common()])
     inner = root / next(prefix for prefix, _ in counts.most_common() if prefix)
     ordered = sorted(prefix or "." for prefix in counts)
     parts: Chosen = {"train": ordered[:-1], "test": ordered[-1]}
@@ -314,10 +315,12 @@ def _nothing(root: Path, tree: Tree, has_masks: bool) -> UserError:
                 f"{printable(area.path.absolute())} has no masks (found: {listed}). Save one image file per"
                 f" mask ({', '.join(MASK_EXTENSIONS)})."
             )
-    there = [*(f"{shown(a.path, root)} ({a.count} files)" for a in tree.areas if a.kind)]
-    there += [f"{shown(a.path, root)} ({a.count} files)" for a in tree.areas if not a.kind and not tree.inside]
-    there += [f"{printable(name)}/ ({count} files)" for name, count in tree.inside.items()]
-    there += [f"{printable(name)}/ ({count} files)" for name, count in tree.plain.items()]
+    there = [*(f"{shown(a.path, root)} ({counted(a.count, 'file')})" for a in tree.areas if a.kind)]
+    there += [
+        f"{shown(a.path, root)} ({counted(a.count, 'file')})" for a in tree.areas if not a.kind and not tree.inside
+    ]
+    there += [f"{printable(name)}/ ({counted(count, 'file')})" for name, count in tree.inside.items()]
+    there += [f"{printable(name)}/ ({counted(count, 'file')})" for name, count in tree.plain.items()]
     if not there:
         return UserError(f"{printable(root.absolute())} has no folder of images with masks. {LAYOUT}")
     together = ""

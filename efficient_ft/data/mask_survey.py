@@ -14,6 +14,7 @@ import numpy as np
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.core.text import printable
+from efficient_ft.data.counts import counted, verb
 from efficient_ft.data.inspection import DECODED, HEADERS, in_threads, spread
 from efficient_ft.data.mask_pixels import Header, read_header, read_pixels, stored_size
 from efficient_ft.data.masks import UNKNOWN, Classes, MaskSamples, read_mask
@@ -240,7 +241,11 @@ def examined(found: Survey, *splits: str) -> str:
     """Return the number of decoded masks as text."""
     chosen = splits or tuple(found.counted)
     count, total = (sum(len(found.counted[s]) for s in chosen), sum(found.totals[s] for s in chosen))
-    return f"all {total} masks decoded" if count == total else f"{count} of {total} masks decoded"
+    return (
+        f"{'all ' * (total > 1)}{counted(total, 'mask')} decoded"
+        if count == total
+        else f"{count} of {total} masks decoded"
+    )
 
 
 def _refuse_palettes(found: Survey, classes: Classes) -> None:
@@ -308,12 +313,13 @@ def _refuse_orientations(found: Survey) -> None:
     ]
     shown = ", ".join(sorted({str(orientation) for _, orientation in unclear}))
     hints = [
-        f" The masks of {counts[kind]} other images have the size of the {words}."
+        f" The masks of {counted(counts[kind], 'other image')} have the size of the {words}."
         for kind, words in (("raw", "stored pixels"), ("upright", "upright image"))
         if counts.get(kind)
     ]
     raise UserError(
-        f"{len(unclear)} of {len(rows)} images have an EXIF orientation ({shown}), such as {printable(unclear[0][0])},"
+        f"{len(unclear)} of {counted(len(rows), 'image')} {verb(len(unclear))} an EXIF orientation ({shown}), such as"
+        f" {printable(unclear[0][0])},"
         " but the sizes do not show whether their masks belong to the stored or the upright pixels."
         f"{''.join(hints)} {_EXIF}"
     )
@@ -338,7 +344,9 @@ def _refuse_values(found: Survey, classes: Classes, split: str, own: bool) -> No
         try:
             read_mask(broken[0], classes)
         except UserError as error:
-            raise UserError(f"{len(broken)} of {len(rows)} {split} masks examined cannot be used. {error}") from error
+            raise UserError(
+                f"{len(broken)} of {counted(len(rows), f'{split} mask')} examined cannot be used. {error}"
+            ) from error
 
 
 def _refuse_ids(found: Survey, classes: Classes, split: str) -> None:
@@ -350,12 +358,13 @@ def _refuse_ids(found: Survey, classes: Classes, split: str) -> None:
     outside = [value for value in found.values(split) if not 0 <= value < 1 << 16]
     if outside and unknown * 2 > len(rows):
         raise UserError(
-            f"{unknown} of {len(rows)} {split} masks have values outside of 0 to 65535: {_shown(found.values(split))}."
-            " Save them with one class id per pixel, and 255 where there is no label."
+            f"{unknown} of {counted(len(rows), f'{split} mask')} {verb(unknown)} values outside of 0 to 65535:"
+            f" {_shown(found.values(split))}. Save them with one class id per pixel, and 255 where there is no label."
         )
     if unknown * 2 > len(rows):
         raise UserError(
-            f"{unknown} of {len(rows)} {split} masks have values without a class: {_shown(found.values(split))}. The"
+            f"{unknown} of {counted(len(rows), f'{split} mask')} {verb(unknown)} values without a class:"
+            f" {_shown(found.values(split))}. The"
             f" {len(classes.names)} classes have the ids {_few(classes.ids)}. Map each value to a class:"
             f" {_values(found.values(split), classes)}, or ignore a value: data.masks.ignored=[VALUE]."
         )
@@ -372,7 +381,7 @@ def _refuse_ids(found: Survey, classes: Classes, split: str) -> None:
     if not suspicious and not binary and not single:
         return
     seen = f"The {split} masks contain only the values {_shown(values)} ({examined(found, split)})"
-    lacking = f"{_names(absent)} {'has' if len(absent) == 1 else 'have'} no pixels"
+    lacking = f"{_names(absent)} {verb(len(absent))} no pixels"
     keep = "data.masks.values=ids"
     if unlabeled:
         raise UserError(
@@ -401,7 +410,8 @@ def _refuse_mixed(rows: Sequence[Counted], classes: Classes, split: str) -> None
         return  # borders without a label
     names = [_quoted(name) for name in classes.names]
     raise UserError(
-        f"Of {len(rows)} {split} masks examined, {ones} hold the value 1, and {whites} hold 0 and 255; none holds both"
+        f"Of {len(rows)} {split} masks examined, {ones} {verb(ones, 'holds', 'hold')} the value 1, and {whites}"
+        f" {verb(whites, 'holds', 'hold')} 0 and 255; none holds both"
         f" 1 and 255. As 255 means no label, {classes.names[1]} has no pixel in the latter. If both are"
         f" {classes.names[1]}: 'data.masks.values={{0: {names[0]}, 1: {names[1]}, 255: {names[1]}}}'; if pixels of 255"
         " have no label: data.masks.values=ids."

@@ -17,6 +17,7 @@ import numpy as np
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.core.text import printable
+from efficient_ft.data.counts import counted
 from efficient_ft.data.mask_pixels import Pixels, read_pixels
 
 #: Table entry of a value without a class.
@@ -202,7 +203,7 @@ def read_mask(
         assert pixels.colors is not None
         raise UserError(
             f"{printable(path)}: the mask has colors (mode {pixels.mode}) instead of class ids:"
-            f" {counted(pixels.colors, True)}. Add the class colors to classes.txt ('NAME RED GREEN BLUE' on each"
+            f" {shown_values(pixels.colors, True)}. Add the class colors to classes.txt ('NAME RED GREEN BLUE' on each"
             " line), set data.masks.colors={NAME: [RED, GREEN, BLUE], …}, or save the mask with one class id per pixel."
         ) from None
     indices = classes.indices(values, by_color)
@@ -223,13 +224,14 @@ def _unknown(values: np.ndarray, by_color: bool, mode: str, classes: Classes) ->
     if by_color:
         back = ", or set data.masks.palette=index to read palette indices" if mode == "P" else ""
         return (
-            f"colors without a class: {counted(values, True)}. Add them to the class list or to data.masks.colors, with"
-            f" the name void if they have no label{back}."
+            f"colors without a class: {shown_values(values, True)}. Add them to the class list or to"
+            f" data.masks.colors, with the name void if they have no label{back}."
         )
     known = ", ".join(map(str, _ranges(sorted({*classes.ids, *(value for value, _ in classes.further)}))))
     smooth = " The file looks smoothed or converted from JPEG." if len(np.unique(values[:10_000])) > 16 else ""
     return (
-        f"ids without a class: {counted(values, False)}. The classes have the ids {known}; pixels without a label have"
+        f"ids without a class: {shown_values(values, False)}. The classes have the ids {known}; pixels without a"
+        " label have"
         f" {', '.join(map(str, _ranges(sorted(classes.ignored))))} (data.masks.ignored).{smooth} Correct the mask, or"
         " map each value to a class: data.masks.values={VALUE: NAME, …}."
     )
@@ -247,12 +249,12 @@ def _ranges(numbers: Sequence[int]) -> list[str]:
     return [text for run in texts for text in run]
 
 
-def counted(values: np.ndarray, by_color: bool) -> str:
+def shown_values(values: np.ndarray, by_color: bool) -> str:
     """Return the five most frequent values with their numbers of pixels, as text."""
     numbers, counts = np.unique(values, return_counts=True)
     order = np.argsort(-counts, kind="stable")[:5]
     names = [f"{n >> 16} {n >> 8 & 255} {n & 255}" if by_color else str(n) for n in map(int, numbers[order])]
-    listed = ", ".join(f"{name} ({count} pixels)" for name, count in zip(names, counts[order], strict=True))
+    listed = ", ".join(f"{name} ({counted(count, 'pixel')})" for name, count in zip(names, counts[order], strict=True))
     return listed + (f" and {len(numbers) - 5} more" if len(numbers) > 5 else "")
 
 

@@ -13,6 +13,7 @@ from torchvision import datasets
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.network import unreachable
 from efficient_ft.core.text import printable
+from efficient_ft.data.counts import counted, verb
 from efficient_ft.data.fetch import Archive
 from efficient_ft.data.listing import Listing, Samples
 from efficient_ft.data.paths import Paths
@@ -133,7 +134,8 @@ def read_published(name: str, root: Path) -> Listing:
     gone = _nonexistent(parts)
     if gone:
         raise UserError(
-            f"data={name}: {len(gone)} listed images do not exist, the first is {printable(gone[0])}. {again}"
+            f"data={name}: {counted(len(gone), 'listed image')} {verb(len(gone), 'does', 'do')} not exist, such as"
+            f" {printable(gone[0])}. {again}"
         )
     return listing
 

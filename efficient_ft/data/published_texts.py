@@ -7,6 +7,7 @@ from pathlib import Path
 from efficient_ft.config.schema import TextConfig
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.text import printable
+from efficient_ft.data.counts import counted
 from efficient_ft.data.fetch import Archive
 from efficient_ft.data.published import PublishedSet
 from efficient_ft.data.splits import Split
@@ -26,8 +27,8 @@ def _read_rte(root: Path, settings: TextConfig) -> TextListing:
         read = read_rows(folder / name, settings)
         if len(read.rows) != count:
             raise UserError(
-                f"{printable((folder / name).absolute())} has {len(read.rows)} rows instead of {count}. Remove the"
-                " folder and run again to fetch it."
+                f"{printable((folder / name).absolute())} has {counted(len(read.rows), 'row')} instead of {count:,}."
+                " Remove the folder and run again to fetch it."
             )
         found.rows[split], found.origins[split], found.columns = read.rows, f"{name} ({origin(read)})", read.columns
         found.notes += read.notes

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import IGNORED, InputSpec
+from efficient_ft.data.counts import counted, verb
 from efficient_ft.data.images import Decoding, read_image
 from efficient_ft.data.inspect_masks import inspect_masks
 from efficient_ft.data.inspection import Inspection
@@ -183,7 +184,10 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
         if config.on_corrupt == "skip":
             self._parts = {name: self._readable(name, part) for name, part in self._parts.items()}
             if self._skipped:
-                self._notes.append(f"{len(self._skipped)} unusable images are left out (data.on_corrupt=skip).")
+                self._notes.append(
+                    f"{counted(len(self._skipped), 'unusable image')} {verb(len(self._skipped), 'is', 'are')} left out"
+                    " (data.on_corrupt=skip)."
+                )
 
     def inspect(self, *, thorough: bool = False) -> Inspection:
         """Inspect the images and masks; see `inspect_masks`."""

@@ -86,6 +86,8 @@ _AFFIXES = frozenset(
         "v",
     ]
 )
+#: Words that denote a part of a data set next to a letter or a number: ``fold_a``, ``part 2``.
+_PARTS = frozenset({"fold", "folds", "kfold", "split", "part", "subset", "batch", "chunk", "shard", "set"})
 #: Words that Hydra reads as a number, a boolean or null.
 _READ_AS_VALUES = frozenset({"true", "false", "null", "nan", "inf"})
 _JOINED = re.compile(rf"({'|'.join(sorted(_WORDS, key=len, reverse=True))})(data(?:set)?|sets?|images?|imgs?|splits?)")
@@ -117,6 +119,27 @@ def name_splits(names: Iterable[str]) -> dict[str, Split]:
         if "train" in group.values() and len(set(group.values())) > 1:
             found |= group
     return found
+
+
+def part_names(names: Iterable[str]) -> list[str]:
+    """Return the names that denote a split or a part of a data set next to letters and numbers: ``trainA``, ``fold1``.
+
+    Args:
+        names: names of the folders in one folder.
+    """
+
+    def is_part(name: str) -> bool:
+        split, rest = _read(name)
+        if split is not None:
+            return all(len(word) == 1 for word in rest)
+        words = _words(name)
+        return len(words) > 1 and not _PARTS.isdisjoint(words) and all(w in _PARTS or _is_index(w) for w in words)
+
+    return [name for name in names if is_part(name)]
+
+
+def _is_index(word: str) -> bool:
+    return word.isdigit() or len(word) == 1
 
 
 def chosen_places(root: Path, chosen: Chosen) -> dict[Split, list[Path]]:
@@ -218,14 +241,18 @@ def _quoted(name: str) -> str:
 
 def _read(name: str) -> tuple[Split | None, tuple[str, ...]]:
     """Return the split that a name contains, or None if it does not contain exactly one, and the other words."""
-    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", unicodedata.normalize("NFC", name))
-    words = re.findall(r"[^\W\d_]+|\d+", spaced.casefold())
-    words = [part for word in words for part in _parts(word)]
+    words = _words(name)
     at = [i for i, word in enumerate(words) if word in _WORDS]
     if len(at) != 1:
         return (_WORDS[words[at[0]]], ()) if at and len({_WORDS[words[i]] for i in at}) == 1 else (None, ())
     rest = [word for word in words[: at[0]] + words[at[0] + 1 :] if word not in _AFFIXES and not word.isdigit()]
     return _WORDS[words[at[0]]], tuple(rest)
+
+
+def _words(name: str) -> list[str]:
+    """Return the words and numbers in a name, in lower case."""
+    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", unicodedata.normalize("NFC", name))
+    return [part for word in re.findall(r"[^\W\d_]+|\d+", spaced.casefold()) for part in _parts(word)]
 
 
 def _parts(word: str) -> Sequence[str]:

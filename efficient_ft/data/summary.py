@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from efficient_ft.core.text import plain_line, printable
+from efficient_ft.data.counts import counted
 from efficient_ft.data.inspection import Inspection
 
 #: Maximum number of class names in the output, and of their letters.
@@ -64,7 +65,7 @@ class Summary:
         """Return the short lines that a run prints before training."""
         found = [f"data: {self.name}, {self.task}, {len(self.class_names)} classes: {abridged(self.class_names)}"]
         for split, one in self.splits.items():
-            parts = [f"{one.samples:,} {self.noun}{'' if one.samples == 1 else 's'}"]
+            parts = [counted(one.samples, self.noun)]
             if one.per_class is not None and len(one.per_class):
                 low, high = int(one.per_class.min()), int(one.per_class.max())
                 parts.append(f"{low:,} per class" if low == high else f"{low:,} to {high:,} per class")

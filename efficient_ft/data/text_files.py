@@ -11,6 +11,7 @@ from pathlib import Path
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.text import printable
+from efficient_ft.data.counts import counted, verb
 
 #: Byte order marks. UTF-32 comes first, because its mark begins with the mark of UTF-16.
 _MARKS = (
@@ -76,11 +77,6 @@ def lines_of(text: str) -> list[str]:
     return io.StringIO(text, newline="").readlines()
 
 
-def counted(count: int, noun: str) -> str:
-    """Return a number with a noun: ``1 text``, ``2,000 texts``."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def _bytes(path: Path) -> bytes:
     try:
         raw = path.read_bytes()
@@ -115,7 +111,8 @@ def _undecodable(name: str, raw: bytes, error: UnicodeDecodeError, chosen: str) 
     good = sum(not character.isascii() for character in replaced) - bad
     if good > bad:
         return UserError(
-            f"{where} The file is damaged or mixes encodings: {good} non-ASCII characters are UTF-8, {bad} are not."
+            f"{where} The file is damaged or mixes encodings: {counted(good, 'non-ASCII character')}"
+            f" {verb(good, 'is', 'are')} UTF-8, {bad} {verb(bad, 'is', 'are')} not."
             " Correct these lines, or remove the invalid bytes: iconv -c -f utf-8 -t utf-8."
         )
     high = sum(byte >= 0x80 for byte in raw)

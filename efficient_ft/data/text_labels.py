@@ -12,7 +12,7 @@ from decimal import Decimal
 
 from efficient_ft.core.errors import UserError, did_you_mean
 from efficient_ft.core.text import plain_line
-from efficient_ft.data.text_files import counted
+from efficient_ft.data.counts import counted, verb
 
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
 #: More distinct decimal numbers than this are a quantity; ratings in half stars have ten.
@@ -184,7 +184,11 @@ def refuse_unlabeled(labels: Sequence[str], missing: int, split: str, source: st
     """
     if set(labels) - {"-1"} or not (labels or missing):
         return
-    why = f"all {len(labels)} labels are -1" if labels else f"none of {counted(missing, 'text')} has a label"
+    why = (
+        f"{'all ' * (len(labels) > 1)}{counted(len(labels), 'label')} {verb(len(labels), 'is', 'are')} -1"
+        if labels
+        else f"none of {counted(missing, 'text')} has a label"
+    )
     raise UserError(f"{source} is unlabeled: {why}. It cannot be the {split} split.{advice}")
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.text import printable
 from efficient_ft.data.below import links_in
+from efficient_ft.data.counts import counted
 from efficient_ft.data.splits import (
     SPLITS,
     Chosen,
@@ -18,12 +19,12 @@ from efficient_ft.data.splits import (
     ambiguous,
     chosen_places,
     name_splits,
+    part_names,
     repeated,
     show,
     some,
     split_of,
 )
-from efficient_ft.data.text_files import counted
 from efficient_ft.data.text_folders import LAYOUT, ClassFolders, Places, folders_in, has_texts, plain, texts_in, visible
 from efficient_ft.data.text_rows import EXTENSIONS, NoColumnError, Row, RowFile, extension_of, read_rows
 
@@ -179,6 +180,12 @@ class Reader:
         classes = [folder for folder in folders if has_texts(folder)]
         if not files:
             self._refuse_wrapper(folders)
+            names = [path.name for path in classes]
+            if len(names) > 1 and part_names(names) == names and not any(folders_in(path) for path in classes):
+                raise UserError(
+                    f"{printable(self.root.absolute())} has the folders {some(names)}, which look like parts of a data"
+                    f" set without class folders. {LAYOUT} If the folders are the classes: 'data.splits={{train: .}}'."
+                )
             return [self.root]
         shards = self._shards(files)
         if classes:
@@ -204,7 +211,7 @@ class Reader:
             except UserError:
                 rows[file.name] = None
         order = sorted(rows, key=lambda name: -(rows[name] or 0))
-        shown = ", ".join(f"{name} ({'not readable' if n is None else f'{n} rows'})" for name, n in rows.items())
+        shown = ", ".join(f"{name} ({'not readable' if n is None else counted(n, 'row')})" for name, n in rows.items())
         more = f" and {len(files) - 6} more" if len(files) > 6 else ""
         readings: list[tuple[str, Chosen]] = [
             (f"{order[0]} is the training data", {"train": order[0], "test": order[1]}),
@@ -274,7 +281,7 @@ class Reader:
 
 def origin(read: RowFile) -> str:
     """Return the number of rows and lines of a file as text."""
-    return f"{len(read.rows):,} rows in {read.lines:,} lines"
+    return f"{counted(len(read.rows), 'row')} in {counted(read.lines, 'line')}"
 
 
 def _row_files(folder: Path) -> list[Path]:

@@ -9,14 +9,15 @@ import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
 from efficient_ft.core.text import plain_line, printable
-from efficient_ft.data.text_files import counted, lines_of, read_text
+from efficient_ft.data.counts import counted
+from efficient_ft.data.text_files import lines_of, read_text
 
 if TYPE_CHECKING:
     from efficient_ft.config.schema import TextConfig
@@ -197,19 +198,34 @@ def _row(
     value = record.cells.get(settings.label)
     label = "" if value is None or value in (math.inf, -math.inf) else clean_name(str(value))
     problem = None
+    lacks = [column for column in (*settings.columns, settings.label) if column not in record.cells]
     if record.width is not None:
-        cells = "1 cell" if record.width == 1 else f"{record.width} cells"
-        problem = f"{cells} for {width} columns"
+        problem = f"{counted(record.width, 'cell')} for {counted(width, 'column')}"
+    elif lacks and lacks[0] != settings.label:
+        problem = f"the key {lacks[0]!r} is missing ({_keys(record.cells)})"
     elif not all(text):
         problem = "an empty text"
     elif label == settings.label and text == tuple(settings.columns):
         problem = "a repeated header line"
     elif label in missing:
         setting = "" if label in _MISSING else "; data.text.missing"
-        problem = f"no label ({label!r}{setting})" if label else "no label"
+        why = (
+            f"{label!r}{setting}"
+            if label
+            else f"the key {lacks[0]!r} is missing; {_keys(record.cells)}"
+            if lacks
+            else ""
+        )
+        problem = f"no label ({why})" if why else "no label"
     if not _is_unicode("".join((*text, label))):
         problem = "not valid Unicode"
     return Row(text, label, name, record.first, problem)
+
+
+def _keys(cells: Mapping[str, Any]) -> str:
+    """Return the keys of a row as text."""
+    more = f" and {len(cells) - 5} more" if len(cells) > 5 else ""
+    return f"keys: {', '.join(_short(key) for key in list(cells)[:5])}{more}" if cells else "no keys"
 
 
 def _is_unicode(text: str) -> bool:

@@ -14,9 +14,9 @@ import numpy as np
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.text import printable
+from efficient_ft.data.counts import counted, verb
 from efficient_ft.data.listing import hold_out_test
 from efficient_ft.data.splits import Chosen, show, some
-from efficient_ft.data.text_files import counted
 from efficient_ft.data.text_folders import LAYOUT, Places
 from efficient_ft.data.text_labels import (
     in_order,
@@ -178,7 +178,10 @@ def listing_of(found: Places, root: Path, settings: TextConfig) -> TextListing:
     if val is None and test is None:
         whole = len(train)
         train, test = hold_out_test(train)
-        notes.append(f"{len(test)} of {whole} texts are held out for testing, the same for every seed.")
+        notes.append(
+            f"{len(test)} of {whole} texts {verb(len(test), 'is', 'are')} held out for testing, the same for every"
+            " seed."
+        )
         origins["test"] = f"held out of {re.sub(' [(][^)]*[)]', '', origins.get('train', 'train'))}"
     return TextListing(class_names, train, val, test, [*notes, *found.notes], skipped, origins, left_out)
 
@@ -214,4 +217,4 @@ def reasons_of(skipped: Mapping[str, str]) -> str:
     """
     counts = Counter(why.removeprefix(f"{place}: ").rstrip(".") for place, why in skipped.items())
     shown = ", ".join(f"{why} ×{count:,}" for why, count in counts.most_common(4))
-    return shown + (f" and {len(counts) - 4} more reasons" if len(counts) > 4 else "")
+    return shown + (f" and {counted(len(counts) - 4, 'more reason')}" if len(counts) > 4 else "")

@@ -212,7 +212,8 @@ def test_a_class_missing_in_test_is_noted(folders: Make, data_config: Config) ->
         ({"test": {"a": 2, "b": 2}}, "no train/"),
         ({"train": {"": 3}, "test": {"a": 1}}, r"train/ \(3 images\) has no class folders"),
         ({"a": 0, "b": 0}, "no class folders with images"),
-        ({"a": 1, "b": 1}, "'a', 'b' of the 2 classes in images/ have a single image"),
+        ({"a": 1, "b": 1}, r"'a', 'b' of the 2 classes in .*images have a single training image \(2 images in all\)"),
+        ({"train": {"a": 3, "b": 1}, "test": {"a": 2, "b": 2}}, r"'b' .*/train has a single training image"),
     ],
 )
 def test_mistaken_layouts_are_explained(folders: Make, layout: dict[str, object], message: str) -> None:

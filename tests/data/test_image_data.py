@@ -30,17 +30,19 @@ def test_choosing_on_test_leaves_all_of_train_for_training(folders: Make, data_c
 
 
 def test_validation_that_cannot_be_taken(folders: Make, data_config: Config) -> None:
-    root = folders(train={"a": 1, "b": 1}, test={"a": 1})
-    with pytest.raises(UserError, match=r"None of the \d+ training images.*select_best_on=test"):
-        open_data(data_config("folder", root=str(root)), SPEC, 0)
+    root = folders(train={"a": 2, "b": 2}, test={"a": 1})
     with pytest.raises(
         SettingError, match=r"data\.val_fraction must be > 0 and < 1.*, got 0\.0\..*select_best_on=test"
     ):
         open_data(data_config("folder", root=str(root), val_fraction=0.0), SPEC, 0)
     assert open_data(data_config("folder", root=str(root), select_best_on="test"), SPEC, 0).splits == {
-        "train": 2,
+        "train": 4,
         "test": 1,
     }
+    for name in "ab":
+        (root / f"train/{name}/0.jpg").write_bytes(b"")
+    with pytest.raises(UserError, match=r"None of the 2 training images.*select_best_on=test"):
+        open_data(data_config("folder", root=str(root), on_corrupt="skip"), SPEC, 0)
 
 
 def test_samples_are_what_the_transform_makes_of_the_file(folders: Make, data_config: Config) -> None:
@@ -61,12 +63,12 @@ def test_samples_are_what_the_transform_makes_of_the_file(folders: Make, data_co
 
 
 @pytest.mark.parametrize(
-    ("count", "batch", "sizes"), [(9, 4, [4, 4]), (10, 4, [4, 4, 2]), (3, 8, [3]), (3, 1, [1, 1, 1])]
+    ("count", "batch", "sizes"), [(9, 4, [4, 4]), (10, 4, [4, 4, 2]), (4, 8, [4]), (4, 1, [1, 1, 1, 1])]
 )
 def test_the_last_batch_is_kept_unless_it_is_a_single_image(
     folders: Make, data_config: Config, count: int, batch: int, sizes: list[int]
 ) -> None:
-    root = folders(train={"a": count - 1, "b": 1}, test={"a": 1})
+    root = folders(train={"a": count - 2, "b": 2}, test={"a": 1})
     config = data_config("folder", root=str(root), batch_size=batch, select_best_on="test")
     data = open_data(config, SPEC, 0)
     loader = data.train_loader()
@@ -101,11 +103,12 @@ def test_skip_leaves_corrupt_images_out_of_everything_and_reports_them(folders: 
 
 
 def test_skip_does_not_lose_a_class_or_a_split_silently(folders: Make, data_config: Config) -> None:
-    root = folders(train={"a": 4, "b": 1}, test={"a": 1})
+    root = folders(train={"a": 4, "b": 2}, test={"a": 1})
     (root / "test/a/0.jpg").write_bytes(b"")
     with pytest.raises(UserError, match="left in the test split"):
         open_data(data_config("folder", root=str(root), on_corrupt="skip"), SPEC, 0)
-    (root / "train/b/0.jpg").write_bytes(b"")
+    for name in ("0.jpg", "1.jpg"):
+        (root / "train/b" / name).write_bytes(b"")
     with pytest.raises(UserError, match="left of the class 'b'"):
         open_data(data_config("folder", root=str(root), on_corrupt="skip"), SPEC, 0)
 

@@ -80,6 +80,12 @@ def test_a_layout_with_one_reading_is_read(tree: Make, name: str) -> None:
     assert folder_classes(root) == len(listing.class_names)
 
 
+def test_classes_named_like_parts_of_a_data_set_are_noted(tree: Make) -> None:
+    listing = read_folder(tree({"trainA": 4, "testB": 4, "cow": 4}))
+    assert listing.class_names == ["cow", "testB", "trainA"]
+    assert listing.notes == ["testB, trainA are classes instead of splits, because there are no subfolders."]
+
+
 def test_notes_of_accepted_layouts(tree: Make, tmp_path: Path) -> None:
     notes = read_folder(tree({"dogs/poodle": 5, "dogs/pug": 5, "cats/siamese": 5})).notes
     assert len(notes) == 1
@@ -126,7 +132,12 @@ REJECTED: dict[str, tuple[dict[str, int | str], list[str]]] = {
     "no training images": (both("test", "val"), ["no train/"]),
     "case in test": ({"train/Cat": 4, "train/dog": 4, "test/cat": 4},
                      ["'cat' (4 images)", "differs from 'Cat' only in case or spaces", "{train: train}"]),
-    "a class of one image": ({"cat": 5, "dog": 1}, ["'dog' of the 2 classes in images/ has a single image"]),
+    "a class of one image": ({"cat": 5, "dog": 1}, ["'dog' of the 2 classes in ", "a single training image (6 images"]),
+    "one image, test": ({**both("train", "test"), "train/cow": 1, "test/cow": 3}, ["'cow' of the 3 classes"]),
+    "parts with letters": ({"trainA": 4, "testB": 4}, ["testB/ (4 images), trainA/ (4 images) have no class folders",
+                           "{train: .}"]),
+    "flat folds": ({"fold_a": 4, "fold_b": 4}, ["fold_a/ (4 images), fold_b/ (4 images) have no", "{train: .}"]),
+    "flat parts": ({"train1": 4, "train2": 4}, ["train1/ (4 images), train2/ (4 images) have no", "{train: .}"]),
     "HEIC only": ({"cat/1.heic": "x", "dog/2.HEIC": "x"}, [".heic ×2", "pip install 'efficient-ft[heic]'"]),
     "arrays only": ({"cat/1.npy": "x", "dog/2.npy": "x"}, [".npy ×2", "convert them to PNG or TIFF"]),
 }  # fmt: skip

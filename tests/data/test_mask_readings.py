@@ -304,7 +304,7 @@ def test_masks_of_images_with_an_orientation(tmp_path: Path, orientation: int, s
     assert agrees("raw")
     if orientation < 5 or square:
         text = message(root)
-        assert f"1 of 9 images have an EXIF orientation ({orientation})" in text
+        assert f"1 of 9 images has an EXIF orientation ({orientation})" in text
         assert "data.masks.exif=upright" in text
         assert "data.masks.exif=raw" in text
         assert not agrees("upright")

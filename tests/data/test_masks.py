@@ -114,7 +114,7 @@ def test_ids_above_255_are_read(tmp_path: Path) -> None:
     [
         (
             np.array([[0, 7, 7], [9, 0, 1]]),
-            r"ids without a class: 7 \(2 pixels\), 9 \(1 pixels\). The classes have the ids 0, 1, 3",
+            r"ids without a class: 7 \(2 pixels\), 9 \(1 pixel\). The classes have the ids 0, 1, 3",
         ),
         (np.full((2, 3), VOID), "no pixel has a label"),
         (np.zeros((3, 3)), "the mask is 3×3, but its image is 3×2"),

@@ -160,7 +160,7 @@ def test_listed_images_that_are_not_there_and_damaged_lists(tmp_path: Path, data
     write_food(tmp_path)
     config = data_config("food101", root=str(tmp_path))
     (tmp_path / "food-101/images/waffles/test1.jpg").unlink()
-    with pytest.raises(UserError, match=r"1 listed images do not exist.*waffles.test1\.jpg"):
+    with pytest.raises(UserError, match=r"1 listed image does not exist.*waffles.test1\.jpg"):
         open_data(config, SPEC, 0)
     (tmp_path / "food-101/meta/test.json").write_text('{"waffles": [')
     with pytest.raises(UserError, match=r"the lists in .*food-101 cannot be read"):

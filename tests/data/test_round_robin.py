@@ -136,11 +136,12 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_notes_say_whose_they_are(tmp_path: Path) -> None:
-    configs = task_configs(tmp_path, {"a": 1, "b": 2})
+    configs = task_configs(tmp_path, {"a": 2, "b": 2})
+    configs["a"] = configs["a"].model_copy(update={"batch_size": 5})
     report = RoundRobinData({name: open_data(config, SPEC, 3) for name, config in configs.items()}, 1).report()
-    assert "a: Batches hold all 2 training images, fewer than data.batch_size=4." in report["notes"]
+    assert "a: Batches hold all 4 training images, fewer than data.batch_size=5." in report["notes"]
     assert {note[:3] for note in report["notes"]} == {"a: ", "b: "}
     assert {task: of["splits"] for task, of in report["tasks"].items()} == {
-        "a": {"train": 2, "val": 2},
+        "a": {"train": 4, "val": 2},
         "b": {"train": 6, "val": 3},
     }

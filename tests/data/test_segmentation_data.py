@@ -161,7 +161,7 @@ def test_or_it_is_left_out_and_recorded(folder: Path) -> None:
     assert data.splits == {"train": 5, "val": 2, "test": 2}
     report = data.report()
     assert report["skipped_count"] == 3
-    assert any("ids without a class: 9 (3072 pixels)" in why for why in report["skipped"].values())
+    assert any("ids without a class: 9 (3,072 pixels)" in why for why in report["skipped"].values())
     assert any("3 unusable images are left out" in note for note in report["notes"])
     assert len(list(data.train_loader())) == 2
 

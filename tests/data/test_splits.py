@@ -8,7 +8,7 @@ import pytest
 
 from efficient_ft.config import DataConfig
 from efficient_ft.core.errors import SettingError
-from efficient_ft.data.splits import chosen_places, name_splits, show, split_of
+from efficient_ft.data.splits import chosen_places, name_splits, part_names, show, split_of
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,18 @@ def test_names_with_a_common_rest_denote_splits_together() -> None:
     assert name_splits(names) == {"asl_alphabet_train": "train", "asl_alphabet_test": "test"}
     assert name_splits(["train_station", "test_tube"]) == {}
     assert name_splits(["bus_train", "bus_training"]) == {}
+
+
+@pytest.mark.parametrize(
+    ("names", "parts"),
+    [
+        (["trainA", "testB", "cat"], ["trainA", "testB"]),
+        (["train1", "fold_a", "fold 2", "Part-3", "batch_01", "split_b"], None),
+        (["cat", "fold", "part_time", "set", "1", "a", "test_tube", "freight_train", "train_station"], []),
+    ],
+)
+def test_names_of_parts_of_a_data_set(names: list[str], parts: list[str] | None) -> None:
+    assert part_names(names) == (names if parts is None else parts)
 
 
 def test_places_are_below_the_root_and_named_once(tmp_path: Path) -> None:

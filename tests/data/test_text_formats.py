@@ -125,7 +125,7 @@ ACCENTS = PLAIN + "caf\u00e9 \u2019apple\u2019,fruit\n"
         (ACCENTS.encode("utf-16-be"), r"set data\.text\.encoding=utf-16-be"),
         ((PLAIN + "中文字 很好 apple,fruit\n").encode("gb18030"), r"line 22: invalid UTF-8 .*gb18030 \(Chinese\)"),
         ("text,label\nпривет,да\n".encode("cp1251"), r"line 2: invalid UTF-8 .*e\.g\. cp1251"),
-        (ACCENTS.encode() + b"\xff,fruit\n", r"line 23: .* mixes encodings: 3 non-ASCII characters .* 1 are not"),
+        (ACCENTS.encode() + b"\xff,fruit\n", r"line 23: .* mixes encodings: 3 non-ASCII characters .* 1 is not"),
         ((PLAIN + "a\0b,fruit\n").encode(), r"line 22: found 1 NUL character"),
         (gzip.compress(PLAIN.encode())[:60], r"is a damaged gzip file"),
         (b"PK\x03\x04....", r"is a ZIP archive .*save the sheet as \.csv"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from efficient_ft.config.schema import TextConfig
 from efficient_ft.core.errors import UserError
+from efficient_ft.data.texts import read_texts
 from tests.data.text_sets import class_files, json_lines, open_set, printed, table, write_all
 from tests.models.text_models import sentences
 
@@ -29,9 +32,23 @@ def test_missing_labels_in_json(tmp_path: Path) -> None:
         '{"text": "a", "label": NaN}\n{"text": "b", "label": null}\n{"text": "c"}\n{"text": NaN, "label": "fruit"}\n'
     )
     write_all(tmp_path, {"a.jsonl": rows + lines})
-    with pytest.raises(UserError, match=r"4 of 14 texts cannot be used: no label ×2, .*an empty text ×1\. .*line 11"):
+    reasons = (
+        "no label ('nan') ×1, no label ×1, no label (the key 'label' is missing; keys: text) ×1, an empty text ×1."
+    )
+    with pytest.raises(UserError, match=f"4 of 14 texts cannot be used: {re.escape(reasons)} .*line 11"):
         open_set(tmp_path)
     assert open_set(tmp_path, on_corrupt="skip").class_names == ["fruit", "metal"]
+
+
+def test_keys_that_rows_lack_are_named(tmp_path: Path) -> None:
+    rows = json_lines({"text": text, "label": label} for text, label in sentences(10))
+    write_all(tmp_path, {"a.jsonl": rows + '{"txt": "a", "label": "fruit"}\n{}\n{"text": "b", "lable": "fruit"}\n'})
+    listing = read_texts(tmp_path, TextConfig())
+    assert [why.partition("a.jsonl, ")[2] for why in listing.skipped.values()] == [
+        "line 11: the key 'text' is missing (keys: txt, label).",
+        "line 12: the key 'text' is missing (no keys).",
+        "line 13: no label (the key 'label' is missing; keys: text, lable).",
+    ]
 
 
 def test_the_names_of_columns_within_a_table_are_no_row(tmp_path: Path) -> None:

@@ -146,3 +146,11 @@ def test_links_that_lead_nowhere_are_left_out_and_pipes_are_refused(tmp_path: Pa
     os.mkfifo(tmp_path / "pipe.csv")
     with pytest.raises(UserError, match="neither a file nor a folder"):
         open_set(tmp_path / "pipe.csv")
+
+
+def test_folders_named_like_parts_of_a_data_set_are_no_classes_without_a_setting(tmp_path: Path) -> None:
+    root = write_all(tmp_path, class_files(classes=("trainA", "testB"), count=4))
+    with pytest.raises(UserError, match=r"has the folders testB, trainA, which look like parts of a data set") as error:
+        open_set(root)
+    assert "'data.splits={train: .}'" in str(error.value)
+    assert open_set(root, splits={"train": "."}).class_names == ["testB", "trainA"]
