@@ -187,7 +187,7 @@ _CHOICES = {
 
 
 def _check_masks(name: str, masks: MaskConfig) -> None:
-    for setting in ("classes", "ignored", "values", "colors", "palette", "folder", "image_folder"):
+    for setting in ("classes", "ignored", "values", "colors", "palette", "folder", "image_folder", "suffix"):
         value = getattr(masks, setting)
         if value and value != "auto" and name != "mask_folder":
             known = "left out, since the data set has its own"

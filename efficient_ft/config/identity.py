@@ -76,7 +76,7 @@ def _content(data: DataConfig) -> dict[str, Any]:
     if data.masks is None:  # a later setting
         del what["masks"]
     else:
-        for setting in ("values", "colors", "palette", "exif", "folder", "image_folder"):  # later settings
+        for setting in ("values", "colors", "palette", "exif", "folder", "image_folder", "suffix"):  # later settings
             if getattr(data.masks, setting) == MaskConfig.model_fields[setting].default:
                 del what["masks"][setting]
     if data.text is None:  # a later setting

@@ -106,6 +106,8 @@ class MaskConfig(Section):
     #: Names of the folders of masks and of images; null: recognized.
     folder: Name | None = None
     image_folder: Name | None = None
+    #: Only masks whose names end with this, before the extension, are read; null: all masks.
+    suffix: Name | None = None
     #: Training images are resized by a random factor in this range before a part is cut out.
     zoom: tuple[Positive, Positive] = (0.5, 2.0)
     #: Mirror half of the training images left to right.

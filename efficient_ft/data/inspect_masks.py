@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from tqdm import tqdm
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.core.text import plain_line, printable
+from efficient_ft.data.counts import counted, verb
 from efficient_ft.data.images import Decoding, read_image
 from efficient_ft.data.inspection import Inspection, in_threads
+from efficient_ft.data.mask_pixels import read_pixels
 from efficient_ft.data.mask_survey import Survey, examined, mask_orientation, orientations, survey
 from efficient_ft.data.masks import UNKNOWN, Classes, MaskSamples, read_mask
 
@@ -22,6 +25,10 @@ if TYPE_CHECKING:
 
 #: Share of pixels without a label above which a warning is issued.
 _MOSTLY_UNLABELED = 0.9
+#: Number of masks from which on they are compared with each other.
+_FEW = 3
+#: Distance from one half in which no share of the foreground may be if some masks are inverted.
+_GAP = 0.15
 #: Maximum length of the list of class shares, in characters.
 _LINE = 60
 _MODES = {
@@ -58,6 +65,7 @@ def inspect_masks(
     _facts(result, found, classes)
     _lines(result, found, classes)
     _warnings(result, found, classes, settings, thorough)
+    _odd(result, found, classes)
     if thorough:
         _problems(result, parts, classes, settings, decoding)
         _duplicates(result, parts)
@@ -147,8 +155,8 @@ def _warnings(result: Inspection, found: Survey, classes: Classes, settings: Mas
     if absent:
         zero = "If 255 is a class, map it by data.masks.values." if result.facts["unlabeled_share"] else ""
         result.warnings.append(
-            f"{_names(absent)} {'has' if len(absent) == 1 else 'have'} no training pixels ({where}"
-            f" {found.totals.get('train', 0)} masks).{' ' + zero if zero and not classes.chosen else ''}"
+            f"{_names(absent)} {verb(len(absent))} no training pixels ({where}"
+            f" {counted(found.totals.get('train', 0), 'mask')}).{' ' + zero if zero and not classes.chosen else ''}"
         )
     for split in found.counted:
         shares = found.shares(split)
@@ -160,16 +168,71 @@ def _warnings(result: Inspection, found: Survey, classes: Classes, settings: Mas
             )
         empty = sum(1 for _, one in found.counted[split] if 0 < one.shares[IGNORED] == one.shares.sum())
         if empty and split != "train":
-            masks = "mask has" if empty == 1 else "masks have"
-            result.warnings.append(f"{empty} {split} {masks} no labeled pixels, and no effect on the scores.")
+            masks = f"{counted(empty, f'{split} mask')} {verb(empty)}"
+            result.warnings.append(f"{masks} no labeled pixels, and no effect on the scores.")
     different = _sizes_that_differ(found, settings)
     if different:
         image, mask, _ = different[0]
         rows = sum(map(len, found.headers.values()))
         result.warnings.append(
-            f"{len(different)} of {rows} masks differ in size from their images, such as {printable(mask)}"
-            f" ({printable(image)}). Such pairs are rejected; set data.on_corrupt=skip to skip them."
+            f"{len(different)} of {counted(rows, 'mask')} "
+            f"{verb(len(different), 'differs in size from its image', 'differ in size from their images')}, such as"
+            f" {printable(mask)} ({printable(image)}). Such pairs are rejected; set data.on_corrupt=skip to skip them."
         )
+
+
+def _odd(result: Inspection, found: Survey, classes: Classes) -> None:
+    """Warn of masks that are all equal, that all hold a single class, or of which some look inverted."""
+    rows = [row for of_split in found.counted.values() for row in of_split if not row[1].error]
+    shares = np.asarray([one.shares for _, one in rows]).reshape(len(rows), -1)[:, :UNKNOWN]
+    present = (shares > 0).sum(axis=1)
+    if len(rows) >= _FEW and (present <= 1).all():
+        result.warnings.append(
+            f"Each of the {len(rows)} decoded masks contains a single class. If each image has one class, use"
+            " data=folder with a folder per class."
+        )
+    elif len(rows) >= _FEW and (shares == shares[0]).all() and _equal([path for path, _ in rows[:_FEW]]):
+        result.warnings.append(
+            f"The {len(rows)} decoded masks are equal, such as {printable(rows[0][0])}. Check that each image has its"
+            " own mask."
+        )
+    if len(classes.names) == 2:
+        _inverted(result, [path for path, _ in rows], shares[:, :2], classes)
+
+
+def _equal(paths: Sequence[str]) -> bool:
+    pixels = [read_pixels(path).ids for path in paths]
+    return all(np.array_equal(pixels[0], one) for one in pixels)
+
+
+def _inverted(result: Inspection, paths: Sequence[str], pixels: np.ndarray, classes: Classes) -> None:
+    """Warn if some masks of two classes look inverted relative to the others.
+
+    Objects differ in size, but seldom in this way: no share of the foreground is near one half, and the two groups
+    mirror each other, i.e. one class covers about as much in one group as the other class in the other group.
+
+    Args:
+        result: receives the warning.
+        paths: paths of the masks.
+        pixels: int64 (N, 2), number of pixels of the two classes.
+        classes: the two classes.
+    """
+    mixed = np.flatnonzero(pixels.all(axis=1))  # a mask of one class shows nothing
+    share = pixels[mixed, 1] / np.maximum(pixels[mixed].sum(axis=1), 1)
+    high = share > 0.5
+    groups = high.sum(), (~high).sum()
+    if min(groups) < max(2, 0.05 * len(share)) or len(share) < 8 or (abs(share - 0.5) < _GAP).any():
+        return
+    low_median, high_median = float(np.median(share[~high])), 1 - float(np.median(share[high]))
+    if max(low_median, high_median) > 2 * min(low_median, high_median):
+        return
+    fewer = np.flatnonzero(high if groups[0] <= groups[1] else ~high)
+    few, rest = share[fewer], np.delete(share, fewer)
+    result.warnings.append(
+        f"{len(fewer)} of {len(share)} masks with both classes may be inverted: {plain_line(classes.names[1])} covers"
+        f" {_percent(few.min())} to {_percent(few.max())} of them, and {_percent(rest.min())} to"
+        f" {_percent(rest.max())} of the others. Example: {printable(paths[mixed[fewer[0]]])}."
+    )
 
 
 def _sizes_that_differ(found: Survey, settings: MaskConfig) -> list[tuple[str, str, str]]:
@@ -246,7 +309,8 @@ def _duplicates(result: Inspection, parts: Mapping[str, MaskSamples]) -> None:
     if shared:
         (first, one), (second, two) = list(shared[0].items())[:2]
         result.warnings.append(
-            f"{len(shared)} images are in several splits, such as {printable(one)} ({first}) and {printable(two)}"
+            f"{counted(len(shared), 'image')} {verb(len(shared), 'is', 'are')} in several splits, such as"
+            f" {printable(one)} ({first}) and {printable(two)}"
             f" ({second}). Scores on them are too high. Remove the duplicates."
         )
 

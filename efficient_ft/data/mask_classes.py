@@ -19,10 +19,20 @@ from efficient_ft.data.class_list import (
     parse_color,
     read_class_list,
 )
+from efficient_ft.data.counts import counted
 from efficient_ft.data.masks import UNKNOWN, Classes
 
 if TYPE_CHECKING:
     from efficient_ft.config.schema import MaskConfig
+
+#: The advice for a folder without a class list.
+ADVICE = (
+    "Create it, or set data.masks.classes=[NAME,…]; for other ids, map each value: data.masks.values={VALUE: NAME, …}."
+)
+
+
+class NoClassListError(UserError):
+    """A folder has no class list."""
 
 
 def folder_classes(root: Path, settings: MaskConfig) -> tuple[Classes, list[str]]:
@@ -33,7 +43,8 @@ def folder_classes(root: Path, settings: MaskConfig) -> tuple[Classes, list[str]
         settings: `classes`, `values`, `colors`, `ignored` and `palette` are read.
 
     Raises:
-        UserError: there is no class list, it cannot be read, or it has fewer than two classes.
+        NoClassListError: there is no class list.
+        UserError: the list cannot be read, or it has fewer than two classes.
         SettingError: settings do not fit the list.
     """
     found = _listed(root, settings)
@@ -59,8 +70,7 @@ def folder_classes(root: Path, settings: MaskConfig) -> tuple[Classes, list[str]
     if len(names) < 2:
         hint = " List the background as well." if len(names) == 1 and is_class(names[0]) else ""
         raise UserError(
-            f"{place} has {len(names)} {'class' if len(names) == 1 else 'classes'} ({found.source})."
-            f" Segmentation needs at least two.{hint}"
+            f"{place} has {counted(len(names), 'class')} ({found.source}). Segmentation needs at least two.{hint}"
         )
     if len(names) > UNKNOWN:
         raise UserError(f"{place} has {len(names)} classes; at most 254 are possible.")
@@ -84,9 +94,9 @@ def _listed(root: Path, settings: MaskConfig) -> ClassList:
         return listed_names(sorted(name for name in settings.colors if is_class(name)), "data.masks.colors")
     others = sorted(one.name for one in root.iterdir() if one.suffix.lower() in (".txt", ".json", ".csv", ".yaml"))
     has = f" Found: {', '.join(map(printable, others[:3]))}." if others else ""
-    raise UserError(
+    raise NoClassListError(
         f"{printable(root.absolute())} has no classes.txt, which lists the class names in the order of the mask ids"
-        f" 0, 1, …, one per line.{has} Create it, or set data.masks.classes=[NAME,…]."
+        f" 0, 1, …, one per line.{has}"
     )
 
 

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from efficient_ft.core.errors import UserError
+import numpy as np
+
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.text import printable
 from efficient_ft.data.below import Below, files_below, links_in
 from efficient_ft.data.class_list import FILES
+from efficient_ft.data.counts import counted, verb
 from efficient_ft.data.images import EXTENSIONS
-from efficient_ft.data.mask_classes import folder_classes
-from efficient_ft.data.mask_layout import LAYOUT, Area, Tree, mask_tree, named_places, recognized_places, shown
+from efficient_ft.data.inspection import spread
+from efficient_ft.data.mask_classes import ADVICE, NoClassListError, folder_classes
+from efficient_ft.data.mask_layout import LAYOUT, Area, Places, Tree, mask_tree, named_places, recognized_places, shown
 from efficient_ft.data.mask_names import Matches, match_names
-from efficient_ft.data.mask_pixels import MASK_EXTENSIONS
+from efficient_ft.data.mask_pixels import MASK_EXTENSIONS, read_pixels
 from efficient_ft.data.masks import MaskListing, MaskSamples, hold_out
 from efficient_ft.data.splits import Chosen, Split, some
 
 if TYPE_CHECKING:
     from efficient_ft.config.schema import MaskConfig
+
+#: Number of masks decoded to show their values if there is no class list.
+_DECODED = 16
 
 
 def missing_mask_folder(root: Path) -> str | None:
@@ -55,14 +63,17 @@ def read_mask_folder(
         raise UserError(problem)
     tree = mask_tree(root, settings)
     places = named_places(root, tree, chosen) if chosen is not None else recognized_places(root, tree, settings)
-    classes, notes = folder_classes(root, settings)
+    try:
+        classes, notes = folder_classes(root, settings)
+    except NoClassListError as error:
+        raise UserError(f"{error}{_values_found(places)} {ADVICE}") from error
     folders = {area.path for pairs in places.values() for pair in pairs for area in pair if area is not None}
     above = {one for area in folders for one in (area, *area.parents) if root in one.parents}
     notes += links_in([*sorted(above), *(root / name for name in FILES)], root, follow_links)
     below = Below(
         root=os.path.realpath(root), listed=frozenset(map(os.path.realpath, folders)), follow_links=follow_links
     )
-    found = _Pairs(root, {area.path for area in tree.areas}, below)
+    found = _Pairs(root, {area.path for area in tree.areas}, below, settings.suffix)
     parts: dict[Split, MaskSamples] = {}
     origins: dict[str, str] = {}
     for split, pairs in places.items():
@@ -83,6 +94,25 @@ def read_mask_folder(
     return listing
 
 
+def _values_found(places: Places) -> str:
+    """Return a sentence with the values of some training masks; empty if no mask can be read."""
+    masks = [mask.path for _, mask in places.get("train", ()) if mask is not None]
+    paths = sorted(str(one) for folder in masks for one in folder.rglob("*") if one.suffix.lower() in MASK_EXTENSIONS)
+    images: Counter[int] = Counter()
+    read = 0
+    for path in (paths[i] for i in (spread(len(paths), _DECODED) if paths else ())):
+        with contextlib.suppress(UserError):
+            pixels = read_pixels(path)
+            if pixels.ids.min(initial=0) < 0:
+                return " The masks contain colors: give each class its color, in classes.txt or data.masks.colors."
+            images.update(np.unique(pixels.ids).tolist())
+            read += 1
+    if not read:
+        return ""
+    listed = some([f"{value} (in {count})" for value, count in sorted(images.items())], 12)
+    return f" The values in {read} of {counted(len(paths), 'training mask')}: {listed}."
+
+
 def _hold_out_test(root: Path, listing: MaskListing) -> None:
     whole = listing.train
     if len(whole) < 2:
@@ -90,7 +120,8 @@ def _hold_out_test(root: Path, listing: MaskListing) -> None:
     listing.train, listing.test = hold_out(whole, 0.2, seed=0)
     listing.origins["test"] = f"held out of {listing.origins['train']}"
     listing.notes.append(
-        f"{len(listing.test)} of {len(whole)} images are held out for testing, the same for every seed."
+        f"{len(listing.test)} of {len(whole)} images {verb(len(listing.test), 'is', 'are')} held out for testing, the"
+        " same for every seed."
     )
 
 
@@ -101,10 +132,11 @@ class _Pairs:
         root: root of the data set.
         areas: all folders of images and of masks; files in a nested folder do not belong to the folders above it.
         below: the rules for links.
+        suffix: the setting ``data.masks.suffix``.
     """
 
-    def __init__(self, root: Path, areas: set[Path], below: Below) -> None:
-        self._root, self._areas, self._below = root, areas, below
+    def __init__(self, root: Path, areas: set[Path], below: Below, suffix: str | None) -> None:
+        self._root, self._areas, self._below, self._suffix = root, areas, below, suffix
         self.notes: list[str] = []
         self.left_out: Counter[str] = Counter()
         self._unused: dict[Path, dict[str, str]] = {}
@@ -116,12 +148,13 @@ class _Pairs:
             if masks is None:
                 if split == "train":
                     raise UserError(
-                        f"{printable(images.path.absolute())} has {images.count} images, but no matching folder of"
-                        f" masks. {LAYOUT}"
+                        f"{printable(images.path.absolute())} has {counted(images.count, 'image')}, but no matching"
+                        f" folder of masks. {LAYOUT}"
                     )
                 self.left_out[f"images without masks ({shown(images.path, self._root)})"] += images.count
                 self.notes.append(
-                    f"{shown(images.path, self._root)} has {images.count} images without masks, which are not used."
+                    f"{shown(images.path, self._root)} has {counted(images.count, 'image')} without masks, which"
+                    f" {verb(images.count, 'is', 'are')} not used."
                 )
                 continue
             part = self._matched(images.path, masks.path)
@@ -134,13 +167,16 @@ class _Pairs:
         drawn, others = self._files(masks, MASK_EXTENSIONS)
         if not pictures:
             raise UserError(f"{printable(images.absolute())} has no images.")
+        if self._suffix is not None:
+            named = {name: path for name, path in drawn.items() if name.endswith(self._suffix)}
+            if not named:
+                known = f"the end of names of masks in {printable(masks)} without the extension"
+                raise SettingError("data.masks.suffix", self._suffix, known, f"Found: {some(sorted(drawn), 3)}.")
+            self.left_out["masks with another suffix"] += len(drawn) - len(named)
+            drawn = named
         found = match_names(list(pictures), list(drawn))
         if found.several:
-            one, two = (os.path.basename(drawn[name]) for name in found.several)
-            raise UserError(
-                f"{printable(masks.absolute())} has several masks for one image: {printable(one)} and {printable(two)}"
-                f" ({len(drawn)} masks, {len(pictures)} images). Keep one mask per image, with the ids of all classes."
-            )
+            raise _several(masks, found, drawn, len(pictures))
         if found.images:
             raise _lacking(found, pictures, masks, drawn, others)
         for extension, count in others.items():
@@ -159,7 +195,8 @@ class _Pairs:
             if rest:
                 self.left_out["masks without an image"] += len(rest)
                 self.notes.append(
-                    f"{len(rest)} masks in {shown(folder, self._root)} have no image and are not used:"
+                    f"{counted(len(rest), 'mask')} in {shown(folder, self._root)} "
+                    f"{verb(len(rest), 'has no image and is', 'have no image and are')} not used:"
                     f" {some(sorted(os.path.basename(path) for path in rest.values()), 3)}."
                 )
         counts = {shown(area.path, self._root): area.count for area in tree.areas if area.path in unused}
@@ -168,7 +205,8 @@ class _Pairs:
         counts = {name: count for name, count in counts.items() if name not in named}
         if counts:
             self.left_out["files in other folders"] += sum(counts.values())
-            self.notes.append(f"Not used: {some([f'{name} ({count} files)' for name, count in counts.items()])}.")
+            listed = [f"{name} ({counted(count, 'file')})" for name, count in counts.items()]
+            self.notes.append(f"Not used: {some(listed)}.")
 
     def _files(self, folder: Path, extensions: Sequence[str]) -> tuple[dict[str, str], Counter[str]]:
         """Return the files with these extensions by relative path without extension, and counts of the others."""
@@ -193,29 +231,54 @@ class _Pairs:
         return found, other
 
 
+def _several(masks: Path, found: Matches, drawn: Mapping[str, str], pictures: int) -> UserError:
+    """Return the error for several masks of one image."""
+    assert found.several is not None
+    one, two = (printable(os.path.basename(drawn[name])) for name in found.several)
+    advice = "Keep one mask per image, with the ids of all classes."
+    if found.suffixes:
+        likely, *others = found.suffixes
+        advice = (
+            f"Choose one by the end of its name: data.masks.suffix={likely} (other suffixes: {some(others)}). The"
+            " masks must contain the ids of classes, not of objects."
+        )
+        if any("gtFine" in suffix for suffix in found.suffixes):
+            advice += " Or use data=cityscapes, which reads the folders as published."
+    return UserError(
+        f"{printable(masks.absolute())} has several masks for one image: {one} and {two}"
+        f" ({counted(len(drawn), 'mask')}, {counted(pictures, 'image')}). {advice}"
+    )
+
+
 def _lacking(
     found: Matches, pictures: Mapping[str, str], masks: Path, drawn: Mapping[str, str], others: Counter[str]
 ) -> UserError:
     """Return the error for images without masks."""
     first, total = found.images[0], len(pictures)
-    expected = found.rule.replace("NAME", Path(first).name) if "NAME" in found.rule else Path(first).name
+    before, after = found.image_affix
+    stem = Path(first).name
+    core = stem[len(before) : len(stem) - len(after)]
+    expected = found.rule.split()[0].replace("NAME", core) if "NAME" in found.rule else stem
     place = (masks.absolute() / first).parent / f"{expected}.png"
     more = f" {len(found.images)} of {total} images have no mask." if len(found.images) > 1 else ""
     text = f"{printable(pictures[first])} has no mask {printable(place)}.{more}"
     lossy = {kind: count for kind, count in others.items() if kind in (".jpg", ".jpeg", ".jfif", ".webp")}
     if lossy:
         kind, count = max(lossy.items(), key=lambda item: item[1])
-        text += (
-            f" {printable(masks)} contains {count} {kind} files: JPEG and WebP change pixel values and cannot store"
-            " masks. Export the masks as PNG from their source."
+        return UserError(
+            f"{text} {printable(masks)} contains {counted(count, f'{kind} file')}: JPEG and WebP change pixel values"
+            " and cannot store masks. Export the masks as PNG from their source."
         )
+    if drawn and not found.pairs:
+        text += (
+            f" No image and mask have the same name. {counted(total, 'image')}: {some(sorted(pictures), 3)};"
+            f" {counted(len(drawn), 'mask')}: {some(sorted(drawn), 3)}. Give each mask the name of its image; one mask"
+            " per image contains the ids of all classes."
+        )
+    elif found.masks:
+        has = verb(len(found.masks))
+        text += f" {counted(len(found.masks), 'mask')} {has} no image: {some(found.masks, 3)}."
     elif others:
         listed = ", ".join(f"{kind} ×{count}" for kind, count in others.most_common(3))
         text += f" {printable(masks)} contains other files ({listed}); masks must be {', '.join(MASK_EXTENSIONS)}."
-    elif drawn and not found.pairs:
-        names = some(sorted(os.path.basename(path) for path in drawn.values()), 3)
-        text += (
-            f" No image and mask have the same name ({total} images, {len(drawn)} masks: {names}). Give each mask the"
-            " name of its image; one mask per image contains the ids of all classes."
-        )
-    return UserError(f"{text} Add the mask, or remove the image." if not lossy else text)
+    return UserError(f"{text} Add the mask, or remove the image.")

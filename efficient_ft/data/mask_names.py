@@ -7,6 +7,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from efficient_ft.data.splits import split_of
@@ -63,18 +64,24 @@ class Matches:
         images: names of images without a mask.
         masks: names of masks without an image.
         rule: description of how the names correspond; empty if they are equal.
+        image_affix: the (prefix, suffix) of images that masks lack.
         several: two masks of one image; None if there is no such image.
+        suffixes: ends of the names of masks of which an image has several, the most likely class ids first.
     """
 
     pairs: list[tuple[str, str]]
     images: list[str]
     masks: list[str]
     rule: str = ""
+    image_affix: tuple[str, str] = ("", "")
     several: tuple[str, str] | None = None
+    suffixes: tuple[str, ...] = ()
 
 
 def match_names(images: Sequence[str], masks: Sequence[str]) -> Matches:
     """Match images and masks by paths without extension: equal names, or names with a constant prefix or suffix.
+
+    A prefix or suffix of all images may also correspond to another one of all masks.
 
     Args:
         images: paths relative to the folder of images.
@@ -87,14 +94,60 @@ def match_names(images: Sequence[str], masks: Sequence[str]) -> Matches:
             keys.pop(None, None)
             found = _matched(images, masks, keys, _plain, f"{prefix}NAME{suffix}")  # type: ignore[arg-type]
             best = found if len(found.pairs) > len(best.pairs) else best
-        best = replace(best, several=_several(best)) if best.rule else best
         for reading, rule in ((_folded, "ignoring case"), (_content, "ignoring words such as 'image' and 'mask'")):
             names = Counter(map(reading, masks))
             if max(names.values(), default=2) > 1 or len(set(map(reading, images))) < len(images):
                 continue
             found = _matched(images, masks, {reading(name): name for name in masks}, reading, rule)
             best = found if len(found.pairs) > len(best.pairs) else best
+        own, others = _distinct(_common(images, masks), _common(masks, images))
+        for image, mask in ((own, others), (("", own[1]), ("", others[1])), ((own[0], ""), (others[0], ""))):
+            cores = {cut: name for name in masks if (cut := _cut(name, *mask)) is not None}
+            rule = f"{'NAME'.join(mask)} (images: {'NAME'.join(image)})"
+            found = _matched(images, masks, cores, partial(_cut, prefix=image[0], suffix=image[1]), rule)
+            best = replace(found, image_affix=image) if len(found.pairs) > len(best.pairs) else best
+        if best.masks and (best.rule or best.images):
+            several, suffixes = _several(images, best, "") or _several(images, best, own[1]) or (None, ())
+            best = replace(best, several=several, suffixes=suffixes)
     return best
+
+
+def _common(names: Sequence[str], others: Sequence[str]) -> tuple[str, str]:
+    """Return the prefix and the suffix that all names have, each up to the border of a word or number.
+
+    A single name has the suffix in which it differs from a single other name, unless that is a number.
+    """
+    stems = [_plain(name).rpartition("/")[2] for name in names]
+    if len(stems) == len(others) == 1:
+        at = _last_border(_start([stems[0], _plain(others[0]).rpartition("/")[2]]))
+        suffix = stems[0][at:] if at else ""
+        return "", suffix if re.search(r"[^\W\d_]", suffix) else ""
+    if len(stems) < 2:
+        return "", ""
+    prefix = _start(stems).rstrip("0123456789")
+    if prefix[-1:].isalpha() and not all(stem[len(prefix) :][:1].isdigit() for stem in stems):
+        prefix = re.sub(r"[^\W_]+$", "", prefix)
+    suffix = _start([stem[len(prefix) :][::-1] for stem in stems])[::-1]
+    border = re.search(r"[\W_]", suffix)
+    return prefix, suffix[border.start() :] if border else ""
+
+
+def _distinct(own: tuple[str, str], others: tuple[str, str]) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Return two pairs of prefix and suffix without what they share."""
+    at = _last_border(_start([own[1], others[1]]))
+    prefixes = ("", "") if own[0] == others[0] else (own[0], others[0])
+    return (prefixes[0], own[1][at:]), (prefixes[1], others[1][at:])
+
+
+def _last_border(text: str) -> int:
+    """Return the index of the last character that is neither a letter nor a digit; 0 if there is none."""
+    return max((at.start() for at in re.finditer(r"[\W_]", text)), default=0)
+
+
+def _start(texts: Sequence[str]) -> str:
+    """Return the characters with which all texts begin."""
+    low, high = min(texts), max(texts)
+    return low[: next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))]
 
 
 def _matched(images: Sequence[str], masks: Sequence[str], by_key: Mapping[str, str], key: object, rule: str) -> Matches:
@@ -144,16 +197,36 @@ def _is_another_number(before: str, stem: str, after: str) -> bool:
     return (stem[:1].isdigit() and digits.strip("0") != "") or (stem[-1:].isdigit() and after[:1].isdigit())
 
 
-def _several(found: Matches) -> tuple[str, str] | None:
-    """Return a mask matched by an affix, and a mask of the same image with a different affix; None if there is none."""
-    left = [(mask, *_plain(mask).rpartition("/")) for mask in found.masks]
-    for image, mask in found.pairs[:64]:
-        folder, _, stem = _plain(image).rpartition("/")
-        for name, place, _, other in left:
+def _several(images: Sequence[str], found: Matches, end: str) -> tuple[tuple[str, str], tuple[str, ...]] | None:
+    """Return two masks of one image, and the suffixes of which most images have several; None if there are none.
+
+    Args:
+        images: names of images.
+        found: the masks matched, and the others.
+        end: suffix of images that masks lack.
+    """
+    chosen = sorted(images)[:: max(len(images) // 64, 1)]
+    first: tuple[str, str] | None = None
+    counts, matched = Counter[str](), dict(found.pairs)
+    for image in chosen:
+        folder, _, stem = (_cut(image, "", end) or "").rpartition("/")
+        own = []
+        for mask in [*found.masks, *([matched[image]] if image in matched else [])] if stem else []:
+            place, _, other = _plain(mask).rpartition("/")
             before, at, after = other.partition(stem)
             if place == folder and at and not before[-1:].isalnum() and not after[:1].isalnum():
-                return mask, name
-    return None
+                own.append((mask, "" if before else after))
+        if len(own) > 1:
+            own.sort()
+            first = first or (own[0][0], own[1][0])
+            counts.update({suffix for _, suffix in own if suffix})
+    if first is None:
+        return None
+    frequent = [suffix for suffix, count in counts.items() if count * 2 > len(chosen)]
+    if frequent and end:
+        frequent = [_distinct(("", end), ("", suffix))[1][1] for suffix in frequent]
+    order = sorted(frequent, key=lambda one: ("label" not in one.lower(), "train" in one.lower(), one))
+    return first, tuple(order) if len(order) > 1 else ()
 
 
 def _cut(name: str, prefix: str, suffix: str) -> str | None:

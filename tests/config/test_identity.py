@@ -153,6 +153,7 @@ def test_the_reading_of_masks_is_part_of_the_run_if_it_is_set() -> None:
         {"exif": "upright"},
         {"folder": "labels"},
         {"image_folder": "scans"},
+        {"suffix": "_labelIds"},
     ]
     assert len({run(), *(run(**masks) for masks in later)}) == len(later) + 1
     assert run(values={0: "a", 255: "b"}) == run(values={255: "b", 0: "a"})

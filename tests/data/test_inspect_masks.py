@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_warnings_of_labels_and_sizes(folder: Path) -> None:
         np.mean([(mask == 2) | (mask == 255) for mask in _masks(folder, "train")]) > 0.9
     )
     assert "1 val mask has no labeled pixels, and no effect on the scores." in found.warnings
-    assert any("1 of 13 masks differ in size from their images" in warning for warning in found.warnings)
+    assert any("1 of 13 masks differs in size from its image, such as" in warning for warning in found.warnings)
     assert list(found.problems) == [str(folder / "test/masks/000.png")]
 
 
@@ -97,7 +98,7 @@ def test_a_thorough_inspection_finds_every_unusable_pair_and_duplicates(folder: 
     }
     assert all(reason.startswith(path) for path, reason in found.problems.items())
     assert found.facts["images_in_several_splits"] == 1
-    assert any("1 images are in several splits" in warning for warning in found.warnings)
+    assert any("1 image is in several splits" in warning for warning in found.warnings)
     quick = _inspect(folder)
     assert str(folder / "train/masks/002.png") in quick.problems
 
@@ -117,3 +118,46 @@ def test_orientations_and_kinds_are_named(folder: Path) -> None:
         == "images with an EXIF orientation: 1 with masks of the stored pixels, which are rotated like the image"
     )
     assert "8-bit ids and indices of a palette" in found.lines[0]
+
+
+def _rewrite(root: Path, mask: Callable[[int], np.ndarray]) -> Path:
+    for k, path in enumerate(sorted(root.rglob("masks/*.png"))):
+        Image.fromarray(mask(k).astype(np.uint8)).save(path)
+    (root / "classes.txt").write_text("background\ncell\n")
+    return root
+
+
+def _disc(radius: float) -> np.ndarray:
+    y, x = np.mgrid[:48, :64]
+    return (y - 24) ** 2 + (x - 32) ** 2 < radius**2
+
+
+def test_equal_masks_and_masks_of_one_class_are_warned_of(folder: Path) -> None:
+    equal = _inspect(_rewrite(folder, lambda k: _disc(9)))
+    assert any(w.startswith("The 13 decoded masks are equal, such as ") for w in equal.warnings)
+    constant = _inspect(_rewrite(folder, lambda k: np.full((48, 64), k % 2)))
+    assert any(w.startswith("Each of the 13 decoded masks contains a single class.") for w in constant.warnings)
+    # Masks with as many pixels of each class are not equal.
+    usual = _inspect(_rewrite(folder, lambda k: np.roll(_disc(9), k, axis=1)))
+    assert not any("decoded masks" in w for w in usual.warnings)
+
+
+@pytest.mark.parametrize("inverted", [2, 6, 11])
+def test_masks_inverted_relative_to_the_others_are_warned_of(folder: Path, inverted: int) -> None:
+    found = _inspect(_rewrite(folder, lambda k: _disc(8 + k % 4) ^ (k < inverted)))
+    fewer = min(inverted, 13 - inverted)
+    (warning,) = [w for w in found.warnings if "may be inverted" in w]
+    assert warning.startswith(f"{fewer} of 13 masks with both classes may be inverted: cell covers ")
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda k: _disc(4 + 2.5 * k),  # from small to large objects
+        lambda k: _disc(3) ^ (k < 4) if k < 4 else _disc(17),  # groups that do not mirror each other
+        lambda k: _disc(8) if k else ~_disc(8),  # a single one
+        lambda k: _disc(8) if k < 9 else np.full((48, 64), k % 2),  # masks of one class
+    ],
+)
+def test_masks_of_other_sizes_are_not_inverted(folder: Path, mask: Callable[[int], np.ndarray]) -> None:
+    assert not [w for w in _inspect(_rewrite(folder, mask)).warnings if "inverted" in w]

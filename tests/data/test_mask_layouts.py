@@ -248,3 +248,93 @@ def test_digits_around_a_name_are_those_of_another_image(tmp_path: Path) -> None
     names = [f"{k}.png" for k in range(10)]
     assert sizes(read(write(tmp_path / "c", {"images": names, "masks": [f"00{name}" for name in names]})))[0]
     assert sizes(read(write(tmp_path / "d", {"images": names, "masks": [f"1_{name}" for name in names]})))[0]
+
+
+CITY = ("color", "instanceIds", "labelIds", "labelTrainIds")
+
+
+def _city(root: Path) -> Path:
+    """Write images and masks named as in Cityscapes."""
+    names = [f"{city}_{k:06}_000019" for city in ("aachen", "ulm") for k in range(3)]
+    return write(
+        root,
+        {
+            "leftImg8bit/train": [f"{name}_leftImg8bit.png" for name in names],
+            "gtFine/train": [f"{name}_gtFine_{kind}.png" for name in names for kind in CITY],
+            "leftImg8bit/val": [f"{name}_leftImg8bit.png" for name in names[:1]],
+            "gtFine/val": [f"{name}_gtFine_{kind}.png" for name in names[:1] for kind in CITY],
+        },
+    )
+
+
+def test_one_of_several_kinds_of_masks_is_chosen_by_the_end_of_their_names(tmp_path: Path) -> None:
+    root = _city(tmp_path)
+    message = _message(root)
+    assert "gtFine/train has several masks for one image: aachen_000000_000019_gtFine_color.png and" in message
+    assert "(24 masks, 6 images)" in message
+    assert "data.masks.suffix=_gtFine_labelIds (other suffixes: _gtFine_labelTrainIds, _gtFine_color," in message
+    assert "data=cityscapes" in message
+    listing = read(root, suffix="_gtFine_labelIds")
+    assert sizes(listing) == [6, 1, None]
+    assert all(
+        mask.split("/")[-1] == image.split("/")[-1].replace("leftImg8bit", "gtFine_labelIds")
+        for image, mask in paired(listing, root)
+    )
+    assert listing.left_out == {"masks with another suffix": 21}
+    assert any("named NAME_gtFine_labelIds (images: NAME_leftImg8bit)" in note for note in listing.notes)
+    with pytest.raises(SettingError, match=r"data\.masks\.suffix must be .*, got _ids\. Found: aachen"):
+        read(root, suffix="_ids")
+
+
+def test_two_kinds_of_masks_of_images_with_plain_names(tmp_path: Path) -> None:
+    names = [f"{k}_{kind}.png" for k in range(4) for kind in ("depth", "label")]
+    root = write(tmp_path, {"images": [f"{k}.png" for k in range(4)], "masks": names})
+    assert "data.masks.suffix=_label (other suffixes: _depth)" in _message(root)
+    assert {mask for _, mask in paired(read(root, suffix="_label"), root)} == {f"masks/{k}_label.png" for k in range(4)}
+
+
+@pytest.mark.parametrize(
+    ("image", "mask", "rule"),
+    [
+        ("sat_{}", "map_{}", "map_NAME (images: sat_NAME)"),
+        ("{}_ir", "{}_ids", "NAME_ids (images: NAME_ir)"),
+        ("a-{}-x", "b-{}-y", "b-NAME-y (images: a-NAME-x)"),
+    ],
+)
+def test_a_part_of_all_names_may_differ(tmp_path: Path, image: str, mask: str, rule: str) -> None:
+    numbers = [7, 8, 10, 11]
+    root = write(
+        tmp_path,
+        {"images": [f"{image.format(k)}.png" for k in numbers], "masks": [f"{mask.format(k)}.png" for k in numbers]},
+    )
+    listing = read(root)
+    assert set(paired(listing, root)) == {
+        (f"images/{image.format(k)}.png", f"masks/{mask.format(k)}.png") for k in numbers
+    }
+    assert any(rule in note for note in listing.notes)
+
+
+def test_names_that_do_not_match_are_listed(tmp_path: Path) -> None:
+    shifted = write(
+        tmp_path / "shifted", {"images": [f"{k}.png" for k in range(5)], "masks": [f"{k}.png" for k in range(1, 6)]}
+    )
+    assert "images/0.png has no mask" in _message(shifted)
+    assert "1 mask has no image: 5." in _message(shifted)
+    others = write(
+        tmp_path / "others", {"images": [f"p{k}q.png" for k in range(5)], "masks": [f"x{k:03}.png" for k in range(4)]}
+    )
+    assert "5 images: p0q, p1q, p2q and 2 more; 4 masks: x000, x001, x002 and 1 more." in _message(others)
+
+
+def test_the_values_of_the_masks_are_shown_if_there_is_no_class_list(tmp_path: Path) -> None:
+    root = write(tmp_path, {"images": 6, "masks": 6})
+    (root / "classes.txt").unlink()
+    for path in sorted((root / "masks").iterdir())[:2]:
+        Image.fromarray(np.full((4, 6), 255, dtype=np.uint8)).save(path)
+    message = _message(root)
+    assert "has no classes.txt" in message
+    assert "The values in 6 of 6 training masks: 0 (in 2), 1 (in 2), 255 (in 2)." in message
+    assert "data.masks.values={VALUE: NAME, …}" in message
+    for path in (root / "masks").iterdir():
+        Image.fromarray(np.full((4, 6, 3), (9, 8, 7), dtype=np.uint8)).save(path)
+    assert "The masks contain colors" in _message(root)
