@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,8 +29,8 @@ images with their labels, masks over their images, truncated texts. The settings
 images are shown at 224x224. The exit status is 1 if training would reject the data.
 """
 
-#: Maximum number of unreadable files in the output.
-_SHOWN = 20
+#: Maximum number of reasons in the output, and of unusable samples for each.
+_SHOWN, _EXAMPLES = 10, 3
 #: The default model by task, whose input is used if none is given.
 _MODELS = {"classification": "deit_tiny", "segmentation": "deeplabv3_mobilenetv2"}
 
@@ -119,6 +120,7 @@ def _without_stopping(config: Config) -> Config:
 def _print_problems(config: Config, found: dict[str, Summary]) -> bool:
     """Print the samples that cannot be used; return True if training would stop at them."""
     from efficient_ft.core.text import printable
+    from efficient_ft.data.counts import counted
     from efficient_ft.training.console import say
 
     problems = {path: why for one in found.values() for path, why in {**one.inspection.problems, **one.skipped}.items()}
@@ -126,12 +128,25 @@ def _print_problems(config: Config, found: dict[str, Summary]) -> bool:
         return False
     stops = config.data.on_corrupt == "stop"
     do = "Correct them, or set data.on_corrupt=skip to skip them." if stops else "They are skipped."
-    say(f"{len(problems):,} {'sample' if len(problems) == 1 else 'samples'} cannot be used. {do}")
-    for path, why in list(problems.items())[:_SHOWN]:
-        shown = printable(path)
-        say(f"  {why}" if why.startswith(shown) else f"  {shown}: {why}")
-    if len(problems) > _SHOWN:
-        say(f"  … and {len(problems) - _SHOWN:,} more; the file check.json lists all of them.")
+    say(f"{counted(len(problems), 'sample')} cannot be used. {do}")
+    groups: dict[str, dict[str, str]] = {}
+    for path, why in problems.items():
+        reason = why.removeprefix(printable(path)).removeprefix(": ")
+        groups.setdefault(re.sub(r"\d+", "#", reason), {})[printable(path)] = reason
+    for of_reason in sorted(groups.values(), key=len, reverse=True)[:_SHOWN]:
+        path, reason = next(iter(of_reason.items()))
+        if len(of_reason) == 1:
+            say(f"  {path}: {reason}")
+            continue
+        say(f"  {len(of_reason):,} × {reason}")
+        for path in list(of_reason)[:_EXAMPLES]:
+            say(f"    {path}")
+        if len(of_reason) > _EXAMPLES:
+            say(f"    … and {len(of_reason) - _EXAMPLES:,} more")
+    if len(groups) > _SHOWN:
+        say(f"  … and {counted(len(groups) - _SHOWN, 'more reason')}.")
+    if len(problems) > _EXAMPLES:
+        say("  The file check.json lists all of them.")
     return stops
 
 
@@ -161,7 +176,9 @@ def _write(data: RunData, spec: Any, options: argparse.Namespace, text: str, fou
         if options.html:
             files.append(out / f"{stem}.html")
             sheet.write_html(files[-1], text.splitlines())
-    record = {task: {**one.record(), "problems": one.inspection.problems} for task, one in found.items()}
+    record = {
+        task: {**one.record(), "problems": {**one.inspection.problems, **one.skipped}} for task, one in found.items()
+    }
     files.append(out / "check.json")
     write_text_atomically(files[-1], json_text(record, indent=1) + "\n")
     say(f"Written: {', '.join(map(str, files))}")

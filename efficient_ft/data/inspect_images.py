@@ -18,9 +18,11 @@ from tqdm import tqdm
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.text import printable
+from efficient_ft.data.counts import counted, verb
 from efficient_ft.data.images import Decoding, gray_values, has_16_bits, opened, to_rgb
 from efficient_ft.data.inspection import DECODED, HEADERS, Inspection, in_threads, spread
 from efficient_ft.data.listing import Samples
+from efficient_ft.data.near_duplicates import near_pairs, thumbnail
 from efficient_ft.data.splits import some
 
 #: Maximum number of pixels that a quick inspection decodes, and number of images that it decodes in any case.
@@ -29,8 +31,8 @@ _PIXELS, _FIRST = 16_000_000, 4
 _ENLARGED = 4.0
 #: Suggested upper ends of the range, if all stored values are in its lowest quarter.
 _DEPTHS = (255, 1023, 4095, 16383)
-#: Maximum number of recorded groups of duplicates, and of paths in each.
-_GROUPS, _PATHS = 100, 5
+#: Maximum number of recorded groups of duplicates, and of paths in each; of images compared for near-duplicates.
+_GROUPS, _PATHS, _COMPARED = 100, 5, 50_000
 _GRAY = ("1", "L", "LA", "La", "F")
 _FORMATS = {"jpg": "JPEG", "jpeg": "JPEG", "jfif": "JPEG", "tif": "TIFF", "pgm": "PPM", "jp2": "JPEG2000",
             "j2k": "JPEG2000", "j2c": "JPEG2000", "jpf": "JPEG2000", "jpx": "JPEG2000", "heic": "HEIF",
@@ -67,6 +69,7 @@ class _Seen:
     stored: tuple[float, float] | None = None
     clipped: float = 0.0
     digest: bytes = b""
+    thumbnail: np.ndarray | None = None
 
 
 def inspect_images(
@@ -109,7 +112,7 @@ def inspect_images(
     if found.problems and not thorough:
         why = next(iter(found.problems.values()))
         found.warnings.append(
-            f"Cannot read {len(found.problems):,} of {len(places):,} inspected files. Example: {why}"
+            f"Cannot read {len(found.problems):,} of {counted(len(places), 'inspected file')}. Example: {why}"
             " Set data.on_corrupt=skip to skip such files."
         )
     _report_masks(found, places)
@@ -121,6 +124,7 @@ def inspect_images(
     _report_classes(found, parts, class_names)
     if thorough:
         _report_duplicates(found, pairs, class_names)
+        _report_near_duplicates(found, pairs, class_names)
     return found
 
 
@@ -180,7 +184,7 @@ def _decode(image: Image.Image, found: _Seen, decoding: Decoding, thorough: bool
             low, high = decoding.value_range
             found.clipped = float(((raw < low) | (raw > high)).mean())
     if thorough:
-        found.digest = _digest(np.asarray(rgb))
+        found.digest, found.thumbnail = _digest(np.asarray(rgb)), thumbnail(rgb)
 
 
 def _seen_pixels(pixels: np.ndarray, thorough: bool) -> _Seen:
@@ -190,7 +194,7 @@ def _seen_pixels(pixels: np.ndarray, thorough: bool) -> _Seen:
     found = _Seen((pixels.shape[1], pixels.shape[0]), "L" if gray else "RGB", decoded=True, constant=constant)
     found.values = low, high
     if thorough:
-        found.digest = _digest(pixels)
+        found.digest, found.thumbnail = _digest(pixels), thumbnail(Image.fromarray(pixels).convert("RGB"))
     return found
 
 
@@ -212,10 +216,6 @@ def _example(paths: Sequence[str]) -> str:
     return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1:,} more"
 
 
-def _number(of: Sequence[Any], one: str, several: str) -> str:
-    return f"{len(of):,} {one if len(of) == 1 else several}"
-
-
 def _report_sizes(found: Inspection, pairs: _Pairs, total: int, input: InputSpec) -> None:
     """Report sizes, modes, values, and the number of inspected images."""
     sizes = sorted((one.size for _, one in pairs), key=lambda size: (size[0] * size[1], size))
@@ -235,10 +235,13 @@ def _report_sizes(found: Inspection, pairs: _Pairs, total: int, input: InputSpec
     found.lines.append(line)
     if len(decoded) + len(found.problems) < total:
         headers = f", {len(pairs):,} headers read" if len(pairs) > len(decoded) else ""
-        found.lines.append(f"sampled: {len(decoded):,} of {total:,} images decoded{headers}")
+        found.lines.append(f"sampled: {len(decoded):,} of {counted(total, 'image')} decoded{headers}")
     gray = sum(count for mode, count in modes.items() if mode in _GRAY or mode.startswith("I"))
     if 0.01 <= gray / len(pairs) <= 0.99:
-        found.warnings.append(f"Gray and color images are mixed: {gray:,} of {len(pairs):,} images are gray.")
+        found.warnings.append(
+            f"Gray and color images are mixed: {gray:,} of {counted(len(pairs), 'image')} {verb(gray, 'is', 'are')}"
+            " gray."
+        )
     height, width = input.image_size
     factor = min(height / middle[1], width / middle[0])
     if factor > _ENLARGED:
@@ -275,8 +278,8 @@ def _report_values(found: Inspection, pairs: _Pairs, decoding: Decoding) -> None
         if decoding.value_range is None and low >= 0 and not advice and len(dark) * 2 > len(deep):
             most = next(depth for depth in _DEPTHS if max(dark) <= depth)
             found.warnings.append(
-                f"Of {len(deep):,} decoded gray images of more than 8 bits, {len(dark):,} have values up to"
-                f" {max(dark):g} only, so they are dark. If the others are of another source, rescale them, and set"
+                f"Of {len(deep):,} decoded gray images of more than 8 bits, {len(dark):,} {verb(len(dark))} values up"
+                f" to {max(dark):g} only, so they are dark. If the others are of another source, rescale them, and set"
                 f" 'data.value_range=[0,{most}]'."
             )
         clipped = float(np.mean([one.clipped for one in deep]))
@@ -292,19 +295,20 @@ def _report_values(found: Inspection, pairs: _Pairs, decoding: Decoding) -> None
         color = sum(one.deep for _, one in decoded if one.stored is None)
         why = f" {color:,} of them store 16-bit colors, which are read with 8 bits: rescale the files." if color else ""
         found.warnings.append(
-            f"The images are dark: the maximum value of {len(decoded):,} decoded images is {brightest:g} of 255." + why
+            f"The images are dark: the maximum value of {counted(len(decoded), 'decoded image')} is {brightest:g} of"
+            " 255." + why
         )
     became = _where(decoded, lambda one: one.constant and one.stored is not None and one.stored[0] < one.stored[1])
     if became:
         found.warnings.append(
-            f"Scaling to 8 bits leaves a single color in {len(became):,} of {len(decoded):,} decoded images:"
+            f"Scaling to 8 bits leaves a single color in {len(became):,} of {counted(len(decoded), 'decoded image')}:"
             f" {_example(became)}.{advice or ' Set data.value_range to their range.'}"
         )
     single = _where(decoded, lambda one: one.constant and (one.stored is None or one.stored[0] == one.stored[1]))
     found.facts["single_color"] = len(single) + len(became)
     if single:
         found.warnings.append(
-            f"A single color fills {len(single):,} of {len(decoded):,} decoded images: {_example(single)}."
+            f"A single color fills {len(single):,} of {counted(len(decoded), 'decoded image')}: {_example(single)}."
         )
 
 
@@ -319,7 +323,8 @@ def _report_masks(found: Inspection, places: Sequence[_Place]) -> None:
     found.facts["masks_among_images"] = len(masks)
     if masks:
         found.warnings.append(
-            f"Of {len(places):,} images, {len(masks):,} are named like the mask of another image, such as"
+            f"Of {counted(len(places), 'image')}, {len(masks):,} {verb(len(masks), 'is', 'are')} named like the mask"
+            " of another image, such as"
             f" {printable(masks[0])}. They are used as images of their class; if they are masks, move them away."
         )
 
@@ -338,13 +343,13 @@ def _report_files(found: Inspection, pairs: _Pairs) -> None:
     found.facts["extension_differs"] = len(differs)
     if differs:
         found.lines.append(
-            f"{_number(differs, 'file has', 'files have')} an extension of another format: {_example(differs)}"
+            f"{counted(len(differs), 'file')} {verb(len(differs))} an extension of another format: {_example(differs)}"
         )
     several = _where(pairs, lambda one: one.frames)
     found.facts["several_frames"] = len(several)
     if several:
         found.warnings.append(
-            f"{_number(several, 'file has', 'files have')} several frames or pages; only the first is used:"
+            f"{counted(len(several), 'file')} {verb(len(several))} several frames or pages; only the first is used:"
             f" {_example(several)}."
         )
 
@@ -395,10 +400,46 @@ def _report_duplicates(found: Inspection, pairs: _Pairs, class_names: Sequence[s
     }
     if several:
         extra = sum(len(group) - 1 for group in several)
-        found.lines.append(f"duplicates: {extra:,} of {len(pairs):,} images, compared by pixels")
+        found.lines.append(f"duplicates: {extra:,} of {counted(len(pairs), 'image')}, compared by pixels")
     for same, words in (across, "in several splits"), (labels, "with several labels"):
         if same:
             places = [f"{printable(place.path)} ({place.split}, {class_names[place.label]})" for place in same[0][:3]]
             found.warnings.append(
-                f"{_number(same, 'image occurs', 'images occur')} {words}, such as {' = '.join(places)}."
+                f"{counted(len(same), 'image')} {verb(len(same), 'occurs', 'occur')} {words}, such as"
+                f" {' = '.join(places)}."
+            )
+
+
+def _report_near_duplicates(found: Inspection, pairs: _Pairs, class_names: Sequence[str]) -> None:
+    """Report almost equal images, in particular in different splits and with different labels."""
+    chosen = [pairs[i] for i in spread(len(pairs), _COMPARED)]
+    shown = [one.thumbnail for _, one in chosen if one.thumbnail is not None]
+    images: dict[str, set[int]] = {"": set(), "in different splits": set(), "with different labels": set()}
+    examples: dict[str, list[tuple[_Place, _Place]]] = defaultdict(list)
+    for i, j in near_pairs(shown, [one.size for _, one in chosen]):
+        (first, one), (second, other) = chosen[i], chosen[j]
+        if one.digest == other.digest:
+            continue
+        for words, differs in (
+            ("", True),
+            ("in different splits", first.split != second.split),
+            ("with different labels", first.label != second.label),
+        ):
+            if differs:
+                images[words] |= {i, j}
+                if len(examples[words]) < _GROUPS:
+                    examples[words].append((first, second))
+    found.facts["near_duplicates"] = {
+        "images": len(images[""]),
+        "across_splits": len(images["in different splits"]),
+        "across_classes": len(images["with different labels"]),
+        "compared": len(chosen),
+        "examples": [[printable(place.path) for place in pair] for pair in examples[""]],
+    }
+    for words in ("in different splits", "with different labels"):
+        if images[words]:
+            places = [f"{printable(p.path)} ({p.split}, {class_names[p.label]})" for p in examples[words][0]]
+            found.warnings.append(
+                f"{counted(len(images[words]), 'image')} {words} may be near-duplicates (re-encoded, resized or"
+                f" retouched copies), such as {' ≈ '.join(places)}."
             )

@@ -44,6 +44,27 @@ def test_a_folder_that_training_rejects_has_status_1_and_writes_nothing(
     assert not (tmp_path / "out").exists()
 
 
+def test_unusable_files_are_grouped_by_reason(
+    folders: Callable[..., Path],  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    root, out = folders(train={"cat": 30, "dog": 30}, test={"cat": 2, "dog": 2}), tmp_path / "out"
+    for i, path in enumerate(sorted((root / "train").rglob("*.jpg"))):
+        path.write_bytes((b"", b"{}")[i % 2])
+    (root / "test/cat/0.jpg").write_bytes(b"%PDF")
+    assert main(["data=folder", f"data.root={root}", "data.num_workers=0", f"--out={out}"]) == 1
+    printed = capsys.readouterr().out
+    text = " ".join(printed.split())
+    assert "61 samples cannot be used." in text
+    assert "30 × not readable as an image (the file is empty)." in text
+    assert "30 × not readable as an image (its content is JSON" in text
+    assert text.count("… and 27 more") == 2
+    assert f"{root}/test/cat/0.jpg: not readable as an image (its content is PDF" in text
+    assert printed.count(str(root / "train")) <= 7  # three of each, and the contact sheet
+    assert len(json.loads((out / "check.json").read_text())[""]["problems"]) == 61
+
+
 def test_the_task_and_a_model_are_those_of_the_data() -> None:
     assert with_task(["data=digits"]) == (["data=digits"], "")
     assert with_task(["data=mask_folder"])[0] == [

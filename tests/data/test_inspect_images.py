@@ -38,6 +38,12 @@ def deep(root: Path, most: int, count: int = 10) -> None:
         Image.fromarray(np.roll(ramp, i, axis=1)).save(root / f"train/a/{i}.png")
 
 
+def scene(seed: int) -> Image.Image:
+    """An image of 120×90 with large areas of different colors."""
+    coarse = np.random.default_rng(seed).integers(0, 255, (5, 6, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((120, 90), Image.Resampling.BICUBIC)
+
+
 def test_facts_and_lines_of_usual_images(opened: tuple[Path, Open]) -> None:
     root, make = opened
     save(root / "train/a/large.jpg", 99, height=90, width=120)
@@ -122,14 +128,13 @@ def test_gray_and_color_extensions_frames(opened: tuple[Path, Open]) -> None:
 
 
 def test_small_images_and_classes(data_config: Callable[..., Any], folders: Callable[..., Path]) -> None:
-    root = folders(train={"a": 9, "b": 9, "c": 1}, val={"a": 1, "b": 1}, test={"a": 1, "c": 1})
+    root = folders(train={"a": 9, "b": 9, "c": 2}, val={"a": 1, "b": 1}, test={"a": 1, "c": 1})
     wide = InputSpec((224, 224), SPEC.mean, SPEC.std)
     found = open_data(data_config("folder", root=str(root)), wide, 0).inspect()
     assert warned(found, "enlarged ×9.33, from a median of 24×20", "224×224", "model.image_size")
-    assert warned(found, "One class has a single training image: 'c'")
     assert warned(found, "One class has no val image: 'c'")
     assert warned(found, "One class has no test image: 'b'")
-    assert found.facts["imbalance"] == 9
+    assert found.facts["imbalance"] == 4.5
 
 
 def test_pixels_in_memory(data_config: Callable[..., Any]) -> None:
@@ -170,6 +175,46 @@ def test_duplicates(opened: tuple[Path, Open]) -> None:
     assert warned(found, "1 image occurs in several splits", "train/a/1.jpg (train, a)", "test/a/leak.jpg (test, a)")
     assert warned(found, "1 image occurs with several labels", "train/a/2.jpg", "train/b/other.png (train, b)")
     assert any("3 of 33 images, compared by pixels" in line for line in found.lines)
+
+
+def test_near_duplicates(opened: tuple[Path, Open]) -> None:
+    root, make = opened
+    for name in "ab":
+        for i in range(10):
+            scene(10 * "ab".index(name) + i).save(root / f"train/{name}/{i}.jpg", quality=95)
+    assert make().inspect(thorough=True).facts["near_duplicates"]["images"] == 0
+    original = Image.open(root / "train/a/0.jpg")
+    original.save(root / "test/a/encoded.jpg", quality=70)
+    original.resize((60, 45)).save(root / "train/b/small.png")
+    shutil.copy(root / "train/a/1.jpg", root / "test/a/equal.jpg")  # an exact duplicate
+    original.crop((0, 0, 60, 90)).resize((120, 90)).save(root / "test/a/part.jpg")
+    found = make().inspect(thorough=True)
+    assert found.facts["near_duplicates"] | {"examples": 0} == {
+        "images": 3,
+        "across_splits": 3,
+        "across_classes": 3,
+        "compared": 34,
+        "examples": 0,
+    }
+    assert warned(found, "3 images in different splits may be near-duplicates", " ≈ ", "test/a/encoded.jpg (test, a)")
+    assert warned(found, "3 images with different labels may be near-duplicates", " ≈ ", "train/b/small.png (train, b)")
+    assert found.facts["duplicates"]["groups"] == 1
+    assert "near_duplicates" not in make().inspect().facts
+
+
+def test_a_set_without_a_readable_image_has_no_near_duplicates(opened: tuple[Path, Open]) -> None:
+    found = opened[1](max_pixels=10).inspect(thorough=True)
+    assert len(found.problems) == 30
+    assert found.facts["near_duplicates"]["images"] == 0
+
+
+def test_images_with_little_contrast_are_no_near_duplicates(opened: tuple[Path, Open]) -> None:
+    root, make = opened
+    for i in range(10):
+        Image.fromarray(np.random.default_rng(i).integers(118, 128, (60, 80, 3), dtype=np.uint8)).save(
+            root / f"train/a/{i}.jpg"
+        )
+    assert make().inspect(thorough=True).facts["near_duplicates"]["images"] == 0
 
 
 def test_masks_beside_their_images_are_warned_of(opened: tuple[Path, Open]) -> None:
