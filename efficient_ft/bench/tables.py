@@ -133,15 +133,11 @@ def _memory(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
     ]
     about = [report["dtype"], *sorted({record["optimizer"] for record in measured.values()})]
     about += ["unfused attention"] if report["attention"] == "unfused" else []
-    where = (
-        "what PyTorch reserves of the device, without model and batch"
-        if device
-        else FELT
-    )
+    where = "what PyTorch reserves of the device, without model and batch" if device else FELT
     explained = (
         f"{report['model']}, batch {report['batch']}, {', '.join(about)}",
         f"used by the steps: {where}",
-        "interpreter, with model: resident memory of the process; before the steps: with the compiler of packing kernels",
+        "interpreter, with model: resident memory of the process; before the steps: with the packing compiler",
     )
     return "\n".join([*map(paragraph, explained), "", _table(columns, chosen)])
 
