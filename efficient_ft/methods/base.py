@@ -19,16 +19,17 @@ import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.format import format_number
 from efficient_ft.methods.declarations import ORDER_OF_APPLICATION, Adds, Axis, Needs
 from efficient_ft.methods.stack import check_needs, check_removal, check_stack
-from efficient_ft.methods.summary import count, left, within
+from efficient_ft.methods.summary import count, left, trained, within
 from efficient_ft.models.marks import Mark, add_mark, marks_of, remove_mark
 from efficient_ft.models.view import ModelView, Skipped, view
 
@@ -328,14 +329,38 @@ def apply_methods(model: nn.Module, methods: Iterable[Method]) -> list[Applied]:
     """Apply several methods in their declared order.
 
     Returns:
-        Their reports, in that order.
+        Their reports, in that order. The report of a selection names the parameters that a later method freezes.
 
     Raises:
         UserError: methods that cannot be stacked (before anything is changed), or as in `Method.apply`.
     """
     ordered = in_order(methods)
     check_stack(ordered, model)
-    return [m.apply(model) for m in ordered]
+    for number, method in enumerate(ordered):
+        before = trained(model), {id(p): p.numel() for p in model.parameters() if p.requires_grad}
+        method.apply(model)
+        _update_reports(ordered[:number], method, model, *before)
+    return [m.applied for m in ordered if m.applied is not None]
+
+
+def _update_reports(
+    earlier: Sequence[Method], method: Method, model: nn.Module, claim: str, trained_before: Mapping[int, int]
+) -> None:
+    """Update the reports of earlier methods after `method` has changed which parameters train.
+
+    Args:
+        earlier: methods applied before.
+        method: the method applied last.
+        model: the model.
+        claim: how the earlier reports state the number of trained parameters.
+        trained_before: sizes of the parameters that trained before, by identity.
+    """
+    frozen = sum(trained_before.get(id(p), 0) for p in model.parameters() if not p.requires_grad)
+    new = f", except {format_number(frozen)} parameters that {method.name} freezes" if frozen else f": {trained(model)}"
+    for one in earlier:
+        report = one.applied
+        if report is not None and f": {claim}" in report.summary:
+            one._applied = replace(report, summary=report.summary.replace(f": {claim}", new))
 
 
 def plain_state_dict(

@@ -7,6 +7,7 @@ import timm
 
 from efficient_ft.core.context import set_context
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.format import format_number
 from efficient_ft.methods import METHODS, Applied, Reason, Skipped, apply_methods
 from efficient_ft.methods.summary import left, ranges, within
 
@@ -75,6 +76,32 @@ def test_the_example_of_the_issue() -> None:
         "lbp_dct: 48 layers in blocks 0–11 low-rank; head and stem exact",
         "back_razor: 72 layers in blocks 0–11 packed; patch_embed, norm and head dense (as published)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("names", "line"),
+    [
+        (("full", "lora"), "full: everything trains, except 5.52 M parameters that lora freezes"),
+        (("last_stage", "lora"), "last_stage: blocks 9–11, norm and head train, except 1.33 M parameters that lora"),
+        (("full", "moe"), "full: everything trains: 18.8 M parameters"),
+        (("full", "low_bit"), "full: everything trains: 5.53 M parameters"),
+    ],
+)
+def test_the_lines_of_a_stack_add_up_to_the_trained_parameters(names: tuple[str, ...], line: str) -> None:
+    model = timm.create_model("deit_tiny_patch16_224", num_classes=10)
+    methods = [METHODS[name]() for name in names]
+    lines = [str(report) for report in apply_methods(model, methods)]
+    assert lines[0].startswith(line)
+    train = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert f"{format_number(train)} " in " ".join(lines)
+    assert lines == [str(method.applied) for method in methods], "results.json has the same lines"
+
+
+def test_the_line_of_bsr_moe_counts_its_experts() -> None:
+    model = timm.create_model("deit_tiny_patch16_224", num_classes=10)
+    line = str(METHODS["bsr_moe"]().apply(model))
+    train, every = (sum(p.numel() for p in model.parameters() if p.requires_grad or all_) for all_ in (False, True))
+    assert f": {format_number(train)} of {format_number(every)} parameters;" in line
 
 
 def test_a_method_of_another_package_has_a_line_too() -> None:

@@ -14,7 +14,7 @@ from efficient_ft.methods.base import Applied
 from efficient_ft.methods.declarations import Axis
 from efficient_ft.methods.recipes.bsr import BSR
 from efficient_ft.methods.registry import register
-from efficient_ft.methods.summary import ranges
+from efficient_ft.methods.summary import ranges, trained
 from efficient_ft.methods.tokens.base import refuse_unfit_model
 from efficient_ft.models.view import ModelView
 
@@ -59,9 +59,11 @@ class BSRMoE(ExpertsMethod, BSR):
             refuse_unfit_model(view, self.name)
         names = self._networks_of(view, self.blocks)
         done = BSR._apply(self, model, view)
+        without = trained(model)
         self._put_experts(model, names)
+        summary = done.summary.replace(f": {without}", f": {trained(model)}")
         where = ranges(name.removesuffix(".mlp") for name in names)
-        return replace(done, summary=f"{done.summary}; {self.num_experts} experts in {where}", routed=names)
+        return replace(done, summary=f"{summary}; {self.num_experts} experts in {where}", routed=names)
 
     def _remove(self, model: nn.Module) -> None:
         self._take_experts(model)
