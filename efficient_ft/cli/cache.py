@@ -36,12 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     restart_with(config.allocator)
     use_allocator(config.allocator)
     from efficient_ft.core.format import format_bytes
+    from efficient_ft.core.terminal import show, shown_path
     from efficient_ft.training.fill_features import fill_features
 
     features = fill_features(config)
     report, store = features.report(), features.store
     missing = store.missing()
-    print(
+    show(
         f"{report['computed']} computed, {store.rows - missing - report['computed']} were there, {missing} missing:"
-        f" {format_bytes(report['bytes'])} in {store.folder}"
+        f" {format_bytes(report['bytes'])} in {shown_path(store.folder)}"
     )

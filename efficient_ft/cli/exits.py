@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 from efficient_ft.cli.stopping import signals_first
 from efficient_ft.core.errors import DivergedError, TerminatedRun, UserError
-from efficient_ft.core.terminal import wrapped
-from efficient_ft.core.text import plain_text, terminal_width
+from efficient_ft.core.terminal import show
+from efficient_ft.core.text import plain_text
 from efficient_ft.record.files import json_text
 
 #: Names the file into which a job of a sweep writes its outcome, for the table at the end of the sweep.
@@ -41,10 +41,9 @@ def report_outcome(**outcome: Any) -> None:
 
 
 def fail(error: UserError | str, status: int = 2) -> NoReturn:
-    """Print the text of `error` alone to stderr and exit with `status`."""
+    """Print the text of `error` alone to stderr, in lines that fit, and exit with `status`."""
     text = plain_text(str(error))
-    # Programs read the lines of a pipe: a message stays on one line.
-    print(wrapped(text, terminal_width(sys.stderr, least=1)) if sys.stderr.isatty() else text, file=sys.stderr)
+    show(text, sys.stderr)
     report_outcome(reason=text.splitlines()[0], diverged=isinstance(error, DivergedError))
     raise SystemExit(status)
 

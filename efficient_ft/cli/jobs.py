@@ -15,6 +15,7 @@ from efficient_ft.config import Config, check, fingerprint, image_folders
 from efficient_ft.core import text
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import format_number, format_percent
+from efficient_ft.core.terminal import show, shown_path, wrapped
 from efficient_ft.core.units import parse_seconds
 from efficient_ft.record.collection import collect_runs, write_tables
 from efficient_ft.record.formats import USE_ITS_VERSION
@@ -126,14 +127,14 @@ def run_jobs(
             if job.results and image_folders(check(job.results["config"])) != image_folders(job.config):
                 job.results = None  # the job itself finds out whether the images are the same
         if job.results is not None:
-            print(f"{title}: finished before, in {job.folder}", flush=True)
+            show(f"{title}: finished before, in {shown_path(job.folder)}")
             ended(job)
         else:
             todo.append((title, job))
     with processes.exit_on_sigterm():
         if parallel == 1:
             for title, job in todo:
-                print(title, flush=True)
+                show(title)
                 _fill_in(title, job, processes.run(command(job), timeout=_timeout(job)))
                 ended(job)
         else:
@@ -154,7 +155,7 @@ def _run_in_parallel(
     def start(title: str, job: Job) -> processes.Ended:
         with slots.taken() as environment:
             output = job.folder.with_name(f"{job.folder.name}.log") if job.trains else None
-            print(f"{title}: started" + (f"; it prints into {output}" if output else ""), flush=True)
+            show(f"{title}: started" + (f"; it prints into {shown_path(output)}" if output else ""))
             process = processes.run(command(job), environment, output, _timeout(job))
             if output is None:
                 print(process.printed, flush=True)
@@ -168,7 +169,7 @@ def _run_in_parallel(
                 _fill_in(title, job, done.result())
                 ended(job)
                 if job.failure is None:
-                    print(f"{title}: finished, in {job.folder}" if job.trains else f"{title}: finished", flush=True)
+                    show(f"{title}: finished" + (f", in {shown_path(job.folder)}" if job.trains else ""))
         except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
             slots.stop(end=not isinstance(error, KeyboardInterrupt))
@@ -184,7 +185,7 @@ def _timeout(job: Job) -> float | None:
 def _fill_in(title: str, job: Job, process: processes.Ended) -> None:
     job.results, job.failure, job.diverged = process.results, process.failure, process.diverged
     if job.failure is not None:
-        print(f"{title}: FAILED: {job.failure}", file=sys.stderr, flush=True)
+        show(f"{title}: FAILED: {job.failure}", sys.stderr)
 
 
 def write_sweep_table(outputs: Path, folders: Sequence[Path]) -> None:
@@ -200,7 +201,7 @@ def write_sweep_table(outputs: Path, folders: Sequence[Path]) -> None:
         return
     name = hashlib.sha256("\n".join(map(str, inside)).encode()).hexdigest()[:8]
     files = write_tables(found, outputs / "sweeps" / name)
-    print(f"\nTable of the sweep: {', '.join(map(str, files))}", flush=True)
+    show(f"\nTable of the sweep: {', '.join(map(shown_path, files))}")
 
 
 def summary(jobs: Sequence[Job]) -> str:
@@ -224,4 +225,5 @@ def summary(jobs: Sequence[Job]) -> str:
     if failures:
         again = "repeating the command runs only what is not finished"
         lines += ["", f"{len(failures)} of {len(jobs)} failed ({again}):", *failures]
+        lines[1:] = [wrapped(line, text.terminal_width()) for line in lines[1:]]
     return "\n".join(lines)

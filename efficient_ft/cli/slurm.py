@@ -11,6 +11,7 @@ from importlib.util import find_spec
 
 from efficient_ft.config import Config
 from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.terminal import show
 
 LAUNCHER = "hydra/launcher=submitit_slurm"
 
@@ -61,10 +62,7 @@ def submission(arguments: Sequence[str], configs: Sequence[Config]) -> list[str]
     asked.append("+hydra.launcher.additional_parameters={requeue:true}")
     # A task that fails ends the others, which would wait for it.
     os.environ.setdefault("SLURM_KILL_BAD_EXIT", "1")
-    print(
-        "Submitting to Slurm. What the jobs print is in outputs/.submitit; they go on if this command is stopped.",
-        flush=True,
-    )
+    show("Submitting to Slurm. The jobs print into outputs/.submitit, and go on if this command is stopped.")
     flags = [] if {"-m", "--multirun"} & set(arguments) else ["--multirun"]
     # Settings stand together on a command line, between flags; the user's come after these.
     first = next(i for i, one in enumerate(arguments) if "=" in one and not one.startswith("-"))

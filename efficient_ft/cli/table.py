@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from efficient_ft.cli.terminal import Help, add_columns_option, add_form_option, words
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.sheet import DATA, Cell, Column, render
+from efficient_ft.core.terminal import show
 from efficient_ft.core.text import paragraph
 
 if TYPE_CHECKING:
@@ -324,7 +325,7 @@ def _report(
     notes = _report_notes(settings, [job.title for job in missing], len(runs), unread, limited)
     if options.form not in ("text", "markdown"):
         for one in notes:
-            print(one, file=sys.stderr)
+            show(one, sys.stderr)
         return shown
     title = f"{table.name}: {table.title}; %, mean [min…max] over seeds"
     return "\n\n".join([_filled(title, options.form), shown, *(_filled(one, options.form) for one in notes)])
@@ -384,8 +385,9 @@ def spread(values: Sequence[float], seeds: int) -> str | None:
     """
     if not values:
         return None
-    mean = f"{100 * sum(values) / len(values):.2f}"
-    span = f" [{100 * min(values):.2f}…{100 * max(values):.2f}]" if len(values) > 1 else ""
+    from efficient_ft.report import studies
+
+    shown = studies.spread([100 * value for value in values])
     if len(values) < seeds:
-        return f"{mean}{span}, {len(values)} of {seeds} seeds"
-    return f"{mean}{span}, {seeds} seeds" if seeds > 1 else mean
+        return f"{shown}, {len(values)} of {seeds} seeds"
+    return f"{shown}, {seeds} seeds" if seeds > 1 else shown

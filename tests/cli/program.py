@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,11 +66,18 @@ def write_program(folder: Path) -> None:
     (folder / "program.py").write_text(PROGRAM.format(repository=str(REPOSITORY)))
 
 
+def unwrapped(text: str) -> str:
+    """Join the lines into which `core.terminal.show` broke a message: those that begin with spaces."""
+    return re.sub(r"\n +(?=\S)", " ", text)
+
+
 def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the program of `folder` there."""
-    return subprocess.run(
+    """Run the program of `folder` there; its messages are in one line each."""
+    done = subprocess.run(
         [sys.executable, "program.py", *arguments], cwd=folder, capture_output=True, text=True, encoding="utf-8"
     )
+    done.stderr = unwrapped(done.stderr)
+    return done
 
 
 def runs_of(folder: Path) -> set[Path]:
