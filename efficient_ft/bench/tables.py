@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from efficient_ft.core.format import format_bytes, format_number, format_seconds
+from efficient_ft.core.format import (
+    format_bytes,
+    format_digits,
+    format_number,
+    format_percent,
+    format_ratio,
+    format_seconds,
+)
 from efficient_ft.core.sheet import Cell, Column, render
 from efficient_ft.core.text import paragraph, table
 from efficient_ft.record.environment import busy_note
@@ -103,7 +110,7 @@ def _felt(record: Mapping[str, Any] | None) -> tuple[str, str]:
     if record is None:
         return "–", "–"
     growth, counted = record["felt"]["growth_bytes"], record["counted_bytes"]
-    return format_bytes(growth), f"{growth / counted:.2f}×" if counted else "–"
+    return format_bytes(growth), format_ratio(growth / counted) if counted else "–"
 
 
 def _memory(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
@@ -169,7 +176,7 @@ def _layer_profile(peak: float, functions: Mapping[str, Any]) -> str:
     rows = [["function", "products ms", "GFLOP/s", "passes ms", "rest ms", "calls"]]
     for name, of in functions.items():
         profile = of["profile"]
-        times = [f"{profile[part] * 1e3:.2f}" for part in ("products", "passes", "rest")]
+        times = [format_digits(profile[part] * 1e3, 3) for part in ("products", "passes", "rest")]
         rows.append([name, times[0], f"{profile['rate'] / 1e9:.0f}", *times[1:], f"{profile['calls']:.0f}"])
     below = (
         f"products: matrix products and convolutions (one of 1024³ reaches {peak / 1e9:.0f} GFLOP/s here); passes:"
@@ -179,7 +186,8 @@ def _layer_profile(peak: float, functions: Mapping[str, Any]) -> str:
 
 
 def _percent(of: Mapping[str, float]) -> str:
-    return f"{of['median']:.2f} % [{of['q1']:.2f}–{of['q3']:.2f}]"
+    median, low, high = (format_percent(of[part] / 100) for part in ("median", "q1", "q3"))
+    return f"{median} [{low} to {high}]"
 
 
 def _loop(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
@@ -221,13 +229,14 @@ def _gradient(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
 
 
 def _ms(value: Mapping[str, float]) -> str:
-    return f"{value['median'] * 1e3:.1f} [{value['q1'] * 1e3:.1f}–{value['q3'] * 1e3:.1f}]"
+    median, low, high = (format_digits(value[part] * 1e3, 3) for part in ("median", "q1", "q3"))
+    return f"{median} [{low}–{high}]"
 
 
 def _time_ratio(value: Mapping[str, Any]) -> str:
     """Recipe / baseline, from the record's median of baseline / recipe."""
-    return f"{1 / value['times_faster']['median']:.2f}×" if "times_faster" in value else ""
+    return format_ratio(1 / value["times_faster"]["median"]) if "times_faster" in value else ""
 
 
 def _ratio(value: float, base: float) -> str:
-    return f"{value / base:.2f}×" if base else "–"
+    return format_ratio(value / base) if base else "–"

@@ -320,7 +320,7 @@ def _in_own_process(text: str, name: str, options: Mapping[str, Any]) -> dict[st
     """
     from efficient_ft.cli import processes
 
-    print(f"# measuring the memory of {name}", flush=True)
+    print(paragraph(f"# measuring the memory of {name}", "#   "), flush=True)
     arguments = [text, "--alone"]
     shared = (
         "model",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from efficient_ft.cli.terminal import Help, add_columns_option, status
 from efficient_ft.core.allocator import restart_with, use_allocator
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.core.format import format_number
+from efficient_ft.core.format import format_bytes
 from efficient_ft.core.text import terminal_width, wrapped
 from efficient_ft.core.units import parse_bytes, parse_seconds
 from efficient_ft.record.files import json_text
@@ -111,7 +111,7 @@ def _print_examined(one: Examined) -> None:
     status("")
     if one.number == 1:
         print("Recipes examined, and the budget that each needs:", flush=True)
-    needs = "" if one.needed_bytes is None else format_number(one.needed_bytes, "B")
+    needs = "" if one.needed_bytes is None else format_bytes(one.needed_bytes)
     verdict = "fits" if one.fits else "above the budget" if one.needed_bytes is not None else "not possible"
     start = f"{one.number:>{len(str(one.of))}}/{one.of}  {needs:>8}  {verdict:<16}  "
     print("\n".join(wrapped(start + one.name, terminal_width(), " " * len(start))), flush=True)

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from efficient_ft.cli.exits import INTERRUPTED, OUTCOME_FILE
-from efficient_ft.core.units import seconds_text
+from efficient_ft.core.format import format_seconds
 
 #: Seconds that a process which is asked to end has for it, e.g. to write a checkpoint; then it is killed.
 GRACE = 60.0
@@ -82,9 +82,9 @@ def run(
                 status = process.wait(timeout)
             except subprocess.TimeoutExpired:
                 assert timeout is not None
-                late = f"stopped after {seconds_text(timeout)} (job_timeout)"
+                late = f"stopped after {format_seconds(timeout)} (job_timeout)"
                 if not stop(process):
-                    late += f"; killed, since it did not end within {seconds_text(GRACE)} of SIGTERM"
+                    late += f"; killed, since it did not end within {format_seconds(GRACE)} of SIGTERM"
                 status = process.wait()
         except KeyboardInterrupt:
             process.wait()

@@ -13,7 +13,7 @@ from efficient_ft.cli.groups import CONF, register
 from efficient_ft.cli.terminal import quiet_libraries, status
 from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
-from efficient_ft.core.format import format_digits
+from efficient_ft.core.format import format_digits, format_percent
 from efficient_ft.core.sheet import DATA, Cell, Column, Lines, render
 from efficient_ft.core.text import paragraph
 from efficient_ft.cost import Executed, executed
@@ -193,8 +193,8 @@ def _line(
             line += [None] * 4
             continue
         deviation: Cell = cell.deviation
-        if deviation is not None and not data:
-            deviation = "+100.0 %" if numbers is None else f"{100 * deviation:+.1f} %"
+        if cell.deviation is not None and not data:
+            deviation = "+100.00 %" if numbers is None else format_percent(cell.deviation, sign=True)
         line += [cell.printed if data else row.costs[column], cell.rule, cell.executed, deviation]
     if numbers is None:
         return [*line, "1, 2, 3"]

@@ -1,4 +1,4 @@
-"""Numbers, sizes and times as text for people: the only place that formats them."""
+"""Numbers, sizes, times and percentages as text for people: the only place that formats them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,37 @@ def format_seconds(value: float) -> str:
         return f"{value:.3g} s"
     minutes, rest = divmod(round(value), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+    whole, part = (f"{hours} h", f" {minutes:02d} min") if hours else (f"{minutes} min", f" {rest:02d} s")
+    return whole + part * bool(minutes if hours else rest)
 
 
-def format_percent(fraction: float) -> str:
-    """0.93139 → ``93.1 %``; a fraction below 1 is never ``100 %``."""
+def format_percent(fraction: float, sign: bool = False) -> str:
+    """0.93139 → ``93.14 %``; a fraction below 1 is never ``100 %``, and one above 0 never ``0 %``.
+
+    Two decimals tell accuracies over 10,000 samples apart.
+
+    Args:
+        fraction: 1 is 100 %.
+        sign: begin with a plus if it is positive.
+    """
     value = 100 * fraction
-    value = min(value, 99.9) if value < 100 else value
-    return f"{value:.{0 if value in (0, 100) else 1 if value >= 9.995 else 2}f} %"
+    value = min(value, 99.99) if value < 100 else value
+    if 0 < abs(value) < 0.005:
+        return "< 0.01 %" if value > 0 else "> -0.01 %"
+    return f"{value:{'+' if sign and value else ''}.{0 if value in (0, 100) else 2}f} %"
+
+
+def format_ratio(value: float) -> str:
+    """0.4912 → ``0.49×``."""
+    return f"{value:.2f}×"
+
+
+def bytes_setting(value: float) -> str:
+    """Return a size as a setting that is at least as large: 4271234567 → ``3.98GiB``; 4000000000 → ``4GB``."""
+    hundredths = 100 * value / 2**30
+    if hundredths % 1 and not value % 10**7:
+        return f"{value / 10**9:g}GB"
+    return f"{math.ceil(hundredths) / 100:g}GiB"
 
 
 def format_digits(value: float, digits: int = 4) -> str:

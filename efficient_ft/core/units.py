@@ -63,11 +63,3 @@ def parse_seconds(setting: str, value: object, plain: bool = False) -> float:
         form = f"a number {'of seconds, or one ' if plain else ''}with a unit: {', '.join(SECONDS)}"
         raise SettingError(setting, value, form, do)
     return total
-
-
-def seconds_text(seconds: float) -> str:
-    """Return a duration as a person writes it: ``90 s``, ``30 min``, ``1.5 h``, ``2 d``."""
-    unit = next(unit for unit, size in reversed(SECONDS.items()) if seconds >= size or unit == "s")
-    if seconds < 2 * SECONDS["min"]:
-        unit = "s"
-    return f"{seconds / SECONDS[unit]:.4g} {unit}"

@@ -12,6 +12,7 @@ import psutil
 import torch
 from torch import nn
 
+from efficient_ft.core.format import format_bytes, format_seconds
 from efficient_ft.core.process_memory import memory_limit_bytes
 from efficient_ft.cost.executed import Executed, count
 from efficient_ft.cost.probe import Probe, undisturbed
@@ -159,10 +160,10 @@ def compare(
             # Weights and two moments stay while both recipes take turns; activations and gradients do not.
             needed = held + 2 * counted.model_bytes + counted.peak_bytes
             if free is not None and needed > free:
-                notes[name] = f"not timed: needs about {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} are free"
+                notes[name] = f"not timed: needs about {format_bytes(needed)} of memory, {format_bytes(free)} are free"
                 continue
             if max_seconds is not None and training and time.perf_counter() - started > max_seconds:
-                notes[name] = f"not timed: timing it would exceed {max_seconds:.2g} s in all"
+                notes[name] = f"not timed: timing it would exceed {format_seconds(max_seconds)} in all"
                 continue
             first_step = probe.steps_before
             step = TrainingStep(

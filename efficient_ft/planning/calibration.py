@@ -11,7 +11,7 @@ from typing import Any
 
 from efficient_ft.config import fingerprint
 from efficient_ft.core.errors import UserError
-from efficient_ft.core.format import format_number
+from efficient_ft.core.format import format_bytes, format_percent
 from efficient_ft.core.text import paragraph, table
 from efficient_ft.planning.planner import Plan
 from efficient_ft.record import config_file
@@ -104,11 +104,11 @@ def calibration_text(folders: Sequence[Path]) -> str:
             [
                 pair["folder"],
                 pair["name"],
-                format_number(said, "B"),
-                format_number(felt, "B"),
-                f"{_off(pair['felt']):+.1%}",
-                f"{_off(pair['counted']):+.1%}",
-                "–" if step is None else f"{_off(step):+.1%}",
+                format_bytes(said),
+                format_bytes(felt),
+                format_percent(_off(pair["felt"]), sign=True),
+                format_percent(_off(pair["counted"]), sign=True),
+                "–" if step is None else format_percent(_off(step), sign=True),
             ]
         )
     lines = [table(rows, left=(0, 1)), ""]
@@ -117,7 +117,8 @@ def calibration_text(folders: Sequence[Path]) -> str:
     for key, title in (("felt", "peak of the process"), ("counted", "counted peak of a step"), ("step", "step time")):
         off = [abs(_off(pair[key])) for pair in pairs if pair[key] is not None]
         if off:
-            lines.append(f"{title}: off by {statistics.median(off):.1%} (median), {max(off):.1%} (largest).")
+            median, largest = map(format_percent, (statistics.median(off), max(off)))
+            lines.append(f"{title}: off by {median} (median), {largest} (largest).")
     return "\n".join([lines[0], *map(paragraph, lines[1:])])
 
 

@@ -20,6 +20,7 @@ import torch
 from efficient_ft.config import Config, data_configs, fingerprint
 from efficient_ft.core.allocator import allocator_in_use
 from efficient_ft.core.errors import SettingError, UserError, first_line
+from efficient_ft.core.format import bytes_setting, format_bytes, format_seconds
 from efficient_ft.core.process_memory import memory_limit_bytes, release_freed_memory, resident_bytes
 from efficient_ft.cost import predicted_growth
 from efficient_ft.data import class_count
@@ -168,7 +169,7 @@ def make_plan(
     steps = _run_steps(base)
     if max_seconds is not None and steps is None:
         raise SettingError(
-            "time", f"{max_seconds:.0f}s", "left out without the images", "They tell how many steps the run has."
+            "time", format_seconds(max_seconds), "left out without the images", "They tell how many steps the run has."
         )
     counts = [class_count(data) for data in data_configs(base)]
     base_bytes = 0 if device.type == "cuda" else resident_bytes()
@@ -280,10 +281,10 @@ class _Planner:
         if weights > memory_bytes:
             raise SettingError(
                 "memory",
-                f"{memory_bytes / 1e9:.2f}GB",
-                f"at least {weights / 1e9:.2f}GB",
-                f"Before the first step, the interpreter and its libraries use {self.base_bytes / 1e9:.2f} GB, and the"
-                f" model and a batch use {(weights - self.base_bytes) / 1e9:.2f} GB. Choose a smaller model,"
+                format_bytes(memory_bytes),
+                f"at least {bytes_setting(weights)}",
+                f"Before the first step, the interpreter and its libraries use {format_bytes(self.base_bytes)}, and the"
+                f" model and a batch use {format_bytes(weights - self.base_bytes)}. Choose a smaller model,"
                 " data.batch_size or model.image_size.",
             )
 
@@ -412,7 +413,7 @@ class _Planner:
         """The option as one that does not fit."""
         bound = self.bound(option)
         how = "may take" if option.measured_bytes is None else "took, in a trial and with a margin,"
-        return Excluded(option.name, f"its process {how} {bound / 1e9:.2f} GB", bound, option.exactness)
+        return Excluded(option.name, f"its process {how} {format_bytes(bound)}", bound, option.exactness)
 
     def _trial_seconds(self, option: Option, memory_bytes: int) -> float | None:
         """The seconds that a trial may take; None: its steps are too long, or the machine has no room for it now."""

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from efficient_ft.core.format import format_number, format_seconds
+from efficient_ft.core.format import bytes_setting, format_bytes, format_seconds
 from efficient_ft.core.sheet import Cell, Column, render
 from efficient_ft.core.text import display_width, paragraph, terminal_width, wrapped
 from efficient_ft.planning.candidates import Exactness
@@ -32,14 +32,14 @@ def plan_text(plan: Plan, *, every: bool = False, columns: Sequence[str] = ()) -
     """
     where = "the GPU" if plan.device.startswith("cuda") else "the process"
     lines = [
-        f"Budget: {gigabytes(plan.memory_bytes)} of memory for {where}"
-        + (f", {gigabytes(plan.base_bytes)} of it for the interpreter and its libraries" if plan.base_bytes else "")
+        f"Budget: memory={bytes_setting(plan.memory_bytes)} ({format_bytes(plan.memory_bytes)}) for {where}"
+        + (f", {format_bytes(plan.base_bytes)} of it for the interpreter and its libraries" if plan.base_bytes else "")
         + f"; allocator: {plan.allocator}."
     ]
     if plan.memory_bytes < plan.asked_bytes:
         lines.append(
-            f"{gigabytes(plan.asked_bytes)} were asked for; this machine or its container may take"
-            f" {gigabytes(plan.memory_bytes)}, which counts."
+            f"{format_bytes(plan.asked_bytes)} were asked for; this machine or its container may take"
+            f" {format_bytes(plan.memory_bytes)}, which counts."
         )
     texts = ["\n".join(map(paragraph, lines))]
     shown = [option for option in plan.options if every or option.on_front or option == plan.recommended]
@@ -88,7 +88,7 @@ def _recommendation(plan: Plan) -> list[str]:
     left = len(plan.not_examined)
     if plan.recommended is not None:
         lines = wrapped(f"Recommended: {plan.recommended.name}", terminal_width(), "  ")
-        lines += _command([*plan.recommended.words, f"memory={_setting(plan.memory_bytes)}"])
+        lines += _command([*plan.recommended.words, f"memory={bytes_setting(plan.memory_bytes)}"])
         of = f" of {plan.examined + left}" if left else ""
         if plan.examined == 1:
             lines.append(paragraph(f"The recommendation is based on one recipe: only 1{of} was examined.{_more(plan)}"))
@@ -107,7 +107,7 @@ def _recommendation(plan: Plan) -> list[str]:
     which = "No recipe fits" if not left else f"None of the {plan.examined} examined recipes fits"
     return [
         _broken(
-            f"{which}. The smallest sufficient budget is {_setting(plan.smallest_bytes)}, with {plan.smallest}."
+            f"{which}. The smallest sufficient budget is {bytes_setting(plan.smallest_bytes)}, with {plan.smallest}."
             " Increase the budget, choose a smaller data.batch_size, model.image_size or model, or set split=true."
         )
     ]
@@ -148,10 +148,10 @@ def _excluded(plan: Plan) -> list[str]:
                 sizes.setdefault(_stem(one.name), []).append(one.process_bytes)
         groups: dict[str, list[str]] = {}
         for stem, needed in sorted(sizes.items(), key=lambda pair: min(pair[1])):
-            groups.setdefault(_span(needed, plan.memory_bytes), []).append(_several(stem, len(needed)))
+            groups.setdefault(_span(needed), []).append(_several(stem, len(needed)))
         lines = [f"{', '.join(names)}: needs {span}" for span, names in groups.items()]
         lines += [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
-        first = f"Not possible ({len(impossible)}; the budget is {gigabytes(plan.memory_bytes)}):"
+        first = f"Not possible ({len(impossible)}; the budget is {format_bytes(plan.memory_bytes)}):"
         texts.append("\n".join([first, *(_broken(f"  {line}") for line in lines)]))
     if plan.not_examined:
         stems = Counter(map(_stem, plan.not_examined))
@@ -175,11 +175,10 @@ def _several(stem: str, count: int) -> str:
     return stem if count == 1 else f"{stem} ({count} optimizers)"
 
 
-def _span(sizes: Sequence[int], budget: int) -> str:
-    """Return the range of sizes above the budget, with enough digits to show the difference from the budget."""
-    least, most = (f"{size / 1e9:.1f}" if round(size / 1e9, 1) > budget / 1e9 else f"{size / 1e9:.2f}"
-                   for size in (min(sizes), max(sizes)))  # fmt: skip
-    return f"{least} GB" if least == most else f"{least} to {most} GB"
+def _span(sizes: Sequence[int]) -> str:
+    """Return the range of sizes."""
+    least, most = map(format_bytes, (min(sizes), max(sizes)))
+    return least if least == most else f"{least} to {most}"
 
 
 def _none_allowed(plan: Plan) -> list[str]:
@@ -200,17 +199,8 @@ def _none_allowed(plan: Plan) -> list[str]:
         assert least.exactness is not None
         assert least.process_bytes is not None
         kind = CLASSES[least.exactness]
-        lines.append(f"With memory={_setting(least.process_bytes)} a recipe fits that is {kind}: {least.name}.")
+        lines.append(f"With memory={bytes_setting(least.process_bytes)} a recipe fits that is {kind}: {least.name}.")
     return lines
-
-
-def gigabytes(size: int) -> str:
-    """1234567890 → ``1.23 GB``: decimal, as budgets are usually given."""
-    return format_number(size, "B")
-
-
-def _setting(size: int) -> str:
-    return f"{-(-size // 10**7) / 100:g}GB"
 
 
 def _line(option: Option, plan: Plan) -> list[Cell]:
@@ -221,11 +211,11 @@ def _line(option: Option, plan: Plan) -> list[Cell]:
         points = f"{min(lost):+.1f}" if len(lost) == 1 else f"{min(lost):+.1f}…{max(lost):+.1f}"
     return [
         option.name,
-        ("≈ " if option.measured_bytes is None else "") + gigabytes(option.peak_bytes),
+        ("≈ " if option.measured_bytes is None else "") + format_bytes(option.peak_bytes),
         "–" if seconds is None else about + format_seconds(seconds),
         "–" if seconds is None else about + format_seconds(seconds * plan.steps) if plan.steps else None,
         CLASSES[option.exactness],
         "–" if option.cosine is None else "1" if option.exactness is Exactness.EXACT else f"{option.cosine:.4f}",
         "0" if option.exactness is Exactness.EXACT else points,
-        gigabytes(option.counted.peak_bytes),
+        format_bytes(option.counted.peak_bytes),
     ]

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.format import format_percent
 from efficient_ft.record.files import write_atomically, write_text_atomically
 from efficient_ft.report.figures import (
     Drawing,
@@ -121,7 +122,7 @@ def table(record: Record) -> tuple[list[str], list[list[str]]]:
     first, last, _ = record.ends
     columns: dict[str, list[str]] = {
         "block": record.blocks,
-        "trained": [f"{share:.1%}" for share in record.trained.mean(0)],
+        "trained": [format_percent(share) for share in record.trained.mean(0)],
         "tokens after it": [short(value) for value in mean_over_steps(record.tokens)],
     }
     numbers: dict[str, np.ndarray | None] = {"budget": record.budgets, "relative magnitude": record.magnitudes}

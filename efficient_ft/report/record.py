@@ -13,6 +13,7 @@ import numpy as np
 
 from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.format import format_percent
 from efficient_ft.record.config_file import NAME as CONFIG
 from efficient_ft.record.config_file import read_config
 from efficient_ft.record.formats import PASS_A_RUN, USE_ITS_VERSION
@@ -142,10 +143,11 @@ def describe(run: Path, record: Record) -> tuple[dict[str, str], Config]:
         found = read_results(run, USE_ITS_VERSION)
         accuracy = found["accuracy"]
         mean = "mean of the tasks: " if config.tasks else ""
-        facts["Accuracy"] = f"{mean}{accuracy['best']:.2%} ({accuracy['split']}, best), {accuracy['last']:.2%} (last)"
+        best, last = map(format_percent, (accuracy["best"], accuracy["last"]))
+        facts["Accuracy"] = f"{mean}{best} ({accuracy['split']}, best), {last} (last)"
         tested = found["data"]["accuracy"].get("test")
         if accuracy["split"] != "test" and tested is not None:
-            facts["Accuracy"] += f", {tested:.2%} (test, best)"
+            facts["Accuracy"] += f", {format_percent(tested)} (test, best)"
     else:
         facts["Accuracy"] = "the run has not finished"
     steps = record.steps

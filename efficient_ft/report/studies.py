@@ -70,8 +70,8 @@ def _line(
 
 def spread(values: Sequence[float]) -> str:
     """The mean, with the lowest and the highest value if there are several."""
-    mean = f"{statistics.fmean(values):.1f}"
-    return mean if len(values) == 1 else f"{mean} [{min(values):.1f}…{max(values):.1f}]"
+    mean = f"{statistics.fmean(values):.2f}"
+    return mean if len(values) == 1 else f"{mean} [{min(values):.2f}…{max(values):.2f}]"
 
 
 def notes(records: Records, rows: Sequence[str]) -> list[str]:

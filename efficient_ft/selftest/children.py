@@ -21,6 +21,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from efficient_ft.core.format import format_seconds
 from efficient_ft.selftest.trial import BrokenPromiseError
 
 #: One thread each: trials run next to each other, and sums in another order would be other numbers.
@@ -132,7 +133,9 @@ class Child:
             self.process.join()
         printed = self.output.read_text(encoding="utf-8", errors="replace") if self.output.is_file() else ""
         if alive:
-            raise BrokenPromiseError(f"a process ran longer than {seconds:.0f} s; it printed:\n{printed[-2000:]}")
+            raise BrokenPromiseError(
+                f"a process ran longer than {format_seconds(seconds)}; it printed:\n{printed[-2000:]}"
+            )
         status = self.process.exitcode
         assert status is not None
         return Ended(status, value, printed)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.format import format_seconds
 from efficient_ft.record.files import json_text, write_text_atomically
 from efficient_ft.selftest.trial import Promise, Trial
 
@@ -83,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError(f"--only {options.only}: no trial has this in its name.")
     broken = [outcome for outcome in outcomes if outcome.failure is not None]
     seconds = time.monotonic() - begun
-    print(f"\n{len(outcomes)} trials, {len(broken)} failed, {seconds / 60:.1f} min", flush=True)
+    print(f"\n{len(outcomes)} trials, {len(broken)} failed, {format_seconds(seconds)}", flush=True)
     for outcome in broken:
         print(f"\nPromise {outcome.promise}, {outcome.name}:\n{outcome.failure}", file=sys.stderr)
     if options.json is not None:
@@ -117,7 +118,7 @@ def _try(promise: Promise, trials: Sequence[Trial], options: argparse.Namespace)
             raise
     outcomes += [_tried(promise.number, one, options.keep) for one in trials if one.alone]
     broken = sum(outcome.failure is not None for outcome in outcomes)
-    print(f" {'hold' if not broken else f'{broken} FAILED'} ({time.monotonic() - begun:.0f} s)", flush=True)
+    print(f" {'hold' if not broken else f'{broken} FAILED'} ({format_seconds(time.monotonic() - begun)})", flush=True)
     return sorted(outcomes, key=lambda outcome: outcome.name)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from efficient_ft.core.format import format_bytes, format_seconds
 from efficient_ft.selftest import load
 from efficient_ft.selftest.children import returned
 from efficient_ft.selftest.runs import configuration, train, write_images
@@ -35,7 +36,7 @@ def trials(long: bool) -> Iterator[Trial]:
 def _files(folder: Path, files: int) -> dict[str, float]:
     """Start a run on many files."""
     measured = load.million_files(folder, files)
-    shown = f"{measured['seconds']:.1f} s and {measured['peak_bytes'] / 2**20:.0f} MiB"
+    shown = f"{format_seconds(measured['seconds'])} and {format_bytes(measured['peak_bytes'])}"
     require(measured["seconds"] <= _FILES_SECONDS and measured["peak_bytes"] <= _FILES_BYTES, f"it took {shown}")
     return {f"seconds_of_{files}_files": measured["seconds"], f"peak_bytes_of_{files}_files": measured["peak_bytes"]}
 
@@ -45,7 +46,7 @@ def _runs(folder: Path, runs: int) -> dict[str, float]:
     write_images(folder / "images")
     returned(train, configuration(folder / "images"), folder / "run", output=folder / "run.log")
     measured = load.collect_many(folder, folder / "run", runs)
-    require(measured["seconds"] <= _COLLECT_SECONDS, f"it took {measured['seconds']:.1f} s")
+    require(measured["seconds"] <= _COLLECT_SECONDS, f"it took {format_seconds(measured['seconds'])}")
     return {f"seconds_of_{runs}_runs": measured["seconds"]}
 
 
@@ -54,5 +55,5 @@ def _steps(folder: Path, steps: int, method: str, settings: tuple[str, ...] = ()
     measured = load.many_steps(folder, steps, (f"method={method}", *settings))
     require(measured["handles"] <= 0, f"{measured['handles']:.0f} files stay open")
     require(measured["processes"] <= 0, f"{measured['processes']:.0f} processes are left")
-    require(measured["bytes"] <= _GROWTH_BYTES, f"it grew by {measured['bytes'] / 2**20:.1f} MiB")
+    require(measured["bytes"] <= _GROWTH_BYTES, f"it grew by {format_bytes(measured['bytes'])}")
     return {f"growth_bytes_of_{steps}_steps_of_{method}": measured["bytes"]}

@@ -89,7 +89,7 @@ def _sweep(folder: Path, parallel: int, stubborn: bool) -> None:
         found = re.search(rf"order={order}: .*{reason}", done.stdout)
         require(found is not None, f"the failure of order={order} is not named as {reason}:\n{done.stdout[-2000:]}")
     for order in (2, 3, 4):
-        require(bool(re.search(rf"order={order} +{10 * order}\.0 %", done.stdout)), f"order={order} did not finish")
+        require(bool(re.search(rf"order={order} +{10 * order}\.00 %", done.stdout)), f"order={order} did not finish")
     for file in folder.rglob("*.child"):
         require(not _runs(int(file.read_text())), "a process that a hanging job had started is left")
     began = {order: _begun(folder, order) for order in orders}

@@ -22,6 +22,7 @@ from torch import nn
 from efficient_ft.config import Config
 from efficient_ft.core.allocator import allocator_in_use
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.format import format_bytes
 from efficient_ft.core.process_memory import memory_limit_bytes, release_freed_memory
 from efficient_ft.core.units import parse_bytes
 from efficient_ft.cost import executed, predicted_growth
@@ -73,12 +74,15 @@ def refuse_over_budget(
     predicted = _predicted(config, network, methods, before_model, device, 1)
     limit = memory_limit_bytes()
     if device.type == "cpu" and budget > limit:
-        say(f"memory={config.memory} is more than this machine or its container has; {gigabytes(limit)} count.")
+        say(
+            f"memory={config.memory} ({format_bytes(budget)}) is more than this machine or its container has:"
+            f" {format_bytes(limit)}, which counts."
+        )
         budget = limit
     if predicted > budget:
-        for_libraries = f", {gigabytes(before_model)} of them for the interpreter and its libraries"
+        for_libraries = f", {format_bytes(before_model)} of them for the interpreter and its libraries"
         raise UserError(
-            f"memory={config.memory}: the run would take about {gigabytes(predicted)}"
+            f"memory={config.memory} ({format_bytes(budget)}): the run would take about {format_bytes(predicted)}"
             f"{'' if device.type == 'cuda' else for_libraries}."
             f" {_what_fits(config, network, methods, before_model, device, budget)}"
         )
@@ -183,9 +187,10 @@ def within_budget(config: Config, device: torch.device) -> Iterator[None]:
 
 def _passed(config: Config, size: int, how: str) -> UserError:
     return UserError(
-        f"memory={config.memory}: stopped, since {gigabytes(size)} were {how}. Pass a larger memory=, or a recipe that"
-        f" takes less: efficient-ft plan with the same model, data and memory={config.memory} finds some. The same"
-        " command with a larger memory= continues from the last checkpoint."
+        f"memory={config.memory} ({format_bytes(budget_of(config) or 0)}): stopped, since {format_bytes(size)} were"
+        f" {how}. Pass a larger memory=, or a recipe that takes less: efficient-ft plan with the same model, data and"
+        f" memory={config.memory} finds some. The same command with a larger memory= continues from the last"
+        " checkpoint."
     )
 
 
@@ -220,8 +225,3 @@ class _Watch(threading.Thread):
         """Stop looking."""
         self._ended.set()
         self.join()
-
-
-def gigabytes(size: int) -> str:
-    """``1.50 GB``, of 10⁹ bytes each."""
-    return f"{size / 1e9:.2f} GB"

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_only
 
-from efficient_ft.core.format import format_bytes, format_number, format_seconds
+from efficient_ft.core.format import format_bytes, format_number, format_percent, format_ratio, format_seconds
 from efficient_ft.core.terminal import show, shown_path
 from efficient_ft.core.text import spelled, table
 from efficient_ft.task import TASKS
@@ -75,7 +75,7 @@ def cost_table(cost: dict[str, Any], method: str, batch: int, sample: str = "ima
             continue
         row = [title.format(batch=batch, sample=sample), form(value)]
         if baseline and baseline[group].get(key):
-            row += [form(baseline[group][key]), f"{value / baseline[group][key]:.2f}×"]
+            row += [form(baseline[group][key]), format_ratio(value / baseline[group][key])]
         rows.append(row)
     return table(rows)
 
@@ -156,13 +156,14 @@ def _accuracy_rows(accuracy: dict[str, Any], data: dict[str, Any], published: fl
     """Best and last on the split that chose the best epoch; the best weights' on the test split; and `published`."""
     tasks, split = accuracy.get("tasks", {}), accuracy["split"]
     rows = [[spelled(accuracy.get("metric", "accuracy")), "best", "last"]]
-    rows += [[f"{task}, {split}", f"{of['best']:.2%}", f"{of['last']:.2%}"] for task, of in tasks.items()]
-    rows.append([f"{'mean, ' if tasks else ''}{split}", f"{accuracy['best']:.2%}", f"{accuracy['last']:.2%}"])
+    rows += [[f"{task}, {split}", format_percent(of["best"]), format_percent(of["last"])] for task, of in tasks.items()]
+    best, last = map(format_percent, (accuracy["best"], accuracy["last"]))
+    rows.append([f"{'mean, ' if tasks else ''}{split}", best, last])
     tested = data["accuracy"].get("test")
     if split != "test" and tested is not None:
         each = data.get("tasks", {})
-        rows += [[f"{task}, test", f"{of['accuracy']['test']:.2%}", ""] for task, of in each.items()]
-        rows.append([f"{'mean, ' if tasks else ''}test", f"{tested:.2%}", ""])
+        rows += [[f"{task}, test", format_percent(of["accuracy"]["test"]), ""] for task, of in each.items()]
+        rows.append([f"{'mean, ' if tasks else ''}test", format_percent(tested), ""])
     if published is not None:
-        rows.append(["published", f"{published:.2%}", ""])
+        rows.append(["published", format_percent(published), ""])
     return rows

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from efficient_ft.config import Config, DataConfig, data_configs
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.format import format_percent
 from efficient_ft.core.terminal import shown_path
 from efficient_ft.core.text import spelled, table
 from efficient_ft.cost.executed import AUTOCAST
@@ -78,16 +79,16 @@ def evaluate(run: Path, config: Config | None = None) -> Evaluated:
     result: Evaluated
     if not isinstance(images, RoundRobinData):
         each = split_scores(config, trained.model, images, device)
-        rows += [[split, f"{of[metric]:.2%}", str(images.splits[split])] for split, of in each.items()]
+        rows += [[split, format_percent(of[metric]), str(images.splits[split])] for split, of in each.items()]
         result = {"accuracy": {split: of[metric] for split, of in each.items()}}
         if config.task == "segmentation":
             result["scores"] = {split: named(of, images.class_names) for split, of in each.items()}
     else:
         found = accuracies(config, trained.model, images, device)
         for task, part in images.parts.items():
-            rows += [[f"{task} {s}", f"{value:.2%}", str(part.splits[s])] for s, value in found[task].items()]
+            rows += [[f"{task} {s}", format_percent(value), str(part.splits[s])] for s, value in found[task].items()]
         result = {"accuracy": mean_accuracies(found), "tasks": found}
-        rows += [[f"mean {split}", f"{value:.2%}", ""] for split, value in result["accuracy"].items()]
+        rows += [[f"mean {split}", format_percent(value), ""] for split, value in result["accuracy"].items()]
     say(f"{shown_path(run / export.NAME)} (epoch {trained.notes.get('epoch')}):\n{table(rows)}")
     return result
 

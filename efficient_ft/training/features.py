@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from efficient_ft.config import Config
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.core.format import format_bytes
+from efficient_ft.core.format import format_bytes, format_percent, format_seconds
 from efficient_ft.core.terminal import shown_path
 from efficient_ft.cost.executed import AUTOCAST
 from efficient_ft.cost.run_flops import FlopsCounter
@@ -339,10 +339,10 @@ def measure_form(config: Config, prefix: FrozenPrefix, device: torch.device) -> 
 
     with _in_training_mode(prefix.model):
         prefix.form, seconds, deviation = choose_form(run, _forms(config, device))
-    times = ", ".join(f"{value * 1e3:.0f} ms {form}" for form, value in seconds.items())
+    times = ", ".join(f"{format_seconds(value)} {form}" for form, value in seconds.items())
     say(
         f"The frozen prefix, up to {prefix.end}, computes in the form {prefix.form} (trainer.prefix=auto): {len(batch)}"
-        f" images take {times}; its output deviates by {deviation[prefix.form]:.2%}."
+        f" images take {times}; its output deviates by {format_percent(deviation[prefix.form])}."
     )
     return {**_form_report(prefix), "seconds": seconds, "deviation": deviation}
 
@@ -402,7 +402,7 @@ def run_features(
         with _in_training_mode(prefix.model):
             share = _share_of_step(prefix, _noise(config, _IMAGES).to(prefix.device))
         if share < _WORTH:
-            raise UserError(f"they are {share:.0%} of the FLOPs of a training step ({prefix.reason}).")
+            raise UserError(f"they are {format_percent(share)} of the FLOPs of a training step ({prefix.reason}).")
     train, evaluated = images.splits["train"], images.splits[images.best_split]
     form = RowForm(options.cache_dtype, prefix.values)
     about = {**_about(config, images, prefix, device), "form": str(prefix.form)}

@@ -14,13 +14,14 @@ import torch
 
 from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.format import bytes_setting, format_bytes
 from efficient_ft.core.process_memory import memory_limit_bytes, release_freed_memory, resident_bytes
 from efficient_ft.core.units import parse_bytes
 from efficient_ft.data import class_count
 from efficient_ft.data.loader import refuse_killed_worker
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
-from efficient_ft.training.budget import gigabytes, predicted_peak
+from efficient_ft.training.budget import predicted_peak
 from efficient_ft.training.trainer import on_device
 
 #: Texts of the errors of torch's allocators on a CPU and on Apple's GPUs, which have no class of their own.
@@ -65,9 +66,10 @@ def out_of_memory(config: Config) -> Iterator[None]:
     data, size = config.data, config.model.image_size
     shape = "the network's own" if size is None else size
     raise UserError(
-        f"Out of memory on {_named(device)}: {'more was' if asked is None else f'{gigabytes(asked)} more were'} asked"
-        f" for than is free, {gigabytes(free)}. A step's memory follows from data.batch_size={data.batch_size},"
-        f" model.image_size ({shape}) and method={'+'.join(config.method)}. {_what_fits(config, device)}"
+        f"Out of memory on {_named(device)}: {'more was' if asked is None else f'{format_bytes(asked)} more were'}"
+        f" asked for than is free, {format_bytes(free)}. A step's memory follows from"
+        f" data.batch_size={data.batch_size}, model.image_size ({shape}) and method={'+'.join(config.method)}."
+        f" {_what_fits(config, device)}"
     )
 
 
@@ -125,14 +127,14 @@ def _room(device: torch.device) -> int:
 def _what_fits(config: Config, device: torch.device) -> str:
     """Sentences on what would fit: the largest batch size, else a method, and the command that finds recipes."""
     room = _room(device)
-    plan = f"efficient-ft plan with the same model, data and memory={room / 1e9:.2f}GB finds recipes that fit."
+    plan = f"efficient-ft plan with the same model, data and memory={bytes_setting(room)} finds recipes that fit."
     if config.tasks:
         return f"Reduce data.batch_size; or {plan}"
     try:
         largest = _largest_batch(config, device, room)
         if largest == config.data.batch_size:
             return (
-                f"A step is predicted to fit into {gigabytes(room)}: close what else takes memory, or reduce"
+                f"A step is predicted to fit into {format_bytes(room)}: close what else takes memory, or reduce"
                 f" data.batch_size or data.eval_batch_size; or {plan}"
             )
         if largest:

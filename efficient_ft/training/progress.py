@@ -10,7 +10,7 @@ import lightning.pytorch as L
 from lightning.pytorch.utilities import rank_zero_only
 from tqdm import tqdm
 
-from efficient_ft.core.format import format_number, format_seconds
+from efficient_ft.core.format import format_number, format_percent, format_seconds
 from efficient_ft.core.terminal import show
 from efficient_ft.core.text import spelled, terminal_width
 from efficient_ft.training.module import FineTuner
@@ -103,7 +103,7 @@ class ProgressBar(L.Callback):
         loss = row["train_loss_epoch"]
         parts = [] if loss is None else [f"loss {loss:.3f}"]
         parts += [f"{split} loss {row[f'{split}_loss']:.3f}"]
-        parts += [f"{split} {spelled(metric)} {row[f'{split}_{metric}']:.2%}", *more]
+        parts += [f"{split} {spelled(metric)} {format_percent(row[f'{split}_{metric}'])}", *more]
         show(f"epoch {row['epoch']}/{self.epochs}: {', '.join(parts)}")
 
     def _close(self) -> None:

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from efficient_ft.core.format import format_percent
 from efficient_ft.data import ImageData, RoundRobinData, SegmentationData, TextData
 from efficient_ft.data.transforms import to_pictures
 from efficient_ft.training import export
@@ -61,7 +62,7 @@ def _classified(trained: export.Trained, images: ImageData | TextData, device: t
     for place, (label, row) in enumerate(zip(labels.tolist(), rows, strict=True)):
         best = int(row.argmax())
         true, predicted = trained.class_names[label], trained.class_names[best]
-        caption = f"{true}, predicted {predicted} ({float(row[best]):.0%})"
+        caption = f"{true}, predicted {predicted} ({format_percent(float(row[best]))})"
         if pictures:
             found.append(Sample(pictures[place], "", caption))
         else:

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from efficient_ft.core.format import format_bytes, format_digits, format_number, format_percent, format_seconds
+from efficient_ft.core.format import (
+    bytes_setting,
+    format_bytes,
+    format_digits,
+    format_number,
+    format_percent,
+    format_seconds,
+)
+from efficient_ft.core.units import parse_bytes
+from tests.conftest import REPOSITORY
 
 
 def test_human_units():
@@ -17,10 +28,46 @@ def test_human_units():
 
 
 @pytest.mark.parametrize(
-    ("fraction", "shown"), [(0.93139, "93.1 %"), (0.0966, "9.66 %"), (1, "100 %"), (0.99999, "99.9 %"), (0, "0 %")]
-)
+    ("fraction", "shown"),
+    [(0.93139, "93.14 %"), (0.0966, "9.66 %"), (1, "100 %"), (0.99999, "99.99 %"), (0, "0 %"), (1e-6, "< 0.01 %"),
+     (-0.12, "-12.00 %"), (1.5, "150.00 %")],
+)  # fmt: skip
 def test_a_share_below_one_is_never_100_percent(fraction: float, shown: str) -> None:
     assert format_percent(fraction) == shown
+
+
+def test_accuracies_that_differ_by_one_of_10000_images_look_different() -> None:
+    assert format_percent(0.8897) != format_percent(0.8898)
+
+
+def test_a_difference_has_its_sign() -> None:
+    assert [format_percent(one, sign=True) for one in (0.031, -0.031, 0)] == ["+3.10 %", "-3.10 %", "0 %"]
+
+
+@pytest.mark.parametrize(("size", "shown"), [(4 * 10**9, "4GB"), (3 * 2**30, "3GiB"), (4271234567, "3.98GiB")])
+def test_a_size_as_a_setting_is_never_too_small(size: int, shown: str) -> None:
+    assert bytes_setting(size) == shown
+    assert parse_bytes("memory", shown) >= size
+
+
+#: Percentages, sizes and times that an f-string formats itself: ``{x:.2%}``, ``{x / 2**20:.1f}``, ``{x:.1f} s``.
+_OWN = re.compile(
+    r":[+.0-9]*%\}|\{[^{}]*/ ?(?:2 ?\*\* ?[23]0|1e6|1e9|10\*\*9)[^{}]*:[^{}]*\}|:\.\dg?f?\} ?(?:s|min|[MG]i?B|%)\b"
+)
+#: Charts and their captions, whose axes have units, and the readers of data, with limits of their own.
+_ALLOWED = ("core/", "data/", "report/figures.py", "report/plan_figure.py", "bench/tables.py")
+
+
+def test_no_other_module_formats_percentages_sizes_or_times() -> None:
+    package = REPOSITORY / "efficient_ft"
+    found = [
+        f"{file.relative_to(package)}:{number}: {line.strip()}"
+        for file in sorted(package.rglob("*.py"))
+        if not str(file.relative_to(package)).startswith(_ALLOWED)
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        if _OWN.search(line)
+    ]
+    assert not found
 
 
 @pytest.mark.parametrize(
@@ -28,6 +75,14 @@ def test_a_share_below_one_is_never_100_percent(fraction: float, shown: str) -> 
 )
 def test_digits_of_a_column_with_a_unit(value: float, shown: str) -> None:
     assert format_digits(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.5, "500 ms"), (90, "90 s"), (1800, "30 min"), (5400, "1 h 30 min"), (7200, "2 h")],
+)
+def test_parts_of_a_time_that_are_zero_are_left_out(seconds: float, shown: str) -> None:
+    assert format_seconds(seconds) == shown
 
 
 def test_a_time_that_rounds_to_a_second_is_one() -> None:

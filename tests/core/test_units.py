@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from efficient_ft.core.errors import SettingError
-from efficient_ft.core.units import BYTES, SECONDS, parse_bytes, parse_seconds, seconds_text
+from efficient_ft.core.units import BYTES, SECONDS, parse_bytes, parse_seconds
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,3 @@ def test_a_time_may_be_a_number_of_seconds(value: object, seconds: float) -> Non
 def test_a_time_that_is_no_duration_is_refused(wrong: object) -> None:
     with pytest.raises(SettingError, match=r"^job_timeout must be a number of seconds, or one with a unit: s, min, h"):
         parse_seconds("job_timeout", wrong, plain=True)
-
-
-@pytest.mark.parametrize(("seconds", "shown"), [(0.5, "0.5 s"), (90, "90 s"), (1800, "30 min"), (5400, "1.5 h")])
-def test_a_duration_in_words(seconds: float, shown: str) -> None:
-    assert seconds_text(seconds) == shown

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.format import format_number
 from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.declarations import Adds, Axis
 from efficient_ft.methods.fused_gelu import fuse_gelu, separate_gelu
@@ -246,7 +247,8 @@ class LowRankBackward(Method):
         exact, low_rank = backward_flops(projection, layer.channels)
         if self.as_published or low_rank < exact:
             return None
-        return f"exact is cheaper: {exact / 1e6:.4g} MFLOPs against {low_rank / 1e6:.4g} at rank {projection.rank}"
+        costs = f"{format_number(exact, 'FLOPs')} compared with {format_number(low_rank, 'FLOPs')}"
+        return f"exact is cheaper: {costs} at rank {projection.rank}"
 
     def _remove(self, model: nn.Module) -> None:
         separate_gelu(model)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from efficient_ft.core.context import context
+from efficient_ft.core.format import format_bytes
 from efficient_ft.methods.base import Applied
 from efficient_ft.methods.forwards import put_around
 from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod
@@ -172,8 +173,8 @@ class ActivationPacking(PartwiseMethod):
         if context.short_reports:
             return ()
         kept = _dense_bytes(model, view, packing)
-        named = [f"{name} {size / 2**20:.2f}" for name, size in sorted(kept.items(), key=lambda x: -x[1])]
-        return (f"dense inside packed parts, MiB per image: {', '.join(named)}",) if named else ()
+        named = [f"{name} {format_bytes(size)}" for name, size in sorted(kept.items(), key=lambda x: -x[1])]
+        return (f"dense inside packed parts, per image: {', '.join(named)}",) if named else ()
 
 
 def _dense_bytes(model: nn.Module, view: ModelView, packing: PackingState) -> dict[str, float]:
