@@ -49,8 +49,8 @@ def quiet_lightning() -> None:
 _COSTS = (
     ("executed", "forward_flops", "forward FLOPs / {sample}", format_number),
     ("executed", "backward_flops", "backward FLOPs / {sample}", format_number),
-    ("executed", "saved_bytes", "saved bytes / {sample}", format_bytes),
-    ("measured", "peak_bytes", "peak, batch of {batch}", format_bytes),
+    ("executed", "saved_bytes", "kept for the backward pass / {sample}", format_bytes),
+    ("measured", "peak_bytes", "peak of a step, batch of {batch}", format_bytes),
     ("executed", "optimizer_bytes", "optimizer state", format_bytes),
     ("measured", "step_seconds", "step time (median)", format_seconds),
 )
@@ -81,7 +81,7 @@ def cost_table(cost: dict[str, Any], method: str, batch: int, sample: str = "ima
 
 
 def memory_table(memory: dict[str, Any], batch: int) -> str:
-    """Return the table of the process memory of training, and of the counted tensors in it.
+    """Return the table of the memory of the process before training and in it, and of the tensors of a step.
 
     Args:
         memory: a `record.results.MemoryReport`.
@@ -89,16 +89,16 @@ def memory_table(memory: dict[str, Any], batch: int) -> str:
     """
     growth, counted, device = memory["growth_bytes"], memory["counted_bytes"], memory["device"]
     rows = [
-        ["process memory", ""],
-        ["before the model is built", format_bytes(memory["before_model_bytes"])],
-        ["before training", format_bytes(memory["before_steps_bytes"])],
+        ["memory", ""],
+        ["process memory before the model was built", format_bytes(memory["before_model_bytes"])],
+        ["process memory before training", format_bytes(memory["before_steps_bytes"])],
     ]
     if device:
-        rows.append(["allocated on the GPU", format_bytes(device["allocated_bytes"])])
-        rows.append(["reserved on the GPU", format_bytes(device["reserved_bytes"])])
+        rows.append(["peak of all tensors on the GPU", format_bytes(device["allocated_bytes"])])
+        rows.append(["peak reserved on the GPU", format_bytes(device["reserved_bytes"])])
     rows.append([f"used by training, batch of {batch}", format_bytes(growth)])
     if counted:
-        rows.append(["counted tensors alone", format_bytes(counted)])
+        rows.append(["tensors of a training step, in this", format_bytes(counted)])
     return table(rows)
 
 
@@ -116,12 +116,11 @@ def results_text(results: dict[str, Any], folder: Path) -> str:
     data = f"{', '.join(tasks)} in turn" if tasks else config["data"]["name"]
     batch = min(config["data"]["batch_size"], results["data"].get("splits", {}).get("train", float("inf")))
     split = accuracy["split"]
-    chosen = " (the best epoch was chosen on the test split: data.select_best_on=test)" if split == "test" else ""
+    chosen = "\n(the best epoch was chosen on the test split: data.select_best_on=test)" if split == "test" else ""
     lines = [
         "",
         f"{config['model']['name']} on {data} with {method}:"
-        f" {format_number(results['trainable_parameters'])} of {format_number(results['total_parameters'])} parameters"
-        " trained",
+        f" {_share(results['trainable_parameters'], results['total_parameters'])} parameters trained",
     ]
     limit = config["trainer"].get("limit_eval_batches")
     if limit is not None:
@@ -142,6 +141,10 @@ def results_text(results: dict[str, Any], folder: Path) -> str:
         f" {'epoch of the best mean' if tasks else 'best epoch'})",
     ]
     return "\n".join(lines)
+
+
+def _share(trained: int, total: int) -> str:
+    return f"all {format_number(total)}" if trained == total else f"{format_number(trained)} of {format_number(total)}"
 
 
 def _seen(limit: int, settings: dict[str, Any], data: dict[str, Any], sample: str) -> str:

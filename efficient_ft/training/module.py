@@ -32,6 +32,8 @@ __all__ = ["Evaluation", "FineTuner", "build_optimizer", "lr_factor"]
 
 #: On an accelerator the losses are read, which synchronizes, once per this many batches; on a CPU in each.
 READ_EVERY = 50
+#: Optimizer steps before which equal predictions for all samples are no sign of a mistake.
+MEANINGFUL_STEPS = 50
 
 
 class Evaluation(NamedTuple):
@@ -261,10 +263,16 @@ class FineTuner(L.LightningModule):
         self._classes[task] = [of(a, b) for of, a, b in zip(pick, before, found, strict=True)]
 
     def _warn_if_constant(self) -> None:
-        """Warn when an evaluation gives all images one class, and name what likely caused it."""
+        """Warn when an evaluation gives all images one class, and name what likely caused it.
+
+        Before the end of the warmup and of `MEANINGFUL_STEPS` optimizer steps, this is normal: a network that starts
+        from random weights or has a new classifier has not learned anything yet. There is no warning then.
+        """
         ranges = [torch.stack(values).tolist() for values in self._classes.values()]
         self._classes = {}
         constant = [low for low, high, first, last in ranges if low == high and first != last]
+        least = max(MEANINGFUL_STEPS, warmup_steps(self.config.optim, self.total_steps))
+        constant = constant if self.trainer.global_step >= least else []
         if constant and not self._constant:
             say(
                 f"warning: epoch {self.current_epoch + 1}: every {self.task.item} of the evaluation is predicted as"
