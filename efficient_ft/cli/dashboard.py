@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from efficient_ft.cli.terminal import Help
 from efficient_ft.core.terminal import show, shown_path
 
 DESCRIPTION = """\
@@ -23,9 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         UserError: there are no runs, wandb is not installed, or it cannot start.
     """
-    parser = argparse.ArgumentParser(
-        prog="efficient-ft dashboard", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog="efficient-ft dashboard", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN|DIR", help="run folders, or folders of runs")
     parser.add_argument("--project", default="efficient-ft", help="default: efficient-ft")
     parser.add_argument("--entity", help="user or team (default: the one logged in)")

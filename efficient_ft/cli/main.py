@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from efficient_ft.cli.output_folder import leaving_nothing, output_folder_faults
 from efficient_ft.cli.rows import zipped
 from efficient_ft.cli.started import first_process, started_processes
 from efficient_ft.cli.stopping import signals_first, while_loading
+from efficient_ft.cli.terminal import fitted_help
 from efficient_ft.cli.variants import not_as_published
 from efficient_ft.config import Config, check
 from efficient_ft.config.plain import plain
@@ -131,7 +133,8 @@ def main() -> None:
                 sys.argv += without_folder(arguments, composed)
                 if slurm.submits(arguments.overrides) and not arguments.cfg:
                     sys.argv[1:] = slurm.submission(sys.argv[1:], [one.config for one in composed])
-            job()
+            with fitted_help() if arguments.help or arguments.hydra_help else nullcontext():
+                job()
 
 
 def check_commandline(arguments: Any) -> list[ComposedJob]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import re
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +34,34 @@ class Help(argparse.HelpFormatter):
             if sentence:
                 lines += wrapped(" ".join(sentence), width)
                 sentence = []
-            example = re.fullmatch(r"(\s*\S.*?)\s{3,}(\S.*)", line)
-            parts = [line] if len(line) <= width or example is None else [example[1], f"        {example[2]}"]
-            for part in parts:
-                short = part if len(part) <= width or not part.startswith(" " * 9) else f"        {part.strip()}"
-                broken = wrapped(short, width - 2, " " * 8) if len(short) > width else [short.rstrip()]
-                is_command = short.strip().startswith("efficient-ft") or short.rstrip().endswith("\\")
-                lines += [f"{one} \\" for one in broken[:-1]] if is_command else broken[:-1]
-                lines.append(broken[-1])
+            lines += fitted(line, width)
         return "\n".join(indent + line for line in lines).rstrip()
+
+
+def fitted(line: str, width: int) -> list[str]:
+    """Return a line of a help text as lines of at most `width` columns: its explanation, if any, goes below it."""
+    lines: list[str] = []
+    example = re.fullmatch(r"(\s*\S.*?)\s{3,}(\S.*)", line)
+    parts = [line] if len(line) <= width or example is None else [example[1], f"        {example[2]}"]
+    for part in parts:
+        short = part if len(part) <= width or not part.startswith(" " * 9) else f"        {part.strip()}"
+        broken = wrapped(short, width - 2, " " * 8) if len(short) > width else [short.rstrip()]
+        is_command = short.strip().startswith("efficient-ft ") or short.rstrip().endswith("\\")
+        lines += [f"{one} \\" for one in broken[:-1]] if is_command else broken[:-1]
+        lines.append(broken[-1])
+    return lines
+
+
+@contextmanager
+def fitted_help() -> Iterator[None]:
+    """Print the text that Hydra prints as its help, in lines that fit the terminal."""
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            yield
+    finally:  # Hydra exits
+        width = terminal_width()
+        print("\n".join(part for line in printed.getvalue().splitlines() for part in fitted(line, width)))
 
 
 def quiet_libraries() -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from efficient_ft.cli.terminal import Help
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import format_seconds
 from efficient_ft.record.files import json_text, write_text_atomically
@@ -93,9 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="efficient-ft selftest", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog="efficient-ft selftest", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("promise", nargs="*", type=int, metavar="NUMBER", help="default: all of them")
     parser.add_argument("--long", action="store_true", help="all trials, not a selection")
     parser.add_argument("--only", default="", metavar="TEXT", help="only trials with TEXT in their name")

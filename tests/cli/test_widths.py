@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,9 @@ from efficient_ft.bench import gradient_error as gradients
 from efficient_ft.bench.tables import report_text
 from efficient_ft.cli import collect, figure, gradient_error, jobs, plan, predict, study, table, table_costs
 from efficient_ft.cli.commands import COMMANDS
+from efficient_ft.cli.exits import fail
 from efficient_ft.config import check
+from efficient_ft.core.errors import UserError
 from efficient_ft.core.text import display_width
 from efficient_ft.papers.published import published_table, table_names
 from efficient_ft.planning import Exactness, Examined, Excluded, Option, Plan
@@ -53,12 +56,49 @@ def fits(width: int, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return checked
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("dashboard", "selftest")])
+@pytest.mark.parametrize("command", list(COMMANDS))
 def test_help(command: str, fits: Callable[..., str]) -> None:
     with pytest.raises(SystemExit) as left:
         importlib.import_module(COMMANDS[command]).main(["--help"])
     assert left.value.code == 0
     fits()
+
+
+def test_the_help_of_the_program(width: int, monkeypatch: pytest.MonkeyPatch, fits: Callable[..., str]) -> None:
+    from efficient_ft.cli import main
+
+    monkeypatch.setattr(sys, "argv", ["efficient-ft", "--help"])
+    with pytest.raises(SystemExit):
+        main.main()
+    shown = " ".join(fits().split())
+    assert "uniform_layers" in shown, "every option"
+    assert "a sweep; repeating it skips finished jobs" in shown
+
+
+def test_mistakes(width: int, capsys: pytest.CaptureFixture[str], fits: Callable[..., str]) -> None:
+    setting = f"'data.splits={{train: {'Training ' * 9}, test: Testing}}'"
+    path = f"/a/{'folder/' * 20}"
+    with pytest.raises(SystemExit) as left:
+        fail(UserError(f"{path}: a sentence that is longer than a terminal. It names settings: {setting} or others."))
+    assert left.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert any(path in line for line in lines), "paths stay whole"
+    assert any(setting in line for line in lines), "and quoted settings"
+    with pytest.raises(SystemExit):
+        fail(f"{'word ' * 100}{WIDE[:30]}")
+    fits()
+
+
+def test_the_line_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: Callable[..., str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    folders = [tmp_path / "outputs" / str(number) for number in range(2)]
+    for seed, folder in enumerate(folders):
+        config = check(plain_config(seed=seed))
+        folder.mkdir(parents=True)
+        write_config(folder, config)
+        (folder / "results.json").write_text(json.dumps({**some_results(), "config": config.model_dump(mode="json")}))
+    jobs.write_sweep_table(tmp_path / "outputs", folders)
+    assert "Table of the sweep: outputs/sweeps/" in fits(), "no absolute path"
 
 
 @pytest.mark.parametrize("columns", [[], ["--columns", "all"]])
@@ -77,7 +117,7 @@ def test_collect(columns: list[str], tmp_path: Path, fits: Callable[..., str]) -
     (tmp_path / "damaged" / "results.json").write_text("{")
     for more in ([], ["--runs"]):
         collect.main([str(tmp_path), *more, *columns])
-        assert "50.0 %" in fits()
+        assert "50.00 %" in fits()
     assert str(tmp_path) not in fits("x"), "no absolute path"
 
 
