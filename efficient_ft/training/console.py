@@ -49,7 +49,7 @@ def quiet_lightning() -> None:
 _COSTS = (
     ("executed", "forward_flops", "forward FLOPs / {sample}", format_number),
     ("executed", "backward_flops", "backward FLOPs / {sample}", format_number),
-    ("executed", "saved_bytes", "kept for the backward pass / {sample}", format_bytes),
+    ("executed", "saved_bytes", "saved for the backward pass / {sample}", format_bytes),
     ("measured", "peak_bytes", "peak of a step, batch of {batch}", format_bytes),
     ("executed", "optimizer_bytes", "optimizer state", format_bytes),
     ("measured", "step_seconds", "step time (median)", format_seconds),

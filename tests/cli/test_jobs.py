@@ -34,8 +34,8 @@ def test_a_sweep_runs_all_tables_failures_and_is_repeated_only_where_unfinished(
     assert len(runs_of(program)) == 2
     assert alone < runs_of(program)
     table = done.stdout[done.stdout.index("best accuracy") :]
-    assert re.search(r"order=2 +20\.0 % +2\.00 M", table)
-    assert re.search(r"order=3 +30\.0 % +3\.00 M", table)
+    assert re.search(r"order=2 +20\.00 % +2\.00 M", table)
+    assert re.search(r"order=3 +30\.00 % +3\.00 M", table)
     assert "2 of 4 failed" in table
     written = re.search(r"Table of the sweep: (\S+\.csv), ", done.stdout)
     assert written
@@ -71,8 +71,8 @@ def test_jobs_at_the_same_time_have_the_same_outcomes(program: Path) -> None:
     printed = [file.read_text() for file in (program / "outputs").rglob("*.log") if file.parent.name != ".hydra"]
     assert sorted(found for text in printed for found in re.findall(r"^ran \d", text, re.M)) == ["ran 2", "ran 3"]
     table = done.stdout[done.stdout.index("best accuracy") :]
-    assert re.search(r"order=2 +20\.0 % ", table)
-    assert re.search(r"order=3 +30\.0 % ", table)
+    assert re.search(r"order=2 +20\.00 % ", table)
+    assert re.search(r"order=3 +30\.00 % ", table)
     assert "method.lbp_wht.order=8: killed by SIGKILL" in table
     again = call(program, "-m", "method.lbp_wht.order=2,3", "jobs=2")
     assert again.returncode == 0
@@ -178,7 +178,7 @@ def test_a_sweep_goes_on_after_a_job_that_hangs(program: Path, parallel: int) ->
     assert done.returncode == 1, done.stderr
     table = done.stdout[done.stdout.index("best accuracy") :]
     assert re.search(r"order=9 .*: stopped after 3 s \(job_timeout\)\n", table)
-    assert re.search(r"order=2 .* 20\.0 % ", table)
+    assert re.search(r"order=2 .* 20\.00 % ", table)
     # The timeout is no part of the run: the finished job is found again.
     again = call(program, "-m", "method.lbp_wht.order=2,3", "job_timeout=1h")
     assert again.returncode == 0, again.stderr

@@ -31,7 +31,7 @@ def one_candidate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (["memory=4GB", "deit_small"], r"^deit_small: settings have the form KEY=VALUE"),
         (["memory=4GB", "model=no_such"], r"no_such"),
         (["memory=4GB", "--planning-time", "5x"], r"^--planning-time must be a number with a unit: .* got 5x\."),
-        (["memory=1MB"], r"^memory must be at least .*GB, got 0\.00GB\. Before the first step, the interpreter"),
+        (["memory=1MB"], r"^memory must be at least .*GiB, got 977 KiB\. Before the first step, the interpreter"),
     ],
 )
 def test_a_mistake_gets_one_message(words: list[str], message: str) -> None:

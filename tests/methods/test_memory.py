@@ -15,6 +15,7 @@ from timm.layers import RmsNorm, SwiGLUPacked, set_fused_attn
 from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.units import parse_bytes
 from efficient_ft.cost import executed
 from efficient_ft.cost.published import published
 from efficient_ft.methods import (
@@ -356,7 +357,8 @@ def test_operations_that_stay_dense_are_named_with_their_bytes() -> None:
     }
     (note,) = report.notes
     assert note in report.details()
-    named = {name: float(size) for name, size in re.findall(r"(\w+) ([0-9.]+)", note.partition(": ")[2])}
+    sizes = re.findall(r"(\w+) ([0-9.]+ \w+)", note.partition(": ")[2])
+    named = {name: parse_bytes(name, size) / 2**20 for name, size in sizes}
     units = 2 * 197 * 192 * 4 / 2**20  # MiB of a value for each token and channel, in both blocks
     assert named["softplus"] == pytest.approx(4 * units, abs=0.01)
     assert named["addcmul"] == pytest.approx(units, abs=0.01)
@@ -436,8 +438,9 @@ def test_rotary_embeddings_swiglu_and_rms_norm_are_packed(name: str) -> None:
     method = LowBit()
     report = method.apply(model)
     kept = executed(model, 2, model.default_cfg["input_size"][1:], methods=[method]).saved_bytes
-    dense = sum(float(size) for size in re.findall(r" ([0-9.]+)", "".join(report.notes).partition(": ")[2]))
-    assert dense * 2**20 < 0.02 * plain, report.notes
+    sizes = re.findall(r" ([0-9.]+ \w+)", "".join(report.notes).partition(": ")[2])
+    dense = sum(parse_bytes("size", size) for size in sizes)
+    assert dense < 0.02 * plain, report.notes
     assert kept < 0.2 * plain
 
 

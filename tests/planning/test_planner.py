@@ -16,6 +16,7 @@ from efficient_ft.cli.compose import configurations
 from efficient_ft.cli.groups import CONF, register
 from efficient_ft.config import Config
 from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.format import bytes_setting
 from efficient_ft.cost import executed
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
@@ -153,7 +154,7 @@ def test_head_and_last_stage_are_examined_with_the_smallest_planning_time(
     text = plan_text(found)
     assert f"Not examined ({len(found.not_examined)}): planning took " in text
     assert "--planning-time 1m examines more." in text
-    impossible = text.partition("Not possible (2; the budget is 1.01 GB):")[2].partition("Not examined")[0]
+    impossible = text.partition("Not possible (2; the budget is 963 MiB):")[2].partition("Not examined")[0]
     assert ("head" in impossible and "last_stage" in impossible and "needs 1." in impossible) == (memory is None)
     assert sum(not one["examined"] for one in found.as_dict()["excluded"]) == len(found.not_examined)
 
@@ -161,7 +162,7 @@ def test_head_and_last_stage_are_examined_with_the_smallest_planning_time(
 def test_a_recommendation_says_on_how_many_recipes_it_rests() -> None:
     one, two = option(Exactness.EXACT, 1, 1), option(Exactness.EXACT, 2, 2)
     unknown = Excluded("other", "not examined", examined=False)
-    above = Excluded("large", "its process may take 9.00 GB", 9 * 10**9, Exactness.EXACT)
+    above = Excluded("large", "its process may take 8.38 GiB", 9 * 10**9, Exactness.EXACT)
 
     def said(options: tuple[Option, ...], *excluded: Excluded) -> str:
         text = plan_text(Plan(4 * 10**9, 4 * 10**9, 0, "x", "cpu", options, excluded, options[0], 1, "x", None, 60.0))
@@ -200,8 +201,8 @@ def test_what_loses_too_much_or_is_not_known_is_not_recommended() -> None:
 def test_a_plan_without_a_recommendation_says_what_would_allow_one() -> None:
     studied = option(Exactness.PART, 1, 1, points_lost={"a": 0.5, "b": 2.04}, on_front=True)
     unknown = option(Exactness.PART, 0.9, 1, on_front=True)
-    above = Excluded("low bits", "its process may take 1.50 GB", 1_500_000_000, Exactness.NEAR)
-    further = Excluded("whole", "its process may take 2.50 GB", 2_500_000_000, Exactness.EXACT)
+    above = Excluded("low bits", "its process may take 1.40 GiB", 1_500_000_000, Exactness.NEAR)
+    further = Excluded("whole", "its process may take 2.33 GiB", 2_500_000_000, Exactness.EXACT)
     plan = Plan(
         1_200_000_000,
         1_200_000_000,
@@ -269,9 +270,8 @@ def test_a_tight_budget_excludes_and_names_the_smallest_that_would_do() -> None:
     assert tight.options == ()
     assert tight.recommended is None
     assert {one.name for one in tight.excluded} == set(by_name)
-    assert (
-        f"No recipe fits. The smallest sufficient budget is {-(-tight.smallest_bytes // 10**7) / 100:g}GB"
-        in plan_text(tight)
+    assert f"No recipe fits. The smallest sufficient budget is {bytes_setting(tight.smallest_bytes)}" in plan_text(
+        tight
     )
     again = a_plan(memory=tight.smallest_bytes + 2**24)
     assert tight.smallest in {one.name for one in again.options}
@@ -296,7 +296,7 @@ def test_a_container_with_less_memory_sets_the_budget(monkeypatch: pytest.Monkey
     monkeypatch.setattr(planner, "memory_limit_bytes", lambda: 3 * 10**9)
     found = a_plan(memory=8 * 10**9)
     assert (found.memory_bytes, found.asked_bytes) == (3 * 10**9, 8 * 10**9)
-    assert "8.00 GB were asked for; this machine or its container may take 3.00 GB, which counts." in plan_text(found)
+    assert "7.45 GiB were asked for; this machine or its container may take 2.79 GiB, which counts." in plan_text(found)
 
 
 @pytest.mark.slow
@@ -316,8 +316,8 @@ def test_the_recommended_recipe_is_tried() -> None:
     assert (found.recommended.step_seconds, found.recommended.timed) == (0.25, True)
     assert [one.measured_bytes is not None for one in found.options].count(True) == 1
     text = plan_text(found, every=True)
-    assert "1.71 GB" in text
-    assert "≈ 1.71 GB" not in text
+    assert "1.59 GiB" in text
+    assert "≈ 1.59 GiB" not in text
     assert "the recommended recipe ran for a few steps in a separate process" in text
 
 

@@ -18,6 +18,7 @@ from PIL import Image
 
 from efficient_ft.cli.commands import run_command
 from efficient_ft.config import Config, check
+from efficient_ft.core.format import format_percent
 from efficient_ft.record.rows import Rows
 from efficient_ft.report.figures import draw_budgets, draw_magnitudes, draw_tokens, draw_trained
 from efficient_ft.report.kept_tokens import _dimmed, kept_tokens
@@ -141,7 +142,7 @@ def test_the_numbers_of_the_table_are_those_of_the_record(recorded):
         cells = dict(zip(header, line, strict=True))
         assert cells["block"] == f"blocks.{index}"
         share = sum(f"blocks.{index}" in row["trained"] for row in rows) / len(rows)
-        assert cells["trained"] == f"{share:.1%}"
+        assert cells["trained"] == format_percent(share)
         assert float(cells["budget, first"]) == pytest.approx(rows[0]["budgets"][index], abs=5e-5)
         assert float(cells["budget, last"]) == pytest.approx(rows[-1]["budgets"][index], abs=5e-5)
         assert float(cells["relative magnitude, last"]) == pytest.approx(rows[-1]["magnitudes"][index], abs=5e-5)

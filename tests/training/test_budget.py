@@ -67,7 +67,9 @@ def test_a_smaller_part_of_the_batch_is_predicted_to_take_less(tmp_path: Path) -
 
 def test_a_run_is_stopped_when_it_passes_its_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(budget, "_predicted", lambda *arguments: 0)
-    with pytest.raises(UserError, match=r"memory=100MB: stopped, since .* GB were taken by the process"):
+    with pytest.raises(
+        UserError, match=r"memory=100MB \(95\.4 MiB\): stopped, since .* [MG]iB were taken by the process"
+    ):
         run(of_run(memory="100MB"), tmp_path / "run")
 
 

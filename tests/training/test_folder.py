@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.format import format_percent
 from efficient_ft.record.formats import OtherVersionError
 from efficient_ft.training import checkpoint, folder
 from efficient_ft.training.run import run
@@ -23,7 +24,7 @@ def test_a_finished_run_is_shown_not_trained(finished, capsys):
     assert {f.name: f.stat().st_mtime_ns for f in place.iterdir() if f.name != "config.yaml"} == before
     shown = capsys.readouterr().out
     assert "already finished" in shown
-    assert f"{results['accuracy']['best']:.2%}" in shown
+    assert format_percent(results["accuracy"]["best"]) in shown
 
 
 def test_resume_never_keeps_the_old_run_under_another_name(tmp_path, configuration, finished, capsys, without_cost):

@@ -119,7 +119,7 @@ def test_the_default_job(tmp_path: Path, width: int | None) -> None:
     text = printed(arguments, tmp_path, width)
     lines = check(text, width or 100)
     assert any(line.startswith("lbp_wht: 16 layers in blocks 0–3 low-rank") for line in lines)
-    ends = [line for line in lines if re.match(r"epoch [12]/2: loss \d.*, val accuracy \d+\.\d\d%", line)]
+    ends = [line for line in lines if re.match(r"epoch [12]/2: loss \d.*, val accuracy \d+\.\d\d %", line)]
     assert len(ends) == 2
     assert any(re.match(r"Results: run ", line) for line in lines), "relative to the current folder"
     if width is None:

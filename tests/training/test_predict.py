@@ -102,7 +102,7 @@ def test_the_five_most_frequent_confusions_are_shown(monkeypatch):
     for _ in range(5):
         scores.add("f", "f")
     lines = scores.lines()
-    assert lines[1] == "accuracy over 26 images (of 40) in class folders: 19.2 %"
+    assert lines[1] == "accuracy over 26 images (of 40) in class folders: 19.23 %"
     assert lines[2] == "  f → a: 6 of 11"
     assert len(lines) == 7
     assert max(map(display_width, lines)) <= 80
@@ -128,7 +128,7 @@ def test_wide_names_are_aligned_and_long_ones_shortened(monkeypatch, capsys):
     command._print_classes(found, 1, names, options, "path")
     lines = capsys.readouterr().out.splitlines()[1:]
     assert {display_width(line) for line in lines} == {2 + 60 + 2 + 7}
-    assert all(line.endswith("50.0 %") for line in lines)
+    assert all(line.endswith("50.00 %") for line in lines)
 
 
 def test_without_a_run_the_finished_ones_are_listed(finished, capsys, monkeypatch, tmp_path):
