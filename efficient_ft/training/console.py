@@ -98,7 +98,7 @@ def memory_table(memory: dict[str, Any], batch: int) -> str:
         rows.append(["peak reserved on the GPU", format_bytes(device["reserved_bytes"])])
     rows.append([f"used by training, batch of {batch}", format_bytes(growth)])
     if counted:
-        rows.append(["tensors of a training step, in this", format_bytes(counted)])
+        rows.append(["tensors of a training step", format_bytes(counted)])
     return table(rows)
 
 

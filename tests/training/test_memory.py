@@ -56,7 +56,7 @@ def test_the_table_names_what_is_felt_and_what_is_counted():
     assert shown["process memory before the model was built"] == "512 MiB"
     assert shown["process memory before training"] == "1.00 GiB"
     assert shown["used by training, batch of 4"] == "3.00 MiB"
-    assert shown["tensors of a training step, in this"] == "2.00 MiB"
+    assert shown["tensors of a training step"] == "2.00 MiB"
     memory["device"] = {"before_bytes": 1, "allocated_bytes": 2**20, "reserved_bytes": 5 * 2**20}
     shown = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in memory_table(memory, 4).splitlines()}
     assert (shown["peak of all tensors on the GPU"], shown["peak reserved on the GPU"]) == ("1.00 MiB", "5.00 MiB")
