@@ -47,7 +47,7 @@ def plan_text(plan: Plan, *, every: bool = False, columns: Sequence[str] = ()) -
         title = "Recipes that fit" + (
             "" if every else ", on the front of peak, time and exactness (--all: every recipe)"
         )
-        texts += [f"{title}:\n{_table(shown, plan, columns)}", _legend(shown)]
+        texts += [f"{paragraph(f'{title}:')}\n{_table(shown, plan, columns)}", _legend(shown)]
     texts += ["\n".join(_recommendation(plan)), *_excluded(plan)]
     return "\n\n".join([*texts, f"Planned in {format_seconds(plan.seconds)}."])
 

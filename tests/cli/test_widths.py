@@ -198,7 +198,8 @@ def a_plan(**changes: Any) -> Plan:
 def test_plans(fits: Callable[..., str]) -> None:
     for changes in ({}, {"recommended": None}, {"recommended": None, "options": ()}):
         for columns in ([], ["all"]):
-            fits(plan_text(a_plan(**changes), every=True, columns=columns))
+            for every in (False, True):
+                fits(plan_text(a_plan(**changes), every=every, columns=columns))
     for number in (1, 12):
         plan._print_examined(Examined(number, 38, STACK * 2, 10**9, True))
     fits()
