@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # GPU kernels run as Python; to be set before Triton is imported
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def unwrapped(text: str) -> str:
+    """Join the lines into which `core.terminal.show` broke a message: those that begin with spaces."""
+    return re.sub(r"\n +(?=\S)", " ", text)
 
 
 @pytest.hookimpl(optionalhook=True)

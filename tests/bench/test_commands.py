@@ -13,7 +13,7 @@ from torch import Tensor
 from efficient_ft.cli.commands import run_command
 from efficient_ft.core.format import format_bytes
 from efficient_ft.models.prefix import FrozenPrefix
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, unwrapped
 from tests.data.pictures import save
 
 
@@ -275,7 +275,7 @@ def test_a_mistake_is_one_message_and_status_2(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit) as stopped:
         run(*arguments.split())
     assert stopped.value.code == 2
-    error = capsys.readouterr().err
+    error = unwrapped(capsys.readouterr().err)
     assert message in error
     assert "Traceback" not in error
 

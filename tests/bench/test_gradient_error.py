@@ -28,6 +28,7 @@ from efficient_ft.config import ModelConfig
 from efficient_ft.core.errors import UserError
 from efficient_ft.methods import LBPDCT, LBPWHT, LoRA
 from efficient_ft.models.factory import create_model
+from tests.conftest import unwrapped
 
 SMALL = {"depth": 2, "embed_dim": 48}
 
@@ -122,7 +123,7 @@ def test_a_mistake_is_one_message_and_status_2(weights, tmp_path, capsys):
         with pytest.raises(SystemExit) as stopped:
             run_command("gradient-error", arguments)
         assert stopped.value.code == 2
-        return capsys.readouterr().err
+        return unwrapped(capsys.readouterr().err)
 
     common = [f"--weights={weights}", "--model=vit_digits", "--sizes=28"]
     assert "nowhere: no such folder." in refused(*common, f"--images={tmp_path / 'nowhere'}")

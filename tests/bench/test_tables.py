@@ -58,7 +58,7 @@ def step_report(load: float) -> dict[str, Any]:
 def test_a_ratio_is_the_recipe_divided_by_the_baseline():
     *_, head, _, plain, quick, note = report_text(step_report(0.5)).splitlines()
     assert [head.count(f"× the {what}") for what in ("step time", "backward time", "backward FLOPs")] == [1, 1, 1]
-    milliseconds = ["100.0", "[100.0–100.0]"]
+    milliseconds = ["100", "[100–100]"]
     parts = [
         "plain",
         *milliseconds,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from efficient_ft.cli.compose import configurations
 from efficient_ft.cli.groups import CONF, register
 from efficient_ft.config import Config
+from tests.conftest import unwrapped
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -64,11 +64,6 @@ def composed(*arguments: str, sweep: bool = False, search: Path | None = None) -
 def write_program(folder: Path) -> None:
     """Write the program into `folder`."""
     (folder / "program.py").write_text(PROGRAM.format(repository=str(REPOSITORY)))
-
-
-def unwrapped(text: str) -> str:
-    """Join the lines into which `core.terminal.show` broke a message: those that begin with spaces."""
-    return re.sub(r"\n +(?=\S)", " ", text)
 
 
 def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -17,6 +17,7 @@ from efficient_ft.cli.exits import clean_exits
 from efficient_ft.cli.main import main as main_of_command
 from efficient_ft.core.errors import UserError
 from tests.cli.program import REPOSITORY, call, runs_of
+from tests.conftest import unwrapped
 
 
 def test_an_unknown_command_is_named_with_help_too(program: Path) -> None:
@@ -38,7 +39,7 @@ def test_what_the_system_refuses_is_one_message(
         raise raised
     if status:
         assert caught.value.code == status  # type: ignore[attr-defined]
-        assert capsys.readouterr().err == f"out: {raised.strerror}.\n"
+        assert unwrapped(capsys.readouterr().err) == f"out: {raised.strerror}.\n"
 
 
 def test_help_configuration_and_completion_load_no_torch(tmp_path: Path) -> None:
@@ -154,7 +155,7 @@ def test_a_command_ends_with_its_status(monkeypatch: pytest.MonkeyPatch, capsys:
         with pytest.raises(SystemExit) as end:
             main_of_command()
         assert end.value.code == status
-    assert capsys.readouterr().err == "no ['x']\nInterrupted.\n"
+    assert unwrapped(capsys.readouterr().err) == "no ['x']\nInterrupted.\n"
 
 
 def test_a_copy_of_the_repository_in_a_folder_with_spaces_works(tmp_path: Path) -> None:
@@ -181,7 +182,7 @@ def test_slurm_is_refused_where_there_is_none(
     with pytest.raises(SystemExit) as ended:
         main_of_command()
     assert ended.value.code == 2
-    assert "hydra/launcher=submitit_slurm needs Slurm" in capsys.readouterr().err
+    assert "hydra/launcher=submitit_slurm needs Slurm" in unwrapped(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("name", ["bench", "collect", "figure", "predict", "report", "study"])

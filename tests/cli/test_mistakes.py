@@ -11,6 +11,7 @@ from efficient_ft.cli.main import main
 from efficient_ft.cli.rows import zipped
 from efficient_ft.core.errors import SettingError, UserError
 from tests.cli.program import call, composed
+from tests.conftest import unwrapped
 
 
 @pytest.mark.parametrize(
@@ -186,4 +187,7 @@ def test_an_option_that_does_not_exist_is_refused_in_one_line(
     with pytest.raises(SystemExit) as caught:
         main()
     assert caught.value.code == 2
-    assert capsys.readouterr().err == "--lr: there is no such option. Settings have no dashes: KEY=VALUE; see --help.\n"
+    assert (
+        unwrapped(capsys.readouterr().err)
+        == "--lr: there is no such option. Settings have no dashes: KEY=VALUE; see --help.\n"
+    )

@@ -12,6 +12,7 @@ from efficient_ft.cli.main import main as main_of_command
 from efficient_ft.config import check
 from efficient_ft.core.errors import SettingError
 from tests.config.settings import with_settings
+from tests.conftest import unwrapped
 
 
 @pytest.fixture(autouse=True)
@@ -72,4 +73,4 @@ def test_what_starts_no_job_is_refused(
     with pytest.raises(SystemExit) as ended:
         main_of_command()
     assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith(said)
+    assert unwrapped(capsys.readouterr().err).startswith(said)

@@ -17,6 +17,7 @@ from efficient_ft.cli import stopping
 from efficient_ft.cli.exits import clean_exits
 from efficient_ft.core.errors import UserError
 from tests.cli.program import REPOSITORY
+from tests.conftest import unwrapped
 
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
@@ -49,7 +50,7 @@ def test_an_error_that_follows_a_signal_is_its_exit(
         signalled(number, error)
     assert left.value.code == STATUS[signal.Signals(number)]
     word = "Interrupted" if number == signal.SIGINT else "Terminated"
-    assert capsys.readouterr().err == f"{word}. The same command continues from the last checkpoint.\n"
+    assert unwrapped(capsys.readouterr().err) == f"{word}. The same command continues from the last checkpoint.\n"
 
 
 def test_an_error_without_a_signal_stays_itself() -> None:

@@ -13,7 +13,7 @@ import pytest
 from efficient_ft.core import allocator
 from efficient_ft.core.allocator import CHOICES, allocator_in_use, keep_freed_memory, restart_with, use_allocator
 from efficient_ft.core.errors import SettingError
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, unwrapped
 
 glibc = pytest.mark.skipif(not allocator._glibc(), reason="glibc only")
 mimalloc = pytest.mark.skipif(
@@ -116,7 +116,7 @@ def test_what_a_program_starts_inherits_the_allocator(tmp_path: Path) -> None:
     process = start(tmp_path, "auto", LD_PRELOAD=inside)
     assert last(process)["used"] == "mimalloc"
     assert process.stdout.count("start\n") == 1
-    assert "note" not in process.stderr
+    assert "note" not in unwrapped(process.stderr)
 
 
 @glibc
@@ -165,8 +165,8 @@ def test_no_new_start_without_a_preload(tmp_path: Path, choice: str) -> None:
 def test_an_allocator_that_cannot_be_had_is_an_error(tmp_path: Path, before: str, do: str) -> None:
     process = start(tmp_path, "tcmalloc", before=before)
     assert process.returncode == 1
-    assert "allocator must be an allocator that this process can have, got tcmalloc." in process.stderr
-    assert do in process.stderr
+    assert "allocator must be an allocator that this process can have, got tcmalloc." in unwrapped(process.stderr)
+    assert do in unwrapped(process.stderr)
 
 
 def test_elsewhere_the_allocator_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

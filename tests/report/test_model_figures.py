@@ -18,6 +18,7 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.papers.published import figures
 from efficient_ft.report import paper_figures
 from efficient_ft.report.model_figures import FIGURES, _model_and_batch, model_figure
+from tests.conftest import unwrapped
 from tests.training.runs import plain_config
 
 
@@ -102,10 +103,10 @@ def test_the_command_composes_the_model(images: Path, tmp_path: Path, capsys: py
     assert len(rows) >= 4
     with pytest.raises(SystemExit):
         run_command("figure", ["alast/figure_3", *given])
-    assert "figure must be one of lbp_wht/figure_3" in capsys.readouterr().err
+    assert "figure must be one of lbp_wht/figure_3" in unwrapped(capsys.readouterr().err)
     with pytest.raises(SystemExit):
         run_command("figure", ["alast/figure_9"])
-    assert "is drawn from runs" in capsys.readouterr().err
+    assert "is drawn from runs" in unwrapped(capsys.readouterr().err)
 
 
 def test_every_figure_of_the_papers_is_drawn() -> None:

@@ -25,6 +25,7 @@ from efficient_ft.report.kept_tokens import _dimmed, kept_tokens
 from efficient_ft.report.page import table
 from efficient_ft.report.record import describe, read
 from efficient_ft.training.run import run
+from tests.conftest import unwrapped
 from tests.training.runs import plain_config
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -248,7 +249,7 @@ def test_mistakes_end_with_one_message_and_status_2(tmp_path, capsys, make, text
     with pytest.raises(SystemExit) as stopped:
         run_command("report", [str(tmp_path / "run")])
     assert stopped.value.code == 2
-    assert text in capsys.readouterr().err
+    assert text in unwrapped(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -277,14 +278,14 @@ def test_files_that_cannot_be_read_are_named(recorded, tmp_path, capsys, file, c
     with pytest.raises(SystemExit) as stopped:
         run_command("report", [str(run)])
     assert stopped.value.code == 2
-    assert text in capsys.readouterr().err
+    assert text in unwrapped(capsys.readouterr().err)
 
 
 def test_a_number_of_images_below_0_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         run_command("report", [str(tmp_path), "--images", "-1"])
     assert stopped.value.code == 2
-    assert "must be an integer >= 0, got -1" in capsys.readouterr().err
+    assert "must be an integer >= 0, got -1" in unwrapped(capsys.readouterr().err)
 
 
 def test_without_matplotlib_the_message_names_the_extra(recorded, monkeypatch, capsys, tmp_path):
@@ -292,5 +293,5 @@ def test_without_matplotlib_the_message_names_the_extra(recorded, monkeypatch, c
     with pytest.raises(SystemExit) as stopped:
         run_command("report", [str(recorded("full")), "--out", str(tmp_path / "out")])
     assert stopped.value.code == 2
-    assert "pip install 'efficient-ft[report]'" in capsys.readouterr().err
+    assert "pip install 'efficient-ft[report]'" in unwrapped(capsys.readouterr().err)
     assert not (tmp_path / "out").exists()

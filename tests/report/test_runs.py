@@ -16,6 +16,7 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.record.rows import MetricsFile
 from efficient_ft.record.step_stats import step_stats_file
 from efficient_ft.report.runs import MAX_POINTS, collect_paths, names_of, page_data, write_runs_page
+from tests.conftest import unwrapped
 from tests.record.test_collection import write
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -177,6 +178,6 @@ def test_a_page_that_cannot_be_written_names_the_option(tmp_path: Path, capsys: 
         with pytest.raises(SystemExit) as left:
             run_command("report", [str(runs), "--out", str(out)])
         assert left.value.code == 2
-        said = capsys.readouterr().err.strip()
+        said = unwrapped(capsys.readouterr().err).strip()
         assert said.startswith(str(out))
         assert said.endswith("Choose another folder: --out FOLDER.")

@@ -31,7 +31,9 @@ def test_a_budget_needs_a_unit(wrong: str) -> None:
 
 
 def test_a_run_above_its_budget_is_refused_before_it_trains(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"memory=200MB: the run would take about .* No recipe of this model fits"):
+    with pytest.raises(
+        UserError, match=r"memory=200MB \(191 MiB\): the run would take about .* No recipe of this model fits"
+    ):
         run(of_run(memory="200MB"), tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 

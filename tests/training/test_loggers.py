@@ -72,7 +72,7 @@ def test_tensorboard_gets_curves_classes_samples_and_the_results(tmp_path, confi
     assert len(samples) == 8
     assert all(re.fullmatch(r"samples/\d: \d, predicted \d \([\d.]+ %\)", tag) for tag in samples)
     (text,) = events.Tensors("results/text_summary")
-    assert "accuracy    best    last" in text.tensor_proto.string_val[0].decode()
+    assert "accuracy     best     last" in text.tensor_proto.string_val[0].decode()
     assert events.Scalars("accuracy.test")[0].value == pytest.approx(results["accuracy"]["test"])
 
 

@@ -19,6 +19,7 @@ from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.training import out_of_memory as module
 from efficient_ft.training.out_of_memory import out_of_memory
+from tests.conftest import unwrapped
 from tests.training.runs import REPOSITORY, plain_config
 
 #: Run PLAIN in FOLDER in a process that may grow by MORE bytes. The limit is not on address space, of which each thread
@@ -50,7 +51,7 @@ def test_the_batch_size_named_by_a_run_without_memory_fits(tmp_path: Path) -> No
     failed = _limited(plain, tmp_path / "run", 500 * 10**6)
     assert failed.returncode == 2, failed.stderr
     assert "Traceback" not in failed.stderr
-    message = failed.stderr.strip().splitlines()[-1]
+    message = unwrapped(failed.stderr).strip().splitlines()[-1]
     assert re.match(
         r"Out of memory on the CPU: [\d.]+ [MG]iB more were asked for than is free, [\d.]+ [MG]iB\.", message
     )

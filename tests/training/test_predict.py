@@ -21,6 +21,7 @@ from efficient_ft.core.format import format_percent
 from efficient_ft.core.text import display_width
 from efficient_ft.data import Transform, read_image
 from efficient_ft.training import export
+from tests.conftest import unwrapped
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "predict.py"
 
@@ -140,7 +141,7 @@ def test_without_a_run_the_finished_ones_are_listed(finished, capsys, monkeypatc
     assert predict() == 0
     assert "  outputs/mine\n" in capsys.readouterr().out
     assert predict("outputs/mine") == 2
-    assert "Pass image files" in capsys.readouterr().err
+    assert "Pass image files" in unwrapped(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def test_without_a_run_the_finished_ones_are_listed(finished, capsys, monkeypatc
 def test_mistakes_end_with_one_line_and_status_2(finished, digits, capsys, given, message):
     (digits / "empty").mkdir()
     assert predict(finished[0], digits / given) == 2
-    error = capsys.readouterr().err.strip()
+    error = unwrapped(capsys.readouterr().err).strip()
     assert message in error
     assert given in error
     assert "\n" not in error
@@ -158,6 +159,6 @@ def test_mistakes_end_with_one_line_and_status_2(finished, digits, capsys, given
 
 def test_a_folder_without_a_result_is_refused(tmp_path, digits, capsys):
     assert predict(tmp_path, digits) == 2
-    assert "model.safetensors" in capsys.readouterr().err
+    assert "model.safetensors" in unwrapped(capsys.readouterr().err)
     assert predict(tmp_path / "nowhere", digits) == 2
-    assert "no such folder" in capsys.readouterr().err
+    assert "no such folder" in unwrapped(capsys.readouterr().err)
