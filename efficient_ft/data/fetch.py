@@ -17,6 +17,7 @@ from torchvision.datasets.utils import check_integrity, extract_archive
 from tqdm import tqdm
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.format import format_bytes
 from efficient_ft.core.network import open_url, reason_of
 
 STALL_SECONDS = 30.0  # without a byte during a download
@@ -70,7 +71,7 @@ class Archive:
         """Describe in one line which file or folder is expected where, and what is there now."""
         line = str((root / self.path).absolute())
         if self.size is not None:
-            line += f" ({megabytes(self.size)})"
+            line += f" ({format_bytes(self.size)})"
         if self.unpacks is not None:
             line += f", or the folder it unpacks to: {(root / self.unpacks).absolute()}{os.sep}"
             if self.contents:
@@ -79,13 +80,8 @@ class Archive:
         if state == "broken":
             line += f" [the folder exists but lacks {', '.join(self.lacks(root))}]"
         if state == "partial":
-            line += f" [{megabytes((root / self.path).stat().st_size)} are present: incomplete or damaged]"
+            line += f" [{format_bytes((root / self.path).stat().st_size)} are present: incomplete or damaged]"
         return line
-
-
-def megabytes(size: int) -> str:
-    """Format a number of bytes for a person."""
-    return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size} bytes"
 
 
 def fetch(archives: Sequence[Archive], root: Path) -> None:
@@ -114,8 +110,8 @@ def _download(archive: Archive, root: Path) -> None:
     free = shutil.disk_usage(target.parent).free
     if archive.size is not None and free < 2 * archive.size:
         raise UserError(
-            f"{target.parent.absolute()} has {megabytes(free)} free; {target.name} needs about "
-            f"{megabytes(2 * archive.size)} while it is unpacked. Choose another folder with data.root=DIR."
+            f"{target.parent.absolute()} has {format_bytes(free)} free; {target.name} needs about "
+            f"{format_bytes(2 * archive.size)} while it is unpacked. Choose another folder with data.root=DIR."
         )
     part = target.with_name(f"{target.name}.part{os.getpid()}")
     try:
@@ -130,7 +126,7 @@ def _download(archive: Archive, root: Path) -> None:
         # http.client takes a connection that closes early for the end of the file.
         if expected is not None and got < expected:
             raise UserError(
-                f"The download of {archive.url} stopped after {megabytes(got)} of {megabytes(expected)}. "
+                f"The download of {archive.url} stopped after {format_bytes(got)} of {format_bytes(expected)}. "
                 "Run the same command again."
             )
         if not check_integrity(part, archive.md5):

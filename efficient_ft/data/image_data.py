@@ -12,10 +12,10 @@ import numpy as np
 from tqdm import tqdm
 
 from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.format import format_bytes
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.data.counts import counted, verb
 from efficient_ft.data.decoded import DecodedImages
-from efficient_ft.data.fetch import megabytes
 from efficient_ft.data.images import Decoding, read_image
 from efficient_ft.data.inspect_images import inspect_images
 from efficient_ft.data.inspection import Inspection
@@ -162,8 +162,8 @@ class ImageData(OpenedData[Samples, SplitDataset]):
             return
         self._decoded = stores
         self._notes.append(
-            f"Decoded images are kept for later epochs and runs (data.keep_decoded): {megabytes(sum(sizes.values()))}"
-            f" in {config.decoded_folder}, which may be deleted at any time."
+            "Decoded images are kept for later epochs and runs (data.keep_decoded):"
+            f" {format_bytes(sum(sizes.values()))} in {config.decoded_folder}, which may be deleted at any time."
         )
 
 

@@ -16,6 +16,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.format import format_percent
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.text import printable
 from efficient_ft.data.counts import counted, verb
@@ -287,7 +288,8 @@ def _report_values(found: Inspection, pairs: _Pairs, decoding: Decoding) -> None
             assert decoding.value_range is not None
             shown = ", ".join(f"{value:g}" for value in decoding.value_range)
             found.warnings.append(
-                f"{clipped:.0%} of the gray values ({low:g} to {high:g}) are outside of data.value_range=[{shown}]."
+                f"{format_percent(clipped)} of the gray values ({low:g} to {high:g}) are outside of"
+                f" data.value_range=[{shown}]."
             )
     elif decoding.value_range is not None:
         found.warnings.append("data.value_range has no effect: no gray image with more than 8 bits was found.")

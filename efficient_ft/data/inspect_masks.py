@@ -11,6 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.format import format_percent
 from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.core.text import plain_line, printable
 from efficient_ft.data.counts import counted, verb
@@ -109,11 +110,11 @@ def _lines(result: Inspection, found: Survey, classes: Classes) -> None:
     )
     kinds = list(dict.fromkeys(_kind(mode, classes) for mode in facts["mask_modes"]))
     result.lines.append(
-        f"masks: {size}, {' and '.join(kinds)}; {_percent(facts['unlabeled_share'])} of pixels without a label"
+        f"masks: {size}, {' and '.join(kinds)}; {format_percent(facts['unlabeled_share'])} of pixels without a label"
         f" ({examined(found)})"
     )
     order = sorted(facts["train_pixels"].items(), key=lambda item: -item[1])
-    present = [f"{plain_line(name)} {_percent(share)}" for name, share in order if share > 0]
+    present = [f"{plain_line(name)} {format_percent(share)}" for name, share in order if share > 0]
     count = sum(1 for end in range(1, len(present) + 1) if len(", ".join(present[:end])) <= _LINE)
     rest = f", … ({len(present)} classes)" if len(present) > max(count, 1) else ""
     absent = [plain_line(name) for name, share in facts["train_pixels"].items() if not share]
@@ -139,10 +140,6 @@ def _kind(mode: str, classes: Classes) -> str:
     return _MODES.get(mode, "16-bit ids" if mode.startswith("I;16") else f"mode {mode}")
 
 
-def _percent(share: float) -> str:
-    return f"{share:.0%}" if share >= 0.095 or not share else f"{share:.1%}" if share >= 0.001 else "<0.1%"
-
-
 def _names(names: list[str]) -> str:
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
@@ -163,7 +160,7 @@ def _warnings(result: Inspection, found: Survey, classes: Classes, settings: Mas
         unlabeled = int(shares[IGNORED]) / max(int(shares.sum()), 1)
         if unlabeled > _MOSTLY_UNLABELED:
             result.warnings.append(
-                f"{_percent(unlabeled)} of the pixels of the {split} masks have no label"
+                f"{format_percent(unlabeled)} of the pixels of the {split} masks have no label"
                 f" ({', '.join(map(str, sorted(classes.ignored)[:5]))}). See data.masks.values and data.masks.ignored."
             )
         empty = sum(1 for _, one in found.counted[split] if 0 < one.shares[IGNORED] == one.shares.sum())
@@ -230,8 +227,8 @@ def _inverted(result: Inspection, paths: Sequence[str], pixels: np.ndarray, clas
     few, rest = share[fewer], np.delete(share, fewer)
     result.warnings.append(
         f"{len(fewer)} of {len(share)} masks with both classes may be inverted: {plain_line(classes.names[1])} covers"
-        f" {_percent(few.min())} to {_percent(few.max())} of them, and {_percent(rest.min())} to"
-        f" {_percent(rest.max())} of the others. Example: {printable(paths[mixed[fewer[0]]])}."
+        f" {format_percent(few.min())} to {format_percent(few.max())} of them, and {format_percent(rest.min())} to"
+        f" {format_percent(rest.max())} of the others. Example: {printable(paths[mixed[fewer[0]]])}."
     )
 
 

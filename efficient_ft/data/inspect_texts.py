@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from efficient_ft.core.format import format_percent
 from efficient_ft.core.text import plain_line
 from efficient_ft.core.tokenizer import Tokenizer
 from efficient_ft.data.counts import counted, verb
@@ -108,20 +109,20 @@ def _lengths(
         "unknown_token_share": share,
     }
     seen = f"; {len(examined):,} of {whole:,} examined" if len(examined) < whole else ""
-    ends = f"; {_percent(cut)} are truncated at model.max_length={max_length}" if cut else ""
+    ends = f"; {format_percent(cut)} are truncated at model.max_length={max_length}" if cut else ""
     found.lines.append(
         f"texts: {lengths.min():,} to {counted(int(lengths.max()), 'token')} (median"
         f" {np.median(lengths):,.0f}{seen}){ends}"
     )
     if cut > _CUT:
         found.warnings.append(
-            f"{_percent(cut)} of the texts are truncated at model.max_length={max_length}; the longest has"
+            f"{format_percent(cut)} of the texts are truncated at model.max_length={max_length}; the longest has"
             f" {counted(int(lengths.max()), 'token')}. Increase model.max_length if the network allows it."
         )
     if share > _UNKNOWN:
         found.warnings.append(
-            f"{_percent(share)} of the tokens are unknown to the tokenizer, which may be for a different language or"
-            " script. Choose a different model.name or model.weights."
+            f"{format_percent(share)} of the tokens are unknown to the tokenizer, which may be for a different"
+            " language or script. Choose a different model.name or model.weights."
         )
     if empty:
         found.warnings.append(
@@ -252,10 +253,6 @@ def _is_joined(name: str, known: set[str], shared: Mapping[str, int]) -> bool:
 
 def _range(values: np.ndarray) -> dict[str, int | float]:
     return {"min": int(values.min()), "median": float(np.median(values)), "max": int(values.max())}
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %" if share >= 0.001 else "less than 0.1 %"
 
 
 def _short(text: str) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.format import format_percent
 from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.core.text import printable
 from efficient_ft.data.counts import counted, verb
@@ -430,7 +431,7 @@ def _shown(values: Mapping[int, int]) -> str:
     """Return values with their shares of the pixels, as text."""
     total = max(sum(values.values()), 1)
     order = sorted(sorted(values, key=lambda value: -values[value])[:6])
-    listed = [f"{value} ({values[value] / total:.1%} of the pixels)" for value in order]
+    listed = [f"{value} ({format_percent(values[value] / total)} of the pixels)" for value in order]
     more = f" and {len(values) - len(order)} more" if len(values) > len(order) else ""
     return ", ".join(listed) + more
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from efficient_ft.core.errors import SettingError
+from efficient_ft.core.format import bytes_setting, format_bytes
 from efficient_ft.core.units import parse_bytes
 
 #: What a disk without room, or a user without a share of it left, answers.
@@ -159,7 +160,7 @@ def require_room(settings: str, limit: str | int | float, stores: Mapping[Path, 
     """
     size = sum(stores.values())
     if size > parse_bytes(f"{settings}_limit", limit):
-        raise SettingError(f"{settings}_limit", limit, f"at least {size / 1e9:.2f}GB for these {what}", how)
+        raise SettingError(f"{settings}_limit", limit, f"at least {bytes_setting(size)} for these {what}", how)
     (parent,) = {folder.parent for folder in stores}
     there = next(path for path in (parent, *parent.absolute().parents) if path.exists())
     taken = sum(file.stat().st_blocks * 512 for folder in stores for file in folder.glob("*"))
@@ -168,7 +169,7 @@ def require_room(settings: str, limit: str | int | float, stores: Mapping[Path, 
         raise SettingError(
             f"{settings}_folder",
             parent,
-            f"on a disk with {(size - taken) / 1e9:.2f} GB left for these {what} ({free / 1e9:.2f} GB are)",
+            f"on a disk with {format_bytes(size - taken)} left for these {what} ({format_bytes(free)} are)",
             how,
         )
 

@@ -55,7 +55,7 @@ _OWN = re.compile(
     r":[+.0-9]*%\}|\{[^{}]*/ ?(?:2 ?\*\* ?[23]0|1e6|1e9|10\*\*9)[^{}]*:[^{}]*\}|:\.\dg?f?\} ?(?:s|min|[MG]i?B|%)\b"
 )
 #: Charts and their captions, whose axes have units, and the readers of data, with limits of their own.
-_ALLOWED = ("core/", "data/", "report/figures.py", "report/plan_figure.py", "bench/tables.py")
+_ALLOWED = ("core/", "report/figures.py", "report/plan_figure.py", "bench/tables.py")
 
 
 def test_no_other_module_formats_percentages_sizes_or_times() -> None:

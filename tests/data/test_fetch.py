@@ -112,7 +112,7 @@ def test_a_partial_archive_is_recognized_and_replaced(
     root.mkdir()
     (root / "food-101.tar.gz").write_bytes(handler.files["food-101.tar.gz"][:500])
     message = str(missing_data(data_config("food101", root=str(root), download=False)))
-    assert "500 bytes are present: incomplete" in message
+    assert "500 B are present: incomplete" in message
     assert len(open_data(data_config("food101", root=str(root), download=True), SPEC, 0).class_names) == 2
 
 
@@ -146,7 +146,7 @@ def test_downloads_that_fail_leave_nothing_behind(
     handler.files["food-101.tar.gz"] = good
     usage = type("Usage", (), {"free": 10})
     monkeypatch.setattr(fetch.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(UserError, match="10 bytes free"):
+    with pytest.raises(UserError, match="10 B free"):
         open_data(config, SPEC, 0)
     assert list(root.iterdir()) == []
 

@@ -45,7 +45,7 @@ def test_sizes_modes_and_shares_are_those_of_the_files(folder: Path, thorough: b
     labeled = (train != 2).sum()
     for name, number in (("background", 0), ("square", 1), ("disk", 3)):
         assert found.facts["train_pixels"][name] == pytest.approx((train == number).sum() / labeled, abs=1e-6)
-    assert found.lines[0] == "masks: 64×48, 8-bit ids; 2.1% of pixels without a label (all 13 masks decoded)"
+    assert found.lines[0] == "masks: 64×48, 8-bit ids; 2.08 % of pixels without a label (all 13 masks decoded)"
     assert found.lines[1].startswith("training pixels: background 8")
     assert not found.warnings
     assert not found.problems

@@ -15,8 +15,8 @@ def test_lengths_are_those_of_the_tokenizer(tmp_path: Path) -> None:
     assert found.facts["tokens"] == {"min": 3, "median": 22.5, "max": 42}
     assert found.facts["characters"] == {"min": 5, "median": 122.0, "max": 239}
     assert found.facts["cut_share"] == 0.75
-    assert found.lines == ["texts: 3 to 42 tokens (median 22); 75.0 % are truncated at model.max_length=12"]
-    assert any("75.0 % of the texts are truncated" in warning for warning in found.warnings)
+    assert found.lines == ["texts: 3 to 42 tokens (median 22); 75.00 % are truncated at model.max_length=12"]
+    assert any("75.00 % of the texts are truncated" in warning for warning in found.warnings)
 
 
 def test_many_texts_are_sampled_and_all_of_them_on_request(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_words_that_the_vocabulary_lacks_are_warned_of(tmp_path: Path) -> None:
     rows = [("привет мир apple", "да"), ("пока дом apple", "нет")] * 6
     found = open_set(write_all(tmp_path, {"train.csv": table(rows)})).inspect()
     assert round(found.facts["unknown_token_share"], 3) == 0.667
-    assert any("66.7 % of the tokens are unknown to the tokenizer" in warning for warning in found.warnings)
+    assert any("66.67 % of the tokens are unknown to the tokenizer" in warning for warning in found.warnings)
     assert "unknown" not in printed(open_set(write_all(tmp_path, {"train.csv": table(20)})))
     assert "привет" not in VOCABULARY
 
