@@ -67,8 +67,7 @@ class ProgressBar(L.Callback):
         if self._bar is None:
             show(", ".join([epoch, f"step {steps}", *parts]))
             return
-        while len(", ".join([epoch, steps, *parts])) > terminal_width(sys.stderr, least=1) - 4 and len(parts) > 1:
-            del parts[-2]  # the loss and the time left stay longest
+        _shorten(parts, terminal_width(sys.stderr, least=1) - len(f"{epoch}, {steps}, ") - 4, least=1)
         self._bar.n = trainer.global_step
         self._bar.set_description_str(epoch, refresh=False)
         self._bar.set_postfix_str(", ".join(parts), refresh=False)
@@ -83,7 +82,8 @@ class ProgressBar(L.Callback):
         found += [f"lr {lr:.1e}", f"{format_number(speed)} {module.task.sample}s/s"]
         remaining = self.total_steps - trainer.global_step
         if done and remaining:
-            found.append(f"{format_seconds(max(1, round(elapsed / done * remaining)))} left")
+            seconds = max(1, round(elapsed / done * remaining))
+            found.append(f"{format_seconds(seconds if seconds < 600 else 60 * round(seconds / 60))} left")
         return found
 
     @rank_zero_only
@@ -103,8 +103,10 @@ class ProgressBar(L.Callback):
         loss = row["train_loss_epoch"]
         parts = [] if loss is None else [f"loss {loss:.3f}"]
         parts += [f"{split} loss {row[f'{split}_loss']:.3f}"]
-        parts += [f"{split} {spelled(metric)} {format_percent(row[f'{split}_{metric}'])}", *more]
-        show(f"epoch {row['epoch']}/{self.epochs}: {', '.join(parts)}")
+        parts += [f"{split} {spelled(metric)} {format_percent(row[f'{split}_{metric}'])}"]
+        line = f"epoch {row['epoch']}/{self.epochs}: {', '.join(parts)}"
+        _shorten(more, terminal_width(least=1) - len(f"{line}, "))
+        show(", ".join([line, *more]))
 
     def _close(self) -> None:
         if self._bar is not None:
@@ -119,3 +121,9 @@ class ProgressBar(L.Callback):
     @rank_zero_only
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._close()
+
+
+def _shorten(parts: list[str], width: int, least: int = 0) -> None:
+    """Remove parts until the line fits or `least` are left; the first and the last one stay longest."""
+    while len(parts) > least and len(", ".join(parts)) > width:
+        del parts[-2 if len(parts) > 1 else -1]

@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 from efficient_ft.core.text import spelled
+from efficient_ft.training import progress
 from tests.models.text_models import write_model, write_texts
 from tests.training.runs import REPOSITORY
 
@@ -121,6 +122,7 @@ def test_the_default_job(tmp_path: Path, width: int | None) -> None:
     assert any(line.startswith("lbp_wht: 16 layers in blocks 0–3 low-rank") for line in lines)
     ends = [line for line in lines if re.match(r"epoch [12]/2: loss \d.*, val accuracy \d+\.\d\d %", line)]
     assert len(ends) == 2
+    assert not any(line.strip() == "left" for line in lines), "lines of progress are shortened instead of wrapped"
     assert any(re.match(r"Results: run ", line) for line in lines), "relative to the current folder"
     if width is None:
         assert "\r" not in text
@@ -155,3 +157,13 @@ def test_verbose_prints_every_module(tmp_path: Path) -> None:
     assert len(listed) > 16
     assert set(listed) <= set(shown.splitlines())
     assert shown.count("lbp_wht: 16 layers") == 1
+
+
+def test_a_line_of_progress_drops_the_learning_rate_and_the_speed_first() -> None:
+    parts = ["lr 1.0e-03", "12.0 images/s", "13 min left"]
+    for width, left in ((100, parts), (25, ["lr 1.0e-03", "13 min left"]), (11, ["13 min left"]), (3, [])):
+        kept = list(parts)
+        progress._shorten(kept, width)
+        assert kept == left
+    progress._shorten(kept := ["loss 1.000", "lr 1.0e-03"], 3, least=1)
+    assert kept == ["lr 1.0e-03"]
