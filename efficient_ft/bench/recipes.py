@@ -64,6 +64,9 @@ def parse_recipe(text: str, conf: Path) -> Recipe:
                 raise UserError(f"{text}: settings have the form KEY=VALUE, got {setting}.")
             full = "." in setting.partition("=")[0]
             overrides.append(setting if full else f"method.{_package(option, folders)}.{setting}")
+    keys = [one.partition("=")[0] for one in overrides]
+    if twice := next((key for key in keys if keys.count(key) > 1), None):
+        raise UserError(f"{text}: {twice} must be given once. Leave one of them out.")
     return Recipe(name, (f"method=[{','.join(options)}]", *overrides))
 
 

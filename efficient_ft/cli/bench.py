@@ -224,6 +224,7 @@ def _configure(model: str | None, overrides: Sequence[str]) -> Config:
     """The checked configuration of a run on random weights, see `efficient_ft.bench.recipes.Configure`."""
     from efficient_ft.cli.compose import configurations
     from efficient_ft.cli.groups import CONF, register
+    from efficient_ft.cli.rows import merged
 
     register()
     chosen = []
@@ -232,7 +233,7 @@ def _configure(model: str | None, overrides: Sequence[str]) -> Config:
         chosen = [f"model={model}"] if known else ["model=timm", f"model.name={model}"]
         chosen.append("model.pretrained=false")
         chosen += _task_of(CONF / "model" / f"{model}.yaml", overrides) if known else []
-    return configurations(CONF, "train", [*chosen, *overrides], sweep=False)[0]
+    return configurations(CONF, "train", merged(*chosen, *overrides), sweep=False)[0]
 
 
 #: The task and data of the networks that are no classifiers of images; no data are read.
@@ -406,7 +407,9 @@ def _layer(options: argparse.Namespace) -> dict[str, Any]:
 
 def _loop(options: argparse.Namespace) -> dict[str, Any]:
     from efficient_ft.bench.loop import DEFAULT_JOB, measure_loops
+    from efficient_ft.cli.rows import refuse_doubled
 
+    refuse_doubled(options.set)
     return measure_loops(
         options.job or (DEFAULT_JOB, "deit_small"),
         _configure,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,9 +21,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from efficient_ft.cli.commands import COMMANDS
 from efficient_ft.cli.evaluate import evaluation
+from efficient_ft.cli.hydra_settings import check_hydra
 from efficient_ft.cli.mistakes import check_option, check_packages, explained, known_here, refuse_data
 from efficient_ft.cli.output_folder import check_output_folder
-from efficient_ft.cli.rows import EXAMPLE, NAMING, jobs_of_rows, key_of
+from efficient_ft.cli.rows import EXAMPLE, NAMING, jobs_of_rows, key_of, refuse_doubled
 from efficient_ft.config import Config, UnknownSetting, check
 from efficient_ft.config.plain import plain
 from efficient_ft.config.renamed import refuse_renamed_setting
@@ -81,6 +83,7 @@ def configurations(
 def _jobs(loader: ConfigLoader, overrides: Sequence[str], sweep: bool) -> list[tuple[str, ...]]:
     """The arguments of each job; a sweep is the product of its comma-separated values."""
     check_form(overrides)
+    refuse_doubled(overrides)
     parser = OverridesParser.create(config_loader=loader)
     choices: dict[str, list[str]] = {}
     for text in overrides:
@@ -155,10 +158,26 @@ def _unreadable(text: str) -> UserError:
     key, equals, value = text.partition("=")
     if not equals or not value:
         return _not_a_setting(text)
-    key = key.lstrip("'\"")  # quotes around the whole argument that the shell has kept
-    inner = value.strip("'\"").replace('"', '\\"')
-    quoted = shlex.quote(f'{key}="{inner}"')
-    return UserError(f"{text}: the value has special characters; quote it: {quoted}")
+    whole = text.strip("'\"")  # quotes around the whole argument that the shell has kept
+    if whole != text and text[0] in "'\"":
+        do = f"the quotes around it are part of the argument; leave them out: {shlex.quote(whole)}"
+        if _is_readable(whole):
+            return UserError(f"{text}: {do}")
+    key = key.lstrip("'\"")
+    inner = value.strip("'\"")
+    forms = [f'{key}="{inner}"', f"{key}='{inner}'", f"{key}={json.dumps(inner)}"]
+    readable = next((form for form in forms if _is_readable(form)), None)
+    do = "" if readable is None else f"; quote it: {shlex.quote(readable)}"
+    return UserError(f"{text}: the value has special characters{do}")
+
+
+def _is_readable(text: str) -> bool:
+    """Whether Hydra can parse an argument."""
+    try:
+        OverridesParser.create().parse_overrides([text])
+    except OverrideParseException:
+        return False
+    return True
 
 
 def _configuration(loader: ConfigLoader, name: str, job: Sequence[str]) -> Config:
@@ -167,6 +186,7 @@ def _configuration(loader: ConfigLoader, name: str, job: Sequence[str]) -> Confi
     for override in parsed:
         refuse_renamed_setting(override.key_or_group, override.value())
     check_output_folder(name, parsed)
+    check_hydra(loader, name, parsed)
     evaluated = evaluation(loader, name, parsed)
     if evaluated is not None:
         return evaluated

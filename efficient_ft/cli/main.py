@@ -33,6 +33,7 @@ from efficient_ft.cli.exits import (
     report_outcome,
 )
 from efficient_ft.cli.groups import CONF, register
+from efficient_ft.cli.hydra_settings import hydra_faults
 from efficient_ft.cli.output_folder import leaving_nothing, output_folder_faults
 from efficient_ft.cli.rows import zipped
 from efficient_ft.cli.started import first_process, started_processes
@@ -118,6 +119,8 @@ def main() -> None:
         arguments, unknown = get_args_parser().parse_known_args()
         if unknown:
             dashed = next((one for one in unknown if one.startswith("-")), unknown[0])
+            if not dashed.startswith("-"):  # argparse reads settings in one place only
+                raise UserError(f"{dashed}: options stand before or after all settings, not between them; see --help.")
             raise UserError(f"{dashed}: there is no such option. Settings have no dashes: KEY=VALUE; see --help.")
         if arguments.multirun and arguments.cfg:
             raise UserError(
@@ -133,7 +136,8 @@ def main() -> None:
                 sys.argv += without_folder(arguments, composed)
                 if slurm.submits(arguments.overrides) and not arguments.cfg:
                     sys.argv[1:] = slurm.submission(sys.argv[1:], [one.config for one in composed])
-            with fitted_help() if arguments.help or arguments.hydra_help else nullcontext():
+            fitted = fitted_help() if arguments.help or arguments.hydra_help else nullcontext()
+            with hydra_faults(arguments.overrides, job.__name__), fitted:
                 job()
 
 

@@ -112,7 +112,7 @@ def _first_wrong(key: str, value: Any, node: Any) -> tuple[str, str | None, Any,
     if not OmegaConf.is_dict(node):
         return None
     for name, inner in value.items():
-        if str(name) not in node.keys():  # noqa: SIM118  as in _walk
+        if str(name) not in node.keys():  # noqa: SIM118  as in walk
             return key, str(name), value, node
         found = _first_wrong(f"{key}.{name}", inner, node._get_node(str(name)))
         if found is not None:
@@ -204,7 +204,7 @@ def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error
         if override in choices:
             continue
         key, line = override.key_or_group, str(override.input_line)
-        present, missing = _walk(known, key)
+        present, missing = walk(known, key)
         if missing is None:
             if override.is_add() and not isinstance(override.value(), dict | list):
                 return UserError(f"{line}: {key} exists already; leave out the +.")
@@ -261,7 +261,7 @@ def unknown(loader: ConfigLoader, setting: str, value: object, siblings: Iterabl
     return UnknownSetting(setting, value, {*siblings, *groups}, setting_names())
 
 
-def _walk(config: DictConfig, key: str) -> tuple[str, str | None]:
+def walk(config: DictConfig, key: str) -> tuple[str, str | None]:
     """Split the dotted `key` into its longest part that exists and the first name after it that does not, or None."""
     node: Any = config
     present: list[str] = []

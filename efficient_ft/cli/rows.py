@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import OverrideParseException
 
 from efficient_ft.core.errors import UserError
 
@@ -54,13 +57,15 @@ def jobs_of_rows(jobs: Iterable[Sequence[str]], table: str | None, rows: Sequenc
     settings = _of_table(table) if table is not None else [(_words(row), ()) for row in rows or ()]
     for word in (word for row, _ in settings for word in row if "=" not in word):
         raise UserError(f"rows: every row is a text of KEY=VALUE settings, got {word}. {EXAMPLE}")
+    for row, _ in settings if table is None else ():
+        refuse_doubled(row)
     own = [[one for one in job if key_of(one) not in NAMING] for job in jobs]
     if not settings:
         return own
     # An experiment may have settings of all its runs too; its rows are not those of one run.
     own = [[*job, "rows=null"] if any(key_of(one) == "experiment" for one in job) else job for job in own]
     return [
-        list({key_of(one): one for one in (*row, *of_tasks(job, tasks))}.values())
+        list(merged(*row, *of_tasks(job, tasks)))
         for row, tasks in dict.fromkeys(settings)
         for job in own
     ]  # fmt: skip
@@ -79,6 +84,62 @@ def _words(row: object) -> tuple[str, ...]:
 def key_of(argument: str) -> str:
     """The key of an argument of the command line, without the sign that adds it."""
     return argument.partition("=")[0].lstrip("+")
+
+
+def merged(*arguments: str) -> tuple[str, ...]:
+    """The arguments of a run; of several with the same key the last one counts: `refuse_doubled` comes before."""
+    return tuple({key_of(one): one for one in arguments}.values())
+
+
+def refuse_doubled(arguments: Iterable[str]) -> None:
+    """Refuse a setting that a user gives more than once; Hydra would use the last value.
+
+    The option of a group and its settings are different settings (``method=lora method.lora.rank=4``), and a mapping
+    stands for the settings in it. A deleted setting may be added again: ``~model.kwargs +model.kwargs={a: 1}``.
+
+    Args:
+        arguments: typed by the user, sweeps included.
+
+    Raises:
+        UserError: for the first such setting, with both values.
+    """
+    parser = OverridesParser.create()
+    given: dict[str, str] = {}
+    for text in arguments:
+        try:
+            (override,) = parser.parse_overrides([text])
+        except OverrideParseException:  # composing reports it
+            continue
+        key = override.key_or_group + (f"@{override.package}" if override.package else "")
+        for setting in _leaves(key, None if override.is_sweep_override() else override.value()):
+            first = given.setdefault(setting, text)
+            if first is text or (first.startswith("~") and text.startswith("+")):
+                given[setting] = text
+                continue
+            both = f"{first} twice" if first == text else f"{first} and {text}"
+            raise UserError(f"{setting} must be given once, got {both}. {_instead(setting, first, text)}")
+
+
+def _leaves(key: str, value: Any) -> Iterator[str]:
+    """The full names of the settings that an argument gives."""
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
+    else:
+        yield key
+
+
+def _instead(setting: str, *arguments: str) -> str:
+    """What to write instead of two arguments for one setting."""
+    values = [one.partition("=")[2] for one in arguments]
+    swept = setting.partition(".")[0] in ("model", "data", "method", "optim", "trainer", "seed")
+    if not swept or len(set(values)) == 1 or any(key_of(one) != setting for one in arguments):
+        return "Leave one of them out."
+    if setting == "method":
+        names = ",".join(value.strip("[]") for value in values)
+        return f"Leave one of them out, or apply both: 'method=[{names}]'."
+    several = shlex.quote(f"{arguments[0].partition('=')[0]}={','.join(values)}")
+    return f"Leave one of them out. A sweep over both is -m {several}."
 
 
 def of_tasks(arguments: Iterable[str], tasks: Sequence[str]) -> list[str]:

@@ -42,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         UserError: there is no study in the folder, an unknown row, or a setting that cannot be used.
         SystemExit: with status 1 if a run has failed.
     """
+    from efficient_ft.cli.rows import refuse_doubled
+
     options = _parser().parse_intermixed_args(arguments)
     if options.folder is None:
         print(_studies())
@@ -55,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"{key} changes the runs of the study, so it belongs into {options.folder / 'study.yaml'}. On the"
                 f" command line only {', '.join(OF_THIS_MACHINE)} may be set, which are not recorded."
             )
+    refuse_doubled(options.settings)
 
     from efficient_ft.record.study import Records, chosen_rows
 
@@ -100,6 +103,7 @@ def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) ->
     from efficient_ft.cli.compose import configurations
     from efficient_ft.cli.groups import CONF, register
     from efficient_ft.cli.jobs import Job, command, run_jobs
+    from efficient_ft.cli.rows import merged
     from efficient_ft.cli.variants import folder_of
     from efficient_ft.record.study import shown
 
@@ -109,7 +113,7 @@ def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) ->
     for run in runs:
         if records.find(run) is not None:
             continue
-        arguments = (*run.arguments, *settings)
+        arguments = merged(*run.arguments, *settings)
         (config,) = configurations(CONF, "train", arguments, sweep=False)
         title = f"{run.row} {records.study.tune.setting}={shown(run.value)} seed={run.seed}"
         job = Job(arguments, title, folder_of(config), config)

@@ -64,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     options = _parser().parse_intermixed_args(arguments)
 
+    from efficient_ft.cli.rows import refuse_doubled
     from efficient_ft.papers.published import chosen_rows, published_table
 
     settings = [word for word in (options.table, *options.settings) if word is not None and "=" in word]
@@ -79,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for word in options.settings:
         if "=" not in word:
             raise UserError(f"{word}: settings have the form KEY=VALUE; rows follow --rows.")
+    refuse_doubled(options.settings)
     table = published_table(options.table)
     rows = chosen_rows(table, options.rows)
     if options.cost and options.settings:
@@ -224,7 +226,7 @@ def _runs(table: Table, rows: Sequence[Row], seeds: Sequence[int], settings: Seq
     Raises:
         UserError: no row can be run.
     """
-    from efficient_ft.cli.rows import of_tasks
+    from efficient_ft.cli.rows import merged, of_tasks
 
     if not any(row.runs for row in rows):
         raise UserError(f"{table.name} has no accuracies that can be run. {table.reason or ''}".rstrip())
@@ -232,12 +234,7 @@ def _runs(table: Table, rows: Sequence[Row], seeds: Sequence[int], settings: Seq
         own = of_tasks(settings, row.tasks)
         for seed in seeds:
             for column, arguments in row.runs:
-                yield CellRun(row, column, seed, _merged(arguments, f"seed={seed}", *own))
-
-
-def _merged(arguments: Sequence[str], *more: str) -> tuple[str, ...]:
-    """The arguments of a run, and further ones, which replace those of the same key."""
-    return tuple({argument.partition("=")[0]: argument for argument in (*arguments, *more)}.values())
+                yield CellRun(row, column, seed, merged(*arguments, f"seed={seed}", *own))
 
 
 def _jobs(runs: Sequence[CellRun]) -> list[Job]:

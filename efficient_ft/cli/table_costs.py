@@ -10,6 +10,7 @@ from multiprocessing import get_context
 
 from efficient_ft.cli.compose import configurations
 from efficient_ft.cli.groups import CONF, register
+from efficient_ft.cli.rows import merged
 from efficient_ft.cli.terminal import quiet_libraries, status
 from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
@@ -373,7 +374,7 @@ def _counted(arguments: tuple[str, ...]) -> Executed:
     # A profile repeats one step: neither weights nor images change before the step that is counted.
     config = _configuration(arguments)
     profiles = [f"method.{name}.profile_steps=1" for name, own in config.method.items() if "profile_steps" in own]
-    config = _configuration((*arguments, *profiles))
+    config = _configuration(merged(*arguments, *profiles))
     classes = 100 if config.task == "classification" else class_count(config.data)
     assert classes is not None
     model = factory.random_model(config.model, classes)

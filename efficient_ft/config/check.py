@@ -13,10 +13,13 @@ from pydantic import BaseModel, ValidationError
 from efficient_ft.config.explain import mistake, show
 from efficient_ft.config.identity import OWN_FOLDERS
 from efficient_ft.config.renamed import refuse_renamed
-from efficient_ft.config.schema import Config, DataConfig, MaskConfig, OptimConfig
+from efficient_ft.config.schema import Config, DataConfig, MaskConfig, ModelConfig, OptimConfig
 from efficient_ft.core.errors import SettingError
 from efficient_ft.core.in_backward import Wrong, refuse_in_backward
 from efficient_ft.core.units import parse_bytes, parse_seconds
+
+#: Classifiers of images that timm does not have.
+OWN_CLASSIFIERS = ("vit_digits", "vit_micro", "proxyless_mobile")
 
 
 def check(plain: Mapping[str, Any]) -> Config:
@@ -77,7 +80,7 @@ def _check_together(config: Config) -> None:
         raise SettingError(missing, "null", "a list of numbers, one per channel, because the other one is set")
     if model.mean is not None and model.std is not None and len(model.mean) != len(model.std):
         raise SettingError("model.std", list(model.std), f"a list of {len(model.mean)} numbers, as model.mean")
-    if model.name in ("vit_digits", "vit_micro") and model.pretrained and model.weights is None:
+    if model.name in OWN_CLASSIFIERS[:2] and model.pretrained and model.weights is None:
         raise SettingError(
             "model.pretrained",
             "true",
@@ -135,6 +138,8 @@ def _check_task(config: Config) -> None:
     task, data, model, trainer = config.task, config.data, config.model, config.trainer
     of_data = "segmentation" if data.masks is not None else "text" if data.text is not None else "classification"
     of_model = model.task
+    if of_model != task or model.name in OWN_CLASSIFIERS:
+        _check_kind(model)
     if task == "classification":
         for of, what in ((of_data, f"data={data.name}"), (of_model, f"model.name={model.name}")):
             if of != task:
@@ -165,6 +170,26 @@ def _check_task(config: Config) -> None:
             if value is not None:
                 hint = "The length of texts is model.max_length." if name == "image_size" else "Texts have no colors."
                 raise SettingError(f"model.{name}", show(value), "null with task=text", hint)
+
+
+def _check_kind(model: ModelConfig) -> None:
+    """Refuse a setting of text classifiers or segmentation networks for a classifier of images."""
+    given = {"max_length": model.max_length, "encoder": model.encoder}
+    for name, kind in (("max_length", "text classifiers"), ("encoder", "segmentation networks (model=smp)")):
+        if given[name] is not None and _is_classifier(model.name):
+            raise SettingError(
+                f"model.{name}",
+                given[name],
+                f"null with model.name={model.name}",
+                f"It belongs to {kind}; leave it out.",
+            )
+
+
+def _is_classifier(name: str) -> bool:
+    """Whether a name is that of a classifier of images; loads timm."""
+    import timm
+
+    return name in OWN_CLASSIFIERS or timm.is_model(name.partition(".")[0])
 
 
 #: For the tasks other than classification: what its data sets and its networks are, and which there are.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
+import re
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.errors import PydanticInvalidForJsonSchema
 
 from efficient_ft.config.schema import Config
-from efficient_ft.core.errors import SettingError, UserError, did_you_mean
+from efficient_ft.core.errors import SettingError, UserError
 
 
 def mistake(
@@ -45,7 +47,56 @@ def mistake(
         return SettingError(key, "nothing", constraint, f"It has no default: pass {key}=VALUE.")
     if "enum" in node:
         return SettingError(key, show(value), node["enum"])
+    quoted = isinstance(value, str) and re.search(r"number|integer|true or false", constraint)
+    if quoted and re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?|true|false", value, re.IGNORECASE):
+        return SettingError(key, f'"{value}"', constraint, f"Its quotes make it a string: use {key}={value}.")
     return SettingError(key, show(value), constraint)
+
+
+#: Names that other tools give to a setting, to recognize them.
+_OTHER_NAMES = {
+    "optim.lr": "learning_rate base_lr lr0 initial_lr max_lr",
+    "optim.weight_decay": "wd l2 decay",
+    "optim.name": "opt optimizer optimiser",
+    "optim.schedule": "scheduler sched lr_scheduler lr_schedule lr_scheduler_type",
+    "optim.warmup_steps": "warmup num_warmup_steps warmup_epochs warmup_ratio",
+    "optim.grad_clip_norm": "clip clip_grad grad_clip gradient_clip_val max_grad_norm",
+    "optim.label_smoothing": "smoothing label_smoothing_factor",
+    "data.batch_size": "bs batch batches train_batch_size per_device_train_batch_size",
+    "data.eval_batch_size": "val_batch_size test_batch_size per_device_eval_batch_size",
+    "data.num_workers": "workers dataloader_num_workers",
+    "data.root": "path dir data_dir data_path data_root dataset_dir",
+    "data.val_fraction": "val_split validation_split val_ratio",
+    "model.image_size": "imgsz img_size input_size resolution size",
+    "model.weights": "checkpoint ckpt pretrained_weights checkpoint_path",
+    "model.drop_rate": "dropout drop",
+    "model.drop_path_rate": "drop_path stochastic_depth",
+    "trainer.epochs": "epoch max_epochs num_epochs n_epochs nepochs num_train_epochs",
+    "trainer.max_steps": "steps iterations iters num_steps",
+    "trainer.precision": "amp mixed_precision fp16 bf16 dtype",
+    "trainer.accelerator": "device",
+    "trainer.devices": "gpus num_gpus ngpu",
+    "trainer.grad_accum_steps": "accumulate_grad_batches gradient_accumulation_steps accum_iter grad_accumulation",
+}
+
+
+def _nearest(setting: str, known: Iterable[str], elsewhere: Iterable[str]) -> str:
+    """Return a hint to the setting that an unknown name most likely means; empty if none is near.
+
+    A name of another tool counts as one of the setting's own.
+    """
+    group, _, name = setting.rpartition(".")
+    full = {other: target for target, others in _OTHER_NAMES.items() if target in elsewhere for other in others.split()}
+    here = dict.fromkeys(known)
+    by_name = {**full, **{one.rpartition(".")[2]: one for one in elsewhere}, **here}
+    word = name.lower().replace("-", "_")
+    close = functools.partial(difflib.get_close_matches, word, n=1)
+    exact = [word] if word in by_name else []
+    near = next(iter(close(here, cutoff=0.75) or exact or close(by_name)), None)
+    target = by_name.get(near) if near else None
+    if target and group.startswith("tasks.") and target.startswith("data."):
+        target = f"{group}.{target.removeprefix('data.')}"
+    return f" Did you mean '{target or near}'?" if near else ""
 
 
 class UnknownSetting(SettingError):
@@ -60,15 +111,10 @@ class UnknownSetting(SettingError):
 
     def __init__(self, setting: str, value: object, known: Iterable[str], elsewhere: Iterable[str] = ()):
         self.setting, self.value, self.known = setting, value, sorted(known)
-        group, _, name = setting.rpartition(".")
-        same_name = [full for full in elsewhere if full.rpartition(".")[2] == name]
-        if same_name:
-            hint = f" Did you mean '{same_name[0]}'?"
-        else:
-            hint = did_you_mean(name, self.known) or did_you_mean(setting, elsewhere)
+        group = setting.rpartition(".")[0]
         text = f"{setting}={show(value)}: there is no such setting"
         text += f"; {group or 'a run'} has {', '.join(self.known)}." if self.known else f"; {group} has none."
-        UserError.__init__(self, text + hint)
+        UserError.__init__(self, text + _nearest(setting, self.known, list(elsewhere)))
 
 
 def json_schema(schema: type[BaseModel]) -> dict[str, Any]:

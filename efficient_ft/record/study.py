@@ -165,6 +165,9 @@ class Study(_Strict):
             "settings": self.settings,
             **{f"row {name}": own for name, own in self.rows.items()},
         }.items():
+            keys = [_key(argument) for argument in arguments]
+            if twice := next((key for key in keys if keys.count(key) > 1), None):
+                raise ValueError(f"{where} sets {twice} twice; leave one of them out")
             for argument in arguments:
                 # Settings of Hydra name functions that it calls, and options of the program folders with such settings.
                 if _key(argument).startswith(("hydra", "-")):

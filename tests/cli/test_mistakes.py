@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from efficient_ft.cli.commands import COMMANDS
 from efficient_ft.cli.main import main
 from efficient_ft.cli.rows import zipped
 from efficient_ft.core.errors import SettingError, UserError
@@ -95,7 +98,7 @@ from tests.conftest import unwrapped
         (["data.batch_size=100000000"], r"^data\.batch_size must be an integer >= 1 and <= 65536, got 100000000"),
         (["model.image_size=100000"], r"^model\.image_size must be .*8192"),
         (["hydra.run.dirr=x"], r"hydra\.run\.dirr"),
-        (["hydra/launcher=nix"], r"hydra/launcher/nix"),
+        (["hydra/launcher=nix"], r"^hydra/launcher must be one of .*, got nix\."),
     ],
 )
 def test_a_mistaken_command_is_refused_in_one_clear_line(arguments: list[str], said: str) -> None:
@@ -147,8 +150,8 @@ def test_paired_values_are_not_dropped(arguments: list[str], said: str) -> None:
         (["data.batch_size=3"], r"^data\.batch_size=3: the data sets of this run are those of tasks"),
         (["tasks.pets.batch_sise=3"], r"^tasks\.pets\.batch_sise=3: .* Did you mean 'batch_size'\?"),
         (["+data@tasks.pets=pets"], r"data@tasks\.pets appears more than once"),
-        (["tasks=bsr_mo"], r"^tasks must be one of bsr_moe, none, got bsr_mo\. Did you mean 'bsr_moe'\?"),
-        (["~tasks"], r"^~tasks: a run needs one"),
+        (["tasks=none"], r"^tasks must be given once, got tasks=bsr_moe and tasks=none\."),
+        (["~tasks"], r"^tasks must be given once, got tasks=bsr_moe and ~tasks\."),
     ],
 )
 def test_mistakes_with_tasks(arguments: list[str], said: str) -> None:
@@ -157,7 +160,153 @@ def test_mistakes_with_tasks(arguments: list[str], said: str) -> None:
     assert re.search(said, str(caught.value)), str(caught.value)
 
 
+def test_options_of_tasks_that_do_not_exist() -> None:
+    with pytest.raises(UserError, match=r"^tasks must be one of bsr_moe, none, got bsr_mo\. Did you mean 'bsr_moe'\?"):
+        composed("tasks=bsr_mo")
+    with pytest.raises(UserError, match=r"^~tasks: a run needs one"):
+        composed("~tasks")
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            "optim.lr=1e-3 optim.lr=1e-2",
+            r"^optim\.lr must be given once, got optim\.lr=1e-3 and optim\.lr=1e-2\.",
+        ),
+        ("optim.lr=1e-3 optim.lr=1e-3", r"got optim\.lr=1e-3 twice\. Leave one of them out\.$"),
+        ("optim.lr=1 ++optim.lr=2", r"got optim\.lr=1 and \+\+optim\.lr=2"),
+        ("+model.kwargs.a=1 +model.kwargs.a=2", r"sweep over both is -m \+model\.kwargs\.a=1,2\.$"),
+        ("method=lora method=bsr", r"got method=lora and method=bsr\. .* apply both: 'method=\[lora,bsr\]'\.$"),
+        ("data=digits data=cifar10", r"^data must be given once"),
+        ("optim={lr:1} optim.lr=2", r"^optim\.lr must be given once, got optim=\{lr:1\} and optim\.lr=2\. Leave"),
+        ("method=lora method={lora:{rank:2}} method.lora.rank=3", r"^method\.lora\.rank must be given once"),
+        ("optim.grad_clip_norm=3 ~optim.grad_clip_norm", r"got optim\.grad_clip_norm=3 and ~optim\.grad_clip_norm"),
+        ("+data@tasks.a=digits +data@tasks.a=cifar10", r"^data@tasks\.a must be given once"),
+        ("hydra.run.dir=a hydra.run.dir=b", r"got hydra\.run\.dir=a and hydra\.run\.dir=b\. Leave one of them out\.$"),
+        ("-m optim.lr=1,2 optim.lr=3", r"got optim\.lr=1,2 and optim\.lr=3\. .*-m optim\.lr=1,2,3\.$"),
+        ("-m rows=['optim.lr=1 optim.lr=2']", r"^optim\.lr must be given once"),
+    ],
+)
+def test_a_setting_that_is_given_more_than_once(arguments: str, said: str) -> None:
+    words = arguments.removeprefix("-m ").split(" ") if "rows" not in arguments else [arguments.removeprefix("-m ")]
+    with pytest.raises(UserError, match=said):
+        composed("model=vit_digits", *words, sweep=arguments.startswith("-m "))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["method=lora method.lora.rank=4", "method=lora method={lora:{rank:4}}", "~model.kwargs +model.kwargs={a:1}",
+     "optim=sgd optim.lr=1", "+data@tasks.a=cifar10 +data@tasks.b=cifar100 tasks.a.batch_size=8"],
+)  # fmt: skip
+def test_a_group_and_its_settings_are_not_the_same_setting(arguments: str) -> None:
+    assert composed(*arguments.split(" "))
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("check", ["data=digits", "data=folder"]),
+        ("plan", ["memory=4GB", "memory=8GB"]),
+        ("plan", ["memory=4GB", "optim.lr=1", "optim.lr=2"]),
+        ("table", ["lbp_wht/2", "--commands", "optim.lr=1", "optim.lr=2"]),
+        ("study", ["FOLDER", "data.root=a", "data.root=b"]),
+        ("cache", ["data=digits", "data=folder"]),
+        ("bench", ["memory", "lora:rank=2,rank=3"]),
+        ("bench", ["loop", "--set", "seed=1", "--set", "seed=2"]),
+    ],
+)
+def test_every_command_refuses_a_doubled_setting(command: str, words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="must be given once"):
+        importlib.import_module(COMMANDS[command]).main([str(tmp_path) if word == "FOLDER" else word for word in words])
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("hydra={run:3}", r"^hydra\.run must be a mapping, \{NAME: VALUE\}, got 3\."),
+        ("hydra.run=3", r"^hydra\.run must be a mapping"),
+        ("hydra=null", r"^hydra must be a mapping"),
+        ("hydra/launcher=nothing", r"^hydra/launcher must be one of basic, .*, got nothing\."),
+        ("hydra/launcher=null", r"^hydra/launcher must be one of basic"),
+        ("hydra/foo=3", r"^A group of Hydra must be one of hydra/env"),
+        ("~hydra/launcher", r"groups of Hydra have the form hydra/launcher=OPTION"),
+        ("hydra.job.foo=3", r"^hydra\.job\.foo=3: there is no such setting; hydra\.job has chdir"),
+        ("hydra.job={a:1}", r"^hydra\.job\.a=1: there is no such setting"),
+        ("hydra.job.chdir=maybe", r"^hydra\.job\.chdir must be true or false, got maybe\."),
+        ("hydra.mode=foo", r"^hydra\.mode must be one of RUN, MULTIRUN"),
+        ("hydra.job.env_copy=3", r"^hydra\.job\.env_copy must be a list"),
+        ("hydra.job.env_set={a:b}", r"with a plus: \+hydra\.job\.env_set\.a=b"),
+        ("hydra.launcher=3", r"^hydra\.launcher must be a mapping"),
+        ("hydra.output_subdir={a:3}", r"^hydra\.output_subdir must be a string"),
+        ("hydra.searchpath=[nonsense]", r"^hydra\.searchpath must be a list of existing folders"),
+        ("hydra.sweep.dir=", r"^hydra\.sweep\.dir must be a folder"),
+        ("~hydra", r"^~hydra: settings of Hydra have the form hydra\.KEY=VALUE"),
+        ("hydra@foo=3", r"^hydra@foo=3: settings of Hydra have the form"),
+    ],
+)
+def test_mistaken_settings_of_hydra(argument: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        composed(argument)
+
+
+def test_settings_of_hydra_that_fail_later_end_in_one_line(program: Path) -> None:
+    for setting in ("hydra.job_logging.root.level=FOO", "hydra.verbose=[1,{a:2}]", "hydra.job.name=${nothing}"):
+        done = call(program, "data=cifar10", setting)
+        assert done.returncode == 2
+        assert f"\n{setting}: Hydra cannot use it: " in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_settings_between_options(program: Path) -> None:
+    done = call(program, "data=cifar10", "--cfg", "job", "seed=1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("seed=1: options stand before or after all settings")
+
+
+@pytest.mark.parametrize(
+    ("typed", "means"),
+    [("optim.leraning_rate=1", "optim.lr"), ("learning_rate=1", "optim.lr"), ("bs=3", "data.batch_size"),
+     ("data.batch=3", "data.batch_size"), ("batch=3", "data.batch_size"), ("max_epochs=3", "trainer.epochs"),
+     ("model.img_size=32", "image_size"), ("trainer.gpus=2", "trainer.devices"), ("modle=a", "model"),
+     ("workers=2", "data.num_workers"), ("optim.momentun=1", "optim.momentum"), ("optim.min_lr=1", "min_lr_ratio")],
+)  # fmt: skip
+def test_names_of_other_tools_and_typos_are_recognized(typed: str, means: str) -> None:
+    with pytest.raises(UserError, match=rf"Did you mean '{means}'\?$"):
+        composed("data=cifar10", typed)
+
+
+@pytest.mark.parametrize(
+    ("typed", "advised"),
+    [("'optim.lr=1e-3'", "optim.lr=1e-3"), ('optim.lr="1e-3"', "optim.lr=1e-3"), ('data.root=a"b', None),
+     ("data.root=it's", None), ("data.root=a(b", None), ('data.root=a=b"c\'d', None)],
+)  # fmt: skip
+def test_advice_on_quotes_works_when_pasted(typed: str, advised: str | None) -> None:
+    with pytest.raises(UserError) as said:
+        composed("data=cifar10", typed)
+    advice = re.split(r": (?=\S+=)|use ", str(said.value).rstrip("."))[-1]
+    (pasted,) = shlex.split(advice)
+    assert advised in (None, pasted)
+    (config,) = composed("data=cifar10", pasted)
+    assert config.optim.lr == 1e-3 if advised else config.data.root == typed.partition("=")[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["model.max_length=64"], r"^model\.max_length must be null .*, got 64\. It belongs to text classifiers"),
+        (["model.encoder=resnet18"], r"^model\.encoder must be null .* It belongs to segmentation networks"),
+        (["+model.max_length=64", "task=text", "data=rte"], r"^model\.max_length must be null"),
+    ],
+)
+def test_settings_of_another_kind_of_network(arguments: list[str], said: str) -> None:
+    with pytest.raises(SettingError, match=said):
+        composed("model=vit_digits", *arguments)
+    with pytest.raises(SettingError, match=r"task must be text"):
+        composed("model=bert_base")
+
+
 def test_the_configuration_of_a_sweep_is_refused_and_jobs_of_a_single_run_noted(program: Path) -> None:
     shown = call(program, "-m", "method=full", "--cfg", "job")
     assert (shown.returncode, shown.stdout) == (2, "")

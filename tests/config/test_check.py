@@ -19,7 +19,7 @@ from tests.config.settings import PLAIN, two_tasks, with_settings
         ("optim__lr", "abc", "optim.lr must be a number >= 1e-12, got abc."),
         ("optim__lr", -1, "optim.lr must be a number >= 1e-12, got -1."),
         ("optim__lr", float("nan"), "optim.lr must be a number >= 1e-12, got NaN."),
-        ("optim__lr", "1", "optim.lr must be a number >= 1e-12, got 1."),
+        ("optim__lr", "1", 'optim.lr must be a number >= 1e-12, got "1". Its quotes make it a string: use optim.lr=1.'),
         ("trainer__epochs", True, "trainer.epochs must be an integer >= 1, got true."),
         ("trainer__epochs", 1.5, "trainer.epochs must be an integer >= 1, got 1.5."),
         (
