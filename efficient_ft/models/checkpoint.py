@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import re
@@ -78,7 +79,9 @@ def read_contents(path: Path) -> Contents:
         if why is None:
             held, objects = _read(path, start)
     except Exception as error:  # torch, numpy and safetensors raise a dozen kinds on a damaged file
-        why = f"Reading it failed: {why_unreadable(error).partition('. ')[0].rstrip('.')}"
+        damaged = isinstance(error, OSError) and error.errno == errno.EINVAL  # torch's, at the end of the file
+        reason = "it is truncated or damaged" if damaged else why_unreadable(error).partition(". ")[0].rstrip(".")
+        why = f"Reading it failed: {reason}"
         if "Python objects" in why:
             why += ". Save only the weights: torch.save(model.state_dict(), FILE)"
     if why is not None:

@@ -15,7 +15,7 @@ import torch
 from timm.models import PretrainedCfg
 from torch import Tensor, nn
 
-from efficient_ft.core.errors import SettingError, first_line
+from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.models.checkpoint import read_contents
 from efficient_ft.models.hub import fetch_weights, missing_weights
@@ -127,10 +127,46 @@ def random_model(config: ModelConfig, num_classes: int | Mapping[str, int]) -> n
     if is_segmenter(config):
         return build_segmenter(config, num_classes)
     cfg = pretrained_cfg(config)
-    model = build(config, timm_kwargs(config, cfg, num_classes))
+    try:
+        model = build(config, timm_kwargs(config, cfg, num_classes))
+    except UserError:
+        if config.image_size is not None:
+            own = config.model_copy(update={"image_size": None})
+            build(own, timm_kwargs(own, cfg, num_classes))  # raises if the size is not the reason
+            raise _refused_size(config, cfg) from None
+        raise
     _check_image_size(config, cfg, model)
     _record_input_size(config, model)
     return model
+
+
+def _refused_size(config: ModelConfig, cfg: PretrainedCfg) -> SettingError:
+    """Return the error for an image size that a network cannot process, with the next larger one that it can."""
+    height, width = image_size(config, cfg)
+    own = tuple(cfg.input_size[-2:])
+    sizes = [side for side in range(32, max(own), 32) if side > max(height, width)]
+    usable = next((side for side in sizes if _is_usable(config, side)), None)
+    use = "" if usable is None else f"model.image_size={usable}, or "
+    other = " Or change model.kwargs." if config.kwargs else ""
+    return SettingError(
+        "model.image_size",
+        height if height == width else f"[{height},{width}]",
+        f"a size that {config.name} can process",
+        f"Its own is {own[0]}×{own[1]}. Use {use}null for its own.{other}",
+    )
+
+
+def _is_usable(config: ModelConfig, side: int) -> bool:
+    """Whether the network processes square images of `side` pixels."""
+    changed = config.model_copy(update={"image_size": side, "weights": None})
+    cfg = pretrained_cfg(changed)
+    try:
+        model = build(changed, timm_kwargs(changed, cfg, 2))
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, changed.kwargs.get("in_chans", 3), side, side))
+    except (RuntimeError, AssertionError, ValueError, ArithmeticError, LookupError):  # UserError is a ValueError
+        return False
+    return True
 
 
 def _zero_head(model: nn.Module) -> None:
@@ -156,13 +192,13 @@ def _check_image_size(config: ModelConfig, cfg: PretrainedCfg, model: nn.Module)
     try:
         with torch.no_grad(), _patches(model, size) as patches:
             model.eval()(torch.zeros(1, config.kwargs.get("in_chans", 3), *size))
-    except (RuntimeError, AssertionError, ValueError) as error:
-        raise SettingError(
-            "model.image_size",
-            config.image_size,
-            f"a size that {config.name} accepts (its own is {own[0]}×{own[1]})",
-            f"The model fails: {first_line(error)}",
-        ) from error
+    except (RuntimeError, AssertionError, ValueError, ArithmeticError, LookupError) as error:
+        if config.image_size is None:  # patches of another size
+            kwargs = ", ".join(f"{name}={value}" for name, value in config.kwargs.items())
+            raise SettingError(
+                "model.kwargs", kwargs, f"arguments with which {config.name} runs", f"It fails: {first_line(error)}"
+            ) from error
+        raise _refused_size(config, cfg) from error
     finally:
         model.train(training)
     noted = None if config.weights is None else noted_size(Path(config.weights).expanduser())

@@ -142,6 +142,9 @@ def report_of(path: Path, contents: Contents, fit: Fit, model: nn.Module) -> Loa
 def check_values(path: Path, weights: Mapping[str, Tensor], model: nn.Module) -> tuple[str, ...]:
     """Check for values that no trained network has.
 
+    Matrices and kernels of layers whose values are all equal are suspicious. Biases, scales, tokens and positions are
+    not: they often start at zero and may stay there.
+
     Returns:
         Descriptions of suspicious values.
 
@@ -162,17 +165,25 @@ def check_values(path: Path, weights: Mapping[str, Tensor], model: nn.Module) ->
         raise _senseless(path, bad, f"values up to {max(peaks.values()):.0e}")
     large = [n for n, peak in peaks.items() if peak > (_LARGE_VARIANCE if n in variances else _LARGE_WEIGHT)]
     dead = [name for name, value in variances.items() if float((value <= 1e-12).float().mean()) > 0.5]
-    matrices = [name for name, _ in model.named_parameters() if name in floats and floats[name].ndim > 1]
-    flat = [n for n in matrices if floats[n].numel() > 1 and bool((floats[n] == floats[n].flatten()[0]).all())]
+    matrices = [name for name, _ in model.named_parameters() if _is_matrix(name, floats.get(name))]
+    flat = [name for name in matrices if bool((floats[name] == floats[name].flatten()[0]).all())]
+    zero = [name for name in flat if peaks[name] == 0]
     return tuple(
         f"{some(names)}: {words}"
         for names, words in (
             (large, f"values up to {max((peaks[n] for n in large), default=0):.0e}"),
             (dead, "a running variance of 0 in most channels"),
-            (flat if len(flat) * 2 > len(matrices) else [], "all values are equal"),
+            (zero, "all values are 0, as in a tensor that was never filled"),
+            ([name for name in flat if name not in zero], "all values are equal"),
         )
         if names
     )
+
+
+def _is_matrix(name: str, value: Tensor | None) -> bool:
+    """Whether a parameter is the matrix or kernel of a layer; RoBERTa's token types are zero as published."""
+    layer = name.endswith("weight") and "token_type" not in name
+    return layer and value is not None and value.ndim > 1 and value.numel() > 1
 
 
 def _senseless(path: Path, names: list[str], what: str) -> SettingError:

@@ -22,7 +22,7 @@ from efficient_ft.config import ModelConfig
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.models import factory
 from efficient_ft.models.loading_report import LoadingReport, loading_report
-from tests.models.small_vit import SMALL, assert_equal, backbone, pretend_pretrained, small
+from tests.models.small_vit import assert_equal, backbone, pretend_pretrained, small
 
 State = dict[str, Tensor]
 
@@ -373,7 +373,19 @@ def test_suspicious_values_are_reported(tmp_path: Path, caplog: pytest.LogCaptur
     assert "layer1.0.bn2.running_var: a running variance of 0 in most channels" in caplog.text
     zeros = {name: torch.zeros_like(value) for name, value in state("resnet18").items()}
     load(tmp_path / "w.pth", zeros, 10, ModelConfig, name="resnet18")
-    assert "all values are equal" in caplog.text
+    assert "all values are 0" in caplog.text
+
+
+def test_a_single_layer_that_was_never_filled_is_named(tmp_path: Path, weights: State) -> None:
+    never = {"blocks.1.attn.qkv.weight": 0.0, "blocks.0.mlp.fc1.weight": 0.3}
+    held = {n: torch.full_like(v, never[n]) if n in never else v for n, v in weights.items()}
+    assert report(load(tmp_path / "w.pth", held)).suspicious == (
+        "blocks.1.attn.qkv.weight: all values are 0, as in a tensor that was never filled",
+        "blocks.0.mlp.fc1.weight: all values are equal",
+    )
+    start = ("cls_token", "pos_embed", "bias", "norm1.weight")  # these may stay at zero
+    held = {n: torch.zeros_like(v) if n.endswith(start) else v for n, v in weights.items()}
+    assert report(load(tmp_path / "w.pth", held)).suspicious == ()
 
 
 # ------------------------------------------------------------------------------------------------ forms of files
@@ -444,6 +456,13 @@ def test_reasons_for_unreadable_files_end_with_a_sentence(tmp_path: Path, weight
         factory.create_model(small(weights=str(tmp_path / "half.pth")), 7)
 
 
+def test_a_truncated_file_is_named_as_such(tmp_path: Path, weights: State) -> None:
+    torch.save(weights, tmp_path / "w.pth")
+    (tmp_path / "w.pth").write_bytes((tmp_path / "w.pth").read_bytes()[:5000])
+    with pytest.raises(SettingError, match=r"Reading it failed: it is truncated or damaged\.$"):
+        factory.create_model(small(weights=str(tmp_path / "w.pth")), 1000)
+
+
 def test_the_form_is_recognized_by_its_content(tmp_path: Path, weights: State) -> None:
     save_file(weights, tmp_path / "w.bin")
     assert_equal(factory.create_model(small(weights=str(tmp_path / "w.bin")), 1000).state_dict(), weights)
@@ -460,42 +479,3 @@ def test_a_real_file(tmp_path: Path) -> None:
     found = report(factory.create_model(deit(weights=str(file)), 10))
     assert (found.loaded, found.total, found.suspicious, found.left_out) == (150, 152, (), {})
     assert found.lines(10)[1:] == ["Changed: head newly initialized for 10 classes (1000 in the file)."]
-
-
-# ------------------------------------------------------------------------------------------------ the image size
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"image_size": 100}, r"a multiple of 16, .*, got 100\. Only 96 of 100 pixels would be used\. Use 96 or 112\."),
-        (
-            {"image_size": (100, 128)},
-            r"a multiple of 16, .*, got \[100,128\]\. Only 96×128 of 100×128 pixels .* \[96,128\] or \[112,128\]",
-        ),
-        ({"kwargs": {**SMALL, "patch_size": 10}}, r"a multiple of 10, .*, got 224\. Only 220 of 224 .* 220 or 230"),
-        ({"name": "convnext_atto", "kwargs": {}, "image_size": 50}, r"a multiple of 4, .* Use 48 or 52"),
-    ],
-)
-def test_an_image_size_of_which_pixels_are_unused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(SettingError, match=rf"model\.image_size must be {said}"):
-        factory.create_model(small(**changes), 7)
-
-
-def test_image_sizes_of_which_all_pixels_are_used(tmp_path: Path) -> None:
-    padded = {"name": "swin_tiny_patch4_window7_224", "kwargs": {"depths": [1, 1, 1, 1]}, "image_size": 100}
-    for changes in ({"image_size": 96}, {"name": "resnet18", "kwargs": {}, "image_size": 33}, padded):
-        factory.create_model(small(**changes), 7)
-    trained = timm.create_model("vit_tiny_patch16_224", num_classes=7, img_size=100, **SMALL)
-    save_file(trained.state_dict(), tmp_path / "model.safetensors", {"image_size": "[100, 100]"})
-    factory.create_model(small(image_size=100, weights=str(tmp_path / "model.safetensors")), 7)
-
-
-def test_an_own_file_of_images_that_are_not_square_is_resized_by_its_own_grid(tmp_path: Path) -> None:
-    torch.manual_seed(1)
-    source = timm.create_model("vit_tiny_patch16_224", num_classes=7, img_size=(96, 128), **SMALL)
-    save_file(source.state_dict(), tmp_path / "model.safetensors", {"image_size": "[96, 128]"})
-    file = str(tmp_path / "model.safetensors")
-    own = factory.create_model(small(image_size=(96, 128), weights=file), 7)
-    assert torch.equal(own.pos_embed, source.pos_embed)
-    turned = factory.create_model(small(image_size=(128, 96), weights=file), 7)
-    assert turned.pos_embed.shape == source.pos_embed.shape
-    assert not torch.equal(turned.pos_embed, source.pos_embed), "the grid is resized, not read in another order"
