@@ -235,6 +235,7 @@ class Results(TypedDict):
     methods: dict[str, AppliedReport]
     data: DataReport
     weights: NotRequired[dict[str, Any]]
+    warnings: NotRequired[list[str]]
     seed: int
     arguments: list[str]
     changed: NotRequired[dict[str, Any]]

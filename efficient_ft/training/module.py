@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Evaluation", "FineTuner", "build_optimizer", "lr_factor"]
 
+#: A training loss has diverged if its mean over an epoch is this many times that of its first batch and of chance.
+DIVERGED = 10.0
+
 #: On an accelerator the losses are read, which synchronizes, once per this many batches; on a CPU in each.
 READ_EVERY = 50
 #: Optimizer steps before which equal predictions for all samples are no sign of a mistake.
@@ -87,6 +90,10 @@ class FineTuner(L.LightningModule):
         self.evaluated_classes: dict[int, float] = {}
         #: By task: smallest and largest class predicted, and of the labels, in the present evaluation.
         self._classes: dict[int, list[Tensor]] = {}
+        self._chance = math.log(max(counts))  # the loss of equal probabilities
+        self._first_loss: float | None = None
+        #: Warnings of the training, for results.json.
+        self.warnings: list[str] = []
         self._constant = False  # whether the last evaluation predicted one class for all images
         self._unread: list[Tensor] = []  # losses still on the device
         self._sums = {"epoch": [0.0, 0], "window": [0.0, 0]}  # sum and count of the losses read
@@ -161,6 +168,8 @@ class FineTuner(L.LightningModule):
         for back, value in enumerate(reversed(values)):
             if not math.isfinite(value):
                 self._stop_training(value, batch_idx - back)
+        if self._first_loss is None:
+            self._first_loss = values[0]
         for sums in self._sums.values():
             sums[0] += sum(values)
             sums[1] += len(values)
@@ -200,8 +209,38 @@ class FineTuner(L.LightningModule):
         if bad := [loss for loss in losses if not math.isfinite(loss)]:
             raise self._diverged(f"The {split} loss is {bad[0]} after epoch {self.current_epoch + 1}")
 
+    def warn_if_diverged(self, mean: float | None) -> None:
+        """Warn once when the training loss has diverged but is still finite.
+
+        The mean loss of an epoch must exceed `DIVERGED` times the loss of the first batch, which precedes the first
+        update, and `DIVERGED` times that of equal probabilities, log(classes). Means of an epoch do not depend on
+        single hard batches, and a network that starts far below chance, e.g. a continued one, gives no alarm.
+
+        Args:
+            mean: the mean training loss of the epoch that ends.
+        """
+        warned = any("has diverged" in text for text in self.warnings)
+        if mean is None or self._first_loss is None or warned:
+            return
+        if mean > DIVERGED * max(self._first_loss, self._chance):
+            self._warn(
+                f"The training loss has diverged: its mean in epoch {self.current_epoch + 1} is {mean:.3g}, and the"
+                f" first batch had {self._first_loss:.3g}. Try {', '.join(self._tries())}."
+            )
+
+    def _warn(self, text: str) -> None:
+        say(f"warning: {text[0].lower()}{text[1:]}")
+        self.warnings.append(text)
+
     def _diverged(self, what: str) -> DivergedError:
         """The error for a training that cannot be continued, with what to try."""
+        return DivergedError(
+            f"{what}: training stopped. Try {', '.join(self._tries())}. Other settings start another run; nothing of"
+            " this step was saved."
+        )
+
+    def _tries(self) -> list[str]:
+        """Settings to try after a loss that diverged."""
         optim, trainer = self.config.optim, self.config.trainer
         tries = [f"a smaller optim.lr (now {optim.lr:g})"]
         if optim.grad_clip_norm is None:
@@ -210,10 +249,7 @@ class FineTuner(L.LightningModule):
         if trainer.precision != "fp32":
             other = "bf16 or fp32" if trainer.precision == "fp16" else "fp32"
             tries.append(f"trainer.precision={other} (now {trainer.precision})")
-        return DivergedError(
-            f"{what}: training stopped. Try {', '.join(tries)}. Other settings start another run; nothing of this step"
-            " was saved."
-        )
+        return tries
 
     def loss_so_far(self) -> float | None:
         """Return the mean training loss of the epoch so far, over the losses read; None if none has been read."""
@@ -274,8 +310,8 @@ class FineTuner(L.LightningModule):
         least = max(MEANINGFUL_STEPS, warmup_steps(self.config.optim, self.total_steps))
         constant = constant if self.trainer.global_step >= least else []
         if constant and not self._constant:
-            say(
-                f"warning: epoch {self.current_epoch + 1}: every {self.task.item} of the evaluation is predicted as"
+            self._warn(
+                f"Epoch {self.current_epoch + 1}: every {self.task.item} of the evaluation is predicted as"
                 f" class {constant[0]}, so the network does not tell them apart. {' '.join(likely_causes(self))}"
             )
         self._constant = bool(constant)
@@ -283,9 +319,11 @@ class FineTuner(L.LightningModule):
     # ------------------------------------------------------------------ state
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["losses"] = {over: list(sums) for over, sums in self._sums.items()}
+        checkpoint["first_loss"], checkpoint["warnings"] = self._first_loss, list(self.warnings)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._sums = {over: list(sums) for over, sums in checkpoint["losses"].items()}
+        self._first_loss, self.warnings = checkpoint.get("first_loss"), list(checkpoint.get("warnings", ()))
 
 
 def likely_causes(module: FineTuner) -> list[str]:

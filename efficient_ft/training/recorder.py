@@ -166,10 +166,12 @@ class Recorder(L.Callback):
         pl_module.require_finite()
         pl_module.require_finite_evaluation(self.split)
         epoch = trainer.current_epoch + 1
+        loss = pl_module.mean_loss("epoch")
+        pl_module.warn_if_diverged(loss)
         row = {
             "step": trainer.global_step,
             "epoch": epoch,
-            "train_loss_epoch": pl_module.mean_loss("epoch"),
+            "train_loss_epoch": loss,
             f"{self.split}_{pl_module.task.metric}": evaluated.accuracy,
             f"{self.split}_loss": evaluated.loss,
             **{f"{self.split}_{name}": value for name, value in evaluated.more.items()},

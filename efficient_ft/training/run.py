@@ -262,6 +262,8 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
     }
     if (loaded := factory.loading_report(network)) is not None:
         results["weights"] = loaded.as_dict()
+    if module.warnings:
+        results["warnings"] = module.warnings
     if features is not None and features.features is not None:
         results["features"] = features.features.report()
     if features is not None and features.prefix is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -113,6 +115,35 @@ def test_constant_predictions_are_reported_once_with_what_likely_caused_them(tmp
     assert "BatchNorm keeps" not in shown  # frozen_bn=false here
     assert "starts from random weights" in shown
     assert "optim.lr=30 is too high: try 3" in shown
+
+
+def test_a_loss_that_diverged_but_is_finite_is_reported_once(tmp_path, configuration, capsys):
+    config = configuration(method={"head": {}}, optim__name="sgd", optim__lr=100.0, optim__warmup_steps=0)
+    (warning,) = [text for text in run(config, tmp_path)["warnings"] if text.startswith("The training loss")]
+    assert re.match(r"The training loss has diverged: its mean in epoch 1 is [\d.e+]+, and the first batch", warning)
+    assert "Try a smaller optim.lr (now 100)" in warning
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count("warning: the training loss has diverged") == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "mean", "warned"),
+    [(2.3, 24.0, 1), (2.3, 22.0, 0), (0.01, 2.0, 0), (0.01, 24.0, 1), (9.0, 80.0, 0), (2.3, None, 0)],
+)
+def test_a_loss_is_compared_with_the_first_batch_and_with_chance(configuration, first, mean, warned):
+    module = FineTuner(torch.nn.Linear(2, 10), configuration(), 10, 100)
+    module.warn_if_diverged(mean)
+    assert not module.warnings  # no batch was read
+    module._first_loss = first
+    for _ in range(2):
+        module.warn_if_diverged(mean)
+    assert len(module.warnings) == warned
+    state = {}
+    module.on_save_checkpoint(state)
+    resumed = FineTuner(torch.nn.Linear(2, 10), configuration(), 10, 100)
+    resumed.on_load_checkpoint(state)
+    resumed.warn_if_diverged(mean)
+    assert resumed.warnings == module.warnings
 
 
 def test_frozen_batch_norm_statistics_come_first_among_the_likely_causes(configuration):
