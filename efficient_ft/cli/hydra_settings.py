@@ -57,7 +57,7 @@ def hydra_faults(overrides: Sequence[str], job: str) -> Iterator[None]:
         job: name of the function that Hydra calls; errors inside it are passed on.
 
     Raises:
-        UserError: Hydra cannot work with its settings among the arguments.
+        UserError: Hydra cannot work with its settings.
     """
     own = [one for one in overrides if one.lstrip("+~").startswith("hydra") and not one.startswith(_FOLDERS)]
     try:

@@ -38,7 +38,7 @@ def check_option(loader: ConfigLoader, override: Override) -> None:
         if group in Config.model_fields:
             raise UserError(f"~{group}: a run needs one. Choose another option: {', '.join(options)}.")
         return
-    several = value if isinstance(value, list) and group == "method" else [value]
+    several = value if isinstance(value, list) and value and group == "method" else [value]
     for option in several:
         if option not in options:
             hint = _of_timm(option) if group == "model" and isinstance(option, str) else None

@@ -130,7 +130,7 @@ def _leaves(key: str, value: Any) -> Iterator[str]:
 
 
 def _instead(setting: str, *arguments: str) -> str:
-    """What to write instead of two arguments for one setting."""
+    """Return advice on two arguments for one setting."""
     values = [one.partition("=")[2] for one in arguments]
     swept = setting.partition(".")[0] in ("model", "data", "method", "optim", "trainer", "seed")
     if not swept or len(set(values)) == 1 or any(key_of(one) != setting for one in arguments):

@@ -50,7 +50,7 @@ def mistake(
     quoted = isinstance(value, str) and re.search(r"number|integer|true or false", constraint)
     if quoted and re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?|true|false", value, re.IGNORECASE):
         return SettingError(key, f'"{value}"', constraint, f"Its quotes make it a string: use {key}={value}.")
-    return SettingError(key, show(value), constraint)
+    return SettingError(key, "an empty string" if value == "" else show(value), constraint)
 
 
 #: Names that other tools give to a setting, to recognize them.

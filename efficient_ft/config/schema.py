@@ -34,7 +34,7 @@ class ModelConfig(Section):
     #: With `name` a network of segmentation-models-pytorch: timm's name of its encoder.
     encoder: Name | None = None
     #: Local file (.safetensors, .pth, .npz) in timm's names; used instead of a download.
-    weights: str | None = None
+    weights: Name | None = None
     #: The part of `weights` to use, if several fit: the start of names in the file, e.g. ``teacher.backbone``.
     weights_key: Name | Annotated[int, Field(ge=0)] | None = None
     #: With `name` a text classifier of transformers: tokens of a text, longer ones are cut; null: it takes images.
@@ -160,7 +160,7 @@ class DataConfig(Section):
         "text_folder",
         "rte",
     ]
-    root: str = "./data"
+    root: Name = "./data"
     #: Of folders of one's own: use files and folders that links out of `root` lead to; they are refused otherwise.
     follow_links: bool = False
     #: Of folders of one's own: the folder or folders of each split, relative to `root` (``.`` is `root` itself), whose
