@@ -142,8 +142,8 @@ def report_of(path: Path, contents: Contents, fit: Fit, model: nn.Module) -> Loa
 def check_values(path: Path, weights: Mapping[str, Tensor], model: nn.Module) -> tuple[str, ...]:
     """Check for values that no trained network has.
 
-    Matrices and kernels of layers whose values are all equal are suspicious. Biases, scales, tokens and positions are
-    not: they often start at zero and may stay there.
+    Matrices and kernels of layers whose values are all equal are suspicious. Biases, scales, tokens, positions and
+    classifiers are not: they often start at zero and may stay there.
 
     Returns:
         Descriptions of suspicious values.
@@ -165,7 +165,8 @@ def check_values(path: Path, weights: Mapping[str, Tensor], model: nn.Module) ->
         raise _senseless(path, bad, f"values up to {max(peaks.values()):.0e}")
     large = [n for n, peak in peaks.items() if peak > (_LARGE_VARIANCE if n in variances else _LARGE_WEIGHT)]
     dead = [name for name, value in variances.items() if float((value <= 1e-12).float().mean()) > 0.5]
-    matrices = [name for name, _ in model.named_parameters() if _is_matrix(name, floats.get(name))]
+    heads = _classifier(model)
+    matrices = [n for n, p in model.named_parameters() if id(p) not in heads and _is_matrix(n, floats.get(n))]
     flat = [name for name in matrices if bool((floats[name] == floats[name].flatten()[0]).all())]
     zero = [name for name in flat if peaks[name] == 0]
     return tuple(
@@ -178,6 +179,13 @@ def check_values(path: Path, weights: Mapping[str, Tensor], model: nn.Module) ->
         )
         if names
     )
+
+
+def _classifier(model: nn.Module) -> set[int]:
+    """The ids of the parameters of a timm model's classifiers."""
+    found = model.get_classifier() if hasattr(model, "get_classifier") else ()
+    modules = found if isinstance(found, tuple | list) else (found,)
+    return {id(p) for module in modules if isinstance(module, nn.Module) for p in module.parameters()}
 
 
 def _is_matrix(name: str, value: Tensor | None) -> bool:
