@@ -183,7 +183,8 @@ def check_values(path: Path, weights: Mapping[str, Tensor], model: nn.Module) ->
 
 def _classifier(model: nn.Module) -> set[int]:
     """The ids of the parameters of a timm model's classifiers."""
-    found = model.get_classifier() if hasattr(model, "get_classifier") else ()
+    classifier: Any = getattr(model, "get_classifier", tuple)  # networks of other libraries have none
+    found = classifier()
     modules = found if isinstance(found, tuple | list) else (found,)
     return {id(p) for module in modules if isinstance(module, nn.Module) for p in module.parameters()}
 
