@@ -96,11 +96,11 @@ def _command_lines(folder: Path, start: int) -> dict[str, float]:
     refused = 0
     for number in range(start, start + _AT_ONCE):
         chance = random.Random(number)
-        words = arguments(folder / "images", folder / f"run_{number}", "trainer.max_steps=1")
-        words += [
+        added = [
             chance.choice(_SENSIBLE) if chance.random() < 0.6 else _argument(chance, keys)
             for _ in range(chance.randint(1, 4))
         ]
+        words = arguments(folder / "images", folder / f"run_{number}", "trainer.max_steps=1", *added)
         refused += _require_one_message(words, folder / f"{number}.log", may_train=True) == 2
     return {"command_lines": _AT_ONCE, "refused": refused}
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from efficient_ft.cli.rows import merged
 from efficient_ft.config import check
 from efficient_ft.selftest.methods import methods_of, network_of
 from efficient_ft.selftest.trial import require
@@ -83,14 +84,15 @@ def with_changes(plain: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 
 def arguments(images: Path, run: Path, *more: str) -> list[str]:
-    """Return the command line of the same run without random layers, in the folder `run`, with settings added."""
-    return [
+    """Return the command line of the same run without random layers, in the folder `run`; `more` replaces settings."""
+    own = [
         "data=folder", f"data.root={images}", "data.batch_size=24", "data.num_workers=0", "data.val_fraction=0.25",
         "data.keep_decoded=off", "+model.kwargs.depth=2", "+model.kwargs.embed_dim=16",
         "+model.kwargs.num_heads=2", "model.frozen_bn=false",
         "method=full", "trainer.epochs=2", "trainer.accelerator=cpu", "trainer.progress=false", "cost.baseline=none",
-        "optim.warmup_steps=null", "cost.steps=1", "allocator=keep", f"hydra.run.dir={run}", *more,
+        "optim.warmup_steps=null", "cost.steps=1", "allocator=keep", f"hydra.run.dir={run}",
     ]  # fmt: skip
+    return list(merged(*own, *more))
 
 
 def reading(images: Path, run: Path, out: Path) -> dict[str, list[str]]:
