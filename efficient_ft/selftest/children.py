@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -56,9 +57,13 @@ class Ended:
 
     @property
     def said(self) -> str:
-        """The last line it printed."""
-        lines = self.printed.strip().splitlines()
-        return lines[-1] if lines else ""
+        """The last message it printed; continued lines, which are indented, are joined."""
+        return self.unwrapped.strip().rpartition("\n")[2]
+
+    @property
+    def unwrapped(self) -> str:
+        """Its output with continued lines joined."""
+        return re.sub(r"\n {2,}(?=\S)", " ", self.printed)
 
 
 class Child:

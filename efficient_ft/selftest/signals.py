@@ -56,7 +56,7 @@ def _at_moment(folder: Path, number: signal.Signals, share: float, workers: bool
     if done.status != 0:  # else it had finished
         require(done.status == _STATUS[number], f"status {done.status}, not {_STATUS[number]}\n{done.printed[-3000:]}")
         require("Traceback" not in done.printed, done.printed[-3000:])
-        require("same command" in done.printed, f"it does not say how to continue: {done.said}")
+        require("same command" in done.unwrapped, f"it does not say how to continue: {done.said}")
         rows = folder / "run" / "metrics.jsonl"
         trained = rows.is_file() and rows.stat().st_size > 0
         require(saved or not trained, f"it had trained, and saved nothing\n{done.printed[-3000:]}")
