@@ -316,7 +316,7 @@ def test_k_that_cannot_be_names_itself(kind: str, layers: Any) -> None:
     config = check(plain_config(method={kind: {"num_layers": layers}}))
     with pytest.raises(SettingError) as error:
         apply_methods(model, build_methods(config))
-    shown = "true" if layers is True else layers
+    shown = "true" if layers is True else '"2"' if layers == "2" else layers
     assert str(error.value).startswith(f"method.{kind}.num_layers must be ")
     assert f", got {shown}." in str(error.value)
     assert ("4 blocks" in str(error.value)) == (layers == 5)

@@ -252,7 +252,7 @@ def test_the_report_has_accuracies_over_the_seeds(folder: Path, capsys: pytest.C
     records.add(records.seed_runs(["full"])[1], results(0.5, test=0.7))
     run_command("study", [str(folder), "--report"])
     shown = capsys.readouterr().out
-    assert "60.0 [50.0…70.0]" in shown
+    assert "60.00 [50.00…70.00]" in shown
     assert "0.01*" in shown, "a value at the end of the grid"
     assert "Not tuned yet: head." in shown
     for run in records.tuning_runs(["head"]):

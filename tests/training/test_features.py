@@ -194,7 +194,7 @@ def test_a_disk_that_fills_ends_the_filling_and_not_the_run(
         ({"method": {"lisa": {}}}, r"Method lisa decides in each step what trains"),
         (
             {"trainer__cache_limit": "1MB"},
-            r"trainer\.cache_limit must be at least 0\.01GB for these",
+            r"trainer\.cache_limit must be at least 0\.02GiB for these",
         ),
         ({"trainer__cache_limit": "1"}, r"trainer\.cache_limit must be a number with a unit"),
         ({"trainer__views": 0}, r"trainer\.views must be"),
