@@ -23,7 +23,7 @@ def format_bytes(value: float) -> str:
 
 def format_seconds(value: float) -> str:
     """0.0421 → ``42.1 ms``; 3725 → ``1 h 02 min``."""
-    if value < 0.9995:
+    if 0 < value < 0.9995:
         return f"{value * 1000:.3g} ms"
     if value < 100:
         return f"{value:.3g} s"

@@ -25,6 +25,7 @@ def test_human_units():
     assert format_bytes(4.27 * 2**30) == "4.27 GiB"
     assert format_seconds(0.0421) == "42.1 ms"
     assert format_seconds(3725) == "1 h 02 min"
+    assert format_seconds(0) == "0 s"
 
 
 @pytest.mark.parametrize(
