@@ -20,7 +20,7 @@ from efficient_ft.core.sheet import Cell, Column, render
 from efficient_ft.core.text import paragraph, table
 from efficient_ft.record.environment import busy_note
 
-FELT = (
+PROCESS_MEMORY = (
     "growth of the process over its size before the first step; each recipe has a process of its own;"
     " counted: peak of live tensors without model and batch, with the optimizer's state"
 )
@@ -64,7 +64,7 @@ def _table(columns: _Columns, chosen: Sequence[str]) -> str:
 def _step(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
     recipes, batch = report["recipes"], report["batch"]
     base = recipes[report["baseline"]]["executed"]
-    felt = any("process" in record for record in recipes.values())
+    measured_process = any("process" in record for record in recipes.values())
     every = list(recipes.values())
     parts = [record["measured"] for record in every]
     counts = [record["executed"] for record in every]
@@ -82,8 +82,8 @@ def _step(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
         ("saved", 1, [format_bytes(of["saved_bytes"] * batch) for of in counts]),
         ("peak", 2, [format_bytes(of["peak_bytes"]) if "peak_bytes" in of else "–" for of in every]),  # old records
     ]
-    if felt:
-        process = [_felt(record.get("process")) for record in every]
+    if measured_process:
+        process = [_used(record.get("process")) for record in every]
         # The user asked for the memory with --memory-steps.
         columns += [("process", 0, [a for a, _ in process]), ("process / counted", 4, [b for _, b in process])]
     columns += [
@@ -100,12 +100,12 @@ def _step(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
         RATIOS,
         "FLOPs and saved bytes (of the batch) are executed",
     ]
-    if felt:
-        explained.append(f"process: {FELT}")
+    if measured_process:
+        explained.append(f"process: {PROCESS_MEMORY}")
     return "\n".join([*map(paragraph, explained), "", _table(columns, chosen)])
 
 
-def _felt(record: Mapping[str, Any] | None) -> tuple[str, str]:
+def _used(record: Mapping[str, Any] | None) -> tuple[str, str]:
     """The growth of a recipe's process and its ratio to the count of the same things."""
     if record is None:
         return "–", "–"
@@ -123,9 +123,9 @@ def _memory(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
 
     columns: _Columns = [
         ("recipe", 0, list(recipes)),
-        ("used by the steps", 0, each(lambda of: _felt(of)[0])),
+        ("used by the steps", 0, each(lambda of: _used(of)[0])),
         ("counted peak", 0, each(lambda of: format_bytes(of["counted_bytes"]))),
-        ("used / counted", 1, each(lambda of: _felt(of)[1])),
+        ("used / counted", 1, each(lambda of: _used(of)[1])),
         ("step time", 1, each(lambda of: format_seconds(of["step_seconds"]))),
     ]
     if device:
@@ -140,7 +140,11 @@ def _memory(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
     ]
     about = [report["dtype"], *sorted({record["optimizer"] for record in measured.values()})]
     about += ["unfused attention"] if report["attention"] == "unfused" else []
-    where = "what PyTorch reserves of the device, without model and batch" if device else FELT
+    where = (
+        "highest number of bytes that PyTorch reserves on the device, without model and batch"
+        if device
+        else PROCESS_MEMORY
+    )
     explained = (
         f"{report['model']}, batch {report['batch']}, {', '.join(about)}",
         f"used by the steps: {where}",

@@ -414,12 +414,14 @@ def _report_duplicates(found: Inspection, pairs: _Pairs, class_names: Sequence[s
 
 def _report_near_duplicates(found: Inspection, pairs: _Pairs, class_names: Sequence[str]) -> None:
     """Report almost equal images, in particular in different splits and with different labels."""
-    chosen = [pairs[i] for i in spread(len(pairs), _COMPARED)]
-    shown = [one.thumbnail for _, one in chosen if one.thumbnail is not None]
+    decoded = [(place, one, one.thumbnail) for place, one in pairs if one.thumbnail is not None]
+    chosen = [decoded[i] for i in spread(len(decoded), _COMPARED)]
+    if len(chosen) < len(decoded):
+        found.lines.append(f"near-duplicates: {len(chosen):,} of {len(decoded):,} images compared")
     images: dict[str, set[int]] = {"": set(), "in different splits": set(), "with different labels": set()}
     examples: dict[str, list[tuple[_Place, _Place]]] = defaultdict(list)
-    for i, j in near_pairs(shown, [one.size for _, one in chosen]):
-        (first, one), (second, other) = chosen[i], chosen[j]
+    for i, j in near_pairs([small for *_, small in chosen], [one.size for _, one, _ in chosen]):
+        (first, one, _), (second, other, _) = chosen[i], chosen[j]
         if one.digest == other.digest:
             continue
         for words, differs in (

@@ -179,7 +179,7 @@ def _warnings(result: Inspection, found: Survey, classes: Classes, settings: Mas
 
 
 def _odd(result: Inspection, found: Survey, classes: Classes) -> None:
-    """Warn of masks that are all equal, that all hold a single class, or of which some look inverted."""
+    """Warn if all masks are equal, if each holds a single class, or if some look inverted."""
     rows = [row for of_split in found.counted.values() for row in of_split if not row[1].error]
     shares = np.asarray([one.shares for _, one in rows]).reshape(len(rows), -1)[:, :UNKNOWN]
     present = (shares > 0).sum(axis=1)

@@ -142,8 +142,8 @@ def _recognized(top: Folder) -> Layout:
             rest = {one: of[0].name for one, of in places.items()}
             raise UserError(
                 f"{printable(top.path / name)} has no images in class folders, but {counted(folder.images, 'image')}"
-                " without a"
-                f" class. Put them into {printable(name)}/CLASS/, or leave them out: 'data.splits={show(rest)}'."
+                f" without a class. Put them into {printable(name)}/CLASS/, or leave them out:"
+                f" 'data.splits={show(rest)}'."
             )
         places[split] = [folder]  # without images: reported when files are listed
     used = {places[split][0].name.split("/")[0] for split in places}

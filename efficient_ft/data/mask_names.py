@@ -66,7 +66,7 @@ class Matches:
         rule: description of how the names correspond; empty if they are equal.
         image_affix: the (prefix, suffix) of images that masks lack.
         several: two masks of one image; None if there is no such image.
-        suffixes: ends of the names of masks of which an image has several, the most likely class ids first.
+        suffixes: suffixes of the masks if images have several masks; the most likely class ids come first.
     """
 
     pairs: list[tuple[str, str]]
@@ -198,7 +198,7 @@ def _is_another_number(before: str, stem: str, after: str) -> bool:
 
 
 def _several(images: Sequence[str], found: Matches, end: str) -> tuple[tuple[str, str], tuple[str, ...]] | None:
-    """Return two masks of one image, and the suffixes of which most images have several; None if there are none.
+    """Return two masks of one image, and the suffixes of masks that most images have; None if no image has two masks.
 
     Args:
         images: names of images.

@@ -231,9 +231,8 @@ def _unknown(values: np.ndarray, by_color: bool, mode: str, classes: Classes) ->
     smooth = " The file looks smoothed or converted from JPEG." if len(np.unique(values[:10_000])) > 16 else ""
     return (
         f"ids without a class: {shown_values(values, False)}. The classes have the ids {known}; pixels without a"
-        " label have"
-        f" {', '.join(map(str, _ranges(sorted(classes.ignored))))} (data.masks.ignored).{smooth} Correct the mask, or"
-        " map each value to a class: data.masks.values={VALUE: NAME, …}."
+        f" label have {', '.join(map(str, _ranges(sorted(classes.ignored))))} (data.masks.ignored).{smooth}"
+        " Correct the mask, or map each value to a class: data.masks.values={VALUE: NAME, …}."
     )
 
 

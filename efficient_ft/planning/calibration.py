@@ -99,13 +99,13 @@ def calibration_text(folders: Sequence[Path]) -> str:
         raise UserError("None of the planned runs has finished. Run what a plan recommends, then repeat this.")
     rows = [["run", "recipe", "predicted", "measured", "off", "counted off", "step off"]]
     for pair in pairs:
-        (said, felt), step = pair["felt"], pair["step"]
+        (predicted, measured), step = pair["felt"], pair["step"]
         rows.append(
             [
                 pair["folder"],
                 pair["name"],
-                format_bytes(said),
-                format_bytes(felt),
+                format_bytes(predicted),
+                format_bytes(measured),
                 format_percent(_off(pair["felt"]), sign=True),
                 format_percent(_off(pair["counted"]), sign=True),
                 "–" if step is None else format_percent(_off(step), sign=True),

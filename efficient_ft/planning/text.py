@@ -148,7 +148,7 @@ def _excluded(plan: Plan) -> list[str]:
                 sizes.setdefault(_stem(one.name), []).append(one.process_bytes)
         groups: dict[str, list[str]] = {}
         for stem, needed in sorted(sizes.items(), key=lambda pair: min(pair[1])):
-            groups.setdefault(_span(needed), []).append(_several(stem, len(needed)))
+            groups.setdefault(_span(needed, plan.memory_bytes), []).append(_several(stem, len(needed)))
         lines = [f"{', '.join(names)}: needs {span}" for span, names in groups.items()]
         lines += [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
         first = f"Not possible ({len(impossible)}; the budget is {format_bytes(plan.memory_bytes)}):"
@@ -175,9 +175,12 @@ def _several(stem: str, count: int) -> str:
     return stem if count == 1 else f"{stem} ({count} optimizers)"
 
 
-def _span(sizes: Sequence[int]) -> str:
-    """Return the range of sizes."""
-    least, most = map(format_bytes, (min(sizes), max(sizes)))
+def _span(sizes: Sequence[int], budget: int) -> str:
+    """Return the range of sizes above the budget; a size that is printed like the budget is marked as larger."""
+    shown = format_bytes(budget)
+    least, most = (
+        f"slightly more than {text}" if text == shown else text for text in map(format_bytes, (min(sizes), max(sizes)))
+    )
     return least if least == most else f"{least} to {most}"
 
 

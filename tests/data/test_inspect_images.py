@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from efficient_ft.core.input_spec import InputSpec
-from efficient_ft.data import ImageData, open_data
+from efficient_ft.data import ImageData, inspect_images, open_data
 from efficient_ft.data.inspection import DECODED, HEADERS, Inspection
 from tests.data.pictures import SPEC, picture, save, truncate
 
@@ -177,7 +177,7 @@ def test_duplicates(opened: tuple[Path, Open]) -> None:
     assert any("3 of 33 images, compared by pixels" in line for line in found.lines)
 
 
-def test_near_duplicates(opened: tuple[Path, Open]) -> None:
+def test_near_duplicates(opened: tuple[Path, Open], monkeypatch: pytest.MonkeyPatch) -> None:
     root, make = opened
     for name in "ab":
         for i in range(10):
@@ -200,6 +200,9 @@ def test_near_duplicates(opened: tuple[Path, Open]) -> None:
     assert warned(found, "3 images with different labels may be near-duplicates", " ≈ ", "train/b/small.png (train, b)")
     assert found.facts["duplicates"]["groups"] == 1
     assert "near_duplicates" not in make().inspect().facts
+    assert not any(line.startswith("near-duplicates") for line in found.lines)
+    monkeypatch.setattr(inspect_images, "_COMPARED", 10)
+    assert "near-duplicates: 10 of 34 images compared" in make().inspect(thorough=True).lines
 
 
 def test_a_set_without_a_readable_image_has_no_near_duplicates(opened: tuple[Path, Open]) -> None:

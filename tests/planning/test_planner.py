@@ -221,6 +221,8 @@ def test_a_plan_without_a_recommendation_says_what_would_allow_one() -> None:
     assert f"{studied.name} loses the least of those that were studied: loss=2.1 allows it." in text
     assert "never studied" in text
     assert "With memory=1.5GB a recipe fits that is near exact: low bits." in text
+    close = replace(above, process_bytes=plan.memory_bytes + 1)
+    assert "low bits: needs slightly more than 1.12 GiB" in plan_text(replace(plan, excluded=(further, close)))
     slow = replace(plan, options=(option(Exactness.EXACT, 1, 9, on_front=True),))
     assert "time=LONGER allows them" in plan_text(slow)
 
