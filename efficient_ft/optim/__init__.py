@@ -4,14 +4,13 @@
 """
 
 from efficient_ft.optim.in_backward import SteppedInBackward, step_in_backward, steps_in_backward
-from efficient_ft.optim.low_bit import LowBitAdam, LowBitAdamW, low_bit_adam
+from efficient_ft.optim.low_bit import LowBitAdam, LowBitAdamW
 from efficient_ft.optim.states import state_tensors
 
 __all__ = [
     "LowBitAdam",
     "LowBitAdamW",
     "SteppedInBackward",
-    "low_bit_adam",
     "state_tensors",
     "step_in_backward",
     "steps_in_backward",

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.ops.blockwise import BLOCK, AdamStep, Moment, adam_step, is_blockwise
+from efficient_ft.ops.blockwise import AdamStep, Moments, adam_step, empty_moments, is_blockwise
 from efficient_ft.ops.blockwise.update import dense_step
 from efficient_ft.optim.states import plain_states
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_OLD = "exp_avg_scale"  # in states of the form before this one, and of torchao
 
 
 class LowBitAdamW(Optimizer):
     """`torch.optim.AdamW` whose moments are stored block-wise, in 8 or 4 bits per value.
 
-    A step computes in float32 and rounds the moments to codes afterwards. Parameters with fewer than 4096 values, and
-    those that are not a whole number of blocks (256 values in 8 bits, 128 in 4), keep float32 moments. The state holds
-    ordinary tensors: of a parameter in blocks ``exp_avg``, ``exp_avg_sq`` (codes, uint8) and ``exp_avg_scale``,
-    ``exp_avg_sq_scale`` (float32, one per block).
+    A step computes in float32 and rounds the moments to codes afterwards, at random but equally in every run. Blocks have
+    128 values. Parameters with fewer than 4096 values, and those that are not a whole number of blocks, keep float32
+    moments.
 
-    Sources: Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", ICLR 2022; Li,
-    Chen, Zhu, "Memory Efficient Optimizers with 4-bit States", NeurIPS 2023. Blocks and codebooks are those of
-    `torchao.optim`, whose optimizers need a C++ compiler on a CPU, and without compiling take ten times as long.
+    A step never exceeds the bound of AdamW's own steps, however far the gradients of a block are spread: the state holds
+    the ratio m / √v, and √v in steps of equal relative size. Entries of the state of a parameter in blocks: ``ratio`` and
+    ``root`` (codes, uint8), ``ratio_scale`` (float32, one per block) and ``root_range`` (int16, two per block).
+
+    Source of blocks: Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", ICLR 2022.
 
     Args:
         params: parameters or parameter groups.
@@ -54,7 +55,7 @@ class LowBitAdamW(Optimizer):
         *,
         bits: int = 8,
     ) -> None:
-        if bits not in BLOCK:
+        if bits not in (8, 4):
             raise SettingError("bits", bits, "8 or 4")
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
             if not value >= 0:
@@ -100,9 +101,9 @@ class LowBitAdamW(Optimizer):
         )
         # The same memory if it is float32 and contiguous, else a copy.
         values, grad = (t.detach().float().contiguous() for t in (p, p.grad))
-        if "exp_avg_scale" in state:
-            first, second = (Moment(state[name], state[f"{name}_scale"]) for name in _MOMENTS)
-            adam_step(values.view(-1), grad.view(-1), first, second, self.bits, step)
+        if "ratio" in state:
+            moments = Moments(*(state[name] for name in Moments._fields))
+            adam_step(values.view(-1), grad.view(-1), moments, self.bits, step)
         else:
             dense_step(values, grad, state["exp_avg"], state["exp_avg_sq"], step)
         if values.data_ptr() != p.data_ptr():
@@ -110,24 +111,26 @@ class LowBitAdamW(Optimizer):
 
     def _empty_state(self, p: Tensor) -> dict[str, Tensor]:
         """Moments of zero."""
-        state = {"step": torch.zeros((), dtype=torch.float32)}
-        for name in _MOMENTS:
-            if is_blockwise(p.numel(), self.bits):
-                state[name] = torch.zeros(p.numel() * self.bits // 8, dtype=torch.uint8, device=p.device)
-                state[f"{name}_scale"] = torch.zeros(
-                    p.numel() // BLOCK[self.bits], dtype=torch.float32, device=p.device
-                )
-            else:
-                state[name] = torch.zeros(p.shape, dtype=torch.float32, device=p.device)
-        return state
+        step = torch.zeros((), dtype=torch.float32)
+        if is_blockwise(p.numel()):
+            return {"step": step, **empty_moments(p.numel(), self.bits, p.device)._asdict()}
+        zeros = {name: torch.zeros(p.shape, dtype=torch.float32, device=p.device) for name in ("exp_avg", "exp_avg_sq")}
+        return {"step": step, **zeros}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state exactly, on the devices of the parameters.
 
         Raises:
-            UserError: the state is of other bits or of another optimizer.
+            UserError: the state is of other bits, of another optimizer or of an earlier form.
         """
         states = plain_states(self, state_dict)
+        if any(_OLD in state or hasattr(state.get("exp_avg"), "codes") for state in states.values()):
+            raise UserError(
+                "The optimizer's state has an earlier form, or torchao's, in which small second moments can become 0 and"
+                f" steps too large. {type(self).__name__} cannot continue it. Finish the training with the version that"
+                " began it. Or start again: pass resume=never for a run, which then trains from the beginning; leave out"
+                " load_state_dict in a loop, which keeps the weights."
+            )
         for p, state in states.items():
             expected = {name: t.shape for name, t in self._empty_state(p).items()}
             if {name: t.shape for name, t in state.items()} != expected:
@@ -167,27 +170,3 @@ class LowBitAdam(LowBitAdamW):
         bits: int = 8,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, bits=bits)
-
-
-def low_bit_adam(params: Iterable[Any], bits: int, decoupled: bool = True, **options: Any) -> Optimizer:
-    """Return the low-bit Adam or AdamW for the device of the parameters: torchao's on CUDA, else this package's.
-
-    Both have the same state dict, so that a training continues on another device.
-
-    Args:
-        params: parameters or parameter groups.
-        bits: 8 or 4.
-        decoupled: AdamW; False: Adam.
-        options: ``lr``, ``betas``, ``eps``, ``weight_decay``.
-
-    Raises:
-        SettingError: a value outside the ranges of `LowBitAdamW`.
-        UserError: the parameters are on a CUDA device, and torchao is not installed.
-    """
-    params = list(params)
-    listed = [p for one in params for p in (one["params"] if isinstance(one, dict) else [one])]
-    if any(isinstance(p, nn.Parameter) and p.device.type == "cuda" for p in listed):
-        from efficient_ft.optim.torchao import torchao_class
-
-        return torchao_class(bits, decoupled)(params, **options)
-    return (LowBitAdamW if decoupled else LowBitAdam)(params, bits=bits, **options)

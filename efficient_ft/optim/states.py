@@ -17,7 +17,7 @@ def plain_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[Tenso
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:
-    """Return the tensors of an optimizer's state; of torchao's tensor subclasses the ordinary ones inside."""
+    """Return the tensors of an optimizer's state; of tensor subclasses the ordinary ones inside."""
     values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     return [part for value in values for part in _parts(value)]
 

@@ -12,7 +12,7 @@ from torch import nn
 from efficient_ft.config import OptimConfig
 from efficient_ft.core.errors import UserError
 from efficient_ft.models.view import view
-from efficient_ft.optim import low_bit_adam, step_in_backward
+from efficient_ft.optim import LowBitAdam, LowBitAdamW, step_in_backward
 
 #: Without `optim.warmup_steps`, the warm-up is this share of the run, and at most this many optimizer steps.
 WARMUP_SHARE, WARMUP_AT_MOST = 4, 100
@@ -70,7 +70,7 @@ def build_optimizer(network: nn.Module, optim: OptimConfig, precision: str = "fp
     As in timm, norms and biases have no weight decay; layer decay gives deeper layers a higher learning rate, by
     timm's grouping of the model. `optim.head_lr_mult` multiplies the classifier's learning rate.
 
-    With `optim.state_bits` below 32 the moments are kept in blocks (`optim.low_bit_adam`); with `optim.in_backward` the
+    With `optim.state_bits` below 32 the moments are kept in blocks (`optim.LowBitAdamW`); with `optim.in_backward` the
     backward pass steps (`optim.step_in_backward`).
 
     Args:
@@ -79,7 +79,7 @@ def build_optimizer(network: nn.Module, optim: OptimConfig, precision: str = "fp
         precision: of the run; fused kernels are used in fp32 only.
 
     Raises:
-        UserError: no parameter requires a gradient; low-bit states on CUDA without torchao.
+        UserError: no parameter requires a gradient.
     """
     if not any(p.requires_grad for p in network.parameters()):
         raise UserError(
@@ -112,8 +112,8 @@ def build_optimizer(network: nn.Module, optim: OptimConfig, precision: str = "fp
 
 def _build(groups: list[dict[str, Any]], optim: OptimConfig, device: str, precision: str) -> torch.optim.Optimizer:
     if optim.state_bits < 32:
-        decoupled = optim.name == "adamw"
-        return low_bit_adam(groups, optim.state_bits, decoupled, lr=optim.lr, betas=optim.betas)
+        low_bit = LowBitAdamW if optim.name == "adamw" else LowBitAdam
+        return low_bit(groups, lr=optim.lr, betas=optim.betas, bits=optim.state_bits)
     # Lightning refuses to clip for fused kernels under autocast, since they unscale fp16 gradients themselves.
     fused = device in ("cpu", "cuda") and precision == "fp32"
     if optim.name == "sgd":

@@ -1,19 +1,19 @@
-"""Optimizer states in 8 or 4 bits: blocks of values, each with a scale and codes of a codebook.
+"""Adam's moments in 8 or 4 bits: blocks of values, each with codes, a scale and a range.
 
-`form` has the form in plain torch, `update` the step of Adam over states in it, and `kernels` its CPU kernel.
+`form` has the form in plain torch, `update` the step of Adam over states in it, and `kernels` its CPU and GPU kernels.
 """
 
-from efficient_ft.ops.blockwise.form import BLOCK, MIN_SIZE, codebook, dequantize, is_blockwise, quantize
-from efficient_ft.ops.blockwise.update import AdamStep, Moment, adam_step
+from efficient_ft.ops.blockwise.form import BLOCK, MIN_SIZE, Moments, dequantize, empty_moments, is_blockwise, quantize
+from efficient_ft.ops.blockwise.update import AdamStep, adam_step
 
 __all__ = [
     "BLOCK",
     "MIN_SIZE",
     "AdamStep",
-    "Moment",
+    "Moments",
     "adam_step",
-    "codebook",
     "dequantize",
+    "empty_moments",
     "is_blockwise",
     "quantize",
 ]

@@ -1,83 +1,144 @@
-"""The block-wise form: values divided by the largest magnitude of their block, each as the nearest code of a codebook.
+"""The block-wise form of Adam's moments m and v: codes of the ratio m / √v and of the root √v.
 
-Sources: Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", ICLR 2022 (blocks,
-dynamic codebook); Li, Chen, Zhu, "Memory Efficient Optimizers with 4-bit States", NeurIPS 2023 (blocks of 128, a linear
-codebook without zero for the second moment). Block sizes, codebooks, the order of the two codes in a byte and the
-choice of tensors are torchao's, so that a state can be read by either.
+A code of the root counts equal steps between the smallest and the largest positive root of its block, in the order of
+float32 numbers: nearly a logarithm. A positive root never becomes 0, however far the roots of a block are spread, and 0
+has a code of its own. The ratio, which no spread affects, is a signed square of its code. Storing the ratio instead of m
+keeps Adam's bound on a step: an error of the root changes m and √v by the same factor.
+
+v changes by a thousandth per step (beta2 = 0.999), which rounding to nearest would lose. Codes are therefore rounded at
+random, from a hash of position and step: the same in every run. The ratio has no bias; the root is rounded up slightly
+more often, so that coarse codes make steps smaller rather than larger.
+
+Source of blocks: Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", ICLR 2022.
 """
 
 from __future__ import annotations
 
-import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-#: Values in a block, by bits.
-BLOCK = {8: 256, 4: 128}
+from efficient_ft.ops.packing.eight_bits import uniform
+
+#: Values in a block.
+BLOCK = 128
 #: Smaller tensors keep their values.
 MIN_SIZE = 4096
-#: The smallest scale of a block.
-SMALLEST = 1e-12
+#: Float32 numbers in a unit of the codes' distance, by bits.
+UNIT = {8: 256, 4: 4096}
+#: The largest root, √(2^128), as an integer; larger ones and NaN are stored as this.
+LARGEST = 0x5F7FFFFF
+#: The smallest largest ratio of a block.
+SMALLEST = 1e-30
 
 
-def is_blockwise(size: int, bits: int) -> bool:
-    """Return whether the states of a parameter of `size` values are kept in blocks: whole blocks, and not few."""
-    return size >= MIN_SIZE and size % BLOCK[bits] == 0
+class Moments(NamedTuple):
+    """Moments in the block-wise form.
 
-
-@functools.cache
-def codebook(bits: int, signed: bool) -> tuple[float, ...]:
-    """Return the 2^bits values of the codes, ascending, the largest 1.
-
-    Dynamic: of E decades (7 for 8 bits, 3 for 4) the one below 1 is divided most finely, and each smaller one half as
-    finely. The midpoints of the divisions are the values, with 0 and 1. The unsigned one for 4 bits is linear,
-    without 0: a second moment of 0 would make the step unbounded.
+    Attributes:
+        ratio: (n · bits / 8,) uint8, codes of m / √v; in 4 bits two in a byte, the first in the high half.
+        ratio_scale: (blocks,) float32, the ratio at code 1.
+        root: (n · bits / 8,) uint8, codes of √v; 0 is exactly 0.
+        root_range: (blocks, 2) int16: upper half of the smallest positive root's bits, distance of the codes in units.
     """
-    if (bits, signed) == (4, False):
-        return tuple(k / 16 for k in range(1, 17))
-    decades = {8: 7, 4: 3}[bits]
-    values = [0.0, 1.0]
-    for i in range(decades):
-        count = 2 ** (i if signed else i + 1)
-        midpoints = [(0.1 + 0.9 * (k + 0.5) / count) * 10.0 ** (i + 1 - decades) for k in range(count)]
-        values += midpoints + ([-x for x in midpoints] if signed else [])
-    return tuple(sorted(values))
+
+    ratio: Tensor
+    ratio_scale: Tensor
+    root: Tensor
+    root_range: Tensor
 
 
-@functools.cache
-def _values(bits: int, signed: bool, device: torch.device) -> Tensor:
-    return torch.tensor(codebook(bits, signed), dtype=torch.float32, device=device)
+def is_blockwise(size: int) -> bool:
+    """Return whether the moments of a parameter of `size` values are kept in blocks: whole blocks, and not few."""
+    return size >= MIN_SIZE and size % BLOCK == 0
 
 
-@functools.cache
-def _midpoints(bits: int, signed: bool, device: torch.device) -> Tensor:
-    values = _values(bits, signed, device).double()
-    return ((values[:-1] + values[1:]) / 2).float()
+def empty_moments(size: int, bits: int, device: torch.device | None = None) -> Moments:
+    """Return moments of zero for a parameter of `size` values."""
+    blocks, codes = size // BLOCK, size * bits // 8
+    return Moments(
+        torch.zeros(codes, dtype=torch.uint8, device=device),
+        torch.zeros(blocks, dtype=torch.float32, device=device),
+        torch.zeros(codes, dtype=torch.uint8, device=device),
+        torch.zeros(blocks, 2, dtype=torch.int16, device=device),
+    )
 
 
-def quantize(x: Tensor, bits: int, signed: bool) -> tuple[Tensor, Tensor]:
-    """Quantize x to the nearest codes; a midpoint goes to the larger one.
+def levels(bits: int) -> tuple[int, int]:
+    """Return the largest code of the ratio, and the steps from the smallest to the largest positive root."""
+    return 2 ** (bits - 1) - 1, 2**bits - 2
+
+
+def seed_of(step: int) -> int:
+    """Return the seed of the random rounding in a step."""
+    return step * 0x9E3779B9 % 2**32
+
+
+def quantize(m: Tensor, root: Tensor, bits: int, step: int) -> Moments:
+    """Round moments to codes.
 
     Args:
-        x: (n,) float32, n a multiple of ``BLOCK[bits]``.
+        m: (n,) float32, n a multiple of ``BLOCK``.
+        root: (n,) float32, the root of v.
         bits: 8 or 4.
-        signed: of the codebook; x >= 0 if not.
-
-    Returns:
-        Codes (n · bits / 8,) uint8, in 4 bits two in a byte, the first in the high half; scales (blocks,) float32. In a
-        block with NaN the scale is NaN.
+        step: of the optimizer; determines the rounding.
     """
-    blocks = x.view(-1, BLOCK[bits])
-    scale = blocks.abs().amax(1).clamp_min(SMALLEST)
-    codes = torch.bucketize(blocks / scale[:, None], _midpoints(bits, signed, x.device), out_int32=True, right=True)
+    noise = uniform(m.numel(), torch.tensor(seed_of(step)), m.device).view(-1, BLOCK)
+    ratio, scale = _ratio_codes((m / root).view(-1, BLOCK), bits, noise * 4096 % 1)
+    roots, range_ = _root_codes(root.view(-1, BLOCK), bits, noise)
+    return Moments(_to_bytes(ratio, bits), scale, _to_bytes(roots, bits), range_)
+
+
+def dequantize(moments: Moments, bits: int) -> tuple[Tensor, Tensor]:
+    """Return m and v, (n,) float32."""
+    ratio, roots = (_from_bytes(codes, bits) for codes in (moments.ratio, moments.root))
+    low, distance = moments.root_range.int().unbind(1)
+    integers = (low << 16)[:, None] + (roots - 1) * (distance * UNIT[bits])[:, None]
+    root = integers.clamp_(max=LARGEST).view(torch.float32).mul_(roots > 0)
+    signed = ratio - 2 ** (bits - 1)
+    m = (signed * signed.abs()).float() * moments.ratio_scale[:, None] * root
+    return m.view(-1), (root * root).view(-1)
+
+
+def _ratio_codes(ratio: Tensor, bits: int, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes (blocks, BLOCK) int32 and scales; a ratio that is not finite becomes 0."""
+    top, _ = levels(bits)
+    ratio = torch.where(ratio.isfinite(), ratio, 0.0)
+    size = ratio.abs()
+    scale = size.amax(1).clamp_min_(SMALLEST) * (1 / top**2)
+    size = size * (1 / scale)[:, None]
+    code = size.sqrt().floor_()
+    up = noise * (2 * code + 1) < size - code * code  # the mean of the squares of both codes is the size
+    code = (code + up).clamp_max_(top).int()
+    return torch.where(ratio < 0, -code, code) + 2 ** (bits - 1), scale
+
+
+def _root_codes(root: Tensor, bits: int, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes (blocks, BLOCK) int32 and ranges."""
+    _, top = levels(bits)
+    integers = (root.view(torch.int32) & 0x7FFFFFFF).clamp_max_(LARGEST)
+    positive = integers > 0
+    low = torch.where(positive, integers, LARGEST).amin(1) >> 16
+    span = integers.amax(1) - (low << 16)
+    distance = ((span + (top * UNIT[bits] - 1)) // (top * UNIT[bits])).clamp_min_(1)
+    one = (distance * UNIT[bits]).float()[:, None]
+    place = (integers - (low << 16)[:, None]).float() * (1 / one)
+    code = place.floor()
+    rest = place - code
+    # More often up than in proportion, the more octaves (2^23 numbers) are between two codes.
+    up = noise < rest + (one * 2.0**-22).clamp_max_(1) * (rest - rest * rest)
+    code = (code + up).clamp_(0, top).int() + 1
+    return torch.where(positive, code, 0), torch.stack((low, distance), 1).short()
+
+
+def _to_bytes(codes: Tensor, bits: int) -> Tensor:
     codes = codes.view(-1).to(torch.uint8)
-    return (codes if bits == 8 else codes[::2] << 4 | codes[1::2]), scale
+    return codes if bits == 8 else codes[::2] << 4 | codes[1::2]
 
 
-def dequantize(codes: Tensor, scale: Tensor, bits: int, signed: bool) -> Tensor:
-    """Return the values (n,) float32 of what `quantize` returned."""
+def _from_bytes(codes: Tensor, bits: int) -> Tensor:
+    """Return codes (blocks, BLOCK) int32."""
     if bits == 4:
         codes = torch.stack((codes >> 4, codes & 15), 1)
-    values = _values(bits, signed, codes.device)[codes.view(-1).int()]
-    return (values.view(-1, BLOCK[bits]) * scale[:, None]).view(-1)
+    return codes.view(-1, BLOCK).int()

@@ -1,7 +1,7 @@
-"""The CPU kernel of the block-wise step. From the same gradients it finds the codes and scales of the plain torch form;
-parameters differ by rounding, since torch's square root is not exact to the last bit.
+"""The kernels of the block-wise step: numba's on a CPU, Triton's on a GPU.
 
-Optional: without numba the plain torch form is used.
+From the same gradients they find the codes of the plain torch form, except where the last bit of a square root or a
+quotient decides. Optional: without numba or Triton the plain torch form is used.
 """
 
 from __future__ import annotations
@@ -14,55 +14,50 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from efficient_ft.ops.blockwise.form import BLOCK, SMALLEST, codebook
+from efficient_ft.ops.blockwise.form import BLOCK, LARGEST, SMALLEST, UNIT, Moments, levels, seed_of
 from efficient_ft.ops.packing.kernels.cpu import _run as run_in_threads
 
-_AT_A_TIME = 1 << 14  # values that a thread updates at a time
+_AT_A_TIME = 1 << 14  # values that a thread of a CPU updates at a time
+_ROWS = 8  # blocks that a program of a GPU updates
 
 
 def supports(x: Tensor) -> bool:
-    """Return whether the kernel takes this tensor."""
-    return x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() > 0 and _kernels() is not None
+    """Return whether a kernel takes this tensor."""
+    return x.dtype == torch.float32 and x.numel() > 0 and _kernels(x.device.type) is not None
 
 
-def adam_step(
-    p: Tensor, grad: Tensor, first: Sequence[Tensor], second: Sequence[Tensor], bits: int, factors: Sequence[float]
-) -> None:
-    """Compute `blockwise.adam_step` with the `factors` of its step."""
-    size, n = BLOCK[bits], p.numel()
-    at_a_time = _AT_A_TIME // size
+def adam_step(p: Tensor, grad: Tensor, moments: Moments, bits: int, factors: Sequence[float], step: int) -> None:
+    """Compute `blockwise.adam_step` with the `factors` and the number of its step."""
+    (_on_cpu if p.device.type == "cpu" else _on_gpu)(p, grad, moments, bits, factors, seed_of(step))
+
+
+def _on_cpu(p: Tensor, grad: Tensor, moments: Moments, bits: int, factors: Sequence[float], seed: int) -> None:
+    at_a_time, n = _AT_A_TIME // BLOCK, p.numel()
     numbers = np.array([*factors, SMALLEST], np.float32)
-    tables = [array.ctypes.data for signed in (True, False) for array in search_table(bits, signed)]
-    addresses = [t.data_ptr() for t in (p, grad, *first, *second)]
-    jobs = -(-(n // size) // at_a_time)
-    run_in_threads(_kernels().adam_step(bits), [jobs, at_a_time, n, *addresses, numbers.ctypes.data, *tables])
+    addresses = [t.data_ptr() for t in (p, grad, *moments)]
+    jobs = -(-(n // BLOCK) // at_a_time)
+    run_in_threads(_kernels("cpu").adam_step(bits), [jobs, at_a_time, n, *addresses, numbers.ctypes.data, seed])
+
+
+def _on_gpu(p: Tensor, grad: Tensor, moments: Moments, bits: int, factors: Sequence[float], seed: int) -> None:
+    blocks, (ratio_top, root_top) = p.numel() // BLOCK, levels(bits)
+    numbers = torch.tensor([*factors, SMALLEST], dtype=torch.float32).to(p.device, non_blocking=True)
+    with torch.cuda.device_of(p):
+        _kernels("cuda").adam_step[(-(-blocks // _ROWS),)](
+            p, grad, *moments, numbers, seed - (seed >> 31 << 32), blocks, BITS=bits, ROWS=_ROWS, SIZE=BLOCK,
+            RATIO_TOP=ratio_top, ROOT_TOP=root_top, UNIT=UNIT[bits], LARGEST=LARGEST,
+        )  # fmt: skip
 
 
 @functools.cache
-def search_table(bits: int, signed: bool) -> tuple[Any, Any]:
-    """Return the tables that find the nearest code of a number x from -1 to 1 without a search.
-
-    Returns:
-        start: (2^16,) uint8: by the upper half of the bits of x, the code of the smallest number with this half. It
-            is that of x too, or the next one: in each half there is at most one midpoint.
-        table: (2 · 2^bits,) float32: the values of the codes, and the numbers from which on the next code is nearer.
-    """
-    values = np.array(codebook(bits, signed), np.float64).astype(np.float32)
-    midpoints = ((values[:-1].astype(np.float64) + values[1:]) / 2).astype(np.float32)
-    halves = np.arange(1 << 16, dtype=np.uint32) << 16
-    ends = np.stack((halves, halves | 0xFFFF)).view(np.float32)
-    low, high = np.sort(ends, 0)  # NaN last
-    start, stop = (np.searchsorted(midpoints, end, side="right") for end in (low, high))
-    numbers = np.isfinite(low) & (np.abs(low) <= 2) & np.isfinite(high)
-    assert (stop - start)[numbers].max() <= 1
-    start[~np.isfinite(ends).all(0)] = len(values) - 1  # as torch.bucketize places NaN
-    return start.astype(np.uint8), np.concatenate((values, midpoints, np.array([np.inf], np.float32)))
-
-
-@functools.cache
-def _kernels() -> Any:
+def _kernels(device: str) -> Any:
     try:
-        from efficient_ft.ops.blockwise import numba_kernels
+        if device == "cpu":
+            from efficient_ft.ops.blockwise import numba_kernels as kernels
+        elif device == "cuda":
+            from efficient_ft.ops.blockwise import triton_kernels as kernels
+        else:
+            return None
     except ImportError:
         return None
-    return numba_kernels
+    return kernels

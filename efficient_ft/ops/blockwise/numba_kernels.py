@@ -11,115 +11,131 @@ import functools
 from typing import Any
 
 import numpy as np
-from numba import carray, float32, int32, njit, uint8, uint32
+from numba import carray, float32, int16, int32, njit, uint8, uint32
 
-from efficient_ft.ops.blockwise.form import BLOCK
-from efficient_ft.ops.packing.kernels.numba_kernels import _address, _take, as_job
+from efficient_ft.ops.blockwise.form import BLOCK, LARGEST, UNIT, levels
+from efficient_ft.ops.packing.kernels.numba_kernels import _address, _noise, _take, as_job
 
 # Division as the processor does it: by 0 it is infinite, and the loop is vectorized.
 _jit: Any = njit(nogil=True, boundscheck=False, error_model="numpy")
+_LARGEST, _FINITE = np.int32(LARGEST), np.finfo(np.float32).max
 
 
 @_jit
-def _decode_8(codes, scale, values, x):
-    for i in range(len(x)):
-        x[i] = values[codes[i]] * scale
-
-
-@_jit
-def _decode_4(codes, scale, values, x):
-    for i in range(len(codes)):
-        x[2 * i] = values[codes[i] >> uint8(4)] * scale
-        x[2 * i + 1] = values[codes[i] & uint8(15)] * scale
-
-
-@_jit
-def _largest(bits, largest):
-    """Return the largest magnitude: as integers, without the sign bit, floats keep their order, NaN last."""
-    for i in range(len(bits)):
-        largest = max(largest, bits[i] & int32(0x7FFFFFFF))
-    return largest
-
-
-@_jit
-def _encode(x, scale, start, table, codes):
-    midpoints = table[len(table) // 2 :]
-    for i in range(len(x)):
-        x[i] = x[i] / scale
-    bits = x.view(np.uint32)
-    for i in range(len(x)):
-        code = start[bits[i] >> uint32(16)]
-        codes[i] = code + uint8(x[i] >= midpoints[code])
-
-
-@_jit
-def _store_8(codes, held):
-    held[:] = codes
-
-
-@_jit
-def _store_4(codes, held):
-    for i in range(len(held)):
-        held[i] = uint8(codes[2 * i] << uint8(4)) | codes[2 * i + 1]
+def _decode(ratio, root, scale, low, one, zero, m, v_bits):
+    """Write m / √v to m, and the bits of √v to v_bits."""
+    for i in range(len(m)):
+        signed = int32(ratio[i]) - zero
+        m[i] = float32(int32(signed * abs(signed))) * scale
+        bits = min(int32(low + int32(int32(root[i]) - int32(1)) * one), _LARGEST)
+        v_bits[i] = bits if root[i] != uint8(0) else int32(0)
 
 
 @_jit
 def _step(p, grad, m, v, factors):
+    """Update p; replace m by its ratio to √v, and v by √v."""
     l2, decay, beta1, rest1 = factors[0], factors[1], factors[2], factors[3]
     beta2, rest2, correction, eps, rate = factors[4], factors[5], factors[6], factors[7], factors[8]
     for i in range(len(p)):
         g = grad[i] if l2 == float32(0) else p[i] * l2 + grad[i]
-        m[i] = m[i] * beta1 + g * rest1
-        v[i] = v[i] * beta2 + g * g * rest2
-        denominator = np.sqrt(v[i]) * correction + eps
-        p[i] = p[i] * decay - m[i] / denominator * rate
+        new = m[i] * v[i] * beta1 + g * rest1
+        root = np.sqrt(v[i] * v[i] * beta2 + g * g * rest2)
+        p[i] = p[i] * decay - new / (root * correction + eps) * rate
+        ratio = new / root
+        m[i] = ratio if abs(ratio) <= _FINITE else float32(0)
+        v[i] = root
+
+
+@_jit
+def _bounds(m_bits, v_bits, largest, low, high):
+    """Return the largest ratio, and the smallest positive and the largest root, as integers, which keep the order."""
+    for i in range(len(m_bits)):
+        largest = max(largest, m_bits[i] & int32(0x7FFFFFFF))
+        bits = min(v_bits[i] & int32(0x7FFFFFFF), _LARGEST)
+        v_bits[i] = bits
+        low = min(low, bits if bits > int32(0) else _LARGEST)
+        high = max(high, bits)
+    return largest, low, high
+
+
+@_jit
+def _encode(m, v_bits, inverse, low, one, tops, base, ratio, root):
+    ratio_top, root_top, zero = tops
+    closer, unit = float32(1) / float32(one), min(float32(one) * float32(2.0**-22), float32(1))
+    for i in range(len(m)):
+        noise = _noise(i, base)
+        place = float32(int32(v_bits[i] - low)) * closer
+        code = int32(place)
+        rest = place - float32(code)
+        code = int32(code + int32(noise < rest + unit * (rest - rest * rest)))
+        root[i] = uint8(min(code, root_top) + int32(1)) if v_bits[i] > int32(0) else uint8(0)
+
+        noise = noise * float32(4096)
+        noise = noise - float32(int32(noise))
+        size = abs(m[i]) * inverse
+        code = int32(np.sqrt(size))
+        whole = float32(code)
+        code = min(int32(code + int32(noise * (float32(2) * whole + float32(1)) < size - whole * whole)), ratio_top)
+        ratio[i] = uint8(zero + (int32(-code) if m[i] < float32(0) else code))
+
+
+@_jit
+def _spread(held, codes):
+    for i in range(len(held)):
+        codes[2 * i] = held[i] >> uint8(4)
+        codes[2 * i + 1] = held[i] & uint8(15)
+
+
+@_jit
+def _join(codes, held):
+    for i in range(len(held)):
+        held[i] = uint8(codes[2 * i] << uint8(4)) | codes[2 * i + 1]
 
 
 @functools.cache
 def adam_step(bits: int) -> Any:
     """Compile the job that updates a parameter and its moments, some blocks at a time."""
-    size, levels = BLOCK[bits], 1 << bits
-    of = size * bits // 8  # bytes of the codes of a block
+    of = BLOCK * bits // 8  # bytes of the codes of a block
+    ratio_top, root_top = (np.int32(top) for top in levels(bits))
+    unit, zero = np.int32(UNIT[bits]), np.int32(2 ** (bits - 1))
+    part, least = np.float32(1 / ratio_top**2), np.int32(root_top * unit)
 
     @as_job(bits, cache=True)
     def job_of(pointer):
         job = carray(pointer, 16)
-        jobs, at_a_time, n = job[1], job[2], job[3]
-        blocks = n // size
-        p, grad = carray(_address(job[4]), (blocks, size), float32), carray(_address(job[5]), (blocks, size), float32)
-        m_codes, v_codes = carray(_address(job[6]), (blocks, of), uint8), carray(_address(job[8]), (blocks, of), uint8)
-        m_scale, v_scale = carray(_address(job[7]), (blocks,), float32), carray(_address(job[9]), (blocks,), float32)
+        jobs, at_a_time, n, seed = job[1], job[2], job[3], uint32(job[11])
+        blocks = n // BLOCK
+        p, grad = carray(_address(job[4]), (blocks, BLOCK), float32), carray(_address(job[5]), (blocks, BLOCK), float32)
+        ratio, root = carray(_address(job[6]), (blocks, of), uint8), carray(_address(job[8]), (blocks, of), uint8)
+        scale, range_ = carray(_address(job[7]), (blocks,), float32), carray(_address(job[9]), (blocks, 2), int16)
         factors = carray(_address(job[10]), (10,), float32)
-        m_start, v_start = carray(_address(job[11]), (1 << 16,), uint8), carray(_address(job[13]), (1 << 16,), uint8)
-        m_table = carray(_address(job[12]), (2 * levels,), float32)
-        v_table = carray(_address(job[14]), (2 * levels,), float32)
         smallest = factors.view(np.int32)[9]
-        m, v = np.empty(size, np.float32), np.empty(size, np.float32)
-        m_bits, v_bits = m_scale.view(np.int32), v_scale.view(np.int32)
-        codes = np.empty(size, np.uint8)
+        m, v = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+        m_bits, v_bits, largest = m.view(np.int32), v.view(np.int32), np.empty(1, np.float32)
+        ratio_codes, root_codes = np.empty(BLOCK, np.uint8), np.empty(BLOCK, np.uint8)
         while True:
             taken = _take(job)
             if taken >= jobs:
                 return
             for b in range(taken * at_a_time, min((taken + 1) * at_a_time, blocks)):
                 if bits == 8:
-                    _decode_8(m_codes[b], m_scale[b], m_table, m)
-                    _decode_8(v_codes[b], v_scale[b], v_table, v)
+                    ratio_codes, root_codes = ratio[b], root[b]
                 else:
-                    _decode_4(m_codes[b], m_scale[b], m_table, m)
-                    _decode_4(v_codes[b], v_scale[b], v_table, v)
+                    _spread(ratio[b], ratio_codes)
+                    _spread(root[b], root_codes)
+                low, one = int32(int32(range_[b, 0]) << int32(16)), int32(int32(range_[b, 1]) * unit)
+                _decode(ratio_codes, root_codes, scale[b], low, one, zero, m, v_bits)
                 _step(p[b], grad[b], m, v, factors)
-                m_bits[b] = _largest(m.view(np.int32), smallest)
-                v_bits[b] = _largest(v.view(np.int32), smallest)
-                _encode(m, m_scale[b], m_start, m_table, codes)
-                if bits == 8:
-                    _store_8(codes, m_codes[b])
-                else:
-                    _store_4(codes, m_codes[b])
-                _encode(v, v_scale[b], v_start, v_table, codes)
-                if bits == 8:
-                    _store_8(codes, v_codes[b])
-                else:
-                    _store_4(codes, v_codes[b])
+                largest.view(np.int32)[0], low, high = _bounds(m_bits, v_bits, smallest, _LARGEST, int32(0))
+                low = int32(low >> int32(16))
+                distance = max(int32(int32(high - int32(low << int32(16)) + least - int32(1)) // least), int32(1))
+                range_[b, 0], range_[b, 1] = int16(low), int16(distance)
+                scale[b] = largest[0] * part
+                low, one, inverse = int32(low << int32(16)), int32(distance * unit), float32(1) / scale[b]
+                base = uint32(seed + uint32(b * BLOCK))
+                _encode(m, v_bits, inverse, low, one, (ratio_top, root_top, zero), base, ratio_codes, root_codes)
+                if bits == 4:
+                    _join(ratio_codes, ratio[b])
+                    _join(root_codes, root[b])
 
     return job_of

@@ -11,14 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from efficient_ft.ops.blockwise import kernels
-from efficient_ft.ops.blockwise.form import dequantize, quantize
-
-
-class Moment(NamedTuple):
-    """A moment in the block-wise form: codes uint8 and scales float32, as `quantize` returns them."""
-
-    codes: Tensor
-    scale: Tensor
+from efficient_ft.ops.blockwise.form import Moments, dequantize, quantize
 
 
 class AdamStep(NamedTuple):
@@ -56,33 +49,32 @@ class AdamStep(NamedTuple):
         )
 
 
-def adam_step(p: Tensor, grad: Tensor, first: Moment, second: Moment, bits: int, step: AdamStep) -> None:
+def adam_step(p: Tensor, grad: Tensor, moments: Moments, bits: int, step: AdamStep) -> None:
     """Update a parameter and its block-wise moments, in place.
 
     Args:
         p: (n,) float32, contiguous.
         grad: (n,) float32, contiguous; not changed.
-        first, second: the moments; updated.
+        moments: of the parameter; updated.
         bits: of the codes, 8 or 4.
         step: the numbers of the step.
     """
     if kernels.supports(p):
-        kernels.adam_step(p, grad, first, second, bits, step.factors())
+        kernels.adam_step(p, grad, moments, bits, step.factors(), step.step)
     else:
-        adam_step_reference(p, grad, first, second, bits, step)
+        adam_step_reference(p, grad, moments, bits, step)
 
 
-def adam_step_reference(p: Tensor, grad: Tensor, first: Moment, second: Moment, bits: int, step: AdamStep) -> None:
+def adam_step_reference(p: Tensor, grad: Tensor, moments: Moments, bits: int, step: AdamStep) -> None:
     """Compute `adam_step` in plain torch."""
-    m, v = dequantize(*first, bits, True), dequantize(*second, bits, False)
-    dense_step(p, grad, m, v, step)
-    for moment, values, signed in ((first, m, True), (second, v, False)):
-        for held, new in zip(moment, quantize(values, bits, signed), strict=True):
-            held.copy_(new)
+    m, v = dequantize(moments, bits)
+    root = dense_step(p, grad, m, v, step)
+    for held, new in zip(moments, quantize(m, root, bits, step.step), strict=True):
+        held.copy_(new)
 
 
-def dense_step(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: AdamStep) -> None:
-    """Update a parameter and its moments m and v, all float32 of one shape, in place.
+def dense_step(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: AdamStep) -> Tensor:
+    """Update a parameter and its moments m and v, all float32 of one shape, in place; return the root of v.
 
     Every product is rounded before it is added, as in the kernel; ``add_(x, alpha=a)`` and ``lerp_`` round once.
     """
@@ -91,5 +83,6 @@ def dense_step(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: AdamStep) ->
         grad = p * l2 + grad
     m.mul_(beta1).add_(grad * rest1)
     v.mul_(beta2).add_((grad * grad).mul_(rest2))
-    denominator = v.sqrt().mul_(correction).add_(eps)
-    p.mul_(decay).sub_((m / denominator).mul_(rate))
+    root = v.sqrt()
+    p.mul_(decay).sub_((m / (root * correction).add_(eps)).mul_(rate))
+    return root

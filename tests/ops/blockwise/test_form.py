@@ -1,4 +1,4 @@
-"""The block-wise form: codebooks, rounding to the nearest code, and the CPU kernel's tables."""
+"""The block-wise form: codes next to each value, exact zeros, unbiased rounding, and extreme values."""
 
 from __future__ import annotations
 
@@ -8,78 +8,109 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from efficient_ft.ops.blockwise import BLOCK, codebook, dequantize, is_blockwise, quantize
-from efficient_ft.ops.blockwise.kernels import search_table
-from tests.ops.blockwise.reference import CODES, rounded
-
-FORMS = [(8, True), (8, False), (4, True), (4, False)]
+from efficient_ft.ops.blockwise import BLOCK, dequantize, is_blockwise, quantize
+from efficient_ft.ops.blockwise.form import LARGEST, Moments
+from tests.ops.blockwise.reference import neighbors, ratio_values, root_values
 
 
-@pytest.mark.parametrize(("bits", "signed"), FORMS)
-def test_codebooks_are_those_of_the_papers(bits: int, signed: bool) -> None:
-    values = codebook(bits, signed)
-    assert len(values) == 2**bits
-    np.testing.assert_allclose(values, CODES[bits, signed], rtol=1e-12)
-    assert (0.0 in values) == ((bits, signed) != (4, False)), "a linear second moment has no 0"
+def values_of(moments: Moments, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """The ratios and the roots that a state stands for, float64."""
+    m, v = (x.double().numpy() for x in dequantize(moments, bits))
+    roots = np.sqrt(v)
+    return np.divide(m, roots, out=np.zeros_like(m), where=roots > 0), roots
 
 
-@pytest.mark.parametrize(("bits", "signed"), FORMS)
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**16), spread=st.floats(0.1, 6), blocks=st.integers(1, 5), scale=st.floats(1e-20, 1e20))
-def test_every_value_becomes_the_nearest_code(
-    bits: int, signed: bool, seed: int, spread: float, blocks: int, scale: float
+@pytest.mark.parametrize("bits", [8, 4])
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**16), spread=st.floats(0, 14), blocks=st.integers(1, 4), scale=st.floats(1e-12, 1e12),
+    zeros=st.floats(0, 1), step=st.integers(1, 10**6),
+)  # fmt: skip
+def test_every_value_becomes_one_of_its_two_neighbors(
+    bits: int, seed: int, spread: float, blocks: int, scale: float, zeros: float, step: int
 ) -> None:
-    chance = np.random.default_rng(seed)
-    x = chance.standard_normal(blocks * BLOCK[bits]) * np.exp(spread * chance.standard_normal(blocks * BLOCK[bits]))
-    x = (x if signed else np.abs(x)).clip(-1e15, 1e15) * scale
-    x = x.astype(np.float32)
-    codes, scales = quantize(torch.from_numpy(x), bits, signed)
-    assert codes.numel() * 8 == x.size * bits
-    assert scales.numel() == blocks
-    found = dequantize(codes, scales, bits, signed).numpy().astype(np.float64)
-    # No other code is nearer; which of two equally near ones was taken may differ.
-    expected = rounded(x.astype(np.float64), bits, signed, BLOCK[bits])
-    error, best = np.abs(found - x), np.abs(expected - x)
-    np.testing.assert_allclose(error, best, rtol=1e-4, atol=2e-7 * float(np.abs(x).max()))
+    chance, n = np.random.default_rng(seed), blocks * BLOCK
+    root = (scale * np.exp(spread * chance.uniform(-1, 1, n)) * (chance.random(n) >= zeros)).astype(np.float32)
+    m = (chance.standard_normal(n) * root).astype(np.float32)
+    moments = quantize(torch.from_numpy(m), torch.from_numpy(root), bits, step)
+    assert [t.numel() for t in moments] == [n * bits // 8, blocks, n * bits // 8, 2 * blocks]
+    ratios, roots = values_of(moments, bits)
+    for b in range(blocks):
+        of = slice(b * BLOCK, (b + 1) * BLOCK)
+        positive = root[of] > 0
+        assert ((roots[of] > 0) == positive).all(), "a positive root never becomes 0, and 0 stays 0"
+        low, high = neighbors(root[of][positive], root_values(root[of], bits))
+        assert (roots[of][positive] >= low * (1 - 1e-6)).all()
+        assert (roots[of][positive] <= high * (1 + 1e-6)).all()
+        exact = np.divide(m[of], root[of], out=np.zeros(BLOCK), where=positive)
+        low, high = neighbors(exact, ratio_values(max(np.abs(exact).max(), 1e-30), bits))
+        slack = 1e-5 * np.abs(exact).max() + 1e-12
+        assert (ratios[of][positive] >= low[positive] - slack).all()
+        assert (ratios[of][positive] <= high[positive] + slack).all()
+        assert (m[of] * (ratios[of] * roots[of]) >= 0).all(), "the sign is kept"
 
 
-@pytest.mark.parametrize(("bits", "signed"), FORMS)
-def test_one_value_all_equal_and_zeros(bits: int, signed: bool) -> None:
-    size = BLOCK[bits]
-    for value in (0.0, 1e-30, 3.5, 1e30, 1e-45):
-        x = torch.full((2 * size,), value)
-        back = dequantize(*quantize(x, bits, signed), bits, signed)
-        bound = 1e-12 if value < 1e-12 else 1e-6 * value  # scales end at 1e-12
-        assert (back - x).abs().max() <= bound
-    x = torch.zeros(size)
-    x[7] = 2.0
-    back = dequantize(*quantize(x, bits, signed), bits, signed)
-    assert back[7] == 2.0
-    assert back.abs().sum() == 2.0 + (0 if 0.0 in codebook(bits, signed) else (size - 1) * 2 / 16)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_rounding_has_no_bias_over_steps(bits: int) -> None:
+    """The mean ratio is exact. The root is between its value and a slightly larger one: it is rounded up more often."""
+    chance = torch.Generator().manual_seed(0)
+    root = torch.rand(BLOCK, generator=chance).add(0.5)
+    ratio = torch.randn(BLOCK, generator=chance)
+    steps, sums = 4000, np.zeros((2, BLOCK))
+    for step in range(1, steps + 1):
+        sums += values_of(quantize(ratio * root, root, bits, step), bits)
+    ratios, roots = sums / steps
+    grid = ratio_values(float(ratio.abs().max()), bits)
+    low, high = neighbors(ratio.numpy(), grid)
+    assert (np.abs(ratios - ratio.numpy()) <= 4 * (high - low) / 2 / np.sqrt(steps) + 1e-6).all()
+    low, high = neighbors(root.numpy(), root_values(root.numpy(), bits))
+    exact, noise = root.numpy(), 4 * (high - low) / 2 / np.sqrt(steps) + 1e-6
+    assert (roots >= exact - noise).all()
+    assert (roots <= exact + 0.25 * (high - low) + noise).all()
+    assert (roots - exact).mean() / (high - low).mean() <= (0.01 if bits == 8 else 0.1)
 
 
-@pytest.mark.parametrize(("bits", "signed"), FORMS)
-def test_the_kernel_s_tables_find_every_code(bits: int, signed: bool) -> None:
-    start, table = search_table(bits, signed)
-    midpoints = table[2**bits :]
-    x = np.concatenate([np.linspace(-1, 1, 100_001), np.geomspace(1e-44, 1, 50_000), -np.geomspace(1e-44, 1, 50_000)])
-    near = np.nextafter(midpoints[:-1, None], np.float32([-np.inf, np.inf])).ravel()
-    x = np.concatenate([x, near, midpoints[:-1], [0.0, -0.0, np.nan]]).astype(np.float32)
-    guess = start[x.view(np.uint32) >> 16]
-    expected = np.searchsorted(midpoints[:-1], x, side="right")
-    np.testing.assert_array_equal(guess + (x >= midpoints[guess]), expected)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_same_step_rounds_equally(bits: int) -> None:
+    m, root = torch.randn(512), torch.rand(512)
+    state = torch.get_rng_state()
+    first, again, other = (quantize(m, root, bits, step) for step in (3, 3, 4))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first.root, other.root)
+    assert not torch.equal(first.ratio, other.ratio)
+    assert torch.equal(torch.get_rng_state(), state), "the global generator is left alone"
 
 
-def test_a_block_with_nan_is_nan() -> None:
-    x = torch.ones(512)
-    x[3] = float("nan")
-    back = dequantize(*quantize(x, 8, True), 8, True)
-    assert back[:256].isnan().all()
-    assert (back[256:] == 1).all()
+@pytest.mark.parametrize("bits", [8, 4])
+def test_equal_values_zeros_and_extremes(bits: int) -> None:
+    for value in (1e-18, 3.5, 1e19):
+        root = torch.full((2 * BLOCK,), value)
+        m, v = dequantize(quantize(root * 0.25, root, bits, 1), bits)
+        torch.testing.assert_close(v.sqrt(), root, rtol=2e-3, atol=0)
+        torch.testing.assert_close(m / v.sqrt(), torch.full_like(m, 0.25), rtol=1e-5, atol=0)
+    zero = torch.zeros(BLOCK)
+    assert all((x == 0).all() for x in dequantize(quantize(zero, zero, bits, 1), bits))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_leaves_the_others_alone(bits: int, bad: float) -> None:
+    root = torch.linspace(1, 2, 2 * BLOCK)
+    m = 0.1 * root
+    m[3] = root[3] = bad
+    for values in dequantize(quantize(m, root, bits, 1), bits):
+        assert values.isfinite().all()
+    m, v = dequantize(quantize(m, root, bits, 1), bits)
+    assert m[3] == 0
+    assert v[3] >= 1e37, "the largest root: no step"
+    assert ((v[BLOCK:].sqrt() - root[BLOCK:]).abs() < (0.01 if bits == 8 else 0.1)).all(), "another block"
+    others = torch.arange(BLOCK) != 3
+    assert (v[:BLOCK][others].sqrt() >= 1 - 1e-6).all(), "larger roots only, so smaller steps"
+    assert torch.tensor(LARGEST, dtype=torch.int32).view(torch.float32).square().isfinite()
 
 
 def test_few_values_and_parts_of_blocks_are_left() -> None:
-    assert is_blockwise(4096, 8)
-    assert not is_blockwise(4096 - 256, 8)
-    assert not is_blockwise(4096 + 128, 8)
-    assert is_blockwise(4096 + 128, 4)
+    assert is_blockwise(4096)
+    assert is_blockwise(4096 + 128)
+    assert not is_blockwise(4096 - 128)
+    assert not is_blockwise(4096 + 64)
