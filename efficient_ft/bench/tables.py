@@ -46,6 +46,7 @@ def report_text(report: Mapping[str, Any], columns: Sequence[str] = ()) -> str:
         "layer": _layer,
         "loop": _loop,
         "gradient": _gradient,
+        "optimizer": _optimizer,
     }
     timed = report["kind"] != "gradient"
     busy = busy_note(report.get("environment", {})) if timed else None
@@ -228,6 +229,25 @@ def _gradient(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
     title = (
         f"{report['model']}, {height}×{width}, {report['batches']} batches of {report['batch']}: gradients of the"
         " blocks' trained parameters, compared with the exact ones"
+    )
+    return f"{paragraph(title)}\n\n{_table(columns, chosen)}"
+
+
+def _optimizer(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
+    every = report["optimizers"]
+    cases = next(iter(every.values()))["cases"]
+    columns: _Columns = [("optimizer", 0, list(every))]
+    for number, case in enumerate(cases):
+        columns.append((case, number, [f"{format_digits(o['cases'][case]['largest'], 3)}×" for o in every.values()]))
+    for case in cases:
+        columns.append((f"error, {case}", 9, [f"{o['cases'][case]['error']:.3f}" for o in every.values()]))
+    columns += [
+        ("bytes / value", 1, [f"{o['bytes_per_value']:.3f}" for o in every.values()]),
+        ("step, ms", 2, [_ms(o["measured"]["step"]) for o in every.values()]),
+    ]
+    title = (
+        f"Largest step / largest step of {report['baseline']} on the same gradients; error: relative, over all steps;"
+        " ms: a parameter of 768×3072"
     )
     return f"{paragraph(title)}\n\n{_table(columns, chosen)}"
 

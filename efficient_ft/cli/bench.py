@@ -38,13 +38,16 @@ each recipe is measured in a separate process.
     efficient-ft bench layer
     efficient-ft bench loop
     efficient-ft bench gradient --model vit_micro --weights FILE --images DIR back_razor mesa
+    efficient-ft bench optimizer
 
 step measures training steps of a model, by their parts. On a CPU, all recipes except the baseline use the channels-last
 memory format for convolutional maps, like runs. memory compares the memory of a training process with the count: its
 growth over the size before the first step, and the counted peak without model and batch, both with the optimizer's
 state. layer measures the backward pass of one linear layer, exact and low-rank. loop measures how much time the
 framework adds to a bare PyTorch loop per step. gradient compares the gradients of each recipe with the exact ones of
-the same network and batch, and counts the bytes that each recipe saves for the backward pass.
+the same network and batch, and counts the bytes that each recipe saves for the backward pass. optimizer compares the
+steps of AdamW with moments in 8 and 4 bits with those in 32 bits, on gradients that are spread or pause; torchao and
+bitsandbytes take part if they are installed.
 
 A recipe is METHOD[:KEY=VALUE,...][+METHOD...] with the names and settings of the command line. NAME=RECIPE renames it.
 A key with a dot is the full name of any setting (full:trainer.precision=bf16). The first recipe is the baseline. Times
@@ -73,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=PROG, description=DESCRIPTION, formatter_class=Help)
-    kinds = parser.add_subparsers(metavar="step|memory|layer|loop|gradient")
+    kinds = parser.add_subparsers(metavar="step|memory|layer|loop|gradient|optimizer")
 
     def kind(name: str, run: Callable[..., dict[str, Any]], rounds: int | None, text: str) -> argparse.ArgumentParser:
         sub = kinds.add_parser(name, help=text, description=text, formatter_class=Help)
@@ -163,6 +166,8 @@ def _parser() -> argparse.ArgumentParser:
     gradient.add_argument("--batch", type=count, default=16, help="batch size (default 16)")
     gradient.add_argument("--batches", type=count, default=8, help="disjoint batches measured (default 8)")
     gradient.add_argument("--seed", type=int, default=0, help="seed for images, random weights and rounding")
+
+    kind("optimizer", _optimizer, 10, "steps of AdamW with moments in 8 and 4 bits, compared with 32 bits")
     return parser
 
 
@@ -442,3 +447,11 @@ def _gradient(options: argparse.Namespace) -> dict[str, Any]:
         device=options.device,
         seed=options.seed,
     )
+
+
+def _optimizer(options: argparse.Namespace) -> dict[str, Any]:
+    from efficient_ft.bench.optimizer import measure_optimizers
+
+    if options.dtype != "fp32":
+        raise SettingError("--dtype", options.dtype, "fp32", "Optimizers compute in float32.")
+    return measure_optimizers(options.device, rounds=options.rounds, warmup=options.warmup)

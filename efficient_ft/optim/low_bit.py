@@ -21,13 +21,13 @@ _OLD = "exp_avg_scale"  # in states of the form before this one, and of torchao
 class LowBitAdamW(Optimizer):
     """`torch.optim.AdamW` whose moments are stored block-wise, in 8 or 4 bits per value.
 
-    A step computes in float32 and rounds the moments to codes afterwards, at random but equally in every run. Blocks have
-    128 values. Parameters with fewer than 4096 values, and those that are not a whole number of blocks, keep float32
-    moments.
+    A step computes in float32 and rounds the moments to codes afterwards, at random but equally in every run. Blocks
+    have 128 values. Parameters with fewer than 4096 values, and those that are not a whole number of blocks, keep
+    float32 moments.
 
-    A step never exceeds the bound of AdamW's own steps, however far the gradients of a block are spread: the state holds
-    the ratio m / √v, and √v in steps of equal relative size. Entries of the state of a parameter in blocks: ``ratio`` and
-    ``root`` (codes, uint8), ``ratio_scale`` (float32, one per block) and ``root_range`` (int16, two per block).
+    No step exceeds the bound of AdamW's own steps, however far the gradients of a block are spread: the state holds the
+    ratio m / √v, and √v in steps of nearly equal relative size. Entries of the state of a parameter in blocks:
+    ``ratio`` and ``root`` (codes, uint8), ``ratio_scale`` (float32, one per block) and ``root_range`` (int16, two).
 
     Source of blocks: Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", ICLR 2022.
 
@@ -126,10 +126,10 @@ class LowBitAdamW(Optimizer):
         states = plain_states(self, state_dict)
         if any(_OLD in state or hasattr(state.get("exp_avg"), "codes") for state in states.values()):
             raise UserError(
-                "The optimizer's state has an earlier form, or torchao's, in which small second moments can become 0 and"
-                f" steps too large. {type(self).__name__} cannot continue it. Finish the training with the version that"
-                " began it. Or start again: pass resume=never for a run, which then trains from the beginning; leave out"
-                " load_state_dict in a loop, which keeps the weights."
+                "The optimizer's state has an earlier form, or torchao's, in which small second moments can become 0"
+                f" and steps too large. {type(self).__name__} cannot continue it. Finish the training with the version"
+                " that began it. Or start again: pass resume=never for a run, which then trains from the beginning;"
+                " leave out load_state_dict in a loop, which keeps the weights."
             )
         for p, state in states.items():
             expected = {name: t.shape for name, t in self._empty_state(p).items()}

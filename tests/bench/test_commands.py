@@ -303,3 +303,15 @@ assert not heavy, heavy
     assert done.returncode == 0, done.stderr
     for name in ("bench", "report", "gradient-error"):
         assert f"usage: efficient-ft {name}" in done.stdout
+
+
+def test_low_bit_optimizers_against_32_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "report.json"
+    run_command("bench", ["optimizer", "--rounds", "2", "--warmup", "1", "--json", str(file)])
+    report = json.loads(file.read_text(encoding="utf-8"))
+    own = {bits: report["optimizers"][f"LowBitAdamW, {bits} bits"] for bits in (8, 4)}
+    for case, found in own[8]["cases"].items():
+        assert found["largest"] <= 1.25, case
+        assert own[4]["cases"][case]["error"] >= 4 * found["error"], case
+    assert own[8]["bytes_per_value"] == 1 + 4 / 128
+    assert "LowBitAdamW, 8 bits" in capsys.readouterr().out

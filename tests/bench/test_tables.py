@@ -14,7 +14,7 @@ from tests.conftest import REPOSITORY
 pytestmark = pytest.mark.usefixtures("wide")
 
 #: The kinds of benches; other records under benchmarks/ are counts, which the documentation prints.
-KINDS = {"step", "layer", "loop", "gradient"}
+KINDS = {"step", "layer", "loop", "gradient", "optimizer"}
 REPORTS = sorted(
     path
     for path in (REPOSITORY / "benchmarks").glob("*.json")
@@ -31,7 +31,7 @@ def test_there_are_committed_reports_of_each_kind():
 def test_committed_reports_print(path):
     report = json.loads(path.read_text(encoding="utf-8"))
     text = report_text(report)
-    names = report.get("recipes") or report.get("shapes") or report["jobs"]
+    names = next(report[k] for k in ("recipes", "shapes", "jobs", "optimizers") if report.get(k))
     assert all(name in text for name in names)
     load = report["environment"].get("load")
     busy = load is not None and load > 0.5 and report["kind"] != "gradient"

@@ -161,7 +161,7 @@ def test_sparse_gradients_are_refused() -> None:
         LowBitAdamW(table.parameters()).step()
 
 
-# ------------------------------------------------------------------------------------- against AdamW on the same gradients
+# ------------------------------------------------------------------------------ against AdamW on the same gradients
 Gradients = Iterable[torch.Tensor]
 
 

@@ -1,8 +1,8 @@
 """The block-wise form of Adam's moments m and v: codes of the ratio m / √v and of the root √v.
 
 A code of the root counts equal steps between the smallest and the largest positive root of its block, in the order of
-float32 numbers: nearly a logarithm. A positive root never becomes 0, however far the roots of a block are spread, and 0
-has a code of its own. The ratio, which no spread affects, is a signed square of its code. Storing the ratio instead of m
+float32 numbers: nearly a logarithm. A positive root never becomes 0, however far the roots of a block are spread; 0 has
+a code of its own. The ratio, which no spread affects, is a signed square of its code. Storing the ratio rather than m
 keeps Adam's bound on a step: an error of the root changes m and √v by the same factor.
 
 v changes by a thousandth per step (beta2 = 0.999), which rounding to nearest would lose. Codes are therefore rounded at

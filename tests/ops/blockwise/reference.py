@@ -6,13 +6,26 @@ Kingma, Ba, ICLR 2015, algorithm 1; Loshchilov, Hutter, ICLR 2019, algorithm 2.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
 BLOCK = 128
 
 
-def adam(p, m, v, g, t, lr, beta1, beta2, eps, decay, decoupled):  # noqa: ANN001, ANN201
+def adam(
+    p: Any,
+    m: Any,
+    v: Any,
+    g: Any,
+    t: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+    decoupled: bool,
+) -> tuple[Any, Any, Any]:  # fmt: skip
     """Return the parameter and the moments after step t, all float64."""
     p, m, v, g = (np.asarray(x, np.float64) for x in (p, m, v, g))
     if decoupled:

@@ -1,0 +1,160 @@
+"""Steps of low-bit AdamW compared with `torch.optim.AdamW` on the same gradients."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from efficient_ft.bench.timing import alternate, summary, waiter
+from efficient_ft.optim import LowBitAdamW, state_tensors
+
+BASELINE = "torch AdamW, 32 bits"
+#: Values of a row: two blocks of the low-bit form, one of torchao's 8-bit form.
+_WIDTH = 256
+#: Steps of a case without and with a pause.
+_STEPS, _LONG = 100, 400
+_LR = 1e-3
+
+Make = Callable[[list[nn.Parameter]], Optimizer]
+
+
+def measure_optimizers(device: torch.device | str = "cpu", *, rounds: int = 10, warmup: int = 2) -> dict[str, Any]:
+    """Compare optimizers on gradients that are spread within a block, and on channels that pause.
+
+    torchao and bitsandbytes take part if they are installed; torchao runs without its compiler.
+
+    Args:
+        device: where the optimizers run.
+        rounds: timed steps of a parameter of 768 × 3072.
+        warmup: rounds before these, not timed.
+
+    Returns:
+        The report, for JSON and `tables.report_text`. For each optimizer and case, ``largest`` is the largest step
+        relative to AdamW's largest, and ``error`` the relative error of all steps.
+    """
+    makers = optimizers()
+    torch.compiler.set_stance("force_eager")  # torchao's compiler needs minutes, and on a CPU a C++ compiler
+    try:
+        size = _bytes_per_value(makers, torch.device(device))
+        cases = {name: _compare(makers, gradients, torch.device(device)) for name, gradients in _cases().items()}
+        timed = alternate({n: _timed(make, torch.device(device)) for n, make in makers.items()}, rounds, warmup)
+    finally:
+        torch.compiler.set_stance("default")
+    times = summary(timed, BASELINE)
+    measured = {
+        name: {
+            "bytes_per_value": size[name],
+            "cases": {c: of[name] for c, of in cases.items()},
+            "measured": times[name],
+        }
+        for name in makers
+    }
+    return {"kind": "optimizer", "baseline": BASELINE, "optimizers": measured}
+
+
+def optimizers() -> dict[str, Make]:
+    """Return the optimizers that this environment has, by name; the first is the baseline."""
+    options: dict[str, Any] = {"lr": _LR, "weight_decay": 0.0}
+    makers: dict[str, Make] = {BASELINE: lambda p: torch.optim.AdamW(p, **options)}
+    for bits in (8, 4):
+        makers[f"LowBitAdamW, {bits} bits"] = lambda p, bits=bits: LowBitAdamW(p, **options, bits=bits)  # type: ignore[misc]
+    if find_spec("torchao"):
+        from torchao import optim
+
+        makers["torchao, 8 bits"] = lambda p: optim.AdamW8bit(p, **options)
+        makers["torchao, 4 bits"] = lambda p: optim.AdamW4bit(p, **options)
+    if find_spec("bitsandbytes"):
+        import bitsandbytes
+
+        makers["bitsandbytes, 8 bits"] = lambda p: bitsandbytes.optim.AdamW8bit(p, **options)
+    return makers
+
+
+def _cases() -> dict[str, Callable[[], Iterator[Tensor]]]:
+    """Return the gradients of each case."""
+    spreads = {f"spread 1e{d}": lambda d=d: _spread(d, _STEPS) for d in (2, 3, 4, 6)}
+    return {**spreads, "late": lambda: _late(False), "late, one sign": lambda: _late(True)}
+
+
+def _spread(decades: float, steps: int) -> Iterator[Tensor]:
+    """Yield Gaussian gradients whose sizes in a row are spread over these decades."""
+    for step in range(steps):
+        chance = torch.Generator().manual_seed(step)
+        yield torch.randn(64, _WIDTH, generator=chance) * torch.logspace(0, -decades, _WIDTH)
+
+
+def _late(one_sign: bool) -> Iterator[Tensor]:
+    """Yield gradients, every seventh channel of which is 0 in three quarters of the steps."""
+    for step, gradient in enumerate(_spread(2, _LONG)):
+        if one_sign:
+            gradient[:, ::7] = torch.logspace(0, -2, _WIDTH)[::7]
+        gradient[:, ::7] *= step >= _LONG * 3 // 4
+        yield gradient
+
+
+def _compare(
+    makers: dict[str, Make], gradients: Callable[[], Iterator[Tensor]], device: torch.device
+) -> dict[str, dict[str, float]]:
+    """Return the largest step and the error of each optimizer, relative to the baseline's."""
+    weights = {name: nn.Parameter(torch.zeros(64, _WIDTH, device=device)) for name in makers}
+    built = {name: make([weights[name]]) for name, make in makers.items()}
+    largest, errors, total = dict.fromkeys(makers, 0.0), dict.fromkeys(makers, 0.0), 0.0
+    for gradient in gradients():
+        steps = {}
+        for name, optimizer in built.items():
+            weights[name].data.zero_()
+            weights[name].grad = gradient.to(device, copy=True)
+            optimizer.step()
+            steps[name] = weights[name].detach().double() / _LR
+            largest[name] = max(largest[name], float(steps[name].abs().max()))
+        total += float(steps[BASELINE].square().sum())
+        for name in makers:
+            errors[name] += float((steps[name] - steps[BASELINE]).square().sum())
+    return {
+        name: {
+            "largest": largest[name] / largest[BASELINE],
+            "largest_step": largest[name],
+            "error": (errors[name] / total) ** 0.5,
+        }
+        for name in makers
+    }
+
+
+def _with_state(make: Make, device: torch.device) -> tuple[nn.Parameter, Optimizer]:
+    """Return a parameter of 768 × 3072 and its optimizer after a step."""
+    chance = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.zeros(768, 3072, device=device))
+    weight.grad = torch.randn(768, 3072, generator=chance).to(device)
+    optimizer = make([weight])
+    optimizer.step()
+    return weight, optimizer
+
+
+def _bytes_per_value(makers: dict[str, Make], device: torch.device) -> dict[str, float]:
+    """Return the bytes of both moments over twice the values, without the step and codebooks (256 values)."""
+    sizes = {}
+    for name, make in makers.items():
+        weight, optimizer = _with_state(make, device)
+        held = [t for t in state_tensors(optimizer) if t.numel() > 256]
+        sizes[name] = sum(t.nbytes for t in held) / weight.numel() / 2
+    return sizes
+
+
+def _timed(make: Make, device: torch.device) -> Callable[[], dict[str, float]]:
+    """Return a call that takes a step and returns its seconds."""
+    _, optimizer = _with_state(make, device)
+    wait = waiter(device)
+
+    def call() -> dict[str, float]:
+        start = time.perf_counter()
+        optimizer.step()
+        wait()
+        return {"step": time.perf_counter() - start}
+
+    return call
