@@ -18,7 +18,7 @@ BASELINE = "torch AdamW, 32 bits"
 #: Values of a row: two blocks of the low-bit form, one of torchao's 8-bit form.
 _WIDTH = 256
 #: Steps of a case without and with a pause.
-_STEPS, _LONG = 100, 400
+_STEPS, _LONG = 60, 240
 _LR = 1e-3
 
 Make = Callable[[list[nn.Parameter]], Optimizer]

@@ -85,6 +85,22 @@ def allocators(model: str, page: Path) -> str:
 
 
 @block
+def optimizer_states(page: Path) -> str:
+    """Low-bit AdamW: largest steps, errors and bytes, relative to AdamW in 32 bits."""
+    data = records.load("optimizer_states")
+    cases = list(next(iter(data["optimizers"].values()))["cases"])
+    rows = []
+    for name, record in data["optimizers"].items():
+        largest = [
+            f"{size:.2f}×" if (size := record["cases"][case]["largest"]) < 100 else f"{size:,.0f}×" for case in cases
+        ]
+        errors = [f"{record['cases'][case]['error']:.2g}" for case in (cases[0], cases[-1])]
+        rows.append([name, *largest, *errors, f"{record['bytes_per_value']:.3f}"])
+    head = ["optimizer", *(f"largest step, {case}" for case in cases), f"error, {cases[0]}", f"error, {cases[-1]}"]
+    return f"{table([*head, 'bytes per value'], rows)}\n\n{records.conditions('optimizer_states')}"
+
+
+@block
 def allocators_conditions(page: Path) -> str:
     """How allocators were measured, and how fast their steps are."""
     data = records.load("allocators")

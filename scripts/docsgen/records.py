@@ -49,6 +49,7 @@ FILES = {
     "plans": "plans_cpu",
     "accuracy": "time_to_accuracy_cpu",
     "default_job": "default_job_cpu",
+    "optimizer_states": "optimizer_states_cpu",
 }
 
 
@@ -111,7 +112,8 @@ def rounds(file: str) -> int:
         return len(data["jobs"]["default"]["bare loop"]["seconds"])
     if data["kind"] == "layer":
         return len(next(iter(data["shapes"].values()))["exact"]["measured"]["backward"]["seconds"])
-    return len(next(iter(data["recipes"].values()))["measured"]["step"]["seconds"])
+    rows = data["recipes"] if "recipes" in data else data["optimizers"]
+    return len(next(iter(rows.values()))["measured"]["step"]["seconds"])
 
 
 def time(file: str, name: str, part: str = "step", baseline: str | None = None) -> float:
