@@ -175,7 +175,7 @@ def spread_over(decades: float, steps: int = 50, shuffled: bool = False) -> Grad
 
 
 def pausing(kind: str, steps: int = 200) -> Gradients:
-    """Every seventh channel begins late, or pauses; "constant": with one sign, where AdamW itself steps by 4 × lr."""
+    """Every seventh channel begins late, or pauses; "constant": with one sign, where AdamW's own steps exceed lr."""
     for step, grad in enumerate(spread_over(2, steps)):
         if kind == "constant":
             grad[:, ::7] = torch.logspace(0, -2, 256)[::7]
