@@ -1,4 +1,4 @@
-"""Sums over all training processes."""
+"""The number of this training process, and sums over all of them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ def local_only() -> AbstractContextManager[None]:
     For steps that one process takes and the others do not, or when they may have ended: counting the cost of a step.
     """
     return set_context("local_only", True)
+
+
+def rank() -> int:
+    """Return the number of this process; 0 without a process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def all_reduce_sum(values: Tensor) -> Tensor:

@@ -12,16 +12,19 @@ used for several steps: the number of values kept varies with the data between t
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from efficient_ft.ops.packed import PackedOperations, PackingState, Policy, packed_operation
+from efficient_ft.ops.packed.mode import has_counted_names, refuse_earlier
+from efficient_ft.ops.packed.table import name_of
 from efficient_ft.ops.packing import Dense, PackContext, Packed, bitmap_bytes, magnitude_bits, pack_bits, unpack_bits
 
 _PRODUCTS = (F.linear, F.conv2d, torch.conv2d)
@@ -52,7 +55,10 @@ class Thresholds(PackingState):
         """Return the threshold of x in a training step, refreshed if it is due."""
         if isinstance(x, FakeTensor):
             return 0.0
-        if name not in self.by_name or self.step % self.refresh == 0:
+        due = name not in self.by_name or self.step % self.refresh == 0
+        if due and not bool(x.isfinite().all()):  # leaves no trace
+            return self.by_name[name] if name in self.by_name else self._compute(x)
+        if due:
             self.by_name[name] = self._compute(x)
         return self.by_name[name]
 
@@ -78,7 +84,12 @@ class Thresholds(PackingState):
         return {"step": self.step, "of": dict(self.by_name)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the step and the thresholds."""
+        """Restore the step and the thresholds.
+
+        Raises:
+            UserError: an earlier version wrote them.
+        """
+        refuse_earlier(has_counted_names(state_dict["of"]))
         self.step, self.by_name = state_dict["step"], dict(state_dict["of"])
 
 
@@ -116,17 +127,24 @@ class SparseProducts(PackedOperations):
 
     Args:
         thresholds: kept from step to step.
-        region, samples: see `PackedOperations`.
+        region, samples, modules: see `PackedOperations`.
         weights: names of the sparse weights, by the id of the parameter.
         training: pack activations; if False, the forward pass with sparse weights is all that changes.
     """
 
     def __init__(
-        self, thresholds: Thresholds, region: str, samples: int, weights: dict[int, str], training: bool
+        self,
+        thresholds: Thresholds,
+        region: str,
+        samples: int,
+        weights: dict[int, str],
+        training: bool,
+        modules: Mapping[nn.Module, str] | None = None,
     ) -> None:
         dense = Dense()
-        super().__init__(Policy(LargestOfBatch(thresholds), dense, dense, dense), thresholds, region, samples)
-        self.thresholds, self.weights, self.training = thresholds, weights, training
+        policy = Policy(LargestOfBatch(thresholds), dense, dense, dense)
+        super().__init__(policy, thresholds, region, samples, modules=modules)
+        self.thresholds, self.weights, self.training, self.records = thresholds, weights, training, training
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -136,6 +154,7 @@ class SparseProducts(PackedOperations):
         if operation is None or self._suspended:
             return func(*args, **kwargs)
         if self.training and torch.is_grad_enabled():
+            self.begin(name_of(func))
             result = operation(self, *args, **kwargs)
             if result is not NotImplemented:
                 return result

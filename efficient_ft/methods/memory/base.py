@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from efficient_ft.core.context import is_recomputing
+from efficient_ft.core.errors import UserError
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.declarations import Axis
 from efficient_ft.methods.forwards import OwnForward, take_away
@@ -19,6 +21,16 @@ class MemoryForward(OwnForward):
     def training(self) -> bool:
         """True if this may be a training step; a BatchNorm with frozen statistics is always in evaluation mode."""
         return self.module.training or isinstance(self.module, nn.modules.batchnorm._BatchNorm)
+
+
+def refuse_recomputation(method: str) -> None:
+    """Raise UserError while the model recomputes a part itself: what the part keeps is not kept until then."""
+    if is_recomputing():
+        raise UserError(
+            f"method {method}: the model runs its blocks again in the backward pass (gradient checkpointing), so that"
+            f" {method} saves nothing. Call model.set_grad_checkpointing(False) (transformers:"
+            f" gradient_checkpointing_disable()), or leave out {method}."
+        )
 
 
 class MemoryMethod(Method):
@@ -58,7 +70,7 @@ class MemoryMethod(Method):
             UserError: a packed value was too large for fp16.
         """
         if self._packing is not None:
-            self._packing.last.held = None
+            self._packing.end_step()
             self._packing.overflow.check()
 
     def state_dict(self) -> dict[str, Any]:

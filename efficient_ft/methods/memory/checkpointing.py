@@ -16,7 +16,7 @@ from efficient_ft.methods.base import Applied
 from efficient_ft.methods.blocks import blocks_at, check_indices
 from efficient_ft.methods.declarations import Needs
 from efficient_ft.methods.forwards import put_around
-from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod
+from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod, refuse_recomputation
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import ranges
 from efficient_ft.models.view import ModelView, Reason, Skipped
@@ -48,7 +48,10 @@ class _RecomputedForward(MemoryForward):
         records = torch.is_grad_enabled() and (x.requires_grad or parameters)
         if not module.training or not records or not x.numel():
             return self.within(x, *others, **keywords)
-        place = PackContext(self.name, x.shape[0], self.packing.ranges, self.packing.overflow)
+        refuse_recomputation(Checkpointing.name)
+        packing = self.packing
+        name = packing.begin_call(self.name)
+        place = PackContext(name, x.shape[0], packing.ranges, packing.overflow, noise=packing.noise)
         x, tokens = pop_tokens(x)
         return recompute(self._run, x, (tokens, *others), keywords, parameters, self.packer, place)
 
@@ -57,6 +60,7 @@ class _RecomputedForward(MemoryForward):
         x = attach_tokens(x, tokens)
         if not torch.is_grad_enabled():  # the first time
             return self.within(x, *args, **keywords)
+        self.packing.last.in_backward = True
         # The recomputation must not update running statistics again: autograd has saved them.
         moving = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
         before = [(m.momentum, m.num_batches_tracked) for m in moving]

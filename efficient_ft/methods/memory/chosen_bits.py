@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from efficient_ft.core.distributed import all_reduce_sum
 from efficient_ft.methods.memory.packing import PackedForward
 from efficient_ft.ops.packed import PackingState
+from efficient_ft.ops.packed.mode import has_counted_names, refuse_earlier
 from efficient_ft.ops.packing import BITS, GroupBits, PackContext, Packed, group_length, group_pack, group_unpack
 from efficient_ft.ops.tokens import attach_tokens, pop_tokens
 
@@ -121,7 +122,7 @@ class ChosenBits(PackingState):
         return rounded[_TRIAL, min(self.groups)]
 
     def _rounded(self, x: Tensor, bits: int, group: int) -> Tensor:
-        seed = torch.randint(2**31, (), device=x.device) if self.stochastic else None
+        seed = self.noise.next_seed(x.device) if self.stochastic else None
         codes, ranges = group_pack(x, bits, group, seed)
         return group_unpack(codes, ranges, x.numel(), bits, x.dtype).view(x.shape)
 
@@ -138,7 +139,7 @@ class ChosenBits(PackingState):
             output: of the part.
             g: the gradient there.
         """
-        names = [name for name in self.values if name.rpartition("/")[0] == part and name not in self._step]
+        names = [name for name in self.values if _part(name) == part and name not in self._step]
         if self.forms is not None or self._trial is not None or isinstance(g, FakeTensor) or not names:
             return
         parameters = _parameters_below(output.node)
@@ -202,7 +203,7 @@ class ChosenBits(PackingState):
         by_part: dict[str, str] = {}
         for name in self.values:  # in the order in which they are packed
             if name in self.forms:
-                part, form = name.rpartition("/")[0], "{}/{}".format(*self.forms[name])
+                part, form = _part(name), "{}/{}".format(*self.forms[name])
                 by_part[part] = f"{by_part.get(part, part)} {form}"
         listed = ", ".join(by_part.values())
         return f"bits=auto: {mean:.2f} bits per value with minimum and step; bits/group of each tensor: {listed}"
@@ -216,10 +217,18 @@ class ChosenBits(PackingState):
             "values": dict(self.values),
             "changes": {name: [[*form, c] for form, c in of.items()] for name, of in self.changes.items()},
             "forms": None if self.forms is None else {name: list(form) for name, form in self.forms.items()},
+            "noise": self.noise.state_dict() if self.noise.used else None,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from the state of `state_dict`."""
+        """Continue from the state of `state_dict`.
+
+        Raises:
+            UserError: an earlier version wrote it.
+        """
+        refuse_earlier(has_counted_names(state_dict["values"]))
+        if state_dict.get("noise") is not None:
+            self.noise.load_state_dict(state_dict["noise"])
         self.steps, self.in_vain = state_dict["steps"], state_dict["in_vain"]
         self.values, forms = dict(state_dict["values"]), state_dict["forms"]
         self.changes = {name: {(b, g): c for b, g, c in of} for name, of in state_dict["changes"].items()}
@@ -228,6 +237,8 @@ class ChosenBits(PackingState):
 
 class ChosenBitsPacker:
     """The packer of a `ChosenBits`; one object for all kinds of tensors, so that each is packed once."""
+
+    named = True
 
     def __init__(self, chosen: ChosenBits) -> None:
         self.chosen = chosen
@@ -319,6 +330,11 @@ def _parameters_below(node: Any) -> list[Tensor]:
                 seen.add(below)
                 nodes.append(below)
     return found
+
+
+def _part(name: str) -> str:
+    """Return the part of the model that a packed tensor belongs to; its later calls in a forward pass have a number."""
+    return name.partition("/")[0].partition("(")[0]
 
 
 def _squared_norm(tensors: list[Tensor]) -> float:

@@ -6,6 +6,7 @@ In training, parts of the model (blocks, stem, downsampling) run their forward p
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from efficient_ft.core.context import context
 from efficient_ft.core.format import format_bytes
 from efficient_ft.methods.base import Applied
-from efficient_ft.methods.forwards import put_around
-from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod
+from efficient_ft.methods.forwards import forwards_of, put_around
+from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod, refuse_recomputation
 from efficient_ft.methods.summary import count, left, within
 from efficient_ft.models.view import ModelView, Reason, Skipped, is_norm
 from efficient_ft.models.view.probe import BATCH, call, fake_copy
@@ -29,7 +30,7 @@ from efficient_ft.ops.packed import (
     packed_operation,
     packing_suspended,
 )
-from efficient_ft.ops.packing import Dense
+from efficient_ft.ops.packing import Dense, GroupBits, Sparse
 
 #: Why a method that changes the forward pass of layers cannot be stacked with low-rank backward.
 DENSE_FORWARD = "low-rank layers have a dense forward pass of their own and keep their projected input"
@@ -39,11 +40,28 @@ _NO_BATCH = (Reason.NOT_FROM_IMAGES, Reason.ROUTED)
 
 
 class PackedForward(MemoryForward):
-    """A forward pass that packs what the module saves, in training."""
+    """A forward pass that packs what the module saves, in training.
 
-    def __init__(self, module: nn.Module, name: str, policy: Policy, packing: PackingState) -> None:
+    Args:
+        module: the part of the model.
+        name: its full name.
+        policy: how tensors are kept.
+        packing: the state that lasts from step to step.
+        method: name of the method.
+        networks: layers that compute a bias of attention's scores from positions.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        policy: Policy,
+        packing: PackingState,
+        method: str,
+        networks: Sequence[nn.Module] = (),
+    ) -> None:
         super().__init__(module)
-        self.name, self.policy, self.packing = name, policy, packing
+        self.name, self.policy, self.packing, self.method, self.networks = name, policy, packing, method, networks
         counts = (getattr(m, "num_heads", None) for m in module.modules())
         self.heads: int | None = next((count for count in counts if type(count) is int), None)
 
@@ -54,8 +72,31 @@ class PackedForward(MemoryForward):
         x = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
         if x is None or not x.numel():
             return self.within(*args, **kwargs)
-        with PackedOperations(self.policy, self.packing, self.name, x.shape[0], self.heads):
+        refuse_recomputation(self.method)
+        policy = self.policy
+        if any(parameter.requires_grad for layer in self.networks for parameter in layer.parameters()):
+            policy = with_position_network(policy)
+        modules = {module: name for name, module in self.module.named_modules()} if policy.named else None
+        with PackedOperations(policy, self.packing, self.name, x.shape[0], self.heads, modules):
             return self.within(*args, **kwargs)
+
+
+def with_position_network(policy: Policy) -> Policy:
+    """Return the policy of a part whose attention has a bias from a trained network of positions.
+
+    The bias's gradient is that of the scores, summed over images and windows. Each of its rows adds up to 0, so that
+    the network's gradient is small against its terms: with coarse q, k, v and softmax it is mostly error.
+    """
+    packer = policy.attention
+    if isinstance(packer, Dense):
+        return policy
+    if policy.forward:  # the control computes with what it prunes
+        return replace(policy, position_network=True)
+    if isinstance(packer, Sparse):
+        packer = GroupBits(8)
+    elif isinstance(packer, GroupBits):
+        packer = replace(packer, bits=8)
+    return replace(policy, attention=packer, position_network=True)
 
 
 class _PlainForward(MemoryForward):
@@ -92,7 +133,13 @@ class PartwiseMethod(MemoryMethod):
 
     @abstractmethod
     def _forward_of(
-        self, module: nn.Module, name: str, packing: PackingState, layers: dict[str, nn.Module], is_head: bool
+        self,
+        module: nn.Module,
+        name: str,
+        packing: PackingState,
+        layers: dict[str, nn.Module],
+        networks: Sequence[nn.Module],
+        is_head: bool,
     ) -> MemoryForward:
         """Return the forward of a part.
 
@@ -101,6 +148,7 @@ class PartwiseMethod(MemoryMethod):
             name: its full name.
             packing: the state that lasts from step to step.
             layers: those of the part that run packed, by their full names.
+            networks: layers that compute from positions what the part adds to attention's scores.
             is_head: the part has the classifier, in a model with attention.
         """
 
@@ -127,7 +175,8 @@ class PartwiseMethod(MemoryMethod):
             module = model.get_submodule(part)
             if part not in plain:
                 layers = {name: model.get_submodule(name) for name in inside[part] if name not in plain}
-                put_around(module, self._forward_of(module, part, packing, layers, part in heads))
+                networks = [model.get_submodule(layer) for layer in _position_networks(view, part, parts)]
+                put_around(module, self._forward_of(module, part, packing, layers, networks, part in heads))
         for name in plain:
             module = model.get_submodule(name)
             if name in names and name not in parts:
@@ -163,18 +212,38 @@ class ActivationPacking(PartwiseMethod):
         return self.policy()
 
     def _forward_of(
-        self, module: nn.Module, name: str, packing: PackingState, layers: dict[str, nn.Module], is_head: bool
+        self,
+        module: nn.Module,
+        name: str,
+        packing: PackingState,
+        layers: dict[str, nn.Module],
+        networks: Sequence[nn.Module],
+        is_head: bool,
     ) -> MemoryForward:
         policy = self.policy_of(name)
-        return self._forward(module, name, replace(policy, product=Dense(alone=True)) if is_head else policy, packing)
+        policy = replace(policy, product=Dense(alone=True)) if is_head else policy
+        return self._forward(module, name, policy, packing, self.name, networks)
 
     def _notes(self, model: nn.Module, view: ModelView, packing: PackingState) -> tuple[str, ...]:
-        """Name the operations inside packed parts that stay dense, with the bytes they keep."""
+        """Name what is kept in another form: operations inside packed parts that stay dense, with their bytes."""
         if context.short_reports:
             return ()
+        notes = []
+        forwards = {
+            name: f for name, m in model.named_modules() for f in forwards_of(m) if isinstance(f, PackedForward)
+        }
+        finer = [
+            name
+            for name, forward in forwards.items()
+            if forward.networks and with_position_network(forward.policy).attention != forward.policy.attention
+        ]
+        if finer:
+            notes.append(f"8 bits for q, k, v and softmax in {within(finer)}, while its network of positions trains")
         kept = _dense_bytes(model, view, packing)
         named = [f"{name} {format_bytes(size)}" for name, size in sorted(kept.items(), key=lambda x: -x[1])]
-        return (f"dense inside packed parts, per image: {', '.join(named)}",) if named else ()
+        if named:
+            notes.append(f"dense inside packed parts, per image: {', '.join(named)}")
+        return tuple(notes)
 
 
 def _dense_bytes(model: nn.Module, view: ModelView, packing: PackingState) -> dict[str, float]:
@@ -196,6 +265,13 @@ def _dense_bytes(model: nn.Module, view: ModelView, packing: PackingState) -> di
         return {}
     found = {name: size / BATCH for name, size in state.dense.bytes_of.items()}
     return {name: size for name, size in found.items() if size >= 2**20 / 100}
+
+
+def _position_networks(view: ModelView, part: str, parts: Sequence[str]) -> list[str]:
+    """Return the layers whose input does not come from the images: those of a part, and those outside of all parts."""
+    names = [x.name for x in view.layers if x.why_not is not None and x.why_not.reason is Reason.NOT_FROM_IMAGES]
+    others = tuple(f"{other}." for other in parts if other != part)
+    return [name for name in names if not name.startswith(others)]
 
 
 def _runs_packed(view: ModelView, name: str) -> bool:

@@ -5,7 +5,7 @@ Source: Raihan, Aamodt, "Sparse Weight Activation Training", NeurIPS 2020; as th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from efficient_ft.core.errors import SettingError
 from efficient_ft.methods.declarations import Adds
 from efficient_ft.methods.forwards import forwards_of
-from efficient_ft.methods.memory.base import MemoryForward
+from efficient_ft.methods.memory.base import MemoryForward, refuse_recomputation
 from efficient_ft.methods.memory.packing import DENSE_FORWARD, PartwiseMethod
 from efficient_ft.methods.registry import register
 from efficient_ft.models.view import ModelView, Reason, Skipped
@@ -44,7 +44,11 @@ class _SparseForward(MemoryForward):
         if x is None or not x.numel():
             return self.within(*args, **kwargs)
         names = {id(weight): name for name, weight in self.weights().items()}
-        with SparseProducts(self.thresholds, self.name, x.shape[0], names, self.training):
+        modules = None
+        if self.training and torch.is_grad_enabled():
+            refuse_recomputation(SWAT.name)
+            modules = {module: name for name, module in self.module.named_modules()}
+        with SparseProducts(self.thresholds, self.name, x.shape[0], names, self.training, modules):
             return self.within(*args, **kwargs)
 
     @torch.no_grad()
@@ -100,7 +104,13 @@ class SWAT(PartwiseMethod):
         return isinstance(module, nn.Linear | nn.Conv2d)
 
     def _forward_of(
-        self, module: nn.Module, name: str, packing: PackingState, layers: dict[str, nn.Module], is_head: bool
+        self,
+        module: nn.Module,
+        name: str,
+        packing: PackingState,
+        layers: dict[str, nn.Module],
+        networks: Sequence[nn.Module],
+        is_head: bool,
     ) -> MemoryForward:
         assert isinstance(packing, Thresholds)
         return _SparseForward(module, name, packing, layers)

@@ -18,27 +18,40 @@ from efficient_ft.ops.packed.products import matmul, product
 from efficient_ft.ops.packed.saving import load, save
 from efficient_ft.ops.packed.sharing import SharedUnpack, apply_to
 from efficient_ft.ops.packed.straight_through import as_kept
-from efficient_ft.ops.packed.table import packed_operation, packs
+from efficient_ft.ops.packed.table import name_of, packed_operation, packs
 from efficient_ft.ops.packing import Packed, Packer
 
 aten = torch.ops.aten
 
+#: Of a softmax whose values were all dropped.
+_TINY = 1e-30
+
 
 class _Softmax(torch.autograd.Function):
-    """Softmax, which keeps its output."""
+    """Softmax, which keeps its output; 0 where `masked_out`."""
 
     @staticmethod
-    def forward(ctx: Any, mode: PackedOperations, x: Tensor, dim: int) -> Tensor:
+    def forward(ctx: Any, mode: PackedOperations, x: Tensor, dim: int, masked_out: Tensor | None = None) -> Tensor:
         p = torch.softmax(x, dim)
-        save(ctx, mode.keep(p, mode.policy.attention, None, 1, result=True))
-        ctx.dim, ctx.type = dim, x.dtype
+        if masked_out is not None:
+            p.masked_fill_(masked_out, 0)
+        save(ctx, mode.keep(p, mode.policy.attention, None, 1, result=True, role="output"))
+        ctx.dim, ctx.type, ctx.zero_sum = dim, x.dtype, mode.policy.position_network
         return p
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (p,) = load(ctx)
-        return None, aten._softmax_backward_data(g, p, ctx.dim, p.dtype).to(ctx.type), None
+        if ctx.zero_sum:  # a packed p does not add up to 1
+            total = p.sum(ctx.dim, keepdim=True)
+            return (
+                None,
+                (p * (g - (g * p).sum(ctx.dim, keepdim=True) / total.clamp_min(_TINY))).to(ctx.type),
+                None,
+                None,
+            )
+        return None, aten._softmax_backward_data(g, p, ctx.dim, p.dtype).to(ctx.type), None, None
 
 
 @packs(torch.softmax, Tensor.softmax)
@@ -78,7 +91,7 @@ class _FusedAttention(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Tensor:
         y = F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
-        parts = [mode.keep(x, packer, y.dtype, 1) for x in (q, k, v)]
+        parts = [mode.keep(x, packer, y.dtype, 1, role=role) for x, role in zip((q, k, v), "qkv", strict=True)]
         unpack = partial(_attention_again, [(p.unpack, len(p.tensors)) for p in parts], scale, bias is not None)
         tensors = (*(t for p in parts for t in p.tensors), *(() if bias is None else (bias,)))
         shared = SharedUnpack(unpack, mode.state.last)
@@ -132,14 +145,16 @@ class _Attention(torch.autograd.Function):
         if bias is not None:
             scores += bias
         p = torch.softmax(to_single_precision(scores), -1).to(scores.dtype)
+        if bias is not None:  # torch returns zeros for queries that are masked out
+            p.masked_fill_(_masked_out(bias), 0)
         del scores
         y = p @ v
         of_q, of_k = ctx.needs_input_grad[1:3]
         packer = mode.policy.attention
-        kept_q = mode.keep(q, packer, y.dtype, 1) if of_k else None
-        kept_k = mode.keep(k, packer, y.dtype, 1) if of_q else None
-        kept_p = mode.keep(p, packer, y.dtype, 1)
-        kept_v = mode.keep(v, packer, y.dtype, 1) if of_q or of_k else None
+        kept_q = mode.keep(q, packer, y.dtype, 1, role="q") if of_k else None
+        kept_k = mode.keep(k, packer, y.dtype, 1, role="k") if of_q else None
+        kept_p = mode.keep(p, packer, y.dtype, 1, role="p")
+        kept_v = mode.keep(v, packer, y.dtype, 1, role="v") if of_q or of_k else None
         save(ctx, kept_v, kept_p, kept_k, kept_q)
         ctx.scale, ctx.types = scale, (q.dtype, k.dtype, v.dtype)
         return y
@@ -159,6 +174,13 @@ class _Attention(torch.autograd.Function):
             g_k = None if q is None else _scaled_product(g_scores.mT, q(), ctx.scale)
         found = (g_q, g_k, g_v)
         return None, *(None if t is None else t.to(d) for t, d in zip(found, ctx.types, strict=True)), None, None
+
+
+def _masked_out(mask: Tensor) -> Tensor:
+    """Return the queries whose mask leaves out every key: (..., N, 1) bool of (..., N, M)."""
+    if mask.dtype == torch.bool:
+        return mask.any(-1, keepdim=True).logical_not()
+    return mask.detach().amax(-1, keepdim=True) == -torch.inf
 
 
 def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -182,28 +204,35 @@ def _attention(
 ) -> Any:
     if mode.policy.plain_attention or is_causal or enable_gqa or not mode.supports(query, key, value):
         return NotImplemented
+    batch = query.shape[:-2]
+    broadcast = query.dim() < 3 or key.shape[:-2] != batch or value.shape[:-2] != batch  # heads shared by queries
+    if attn_mask is not None:
+        scores_shape = (*query.shape[:-1], key.shape[-2])
+        broadcast |= torch.broadcast_shapes(attn_mask.shape, scores_shape) != scores_shape
     constant = attn_mask is None or (attn_mask.is_floating_point() and not attn_mask.requires_grad)
     if mode.policy.fused is not None and constant and not dropout_p:
         return _FusedAttention.apply(mode, mode.policy.fused, query, key, value, scale, attn_mask)
+    if broadcast:
+        return NotImplemented
     if constant and not dropout_p and not mode.policy.forward:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         return _Attention.apply(mode, query, key, value, scale, attn_mask)
     # Contiguous, since each product would copy them again.
     query = (query * (query.shape[-1] ** -0.5 if scale is None else scale)).contiguous()
     key, value = key.contiguous(), value.contiguous()
+    mode.begin("scores")
     scores = matmul(mode, query, key.mT)
     if scores is NotImplemented:
         return NotImplemented
-    masked_out = None  # queries whose mask is False everywhere: torch returns zeros for them
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        masked_out = attn_mask.any(-1, keepdim=True).logical_not()
-        scores = scores.masked_fill((attn_mask | masked_out).logical_not(), -torch.inf)
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    p = _Softmax.apply(mode, to_single_precision(scores), -1)
+    masked_out = None
+    if attn_mask is not None:
+        masked_out = _masked_out(attn_mask)  # torch returns zeros for these queries
+        excluded = attn_mask.logical_not() if attn_mask.dtype == torch.bool else None
+        scores = scores + attn_mask if excluded is None else scores.masked_fill(excluded, -torch.inf)
+    mode.begin("softmax")
+    p = _Softmax.apply(mode, to_single_precision(scores), -1, masked_out)
     p = as_kept(mode, p, mode.policy.attention, heads=1, autocast=False).to(value.dtype)
-    if masked_out is not None:
-        p = p.masked_fill(masked_out, 0)
+    mode.begin("values")
     return product(mode, F.dropout(p, dropout_p), value)
 
 
@@ -265,6 +294,7 @@ def _packed_or_plain(mode: PackedOperations, function: Any, *args: Any) -> Tenso
     """Call an operation that another one consists of."""
     operation = packed_operation(function)
     assert operation is not None
+    mode.begin(name_of(function))
     y = operation(mode, *args)
     return function(*args) if y is NotImplemented else y
 
@@ -274,17 +304,18 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, dim: int, eps: float) -> Tensor:
-        norm = torch.linalg.vector_norm(x, dim=dim, keepdim=True).clamp_min(eps)
-        y = x / norm
-        save(ctx, mode.keep(y, mode.policy.attention, None, 1, result=True), norm)
-        ctx.dim = dim
+        norm = torch.linalg.vector_norm(x, dim=dim, keepdim=True)
+        y = x / norm.clamp_min(eps)
+        save(ctx, mode.keep(y, mode.policy.attention, None, 1, result=True, role="output"), norm)
+        ctx.dim, ctx.eps = dim, eps
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         y, norm = load(ctx)
-        return None, (g - y * (g * y).sum(ctx.dim, keepdim=True)) / norm, None, None
+        along = (g * y).sum(ctx.dim, keepdim=True).where(norm >= ctx.eps, 0)  # below ε the divisor is constant
+        return None, (g - y * along) / norm.clamp_min(ctx.eps), None, None
 
 
 @packs(F.normalize)

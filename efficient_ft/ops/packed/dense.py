@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from efficient_ft.ops.packed.table import name_of
+
 
 class DenseKept:
     """Bytes of activations that operations without a packed form keep, by the operation's name.
@@ -31,7 +33,7 @@ class DenseKept:
 
     def watch(self, function: Any) -> saved_tensors_hooks:
         """Return a context manager that records what a function of torch keeps."""
-        name = getattr(function, "__name__", str(function)).strip("_")
+        name = name_of(function)
 
         def see(t: Tensor) -> Tensor:
             storage = t.untyped_storage()

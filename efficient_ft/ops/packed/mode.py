@@ -9,22 +9,30 @@ saved for parameters that need no gradient. An operation without a packed form (
 operations that it calls (``nn.MultiheadAttention`` is one function to a mode).
 
 A tensor that several operations save (the input of separate q, k and v layers, softmax's output) is packed once.
+
+A packer that keeps state gets the tensor's name: the part of the model, the module inside it, the operation that the
+module calls, and the tensor's role in it. A module that calls an operation twice, or that runs twice, numbers its
+calls, whether they keep a tensor or not. So a name stays with its tensor in every step, no matter what else trains.
 """
 
 from __future__ import annotations
 
+import re
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from efficient_ft.core.context import context
+from efficient_ft.core.errors import UserError
 from efficient_ft.ops.packed.dense import DenseKept
 from efficient_ft.ops.packed.sharing import (
     LastUnpacked,
@@ -35,8 +43,8 @@ from efficient_ft.ops.packed.sharing import (
     memory_order,
     permuted,
 )
-from efficient_ft.ops.packed.table import packed_operation
-from efficient_ft.ops.packing import Dense, Overflow, PackContext, Packed, Packer, Ranges
+from efficient_ft.ops.packed.table import name_of, packed_operation
+from efficient_ft.ops.packing import Dense, Noise, Overflow, PackContext, Packed, Packer, Ranges
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,8 @@ class Policy:
         fused: the packer of q, k and v for attention that stays fused; the backward pass recomputes attention from
             them, so that all its terms are consistent. None: unfused attention.
         plain_attention: torch's fused attention stays as it is, with what it keeps.
+        position_network: scores of attention have a bias from a trained network. Softmax's gradient then has rows that
+            sum to 0, as they do without packing: that network's gradient is what remains of terms that cancel.
         forward: the forward pass, too, computes with the packed inputs of products and normalizations, q, k, v and
             softmax's output. A negative control; the formulas of the backward pass stay the same.
     """
@@ -71,7 +81,14 @@ class Policy:
     derived_all: bool = False
     fused: Packer | None = None
     plain_attention: bool = False
+    position_network: bool = False
     forward: bool = False
+
+    @property
+    def named(self) -> bool:
+        """Whether a packer uses the names of tensors."""
+        packers = (self.product, self.norm, self.attention, self.activation, self.fused)
+        return any(getattr(packer, "named", False) for packer in packers)
 
     @property
     def exact(self) -> bool:
@@ -85,26 +102,75 @@ class PackingState:
 
     Attributes:
         ranges: running ranges of 8-bit tensors.
+        noise: of stochastic rounding.
         overflow: whether a value was too large for fp16.
         last: the tensor unpacked last.
+        calls: number of times that each part of the model has run in the current forward pass.
         dense: records what stays dense, for the report of a method; None: nothing is recorded.
     """
 
     ranges: Ranges = field(default_factory=Ranges)
+    noise: Noise = field(default_factory=Noise)
     overflow: Overflow = field(default_factory=Overflow)
     last: LastUnpacked = field(default_factory=LastUnpacked)
+    calls: Counter[str] = field(default_factory=Counter)
     dense: DenseKept | None = None
 
+    def begin_call(self, name: str) -> str:
+        """Return a part's name with the number of its call in this forward pass, from the second one on.
+
+        A forward pass ends where a backward pass or an optimizer step begins.
+        """
+        if self.last.in_backward:
+            self.last.in_backward = False
+            self.calls.clear()
+        self.calls[name] += 1
+        return numbered(name, self.calls[name])
+
+    def end_step(self) -> None:
+        """Finish an optimizer step."""
+        self.last.held = None
+        self.calls.clear()
+        self.ranges.end_step()
+        self.noise.end_step()
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the running ranges as plain containers: {name: [low, high]}."""
-        return {name: [low.tolist(), high.tolist()] for name, (low, high) in self.ranges.by_name.items()}
+        """Return the running ranges and the noise as plain containers; empty if neither was used."""
+        if not self.ranges.by_name and not self.noise.used:
+            return {}
+        return {"ranges": self.ranges.state_dict(), "noise": self.noise.state_dict() if self.noise.used else None}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Replace the running ranges by those of `state_dict`."""
-        self.ranges.by_name = {
-            name: (torch.tensor(low, dtype=torch.float32), torch.tensor(high, dtype=torch.float32))
-            for name, (low, high) in state_dict.items()
-        }
+        """Continue from the state of `state_dict`.
+
+        Raises:
+            UserError: an earlier version wrote it.
+        """
+        if state_dict:
+            refuse_earlier("ranges" not in state_dict)
+            self.ranges.load_state_dict(state_dict["ranges"])
+            if state_dict["noise"] is not None:
+                self.noise.load_state_dict(state_dict["noise"])
+
+
+def refuse_earlier(earlier: bool) -> None:
+    """Raise UserError if state was written by a version that numbered packed tensors (``blocks.0/3``)."""
+    if earlier:
+        raise UserError(
+            "The checkpoint holds the packing state of an earlier version, which numbered packed tensors. They are now"
+            " named by module and role, and the state cannot be continued. Start the run again (resume=never), or"
+            " continue it with the version that wrote it."
+        )
+
+
+def has_counted_names(names: Iterable[str]) -> bool:
+    """Return whether a name is that of a packed tensor in an earlier version: ``blocks.0/3``."""
+    return any(re.fullmatch(r".*/\d+", name) for name in names)
+
+
+def numbered(name: str, number: int) -> str:
+    """Return `name`, from the second use on with its number."""
+    return name if number == 1 else f"{name}({number})"
 
 
 def current_packing() -> PackedOperations | None:
@@ -134,14 +200,28 @@ class PackedOperations(TorchFunctionMode):
         region: a name for this part of the model, the same in every step.
         samples: B, number of images in the batch; every activation's first dimension is a multiple of it.
         heads: number of attention heads in this part, for one range per head; None: one range per tensor.
+        modules: names of the modules in this part, for the names of tensors; None: only operations are named.
+
+    Attributes:
+        records: the pass keeps tensors, so that it counts as a call of the part.
     """
 
+    records = True
+
     def __init__(
-        self, policy: Policy, state: PackingState, region: str, samples: int, heads: int | None = None
+        self,
+        policy: Policy,
+        state: PackingState,
+        region: str,
+        samples: int,
+        heads: int | None = None,
+        modules: Mapping[nn.Module, str] | None = None,
     ) -> None:
         super().__init__()
         self.policy, self.state, self.region, self.samples, self.heads = policy, state, region, samples, heads
-        self._count = 0
+        self._modules, self._running, self._hooks = modules, [""], []  # type: ignore[var-annotated]
+        self._calls: Counter[tuple[str, str]] = Counter()
+        self._operation = ""
         self._suspended = False
         self._kept: dict[tuple[Any, ...], tuple[weakref.ref, Packed]] = {}
 
@@ -149,6 +229,14 @@ class PackedOperations(TorchFunctionMode):
         self._outer = current_packing()
         context.packing = self
         self.state.last.held = None  # left by a backward pass that was not finished
+        if self.records:
+            self.region = self.state.begin_call(self.region)
+        if self._modules is not None:
+            # Of all modules, while this part runs: the model itself stays as it is.
+            self._hooks = [
+                register_module_forward_pre_hook(self._enter_module),
+                register_module_forward_hook(self._leave_module, always_call=True),
+            ]
         super().__enter__()
         return self
 
@@ -156,6 +244,23 @@ class PackedOperations(TorchFunctionMode):
         super().__exit__(*exc)
         context.packing = self._outer
         self._kept.clear()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter_module(self, module: nn.Module, _: Any) -> None:
+        if current_packing() is self and self._modules is not None:
+            self._running.append(self._modules.get(module, self._running[-1]))
+
+    def _leave_module(self, module: nn.Module, *_: Any) -> None:
+        if current_packing() is self and len(self._running) > 1:
+            self._running.pop()
+
+    def begin(self, operation: str) -> None:
+        """Note the operation whose tensors are kept next; call it whether it keeps any or not."""
+        module = self._running[-1]
+        self._calls[module, operation] += 1
+        operation = numbered(operation, self._calls[module, operation])
+        self._operation = f"{module}/{operation}" if module else operation
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -164,9 +269,11 @@ class PackedOperations(TorchFunctionMode):
         operation = packed_operation(func)
         if self._suspended or not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        result = NotImplemented if operation is None else operation(self, *args, **kwargs)
-        if result is not NotImplemented:
-            return result
+        if operation is not None:
+            self.begin(name_of(func))
+            result = operation(self, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
         if self.state.dense is None:
             return func(*args, **kwargs)
         with self.state.dense.watch(func):
@@ -188,6 +295,7 @@ class PackedOperations(TorchFunctionMode):
         dtype: torch.dtype | None = None,
         heads: int | None = None,
         result: bool = False,
+        role: str = "input",
     ) -> Packed:
         """Pack x, once for all operations that save it.
 
@@ -197,18 +305,17 @@ class PackedOperations(TorchFunctionMode):
             dtype: in which x takes part in the operation (autocast), and is unpacked; None: its own.
             heads: the dimension of x that is divided into heads.
             result: x is the operation's own output: saving a view of it would create a reference cycle.
+            role: of x in the operation.
         """
         order, memory, identity = memory_order(x)
         storage, key = x.untyped_storage(), (*identity, dtype or x.dtype, packer)
         packed = self._find(key, storage) or self._find((*identity, "derived"), storage)
         if packed is None:
-            self._count += 1
             groups = None
             if heads is not None and self.heads and heads < x.dim() and x.shape[heads] % self.heads == 0:
                 groups = (order.index(heads % x.dim()), self.heads)
-            where = PackContext(
-                f"{self.region}/{self._count}", self.samples, self.state.ranges, self.state.overflow, groups
-            )
+            name = f"{self.region}/{self._operation}/{role}"
+            where = PackContext(name, self.samples, self.state.ranges, self.state.overflow, groups, self.state.noise)
             with torch.no_grad():
                 memory = memory.data if result else memory
                 packed = packer.pack(memory if dtype is None else memory.to(dtype), where)
@@ -219,9 +326,9 @@ class PackedOperations(TorchFunctionMode):
             self._kept[key] = (weakref.ref(storage), packed)
         return add_user(packed, order, dtype or x.dtype)
 
-    def keep_for_attention(self, x: Tensor) -> Packed:
+    def keep_for_attention(self, x: Tensor, role: str) -> Packed:
         """Pack x, a q, k or v (B, H, N, D), as attention packs it; if that is unfused, x is contiguous."""
-        return self.keep(x, self.policy.fused or self.policy.attention, x.dtype, 1)
+        return self.keep(x, self.policy.fused or self.policy.attention, x.dtype, 1, role=role)
 
     def weight(self, weight: Tensor) -> tuple[Tensor, Tensor | Packed]:
         """Return the weight that a linear layer or convolution computes with, and the form of it that is saved."""

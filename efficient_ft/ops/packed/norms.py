@@ -16,7 +16,7 @@ from efficient_ft.ops.packed.mode import PackedOperations
 from efficient_ft.ops.packed.saving import load, save
 from efficient_ft.ops.packed.straight_through import as_kept
 from efficient_ft.ops.packed.table import packs
-from efficient_ft.ops.packing import Packed
+from efficient_ft.ops.packing import Packed, Sparse
 
 aten = torch.ops.aten
 
@@ -37,7 +37,7 @@ class _LayerNorm(torch.autograd.Function):
         ctx.shape, ctx.normalized = shape, mode.policy.normalized
         if mode.policy.normalized:
             y, x_hat, rstd = _normalized(x, shape, weight, bias, eps)
-            kept = mode.keep(x_hat, mode.policy.norm, None, -1)
+            kept = mode.keep(x_hat, mode.policy.norm, None, -1, role="normalized")
             save(ctx, kept, weight, bias, rstd)
             affine = [p for p in (weight, bias) if p is not None]
             unpack = partial(_affine, kept.unpack, weight is not None, bias is not None)
@@ -89,7 +89,7 @@ class _RMSNorm(torch.autograd.Function):
         y = x_hat if weight is None else x_hat * weight
         ctx.dims, ctx.normalized, ctx.affine_dims = dims, mode.policy.normalized, list(range(x.dim() - len(dims)))
         if mode.policy.normalized:
-            kept = mode.keep(x_hat, mode.policy.norm, None, -1, result=weight is None)
+            kept = mode.keep(x_hat, mode.policy.norm, None, -1, result=weight is None, role="normalized")
             save(ctx, kept, weight, rstd)
             affine = () if weight is None else (weight,)
             unpack = partial(_affine, kept.unpack, weight is not None, False)
@@ -144,7 +144,7 @@ class _GroupNorm(torch.autograd.Function):
         ctx.normalized = mode.policy.normalized
         if mode.policy.normalized:
             x_hat = torch.native_group_norm(x, None, None, samples, channels, positions, groups, eps)[0]
-            kept = mode.keep(x_hat, mode.policy.norm, None)
+            kept = mode.keep(x_hat, mode.policy.norm, None, role="normalized")
             save(ctx, kept, weight, rstd)
             affine = [p.view(-1, *[1] * (x.dim() - 2)) for p in (weight, bias) if p is not None]
             unpack = partial(_affine, kept.unpack, weight is not None, bias is not None)
@@ -228,9 +228,15 @@ class _BatchNorm(torch.autograd.Function):
         eps: float,
     ) -> Tensor:
         y = F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
-        kept = mode.keep(x, mode.policy.norm, y.dtype) if ctx.needs_input_grad[4] else None
+        # Pruning drops what is near 0: only a centered input is near 0 where it matters least.
+        policy = mode.policy
+        ctx.centered = policy.normalized and isinstance(policy.norm, Sparse) and not policy.forward
+        kept = None
+        if ctx.needs_input_grad[4]:
+            x_kept = x - _per_channel(mean, x) if ctx.centered else x
+            kept = mode.keep(x_kept, policy.norm, y.dtype)
         save(ctx, kept, weight, mean, var)
-        if kept is not None and mode.policy.derived_all:
+        if kept is not None and policy.derived_all and not ctx.centered:
             _set_map_source(mode, y, kept, mean, (var + eps).rsqrt(), weight, bias)
         ctx.eps, ctx.type = eps, x.dtype
         return y
@@ -239,18 +245,24 @@ class _BatchNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, var = load(ctx)
-        channels = [1, -1] + [1] * (g.dim() - 2)
         others = [d for d in range(g.dim()) if d != 1]
         rstd = (var + ctx.eps).rsqrt()
         scale = rstd if weight is None else weight * rstd
-        g_x = (g * scale.view(channels)).to(ctx.type) if ctx.needs_input_grad[1] else None
+        g_x = (g * _per_channel(scale, g)).to(ctx.type) if ctx.needs_input_grad[1] else None
         g_b = g_w = None
-        if x is not None or ctx.needs_input_grad[5]:
+        if ctx.needs_input_grad[5]:
             g_b = g.sum(others, dtype=mean.dtype)
         if x is not None:
-            # Σ g·(x − mean)·rstd, without a centred copy of x
-            g_w = ((g * x).sum(others, dtype=mean.dtype) - mean * g_b) * rstd
-        return None, g_x, None, None, g_w, g_b if ctx.needs_input_grad[5] else None, None
+            # Centered before the sum: the mean may be far larger than the deviation.
+            center = torch.zeros_like(mean) if ctx.centered else mean
+            wanted = [False, True, False]
+            g_w = aten.native_batch_norm_backward(g, x, weight, center, var, None, None, False, ctx.eps, wanted)[1]
+        return None, g_x, None, None, g_w, g_b, None
+
+
+def _per_channel(values: Tensor, like: Tensor) -> Tensor:
+    """View values (C,) so that they broadcast with (B, C, ...)."""
+    return values.view([1, -1] + [1] * (like.dim() - 2))
 
 
 class _TrainingBatchNorm(torch.autograd.Function):

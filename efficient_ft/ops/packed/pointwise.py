@@ -53,8 +53,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, a: Tensor, b: Tensor) -> Tensor:
         y = a * b
-        kept_a = mode.keep(a, mode.policy.product) if ctx.needs_input_grad[2] else None
-        kept_b = mode.keep(b, mode.policy.product) if ctx.needs_input_grad[1] else None
+        kept_a = mode.keep(a, mode.policy.product, role="a") if ctx.needs_input_grad[2] else None
+        kept_b = mode.keep(b, mode.policy.product, role="b") if ctx.needs_input_grad[1] else None
         save(ctx, kept_a, kept_b)
         ctx.types, ctx.shape = (a.dtype, b.dtype), b.shape
         if mode.policy.derived and kept_a is not None and kept_b is not None:
@@ -159,7 +159,7 @@ class _Sigmoid(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor) -> Tensor:
         y = torch.sigmoid(x)
-        save(ctx, mode.keep(y, mode.policy.activation, None, result=True))
+        save(ctx, mode.keep(y, mode.policy.activation, None, result=True, role="output"))
         return y
 
     @staticmethod

@@ -124,8 +124,8 @@ class _Matmul(torch.autograd.Function):
     def forward(ctx: Any, mode: PackedOperations, a: Tensor, b: Tensor) -> Tensor:
         y = a @ b
         packer = mode.policy.attention
-        kept_a = mode.keep(a, packer, y.dtype, 1) if ctx.needs_input_grad[2] else None
-        kept_b = mode.keep(b, packer, y.dtype, 1) if ctx.needs_input_grad[1] else None
+        kept_a = mode.keep(a, packer, y.dtype, 1, role="a") if ctx.needs_input_grad[2] else None
+        kept_b = mode.keep(b, packer, y.dtype, 1, role="b") if ctx.needs_input_grad[1] else None
         save(ctx, kept_b, kept_a)  # a is unpacked last: softmax's output, which softmax needs next
         ctx.types = a.dtype, b.dtype
         return y

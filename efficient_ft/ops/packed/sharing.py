@@ -22,6 +22,8 @@ class LastUnpacked:
     def __init__(self) -> None:
         # One value, read and written at once: with several devices the backward pass has several threads.
         self.held: tuple[SharedUnpack, Tensor] | None = None
+        #: A tensor was unpacked since this was last set to False.
+        self.in_backward = False
 
 
 class SharedUnpack:
@@ -38,6 +40,7 @@ class SharedUnpack:
     def __call__(self, *tensors: Tensor) -> Tensor:
         """Unpack for one user."""
         held, self.last.held = self.last.held, None
+        self.last.in_backward = True
         dense = held[1] if held is not None and held[0] is self else None
         del held  # frees another tensor before this one is unpacked
         if dense is None:
@@ -55,7 +58,7 @@ class SharedUnpack:
         """Call `unpack`, which calls this object, in the forward pass, without counting it as a user."""
         dense = unpack(*tensors)
         self.calls -= 1
-        self.last.held = None
+        self.last.held, self.last.in_backward = None, False
         return dense
 
 

@@ -31,3 +31,8 @@ def packs(*functions: Any) -> Callable[[Operation], Operation]:
 def packed_operation(function: Any) -> Operation | None:
     """Return the packed operation for a function of torch, or None."""
     return _OPERATIONS.get(function)
+
+
+def name_of(function: Any) -> str:
+    """Return the name of a function of torch: ``matmul`` for ``Tensor.__matmul__``."""
+    return getattr(function, "__name__", str(function)).strip("_")

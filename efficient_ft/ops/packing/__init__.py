@@ -16,7 +16,7 @@ from efficient_ft.ops.packing.sparse import (
     unpack_bits,
     values_kept,
 )
-from efficient_ft.ops.packing.state import Overflow, PackContext, Ranges
+from efficient_ft.ops.packing.state import Noise, Overflow, PackContext, Ranges
 
 __all__ = [
     "BITS",
@@ -24,6 +24,7 @@ __all__ = [
     "EightBits",
     "GroupBits",
     "Half",
+    "Noise",
     "Overflow",
     "PackContext",
     "Packed",

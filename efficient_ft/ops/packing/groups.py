@@ -40,7 +40,7 @@ def group_pack(x: Tensor, bits: int, group: int, seed: Tensor | None = None) -> 
         bits: of a value: 8, 4, 3 or 2.
         group: values of a group, a multiple of 8; see `group_length`.
         seed: () int64, rounds at random with the mean x; the same seed and x give the same result on every device.
-            None: to the nearest step.
+            The minimum is then rounded down and the step up, so that no value is clamped. None: to the nearest step.
 
     Returns:
         codes: (groups, G·bits/8) uint8; the codes after the last value are 0.
@@ -84,8 +84,10 @@ def group_pack_reference(x: Tensor, bits: int, length: int, seed: Tensor | None)
     x_GL = torch.cat([x, x[-1:].expand(-n % length)]).view(-1, length)
     finite = x_GL.isfinite().all(1)
     x_GL = torch.where(finite[:, None], x_GL, 0)
-    low = (x_GL.amin(1) + 0.0).half()  # + 0: never -0
-    step = (((x_GL.amax(1) - low.float()) / levels).clamp_min(0) + 0.0).half()
+    low = x_GL.amin(1) + 0.0  # + 0: never -0
+    low = low.half() if seed is None else _half_below(low)
+    step = ((x_GL.amax(1) - low.float()) / levels).clamp_min(0) + 0.0
+    step = step.half() if seed is None else -_half_below(-step)
     fits = low.isfinite() & step.isfinite()
     low = torch.where(fits, low, torch.where(low.isfinite(), torch.inf, low))
     step = torch.where(fits, step, 0)
@@ -95,6 +97,14 @@ def group_pack_reference(x: Tensor, bits: int, length: int, seed: Tensor | None)
     codes = steps.floor_().clamp_(0, levels).to(torch.uint8)
     codes.view(-1)[n:] = 0
     return _to_planes(codes, bits), torch.stack([torch.where(finite, low, torch.nan), step])
+
+
+def _half_below(x: Tensor) -> Tensor:
+    """Convert float32 to the largest fp16 that is not above it, so that the range of a group holds all its values."""
+    half = x.half()
+    bits = half.view(torch.int16)
+    below = torch.where(bits > 0, bits - 1, bits + 1).view(torch.float16)
+    return torch.where((half.float() > x) & half.isfinite(), below, half)
 
 
 def group_unpack(codes: Tensor, ranges: Tensor, n: int, bits: int, dtype: torch.dtype) -> Tensor:

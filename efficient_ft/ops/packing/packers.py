@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -39,7 +39,10 @@ class Packed:
 
 
 class Packer(Protocol):
-    """A way to keep a tensor."""
+    """A way to keep a tensor.
+
+    A packer with a true attribute `named` keeps state by the name of a tensor.
+    """
 
     def pack(self, x: Tensor, context: PackContext) -> Packed:
         """Pack x, of any shape, not empty, its dimensions in the order of its memory."""
@@ -89,6 +92,11 @@ class Sparse:
     eight_bits: bool = False
     exact: bool = True
 
+    @property
+    def named(self) -> bool:
+        """Whether running ranges are kept, by name."""
+        return self.eight_bits
+
     def pack(self, x: Tensor, context: PackContext) -> Packed:
         """Pack each sample of x on its own."""
         rows = x if x.shape[0] == context.samples else x.unflatten(0, (context.samples, -1))
@@ -106,6 +114,8 @@ class Sparse:
 @dataclass(frozen=True)
 class EightBits:
     """Keep the tensor in 8 bits, with a running range per head where the context has heads (Mesa)."""
+
+    named: ClassVar[bool] = True
 
     def pack(self, x: Tensor, context: PackContext) -> Packed:
         """Quantize x."""
@@ -130,7 +140,7 @@ class GroupBits:
 
     def pack(self, x: Tensor, context: PackContext) -> Packed:
         """Round x in groups."""
-        seed = torch.randint(2**31, (), device=x.device) if self.stochastic else None
+        seed = context.noise.next_seed(x.device) if self.stochastic else None
         codes, ranges = group_pack(x, self.bits, self.group, seed)
         context.overflow.watch(ranges)
         return Packed((codes, ranges), partial(_groups_back, x.shape, x.dtype, self.bits))
@@ -177,5 +187,5 @@ def _to_half(x: Tensor, dtype: torch.dtype, context: PackContext) -> Tensor:
 
 def _quantized(x_OGI: Tensor, context: PackContext, dtype: torch.dtype) -> Packed:
     low, high = context.ranges.update(context.name, x_OGI)
-    seed = torch.randint(2**31, (), device=x_OGI.device)
+    seed = context.noise.next_seed(x_OGI.device)
     return Packed((quantize(x_OGI, low, high, seed), low, high), partial(_dequantize_back, dtype))

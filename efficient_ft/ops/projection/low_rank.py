@@ -128,6 +128,8 @@ def _x_hat(
 ) -> Tensor | Packed:
     """Compute x̂, or what it is computed from, unless the layer before has read the same tensor."""
     packing = current_packing()  # no mode sees what an autograd function saves
+    if packing is not None:
+        packing.begin("low_rank")
     kept = None if packing is None else packing.find_source(x_BNC)
     if kept is not None:
         return Packed(kept.tensors, partial(_projected, kept.unpack, projection))
@@ -138,7 +140,7 @@ def _x_hat(
             held[2].shared.add_user()
         return held[2]
     dense = projection.project(x_BNC, constants)
-    x_hat = dense if packing is None else packing.keep(dense, packing.policy.product, heads=-1)
+    x_hat = dense if packing is None else packing.keep(dense, packing.policy.product, heads=-1, role="projected")
     _last.held = read, how, x_hat
     return x_hat
 

@@ -40,7 +40,9 @@ class _ClassRow(torch.autograd.Function):
             q_BHD = q_BHND[:, :, 0].to(wide) * scale
             p_BHN = (k_BHND.to(wide) @ q_BHD.unsqueeze(-1)).squeeze(-1).softmax(-1)
         mode = current_packing()
-        save(ctx, k_BHND if mode is None else mode.keep_for_attention(k_BHND), q_BHD, p_BHN)
+        if mode is not None:
+            mode.begin("class_row")
+        save(ctx, k_BHND if mode is None else mode.keep_for_attention(k_BHND, "k"), q_BHD, p_BHN)
         ctx.scale, ctx.types, ctx.tokens = scale, (q_BHND.dtype, k_BHND.dtype), q_BHND.shape[2]
         return p_BHN.mean(1)
 

@@ -75,17 +75,25 @@ def _extremes(bits, start, count):
 
 
 @_jit
-def _range(low, high, levels):
-    """Return the minimum and step of a group with these extremes, as fp16 bits; a step of -1: all codes are 0."""
+def _range(low, high, levels, outward):
+    """Return the minimum and step of a group with these extremes, as fp16 bits; a step of -1: all codes are 0.
+
+    `outward`: the minimum is rounded down and the step up.
+    """
     if high >= int32(0x7F800000) or low <= int32(-0x7F800001):  # a value that is not finite
         return int32(0x7E00), int32(-1)
-    low_half = _to_half(_float_of(_ordered(low)) + float32(0.0))
+    lowest = _float_of(_ordered(low)) + float32(0.0)
+    low_half = _to_half(lowest)
+    if outward and low_half & int32(0x7FFF) != int32(0x7C00) and _from_half(low_half) > lowest:
+        low_half += int32(1) if low_half & int32(0x8000) else int32(-1)
     if low_half & int32(0x7FFF) == int32(0x7C00):
         return low_half, int32(-1)
     wide = (_float_of(_ordered(high)) - _from_half(low_half)) / levels
     if not wide > 0:
         return low_half, int32(0)
     step_half = _to_half(wide)
+    if outward and step_half != int32(0x7C00) and _from_half(step_half) < wide:
+        step_half += int32(1)
     if step_half == int32(0x7C00):
         return int32(0x7C00), int32(-1)
     return low_half, step_half
@@ -200,7 +208,7 @@ def pack(bits: int, group: int, at_random: bool) -> Any:
                     lowest, highest = _extremes(x_bits, start, size)
                 else:
                     lowest, highest = _extremes(x_bits, start, count)
-                low_half, step_half = _range(lowest, highest, levels)
+                low_half, step_half = _range(lowest, highest, levels, at_random)
                 ranges[g], ranges[uint64(groups) + g] = uint16(low_half), uint16(max(step_half, int32(0)))
                 if step_half <= 0:
                     codes[:] = 0

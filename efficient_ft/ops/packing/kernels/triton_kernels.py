@@ -267,8 +267,9 @@ def extremes(x, low, high, rows, groups, inner, share, width, R: tl.constexpr, C
             c = start + tl.arange(0, C)[None, :]
             inside = (r < stop) & (c < end)
             value = tl.load(x + (r.to(tl.int64) * groups + group) * inner + c, mask=inside, other=0).to(tl.float32)
-            least = tl.minimum(least, tl.where(inside, value, float("inf")))
-            most = tl.maximum(most, tl.where(inside, value, float("-inf")))
+            finite = tl.abs(value) < float("inf")  # minimum and maximum would pass over nan
+            least = tl.minimum(least, tl.where(inside, tl.where(finite, value, float("-inf")), float("inf")))
+            most = tl.maximum(most, tl.where(inside, tl.where(finite, value, float("inf")), float("-inf")))
     own = (part * tl.num_programs(2) + cut) * groups + group
     tl.store(low + own, tl.min(tl.min(least, 1), 0))
     tl.store(high + own, tl.max(tl.max(most, 1), 0))
@@ -306,9 +307,18 @@ def group_pack(
     low = tl.where(finite > 0, low, 0.0) + 0.0
     high = tl.where(finite > 0, high, 0.0)
     low_half = low.to(tl.float16)
+    if RANDOM:  # rounded down, and the step up
+        bits = low_half.to(tl.int16, bitcast=True)
+        above = (low_half.to(tl.float32) > low) & (tl.abs(low_half.to(tl.float32)) < float("inf"))
+        below = tl.where(bits > 0, bits - 1, bits + 1)
+        low_half = tl.where(above, below, bits).to(tl.int16).to(tl.float16, bitcast=True)
     levels = tl.full((T,), 2.0**BITS - 1, tl.float32)
     wide = tl.div_rn(high - low_half.to(tl.float32), levels)
     step_half = tl.where(wide > 0, wide, 0.0).to(tl.float16)
+    if RANDOM:
+        bits = step_half.to(tl.int16, bitcast=True)
+        short = step_half.to(tl.float32) < wide
+        step_half = tl.where(short, bits + 1, bits).to(tl.int16).to(tl.float16, bitcast=True)
     low_fits = tl.abs(low_half.to(tl.float32)) < float("inf")
     fits = low_fits & (step_half.to(tl.float32) < float("inf"))
     step = tl.where(fits & (finite > 0), step_half.to(tl.float32), 0.0)
