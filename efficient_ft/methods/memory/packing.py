@@ -88,8 +88,8 @@ def with_position_network(policy: Policy) -> Policy:
     the network's gradient is small against its terms: with coarse q, k, v and softmax it is mostly error.
     """
     packer = policy.attention
-    if isinstance(packer, Dense):
-        return policy
+    if isinstance(packer, Dense) or (isinstance(packer, Sparse) and not packer.sparsity and not packer.eight_bits):
+        return policy  # nothing is dropped
     if policy.forward:  # the control computes with what it prunes
         return replace(policy, position_network=True)
     if isinstance(packer, Sparse):

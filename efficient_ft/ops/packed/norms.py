@@ -125,7 +125,7 @@ def _rms_norm(
 ) -> Any:
     if not mode.supports(input, trained=(weight,)) or len(normalized_shape) >= input.dim():
         return NotImplemented
-    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    eps = torch.finfo(torch.promote_types(input.dtype, torch.float32)).eps if eps is None else eps  # as torch does
     input = to_single_precision(input)
     input = as_kept(mode, input, mode.policy.norm, not mode.policy.normalized, -1, autocast=False)
     return _RMSNorm.apply(mode, input, [-1 - i for i in range(len(normalized_shape))], weight, eps)

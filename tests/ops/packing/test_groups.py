@@ -133,6 +133,23 @@ def test_size_is_that_of_the_formula(bits, group, size, dtype):
         assert fake.unpack(*fake.tensors).shape == x.shape
 
 
+@pytest.mark.parametrize("offset", [0.0, 10.0, -100.0, 100.0, 1000.0])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_stochastic_rounding_of_values_far_from_zero_has_no_bias(bits, offset):
+    """In steps of the values' own range; the mean of 300 draws deviates by .12."""
+    x, total = offset + torch.rand(64 * 16, generator=torch.Generator().manual_seed(0)), 0
+    for seed in range(300):
+        packed = groups.group_pack(x, bits, 64, torch.tensor(seed * 7919))
+        total += groups.group_unpack(*packed, x.numel(), bits, torch.float32).double()
+    assert ((total / 300 - x).abs().max() * (2**bits - 1)).item() < 0.2
+    for scale in (1e-5, 1e-7):  # a step below the smallest of fp16
+        small, mean = x[:64] * scale if not offset else x[:64], 0
+        for seed in range(300):
+            packed = groups.group_pack(small, bits, 64, torch.tensor(seed * 7919))
+            mean += groups.group_unpack(*packed, 64, bits, torch.float32).double() / 300
+        assert (mean - small).abs().max() < max(0.2 * scale / (2**bits - 1), 2e-8) or offset
+
+
 def assert_kernels_equal_reference(x: Tensor, bits: int, group: int, seed: Tensor | None) -> None:
     length = groups.group_length(x.numel(), group)
     found = groups.group_pack(x, bits, group, seed)
