@@ -2,7 +2,7 @@
 
 A replacement is stored in one attribute of the module, `forward`. Nothing else of the model changes, so that it can be
 copied, pickled, saved and changed back. Replacements are nested: each calls the one inside it, and the innermost calls
-the forward pass of the module's class.
+the forward pass of the module's class, or the one that another library has given to the module object.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ class OwnForward:
 
     Attributes:
         same_values: it computes what the module computes without it, so that others need not know of it.
+        inner: the next replacement inside this one, or the forward of another library; None: the class's.
     """
 
     same_values: ClassVar[bool] = False
-    inner: OwnForward | None = None
+    inner: Callable[..., Any] | None = None
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -40,30 +41,42 @@ class OwnForward:
             return self.inner(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
+    def all_inside(self) -> list[OwnForward]:
+        """Return the replacements inside this one, from the outermost to the innermost."""
+        found: list[OwnForward] = []
+        inner = self.inner
+        while isinstance(inner, OwnForward):
+            found.append(inner)
+            inner = inner.inner
+        return found
+
 
 _Kind = TypeVar("_Kind", bound=OwnForward)
 
 
 def forwards_of(module: nn.Module) -> list[OwnForward]:
     """Return the replacements of a module, from the outermost to the innermost."""
-    found: list[OwnForward] = []
-    forward = module.__dict__.get("forward")
-    while isinstance(forward, OwnForward):
-        found.append(forward)
-        forward = forward.inner
+    forward = vars(module).get("forward")
+    return [forward, *forward.all_inside()] if isinstance(forward, OwnForward) else []
+
+
+def foreign_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the forward pass that another library has given to the module object; None: it has that of its class."""
+    replacements = forwards_of(module)
+    found: Callable[..., Any] | None = replacements[-1].inner if replacements else vars(module).get("forward")
     return found
 
 
 def put_around(module: nn.Module, forward: OwnForward) -> None:
     """Make `forward` the outermost replacement of `module`."""
-    outermost = forwards_of(module)[:1]
-    forward.inner = outermost[0] if outermost else None
+    forward.inner = vars(module).get("forward")
     module.forward = forward  # type: ignore[assignment]
 
 
 def put_inside(module: nn.Module, forward: OwnForward) -> None:
     """Make `forward` the innermost replacement of `module`: the others run around it."""
     others = forwards_of(module)
+    forward.inner = foreign_forward(module)
     if others:
         others[-1].inner = forward
     else:
@@ -75,6 +88,9 @@ def take_away(module: nn.Module, kind: type[_Kind], of: Callable[[_Kind], bool] 
     if not forwards_of(module):
         return
     rest = [forward for forward in forwards_of(module) if not (isinstance(forward, kind) and of(forward))]
+    foreign = foreign_forward(module)
     del module.forward
+    if foreign is not None:
+        module.forward = foreign  # type: ignore[method-assign]
     for forward in reversed(rest):
         put_around(module, forward)

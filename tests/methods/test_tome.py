@@ -85,7 +85,23 @@ def by_hand(model: Any, images: Tensor, r: list[int], proportional: bool) -> Ten
         found = [merged(*image, count, prefix) for image in zip(x, sizes, k.mean(1), strict=True)]
         x, sizes = torch.stack([tokens for tokens, _ in found]), [of for _, of in found]
         x = x + block.ls2(block.mlp(block.norm2(x)))
-    return model.forward_head(model.norm(x))
+    x = model.norm(x)
+    if model.global_pool == "token":
+        return model.forward_head(x)
+    return model.head(model.fc_norm(pooled(model, x, torch.tensor(sizes, dtype=x.dtype))))
+
+
+def pooled(model: Any, x: Tensor, sizes: Tensor) -> Tensor:
+    """Pooling that weighs tokens by their sizes, (B, N): a mean by shares, attention by the log of the size."""
+    x, sizes = x[:, model.num_prefix_tokens :], sizes[:, model.num_prefix_tokens :]
+    if model.attn_pool is None:
+        return (x * sizes.unsqueeze(-1)).sum(1) / sizes.sum(1, keepdim=True)
+    pool = model.attn_pool
+    q = pool.q(pool.latent).unflatten(-1, (pool.num_heads, -1)).transpose(1, 2)
+    k, v = pool.kv(x).unflatten(-1, (2, pool.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    scores = q @ k.mT * pool.head_dim**-0.5 + sizes.log()[:, None, None]
+    y = pool.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+    return (y + pool.mlp(pool.norm(y)))[:, 0]
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -454,8 +470,8 @@ def test_r_0_is_said_to_be_nothing() -> None:
         ("cait_xxs24_224", "not on one grid|not of the form"),
         ("mvitv2_tiny", "not on one grid|not of the form"),
         ("swin_tiny_patch4_window7_224", "not on one grid"),
-        ("hiera_tiny_224", "not of the form"),
-        ("samvit_base_patch16_224", "do not accept tokens"),
+        ("hiera_tiny_224", "a forward pass of its own"),
+        ("samvit_base_patch16_224", "a forward pass of its own"),
         ("mixer_s16_224", "not of the form"),
     ],
 )

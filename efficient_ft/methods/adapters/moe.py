@@ -22,7 +22,7 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.blocks import blocks_at, check_indices
 from efficient_ft.methods.declarations import Adds, Axis, Needs
-from efficient_ft.methods.forwards import OwnForward, forwards_of, put_inside, take_away
+from efficient_ft.methods.forwards import OwnForward, foreign_forward, forwards_of, put_inside, take_away
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import ranges, trained
 from efficient_ft.models.tasks import Tasks, for_each_task, tasks_of
@@ -246,7 +246,9 @@ class ExpertsMethod(Method):
 
 def _is_standard(mlp: nn.Module | None) -> bool:
     """Return whether a feed-forward network can be an expert."""
-    return mlp is not None and type(mlp) in _STANDARD and not any(isinstance(m, nn.Conv2d) for m in mlp.modules())
+    if mlp is None or type(mlp) not in _STANDARD or foreign_forward(mlp) is not None:
+        return False
+    return not any(isinstance(m, nn.Conv2d) for m in mlp.modules())
 
 
 def _width(mlp: nn.Module) -> int:

@@ -20,6 +20,7 @@ from efficient_ft.methods.adapters.lite import EPS, GROUP, LiteResidual, refuse_
 from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
 from efficient_ft.methods.blocks import classes_in_words
 from efficient_ft.methods.declarations import Adds, Axis, Needs
+from efficient_ft.methods.forwards import foreign_forward
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import count, left, trained
 from efficient_ft.models.frozen_batch_norm import FROZEN
@@ -148,7 +149,8 @@ class TinyTL(Method):
         smaller = 1
         for name, module in view.model.named_modules():
             if name in view.blocks:
-                if type(module) is not InvertedResidual or module.conv_s2d is not None:
+                foreign = foreign_forward(module) is not None
+                if foreign or type(module) is not InvertedResidual or module.conv_s2d is not None:
                     skipped[name] = Skipped(Reason.OTHER_FORM, "not an inverted residual with expansion")
                 elif not any(p.requires_grad for p in module.parameters()):
                     skipped[name] = Skipped(Reason.FROZEN)

@@ -18,6 +18,7 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.format import format_number
 from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.declarations import Adds, Axis
+from efficient_ft.methods.forwards import foreign_forward
 from efficient_ft.methods.fused_gelu import fuse_gelu, separate_gelu
 from efficient_ft.methods.skip import is_skipped
 from efficient_ft.methods.summary import count, left, within
@@ -193,6 +194,9 @@ class LowRankBackward(Method):
             if layer.tokens is None:
                 assert layer.why_not is not None
                 skipped[layer.name] = layer.why_not
+            elif foreign_forward(layer.module) is not None:
+                detail = "another library has given it a forward of its own"
+                skipped[layer.name] = Skipped(Reason.OTHER_FORM, detail)
             elif type(layer.module) not in CHANGED:
                 detail = f"its class {type(layer.module).__name__} has a forward of its own"
                 skipped[layer.name] = Skipped(Reason.OTHER_FORM, detail)

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from efficient_ft.core.errors import UserError
-from efficient_ft.methods.forwards import OwnForward, put_inside, take_away
+from efficient_ft.methods.forwards import OwnForward, foreign_forward, put_inside, take_away
 from efficient_ft.models.marks import added_modules, marks_of
 from efficient_ft.models.view import ModelView
 from efficient_ft.ops.packed import current_packing, packing_suspended
@@ -101,10 +102,7 @@ class TokenForward(OwnForward):
 
     def _has_another_inside(self) -> bool:
         """Return True if this forward runs another one of its kind, of another method."""
-        inner = self.inner
-        while inner is not None and not isinstance(inner, TokenForward):
-            inner = inner.inner
-        return inner is not None
+        return any(isinstance(inner, TokenForward) for inner in self.all_inside())
 
     def passed_on(self, x: Tensor, tokens: Tokens | None) -> Tensor:
         """Attach the record of the tokens to x for the next block, and return x."""
@@ -195,7 +193,8 @@ def refuse_other_blocks(view: ModelView, method_name: str, names: Sequence[str])
     """Check that every block named has the structure that `TokenForward` can run in two halves.
 
     Raises:
-        UserError: one has another structure, or a module that another method added, which the text names.
+        UserError: one has another structure, a forward pass of its own, or a module that another method added, which
+            the text names.
     """
     added = added_modules(view.model)
     for name in names:
@@ -215,6 +214,12 @@ def refuse_other_blocks(view: ModelView, method_name: str, names: Sequence[str])
                 f"method {method_name}: the blocks of {view.name} ({type(block).__name__}) are not of the form norm1,"
                 " attn, norm2, mlp, without other inputs or submodules; tokens can be dropped or merged in timm's ViT"
                 " blocks only."
+            )
+        if type(block).forward is not Block.forward or foreign_forward(block) is not None:
+            raise UserError(
+                f"method {method_name}: {name} of {view.name} ({type(block).__name__}) has a forward pass of its own,"
+                " which this method would replace by that of timm's Block. Build the model with timm's Block, or move"
+                " the change into the block's attn or mlp, whose forward passes are kept."
             )
 
 

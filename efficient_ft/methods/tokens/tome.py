@@ -31,7 +31,15 @@ from efficient_ft.methods.tokens.base import (
 )
 from efficient_ft.models.view import ModelView, Reason, Skipped
 from efficient_ft.ops.packed import packing_suspended
-from efficient_ft.ops.tokens import Tokens, is_token_reduction_suspended, match, merge, pop_tokens, token_context
+from efficient_ft.ops.tokens import (
+    Tokens,
+    is_token_reduction_suspended,
+    match,
+    merge,
+    pop_tokens,
+    token_context,
+    unmerge,
+)
 
 #: Functions by which attention that is not fused computes its scores, q kᵀ.
 _PRODUCTS = (Tensor.matmul, Tensor.__matmul__, torch.matmul)
@@ -92,6 +100,7 @@ class _MergingForward(TokenForward):
         r: number of tokens to merge; at most half of the patch tokens are merged.
         proportional_attention: as in `ToMe`.
         after_merge: an earlier block merges tokens.
+        unmerges: the last block repeats each merged token, so that all that follows the blocks weighs it by its size.
     """
 
     def __init__(
@@ -104,9 +113,11 @@ class _MergingForward(TokenForward):
         r: int,
         proportional_attention: bool,
         after_merge: bool = False,
+        unmerges: bool = False,
     ) -> None:
         super().__init__(module, method_name, prefix, positions, last)
         self.r, self.proportional_attention, self.after_merge = r, proportional_attention, after_merge
+        self.unmerges = unmerges
 
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         if is_token_reduction_suspended():
@@ -125,17 +136,21 @@ class _MergingForward(TokenForward):
             x = self.first_half(x, attention)
         if self._acts(r):
             with packing_suspended():
-                x, tokens = self._merged(x, attention, sizes_BN, r)
+                x, tokens = self._merged(x, attention, tokens or Tokens(), r)
         with token_context(tokens):
-            return self.passed_on(self.second_half(x), tokens)
+            x = self.second_half(x)
+        if self.last and tokens is not None and tokens.merged_into_BN is not None:
+            with packing_suspended():
+                x = unmerge(x, tokens.merged_into_BN)
+        return self.passed_on(x, tokens)
 
     @staticmethod
     def _acts(r: int) -> bool:
         """Return whether matching and merging run for this r."""
         return r > 0
 
-    def _merged(self, x: Tensor, attention: _SizedAttention, sizes_BN: Tensor | None, r: int) -> tuple[Tensor, Tokens]:
-        """Return the tokens after merging r of them, and their record.
+    def _merged(self, x: Tensor, attention: _SizedAttention, tokens: Tokens, r: int) -> tuple[Tensor, Tokens]:
+        """Return the tokens after merging r of them, and their record; `tokens` is the record before.
 
         Raises:
             UserError: `attention` has recorded no keys.
@@ -146,11 +161,14 @@ class _MergingForward(TokenForward):
                 " product of queries and keys); similar tokens cannot be matched without keys. Use a model with"
                 " softmax attention."
             )
+        sizes_BN, into_BN = tokens.sizes_BN, tokens.merged_into_BN
         if sizes_BN is None:
             sizes_BN = x.new_ones(x.shape[:2], dtype=torch.promote_types(x.dtype, torch.float32))
         index_BN = match(torch.stack(attention.keys).mean(0), r, self.prefix)
         x, sizes_BN = merge(x, sizes_BN, index_BN, x.shape[1] - r)
-        return x, Tokens(sizes_BN=sizes_BN)
+        if self.unmerges:
+            into_BN = index_BN if into_BN is None else index_BN.gather(1, into_BN)
+        return x, Tokens(sizes_BN=sizes_BN, merged_into_BN=into_BN)
 
 
 @register
@@ -168,8 +186,10 @@ class ToMe(Method):
     (relative, rotary) are refused.
 
     Tokens are merged in training and in evaluation: the weights keep the model's own names, but are to be used with the
-    same merging, which exported files record. The model needs no class token: pooling after the blocks (mean,
-    attention) treats each merged token as one token.
+    same merging, which exported files record. The model needs no class token: unless the model is one of timm that
+    classifies by its class token alone, the last block repeats each merged token once for each patch that it
+    represents, in the order of the patches. Pooling after the blocks thus weighs tokens by their size: a mean is
+    weighted by the sizes, and attention pooling adds their log to its scores.
 
     If fewer than 2·r patch tokens are left, half of them are merged, as in the paper. An r is refused if it exceeds
     half of the grid's tokens, or if only one patch token would be left after the last block.
@@ -218,12 +238,13 @@ class ToMe(Method):
         patches = grid_positions(view)
         refuse_fixed_tokens(view, self.name, _run_merging)
         r = self._r_per_block(view, patches)
+        unmerges = not classifies_by_class_token(model)
         give_forwards(
             model,
             view,
             self.name,
             {
-                name: (_MergingForward, (n, self.proportional_attention, any(r[:index])))
+                name: (_MergingForward, (n, self.proportional_attention, any(r[:index]), unmerges))
                 for index, (name, n) in enumerate(zip(view.blocks, r, strict=True))
             },
         )
@@ -269,6 +290,15 @@ class ToMe(Method):
 
     def _remove(self, model: nn.Module) -> None:
         take_forwards(model, self.name)
+
+
+def classifies_by_class_token(model: nn.Module) -> bool:
+    """Return True for a model of timm whose classifier reads prefix tokens alone.
+
+    The classes of other packages may read the patch tokens, whatever their attributes state.
+    """
+    by_token = getattr(model, "global_pool", None) == "token" and getattr(model, "attn_pool", None) is None
+    return by_token and type(model).__module__.startswith("timm.models.")
 
 
 def _run_merging(block: nn.Module, x: Tensor, prefix: int) -> None:

@@ -6,7 +6,7 @@ other tokens are called patch tokens, also after they were fused or merged.
 
 from efficient_ft.ops.tokens.attention import class_attention
 from efficient_ft.ops.tokens.dropping import drop, num_kept, take
-from efficient_ft.ops.tokens.merging import match, merge
+from efficient_ft.ops.tokens.merging import match, merge, unmerge
 from efficient_ft.ops.tokens.record import (
     Tokens,
     attach_tokens,
@@ -31,4 +31,5 @@ __all__ = [
     "take",
     "token_context",
     "token_reduction_suspended",
+    "unmerge",
 ]

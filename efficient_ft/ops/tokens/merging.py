@@ -66,6 +66,20 @@ def merge(x_BNC: Tensor, size_BN: Tensor, index_BN: Tensor, left: int) -> tuple[
     return _Merge.apply(x_BNC, size_BN / sizes.gather(1, index_BN), index_BN, left), sizes
 
 
+def unmerge(x_BUC: Tensor, index_BN: Tensor) -> Tensor:
+    """Repeat each merged token once for each token that was merged into it: the inverse of `merge` in form.
+
+    Args:
+        x_BUC: merged tokens.
+        index_BN: for each of the N tokens before any merge, the index of the token that represents it now.
+
+    Returns:
+        Tokens (B, N, C) in their order before any merge. Their mean is that of x weighted by sizes, and attention over
+        them is attention over x with the log of the sizes added to its scores.
+    """
+    return _Unmerge.apply(x_BUC, index_BN)
+
+
 class _Merge(torch.autograd.Function):
     """Σ share · x over the tokens of each index. It keeps shares and indices, no activation."""
 
@@ -73,12 +87,7 @@ class _Merge(torch.autograd.Function):
     def forward(ctx: Any, x_BNC: Tensor, share_BN: Tensor, index_BN: Tensor, left: int) -> Tensor:
         ctx.save_for_backward(share_BN, index_BN)
         ctx.type = x_BNC.dtype
-        # rows of the whole batch, which CPUs add up many times faster
-        first = torch.arange(len(index_BN), device=index_BN.device).unsqueeze(1) * left
-        rows = (index_BN + first).flatten().unsqueeze(-1).expand(-1, x_BNC.shape[-1])
-        shares = (x_BNC * share_BN.unsqueeze(-1)).flatten(0, 1)
-        sums = shares.new_zeros(len(x_BNC) * left, x_BNC.shape[-1]).scatter_add_(0, rows, shares)
-        return sums.unflatten(0, (len(x_BNC), left)).to(x_BNC.dtype)
+        return _sums(x_BNC * share_BN.unsqueeze(-1), index_BN, left).to(x_BNC.dtype)
 
     @staticmethod
     @once_differentiable
@@ -86,3 +95,29 @@ class _Merge(torch.autograd.Function):
         share_BN, index_BN = ctx.saved_tensors
         g = g_BUC.gather(1, over_channels(index_BN, g_BUC.shape[-1])) * share_BN.unsqueeze(-1)
         return g.to(ctx.type), None, None, None
+
+
+class _Unmerge(torch.autograd.Function):
+    """x at the indices, some of them repeated. It keeps the indices."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BUC: Tensor, index_BN: Tensor) -> Tensor:
+        ctx.save_for_backward(index_BN)
+        ctx.left = x_BUC.shape[1]
+        return x_BUC.gather(1, over_channels(index_BN, x_BUC.shape[-1]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_BNC: Tensor) -> tuple[Tensor | None, ...]:
+        (index_BN,) = ctx.saved_tensors
+        wide = torch.promote_types(g_BNC.dtype, torch.float32)
+        return _sums(g_BNC.to(wide), index_BN, ctx.left).to(g_BNC.dtype), None
+
+
+def _sums(x_BNC: Tensor, index_BN: Tensor, left: int) -> Tensor:
+    """Sum the tokens of each index, (B, left, C)."""
+    # rows of the whole batch, which CPUs add up many times faster
+    first = torch.arange(len(index_BN), device=index_BN.device).unsqueeze(1) * left
+    rows = (index_BN + first).flatten().unsqueeze(-1).expand(-1, x_BNC.shape[-1])
+    sums = x_BNC.new_zeros(len(x_BNC) * left, x_BNC.shape[-1]).scatter_add_(0, rows, x_BNC.flatten(0, 1))
+    return sums.unflatten(0, (len(x_BNC), left))

@@ -28,12 +28,14 @@ class Tokens:
             a forward pass has the index H·W + j. None: unknown (merged tokens, or another image size).
         fused: number of fused tokens made so far.
         sizes_BN: number of patches that each token represents, prefix tokens included; None: one each.
+        merged_into_BN: for each token before any merge, the index of the token that represents it; None: not recorded.
         cache: results that layers on these tokens share.
     """
 
     grid_index_BL: Tensor | None = None
     fused: int = 0
     sizes_BN: Tensor | None = None
+    merged_into_BN: Tensor | None = None
     cache: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -75,12 +77,12 @@ class Tokens:
 
 
 def _rebuild(leaves: Iterable[Any], fused: Any) -> Tokens:
-    grid_index_BL, sizes_BN = leaves
-    return Tokens(grid_index_BL, fused, sizes_BN)
+    grid_index_BL, sizes_BN, merged_into_BN = leaves
+    return Tokens(grid_index_BL, fused, sizes_BN, merged_into_BN)
 
 
 # Recomputation keeps a record as its tensors.
-register_pytree_node(Tokens, lambda t: ([t.grid_index_BL, t.sizes_BN], t.fused), _rebuild)
+register_pytree_node(Tokens, lambda t: ([t.grid_index_BL, t.sizes_BN, t.merged_into_BN], t.fused), _rebuild)
 
 #: The attribute of a tensor of tokens that holds their record.
 _ATTRIBUTE = "efficient_ft_tokens"

@@ -1,0 +1,82 @@
+"""Blocks with a forward pass of their own, which a method that runs blocks in two halves would ignore."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from timm.models.vision_transformer import Block
+from torch import Tensor
+
+from efficient_ft.core.errors import UserError
+from efficient_ft.methods import BSR, ALaST, BSRMoE, Checkpointing, EViT, Method, ToMe
+from tests.methods.settings import small_vit
+
+
+def pictures() -> Tensor:
+    return torch.randn(2, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+class Doubled(Block):
+    """A block of timm with a forward pass of its own."""
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Renamed(Block):
+    """A block of timm whose forward pass is timm's."""
+
+
+METHODS_IN_HALVES = [ToMe(4), EViT([1]), BSR([3], drop_at=[1]), ALaST(2), BSRMoE(4, 2, [3], drop_at=[1])]
+
+
+@pytest.mark.parametrize("method", METHODS_IN_HALVES, ids=lambda method: method.name)
+def test_a_block_with_a_forward_pass_of_its_own_is_refused(method: Method) -> None:
+    method = type(method)(**method.settings())
+    model: Any = small_vit("vit_tiny_patch16_224")
+    model.blocks[1].__class__ = Doubled
+    before = model.eval()(pictures())
+    with pytest.raises(UserError, match=rf"method {method.name}: blocks\.1 of .*\(Doubled\) has a forward pass of its"):
+        method.apply(model)
+    torch.testing.assert_close(model.eval()(pictures()), before, rtol=0, atol=0)
+    model.blocks[1].__class__ = Renamed
+    method.apply(model)
+
+
+@pytest.mark.parametrize("method", METHODS_IN_HALVES, ids=lambda method: method.name)
+def test_a_block_whose_forward_pass_was_replaced_is_refused(method: Method) -> None:
+    method = type(method)(**method.settings())
+    model: Any = small_vit("vit_tiny_patch16_224")
+    own = model.blocks[1].forward
+    model.blocks[1].forward = lambda x: 2 * own(x)
+    with pytest.raises(UserError, match=r"has a forward pass of its own"):
+        method.apply(model)
+
+
+def test_a_block_that_drops_no_tokens_may_have_a_forward_pass_of_its_own() -> None:
+    model: Any = small_vit("vit_tiny_patch16_224").eval()
+    EViT([1]).apply(model)
+    plain = model(pictures())
+    model: Any = small_vit("vit_tiny_patch16_224").eval()
+    model.blocks[2].__class__ = Doubled
+    EViT([1]).apply(model)
+    assert (model(pictures()) - plain).abs().max() > 1e-6
+
+
+def test_the_forward_pass_that_another_library_gave_a_module_runs_inside_ours_and_comes_back() -> None:
+    model: Any = small_vit("vit_tiny_patch16_224")
+    own, calls = model.blocks[1].forward, []
+
+    def counted(x: Tensor) -> Tensor:
+        calls.append(len(x))
+        return own(x)
+
+    model.blocks[1].forward = counted
+    checkpointing = Checkpointing()
+    checkpointing.apply(model)
+    model.train()(pictures()).sum().backward()
+    assert calls == [2, 2]  # once again in the backward pass
+    checkpointing.remove(model)
+    assert model.blocks[1].forward is counted
