@@ -138,6 +138,18 @@ class FineTuner(L.LightningModule):
         """Yield the network's input for a batch, inside a ``with`` block."""
         return nullcontext(images) if self.features is None else self.features.input(images, *more)
 
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients, with the last optimizer step of an epoch averaged over the batches that it has."""
+        factor = self._of_last_step()
+        super().backward(loss if factor == 1 else loss * factor, *args, **kwargs)
+
+    def _of_last_step(self) -> float:
+        """Factor of a loss that Lightning has divided by `grad_accum_steps`, where fewer batches are left."""
+        accumulated, batches = self.trainer.accumulate_grad_batches, int(self.trainer.num_training_batches)
+        left = batches % accumulated
+        in_last_step = self.trainer.fit_loop.batch_idx >= batches - left
+        return accumulated / left if left and in_last_step else 1.0
+
     def on_total_loss(self, loss: Tensor) -> None:
         """Keep the loss of a micro-batch, those of methods included: called by `MethodCallback`."""
         self._unread.append(loss.detach())

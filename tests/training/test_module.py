@@ -68,6 +68,45 @@ def test_accumulation_equals_one_large_batch(tmp_path, configuration):
         torch.testing.assert_close(value, weights[1][name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(("accumulated", "left"), [(5, 1), (4, 2), (3, 3), (1, 1)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_last_step_of_an_epoch_is_the_mean_over_the_batches_that_it_has(
+    tmp_path, configuration, accumulated, left, precision
+):
+    """Six batches, the last of them smaller."""
+    config = configuration(
+        model__drop_rate=0.0,
+        model__drop_path_rate=0.0,
+        model__frozen_bn=True,
+        data__batch_size=256,
+        optim__grad_clip_norm=None,
+        trainer__epochs=2,
+        trainer__grad_accum_steps=accumulated,
+        trainer__precision=precision,
+    )
+    batches, errors = [], []
+    step = FineTuner.training_step
+
+    def remember(self, batch, batch_idx):
+        batches.append(batch)
+        return step(self, batch, batch_idx)
+
+    def compare(self, optimizer):
+        if self.trainer.fit_loop.batch_idx == 5:
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            losses = [self.task.loss(self.model(x), y) for x, y in batches[-left:]]
+            exact = torch.autograd.grad(torch.stack(losses).mean(), trained)
+            given, exact = (torch.cat([g.flatten() for g in of]) for of in ([p.grad for p in trained], exact))
+            errors.append(((given - exact).norm() / exact.norm()).item())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FineTuner, "training_step", remember)
+        patch.setattr(FineTuner, "on_before_optimizer_step", compare)
+        run(config, tmp_path)
+    assert len(batches) == 12 and len(errors) == 2
+    assert max(errors) < (1e-4 if precision == "fp32" else 0.1)
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 def test_gradients_are_freed_before_the_next_forward_pass(tmp_path, configuration, parts):
     """Only those of earlier micro-batches of the same step are there."""
