@@ -148,7 +148,7 @@ def test_the_checks_see_what_is_wrong() -> None:
     circle = {"a": ("b",), "b": ("c",), "c": ("a",)}
     assert set(_circle(circle)) == {"a", "b", "c"}
     imports = _imports()
-    assert "efficient_ft.integrations.runner" in imports["efficient_ft.integrations.lightning"]
+    assert "efficient_ft.integrations.session" in imports["efficient_ft.integrations.lightning"]
     assert "efficient_ft.models.factory" in imports["efficient_ft.training.run"], "inside a function or not"
     assert len(imports) > 60
     ours = "class B(Method):\n 'It.'\n def step_begin(self): ...\n def warmup_steps(self): ...\n def z(self): ..."

@@ -1,4 +1,8 @@
-"""Callbacks that carry methods in the training loops of other libraries: `lightning` and `transformers`.
+"""Methods in a training loop: `MethodSession` for any loop, and the callbacks `lightning` and `transformers`.
 
-Each module imports its library; nothing here does.
+The callbacks' modules import their libraries; nothing here does.
 """
+
+from efficient_ft.integrations.session import MethodSession
+
+__all__ = ["MethodSession"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.in_backward import Wrong
-from efficient_ft.integrations.runner import MethodRunner, find_network
+from efficient_ft.integrations.session import MethodSession, find_network
 from efficient_ft.methods.base import Applied, Method
 
 try:
@@ -49,6 +49,7 @@ class MethodCallback(Callback):
         network: the attribute of the LightningModule that holds the timm model; dotted for an attribute's attribute
             (``"encoder.net"``); ``""`` for the LightningModule itself.
         frozen_bn: freeze the BatchNorm statistics of the network, as the recipes of the papers do.
+        classifier: full names of the classifier's modules in the network, where timm does not state them.
 
     Raises:
         SettingError: in ``setup``: no such network; a strategy that the methods cannot run under, with the one to pass.
@@ -58,9 +59,15 @@ class MethodCallback(Callback):
             a training is resumed: a checkpoint of other methods.
     """
 
-    def __init__(self, methods: Method | Iterable[Method], network: str = "model", frozen_bn: bool = True) -> None:
+    def __init__(
+        self,
+        methods: Method | Iterable[Method],
+        network: str = "model",
+        frozen_bn: bool = True,
+        classifier: str | Iterable[str] = (),
+    ) -> None:
         self.network = network
-        self._runner = MethodRunner(methods, frozen_bn)
+        self._runner = MethodSession(methods, frozen_bn, classifier)
 
     @property
     def methods(self) -> list[Method]:
@@ -189,7 +196,7 @@ class _TotalLoss:
     """The ``training_step`` of a LightningModule plus the losses of methods: one for all callbacks of the module."""
 
     def __init__(self, module: LightningModule) -> None:
-        self.module, self.runners = module, list[MethodRunner]()
+        self.module, self.runners = module, list[MethodSession]()
         # Lightning reads the signature through `__wrapped__`.
         functools.update_wrapper(self, module.training_step)
 
@@ -205,7 +212,7 @@ class _TotalLoss:
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
     @classmethod
-    def add(cls, module: LightningModule, runner: MethodRunner) -> None:
+    def add(cls, module: LightningModule, runner: MethodSession) -> None:
         """Add the losses of a runner's methods to the ``training_step`` of `module`."""
         own: Any = vars(module).get("training_step")
         if not isinstance(own, cls):

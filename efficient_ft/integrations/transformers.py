@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.in_backward import Wrong
-from efficient_ft.integrations.runner import MethodRunner, decode, encode, find_network
+from efficient_ft.integrations.session import MethodSession, decode, encode, find_network
 from efficient_ft.methods.base import Applied, Method
 
 try:
@@ -59,6 +59,7 @@ class MethodCallback(TrainerCallback, ExportableState):
         network: the attribute of the model that holds the timm model, ``timm_model`` in `TimmWrapper` models; dotted
             for an attribute's attribute; ``""`` for the model itself.
         frozen_bn: freeze the BatchNorm statistics of the network, as the recipes of the papers do.
+        classifier: full names of the classifier's modules in the network, where timm does not state them.
 
     Raises:
         SettingError: when the Trainer is built: no such network; an argument that the methods cannot work under.
@@ -69,9 +70,15 @@ class MethodCallback(TrainerCallback, ExportableState):
             training: an output without the loss to which a method adds its own.
     """
 
-    def __init__(self, methods: Method | Iterable[Method], network: str = "timm_model", frozen_bn: bool = True) -> None:
+    def __init__(
+        self,
+        methods: Method | Iterable[Method],
+        network: str = "timm_model",
+        frozen_bn: bool = True,
+        classifier: str | Iterable[str] = (),
+    ) -> None:
         self.network = network
-        self._runner = MethodRunner(methods, frozen_bn)
+        self._runner = MethodSession(methods, frozen_bn, classifier)
         self._hook: Any = None
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 
 from efficient_ft.methods.base import Applied, Method, apply_methods, in_order, plain_state_dict
 from efficient_ft.methods.declarations import Adds, Axis, Needs
+from efficient_ft.methods.optimizer_check import check_optimizer
 from efficient_ft.methods.registry import METHODS, own_classes, register
 from efficient_ft.methods.stack import check_stack
 from efficient_ft.models.view import ModelView, Reason, Skipped
@@ -23,6 +24,7 @@ __all__ = [
     "Reason",
     "Skipped",
     "apply_methods",
+    "check_optimizer",
     "check_stack",
     "in_order",
     "plain_state_dict",

@@ -25,13 +25,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from efficient_ft.core.errors import UserError
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.format import format_number
 from efficient_ft.methods.declarations import ORDER_OF_APPLICATION, Adds, Axis, Needs
+from efficient_ft.methods.optimizer_check import note_applied
 from efficient_ft.methods.stack import check_needs, check_removal, check_stack
+from efficient_ft.methods.step_watch import StepWatch
 from efficient_ft.methods.summary import count, left, trained, within
 from efficient_ft.models.marks import Mark, add_mark, marks_of, remove_mark
-from efficient_ft.models.view import ModelView, Skipped, view
+from efficient_ft.models.view import ModelView, Skipped, state_classifier, view
 
 #: The distribution of this package.
 OURS = "efficient-ft"
@@ -108,6 +110,8 @@ class Method(ABC):
             export needs no copy of the weights.
         libraries: modules that applying it, or its steps on a CPU, import and other runs do not: a prediction of memory
             counts them.
+        acts_per_step: without calls of `step_begin` and `step_end` it has no effect, or a constant one. A loop without
+            them is warned at its second backward pass. Overrides of the two then call ``super()``.
     """
 
     name: ClassVar[str]
@@ -122,10 +126,12 @@ class Method(ABC):
     merges: ClassVar[bool] = True
     changes_weights: ClassVar[bool] = True
     libraries: tuple[str, ...] = ()
+    acts_per_step: bool = False
     #: The distribution (the pip package) that registered the class; empty for a class that is not registered.
     distribution: ClassVar[str] = ""
 
     _applied: Applied | None = None
+    _watch: StepWatch | None = None
 
     # ------------------------------------------------------------------ to be implemented by a method
     @abstractmethod
@@ -158,20 +164,24 @@ class Method(ABC):
         """
 
     # ------------------------------------------------------------------ what a training loop calls
-    def step_begin(self, step: int) -> None:  # noqa: B027
+    def step_begin(self, step: int) -> None:
         """Prepare an optimizer step, before its first forward pass.
 
         Args:
             step: number of the optimizer step, from 0. The same on all micro-batches and processes; random choices
                 that hold for a step are drawn from (seed, step).
         """
+        if self._watch is not None:
+            self._watch.begin()
 
-    def step_end(self) -> None:  # noqa: B027
+    def step_end(self) -> None:
         """Finish an optimizer step, after the optimizer has stepped and before gradients are set to zero.
 
         Raises:
             UserError: what the step showed means that training cannot go on (a value too large for fp16).
         """
+        if self._watch is not None:
+            self._watch.end()
 
     def total_loss(self, loss: Tensor) -> Tensor:
         """Return the loss to minimize after a forward pass in training.
@@ -188,6 +198,10 @@ class Method(ABC):
             UserError: the forward pass left no loss of the method's own.
         """
         return loss
+
+    def trained_in_some_step(self) -> Iterable[nn.Parameter]:
+        """Return parameters that train in some steps, whether or not they train in the present one."""
+        return ()
 
     def step_stats(self) -> dict[str, Any]:
         """Return what it decided for the current step, in plain containers (budgets, chosen blocks)."""
@@ -208,7 +222,7 @@ class Method(ABC):
         """
 
     # ------------------------------------------------------------------ what users call
-    def apply(self, model: nn.Module) -> Applied:
+    def apply(self, model: nn.Module, classifier: str | Iterable[str] = ()) -> Applied:
         """Apply to `model` in place.
 
         Call it after the weights are loaded and before the optimizer is built. The model object, its device, its
@@ -217,6 +231,9 @@ class Method(ABC):
 
         Args:
             model: an image classifier: (B, channels, H, W) to logits (B, classes); any timm model, on any device.
+            classifier: full names of the classifier's modules, where they differ from those that the report states. By
+                default timm's classifier; in a larger module all parts around a pretrained network count as new, and
+                train under every method that freezes.
 
         Returns:
             The report of what was touched and what was skipped, and why.
@@ -226,8 +243,10 @@ class Method(ABC):
                 needs; a method applied before cannot be stacked with this one; nothing in the model can be touched;
                 or this object has been applied to another model. The model is unchanged then. Also: the report of
                 another package's method breaks the contract; the model may be changed then.
-            SettingError: a setting does not fit this model (a block index outside it).
+            SettingError: a setting does not fit this model (a block index outside it), or `classifier` names no module
+                of it.
         """
+        state_classifier(model, classifier)
         if self._applied is not None:
             if all(mark.key != self.state_key for mark in marks_of(model)):
                 raise UserError(
@@ -240,6 +259,7 @@ class Method(ABC):
         check_needs(self, looked)
         applied = self._apply(model, looked)
         self._check_report(applied, model)
+        applied = _with_note(applied, self, looked)
         if not applied.touched and not applied.none_needed:
             reasons = sorted({str(why) for why in applied.skipped.values()})
             raise UserError(
@@ -248,6 +268,9 @@ class Method(ABC):
                 + " Choose another method; method=full trains everything."
             )
         self._applied = applied
+        note_applied(model, self)
+        if self.acts_per_step:
+            self._watch = StepWatch(self.name, model)
         # On the model, so that copies of both still belong together.
         add_mark(
             model,
@@ -294,6 +317,9 @@ class Method(ABC):
         check_removal(self, model)
         self._remove(model)
         self._applied = None
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
         remove_mark(model, self.state_key)
 
     @property
@@ -320,27 +346,66 @@ class Method(ABC):
 
 
 # ---------------------------------------------------------------------------------------------- several methods
-def in_order(methods: Iterable[Method]) -> list[Method]:
-    """Sort methods by the order of application that their axes declare; the order of a user's list has no effect."""
-    return sorted(methods, key=lambda m: m.application_order)
+def in_order(methods: Method | Iterable[Method]) -> list[Method]:
+    """Sort methods by the order of application that their axes declare; the order of a user's list has no effect.
+
+    Args:
+        methods: one method or several.
+
+    Raises:
+        SettingError: something else; the text names it.
+    """
+    given = [methods] if isinstance(methods, Method) else methods
+    several = list(given) if isinstance(given, Iterable) and not isinstance(given, str | Mapping | nn.Module) else None
+    wrong = given if several is None else next((one for one in several if not isinstance(one, Method)), None)
+    if several is None or wrong is not None:
+        raise SettingError("methods", *_not_a_method(wrong))
+    return sorted(several, key=lambda m: m.application_order)
 
 
-def apply_methods(model: nn.Module, methods: Iterable[Method]) -> list[Applied]:
-    """Apply several methods in their declared order.
+def _not_a_method(wrong: Any) -> tuple[str, str, str]:
+    """Return value, constraint and hint of the error for an object given where methods belong."""
+    hint = "Make the objects first: from efficient_ft.methods import LoRA; apply_methods(model, [LoRA(rank=8)])."
+    if isinstance(wrong, type) and issubclass(wrong, Method):
+        hint = f"Make an object of the class: {wrong.__name__}()."
+    elif isinstance(wrong, nn.Module):
+        hint = "The model is the first argument: apply_methods(model, methods)."
+    return f"{wrong!r:.60}", "a Method object or a list of them", hint
+
+
+def apply_methods(
+    model: nn.Module, methods: Method | Iterable[Method], classifier: str | Iterable[str] = ()
+) -> list[Applied]:
+    """Apply methods in their declared order.
+
+    Args:
+        model: as in `Method.apply`.
+        methods: one method or several.
+        classifier: as in `Method.apply`.
 
     Returns:
         Their reports, in that order. The report of a selection names the parameters that a later method freezes.
 
     Raises:
         UserError: methods that cannot be stacked (before anything is changed), or as in `Method.apply`.
+        SettingError: `methods` are no methods, or as in `Method.apply`.
     """
     ordered = in_order(methods)
     check_stack(ordered, model)
     for number, method in enumerate(ordered):
         before = trained(model), {id(p): p.numel() for p in model.parameters() if p.requires_grad}
-        method.apply(model)
+        method.apply(model, classifier)
         _update_reports(ordered[:number], method, model, *before)
     return [m.applied for m in ordered if m.applied is not None]
+
+
+def _with_note(report: Applied, method: Method, view: ModelView) -> Applied:
+    """Return the report of a method that freezes parameters, with the parts that were inferred to be the head."""
+    freezes = {Axis.SELECTION, Axis.ADAPTERS} & set(method.axes)
+    if not (freezes and view.head_note and any(not p.requires_grad for p in view.model.parameters())):
+        return report
+    note = f"{view.head_note} (name the classifier by classifier=)"
+    return replace(report, summary=f"{report.summary}; {note}" if report.summary else "", notes=(*report.notes, note))
 
 
 def _update_reports(

@@ -157,7 +157,10 @@ def _missing(need: Needs, method: _Method, view: ModelView) -> str | None:
     if need == Needs.BLOCKS and not view.blocks:
         return f"no blocks were recognized in {view.name}"
     if need == Needs.CLASSIFIER and not view.head:
-        return f"{view.name} has no classifier to train; create it with num_classes=N (N >= 1)"
+        return (
+            f"{view.name} has no classifier to train; create it with num_classes=N (N >= 1), or name the module that is"
+            " its classifier: apply(model, classifier='NAME')"
+        )
     if need == Needs.CLASS_TOKEN and not view.has_class_token:
         return f"{view.name} has no class token, whose attention ranks the patch tokens"
     if need == Needs.TOKEN_GRID:

@@ -13,6 +13,8 @@ from torch import nn
 
 #: The attribute of a model that holds its marks.
 _MARKS = "efficient_ft_methods"
+#: The attribute of a model that holds the names of its classifier's modules.
+_CLASSIFIER = "efficient_ft_classifier"
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,16 @@ def remove_mark(model: nn.Module, key: str) -> None:
         setattr(model, _MARKS, rest)
     elif hasattr(model, _MARKS):
         delattr(model, _MARKS)
+
+
+def name_classifier(model: nn.Module, names: tuple[str, ...]) -> None:
+    """Record on `model` the full names of its classifier's modules, as its user states them."""
+    setattr(model, _CLASSIFIER, names)
+
+
+def named_classifier(model: nn.Module) -> tuple[str, ...]:
+    """Full names of the classifier's modules as the user of `model` stated them; empty: not stated."""
+    return getattr(model, _CLASSIFIER, ())
 
 
 def added_modules(model: nn.Module) -> frozenset[str]:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from efficient_ft.core.errors import UserError
-from efficient_ft.integrations.runner import MethodRunner
+from efficient_ft.integrations.session import MethodSession
 from efficient_ft.methods.declarations import Adds, Axis
 from efficient_ft.selftest.children import returned
 from efficient_ft.selftest.methods import method_cases, methods_of, network_of
@@ -115,7 +115,7 @@ def _trained(
             raise UserError("no checkpointing of its own")
         _checkpoint_by_torch(network, reentrant)
     # PyTorch's second forward pass would move the statistics of BatchNorm again.
-    runner = MethodRunner(build_methods(config), frozen_bn=frozen or reentrant is not None)
+    runner = MethodSession(build_methods(config), frozen_bn=frozen or reentrant is not None)
     runner.apply(network)
     runner.start()
     network.train()

@@ -15,7 +15,7 @@ from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
 from efficient_ft.cost.executed import AUTOCAST
 from efficient_ft.data import ImageData
-from efficient_ft.integrations.runner import MethodRunner
+from efficient_ft.integrations.session import MethodSession
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.training.datamodule import missing_images, open_images
@@ -45,7 +45,7 @@ def fill_features(config: Config) -> RunFeatures:
     assert isinstance(images, ImageData)
     network = factory.create_model(config.model, images.num_classes)
     device = on_device(config)
-    runner = MethodRunner(build_methods(config), config.model.frozen_bn)
+    runner = MethodSession(build_methods(config), config.model.frozen_bn)
     if use_channels_last(config, device):
         network.to(memory_format=torch.channels_last)
     runner.apply(network)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from transformers import TimmWrapperConfig, TimmWrapperForImageClassification, Trainer, TrainingArguments
 
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.integrations.runner import decode, encode
+from efficient_ft.integrations.session import decode, encode
 from efficient_ft.integrations.transformers import MethodCallback
 from efficient_ft.methods import LBPWHT, LISA, SWAT, ALaST, Full, LastStage, LoRA
 from efficient_ft.methods.base import Method

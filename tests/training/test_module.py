@@ -103,7 +103,7 @@ def test_the_last_step_of_an_epoch_is_the_mean_over_the_batches_that_it_has(
         patch.setattr(FineTuner, "training_step", remember)
         patch.setattr(FineTuner, "on_before_optimizer_step", compare)
         run(config, tmp_path)
-    assert len(batches) == 12 and len(errors) == 2
+    assert (len(batches), len(errors)) == (12, 2)
     assert max(errors) < (1e-4 if precision == "fp32" else 0.1)
 
 

@@ -17,7 +17,8 @@ from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
 from efficient_ft.methods.declarations import Adds, Axis
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import count, left, trained, within
-from efficient_ft.models.view import Layer, ModelView, Reason, Skipped, parameters_under, projections_in
+from efficient_ft.models.marks import is_inside
+from efficient_ft.models.view import Layer, ModelView, Reason, Skipped, projections_in
 
 
 @register
@@ -32,7 +33,8 @@ class LoRA(Method):
     With ``targets="attention"``, linear layers and 1×1 convolutions of attention modules are adapted; A, B and the head
     train, nothing else. With ``targets="all"``, every linear layer and 1×1 convolution whose input comes from the
     images is adapted, and what else the selection leaves trainable trains too: biases, norms, layer scales, other
-    convolutions. The stem and the head are never adapted, nor are layers whose input or output has no more channels
+    convolutions. The stem, the head and new parts around a
+    pretrained network are never adapted, nor are layers whose input or output has no more channels
     than the rank (talking heads), nor those of other classes than torch's (convolutions of standardized weights).
 
     Args:
@@ -88,7 +90,8 @@ class LoRA(Method):
 
         if any(isinstance(m, BaseTunerLayer) for m in model.modules()):
             raise UserError(f"method {self.name}: the model has peft adapters already; merge or unload them first.")
-        skipped = {layer.name: self._why_not(layer) for layer in view.layers}
+        outside = frozenset(view.outside)  # new layers train themselves
+        skipped = {x.name: Skipped(Reason.NEW) if is_inside(x.name, outside) else self._why_not(x) for x in view.layers}
         chosen = [layer for layer in view.layers if skipped[layer.name] is None]
         left_out = {name: why for name, why in skipped.items() if why is not None}
         if not chosen:
@@ -141,15 +144,15 @@ class LoRA(Method):
     def _trains(self, model: nn.Module, view: ModelView, left_out: dict[str, Skipped]) -> set[str]:
         """Return the names of the model's own parameters that train."""
         if self.targets == "attention":
-            return self._trained_head(model, view)
+            return self._trained_head(view)
         # As published, a layer that LoRA does not reach is frozen like the adapted ones.
         unreached = [name for name, why in left_out.items() if why.reason == Reason.AS_PUBLISHED]
         weights = {f"{name}.weight" for name in (*self._adapted, *unreached)}
         return {n for n, before in self._before.items() if before and n not in weights}
 
-    def _trained_head(self, model: nn.Module, view: ModelView) -> set[str]:
-        """Return the names of the head's parameters, without those that the selection has frozen."""
-        return {n for n in parameters_under(model, view.head) if self._before[n]}
+    def _trained_head(self, view: ModelView) -> set[str]:
+        """Return the names of the head's and other new parameters, without those that the selection has frozen."""
+        return {n for n in view.new_parameters() if self._before[n]}
 
     def _rank(self, name: str) -> int:
         """Return the rank of the adapter of the layer `name`.

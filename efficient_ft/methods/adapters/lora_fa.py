@@ -80,7 +80,7 @@ class LoRAFA(LoRA):
         super()._remove(model)
 
     def _trains(self, model: nn.Module, view: ModelView, left_out: dict[str, Skipped]) -> set[str]:
-        return self._trained_head(model, view)
+        return self._trained_head(view)
 
     def _why_not(self, layer: Layer) -> Skipped | None:
         spatial = layer.why_not is not None and layer.why_not.reason == Reason.SPATIAL_CONVOLUTION

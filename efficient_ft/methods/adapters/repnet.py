@@ -44,7 +44,7 @@ from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.forwards import OwnForward, forwards_of, put_around, take_away
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import left, ranges, trained
-from efficient_ft.models.view import ModelView, Reason, Skipped, parameters_under
+from efficient_ft.models.view import ModelView, Reason, Skipped
 from efficient_ft.ops.tokens import attach_tokens, pop_tokens, token_context
 
 #: Names of the first and last convolution of each supported CNN block type.
@@ -110,7 +110,7 @@ class RepNet(Method):
         chosen, skipped = self._chosen(view)
         sides = {name: self._side(view, name) for name in chosen}
         self._before = trainable(model)
-        head = parameters_under(model, view.head)
+        head = view.new_parameters()
         make_trainable(model, {name: name in head and before for name, before in self._before.items()})
         for name, side in sides.items():
             block = model.get_submodule(name)

@@ -24,7 +24,7 @@ from efficient_ft.methods.forwards import foreign_forward
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import count, left, trained
 from efficient_ft.models.frozen_batch_norm import FROZEN
-from efficient_ft.models.view import ModelView, Reason, Skipped, parameters_under
+from efficient_ft.models.view import ModelView, Reason, Skipped
 
 #: Downsampling factor of a block's input from which its module has a kernel size of at most 3: the pooled map is then
 #: 3×3 for images of 224 pixels. The paper does not specify this. With it, and with as many hidden channels as input
@@ -113,7 +113,7 @@ class TinyTL(Method):
         self._before = trainable(model)
         self._norms = {name: type(model.get_submodule(name)) for name in norms}
         trains = {n for n, p in model.named_parameters() if p.requires_grad and p.dim() == 1 and n.endswith("bias")}
-        trains |= {n for n in parameters_under(model, view.head) if self._before[n]}
+        trains |= {n for n in view.new_parameters() if self._before[n]}
         make_trainable(model, {name: name in trains for name in self._before})
         for name in norms:
             module = model.get_submodule(name)

@@ -72,6 +72,7 @@ class LBPWHT(LowRankBackward):
         self.bases, self.order, self.padding = bases, order, padding
         self.as_published, self.profile_steps = as_published, profile_steps
         self.profiles, self.skip, self.fused = bases == "lhe", skip, fused
+        self.acts_per_step = self.profiles
         self._steps = 0
         self._layers: dict[str, LowRank] = {}
         self._restored: dict[str, Any] | None = None
@@ -94,6 +95,7 @@ class LBPWHT(LowRankBackward):
         return applied
 
     def step_end(self) -> None:
+        super().step_end()
         if not self.profiles or self._steps >= self.profile_steps:
             return
         self._steps += 1

@@ -69,6 +69,7 @@ class MemoryMethod(Method):
         Raises:
             UserError: a packed value was too large for fp16.
         """
+        super().step_end()
         if self._packing is not None:
             self._packing.end_step()
             self._packing.overflow.check()

@@ -83,6 +83,7 @@ class SWAT(PartwiseMethod):
     name = "swat"
     changes_weights = True  # dropped ones become zero
     adds = frozenset({Adds.SPARSE_WEIGHTS})
+    acts_per_step = True
     conflicts: Mapping[str, str] = {Adds.LOW_RANK_LAYERS: DENSE_FORWARD}
 
     def __init__(self, sparsity: float = 0.8, refresh_interval: int = 10):
@@ -123,5 +124,6 @@ class SWAT(PartwiseMethod):
         super()._remove(model)
 
     def step_begin(self, step: int) -> None:
+        super().step_begin(step)
         if isinstance(self._packing, Thresholds):
             self._packing.step = step

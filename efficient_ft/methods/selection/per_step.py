@@ -42,6 +42,7 @@ class LayersPerStep(Selection):
     """
 
     needs = frozenset({Needs.BLOCKS, Needs.FIND_UNUSED_PARAMETERS})
+    acts_per_step = True
     #: A step's blocks are drawn: its cost is a mean.
     cost_steps = 8
 
@@ -74,7 +75,7 @@ class LayersPerStep(Selection):
         """Return what may train."""
         if self.train_embeddings:
             return dict(view.model.named_parameters())
-        return parameters_under(view.model, [*view.blocks, *view.tail, *view.head])
+        return parameters_under(view.model, [*view.blocks, *view.tail]) | view.new_parameters()
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
         self._check_count(view)
@@ -110,6 +111,7 @@ class LayersPerStep(Selection):
 
     # ------------------------------------------------------------------ per step
     def step_begin(self, step: int) -> None:
+        super().step_begin(step)
         if self._trainable is None:
             self._trainable = {
                 name: [p for p in block.parameters() if p.requires_grad] for name, block in self._blocks.items()
@@ -124,9 +126,13 @@ class LayersPerStep(Selection):
                     parameter.grad = None
 
     def step_end(self) -> None:
+        super().step_end()
         for parameters in (self._trainable or {}).values():
             for parameter in parameters:
                 parameter.requires_grad_(True)
+
+    def trained_in_some_step(self) -> list[nn.Parameter]:
+        return [parameter for parameters in (self._trainable or {}).values() for parameter in parameters]
 
     def _generator(self, step: int) -> torch.Generator:
         return generator_of(self.seed or 0, step)

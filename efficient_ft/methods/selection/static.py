@@ -111,7 +111,7 @@ class HeadOnly(Selection):
     needs = frozenset({Needs.CLASSIFIER})
 
     def chosen(self, view: ModelView) -> dict[str, Tensor]:
-        return parameters_under(view.model, view.head)
+        return view.new_parameters()
 
 
 @register
@@ -133,7 +133,7 @@ class LastStage(Selection):
             last = view.last_stage()
         except UserError as error:
             raise UserError(f"{self.name}: {error}") from None
-        return parameters_under(view.model, (*last, *view.head))
+        return parameters_under(view.model, last) | view.new_parameters()
 
 
 @register
@@ -163,8 +163,7 @@ class Blocks(Selection):
     def chosen(self, view: ModelView) -> dict[str, Tensor]:
         final = parameters_under(view.model, view.tail)
         norms = {n: p for n, p in _norms(view.model).items() if n in final}
-        names = (*self._names(view), *view.head)
-        return parameters_under(view.model, names) | norms
+        return parameters_under(view.model, self._names(view)) | view.new_parameters() | norms
 
     def _names(self, view: ModelView) -> tuple[str, ...]:
         """Return the names of the blocks listed."""
@@ -189,7 +188,7 @@ class BitFit(Selection):
         return "biases and head train"
 
     def chosen(self, view: ModelView) -> dict[str, Tensor]:
-        head = parameters_under(view.model, view.head)
+        head = view.new_parameters()
         biases = {n: p for n, p in view.model.named_parameters() if p.dim() == 1 and re.search(r"(^|\.|_)bias$", n)}
         if not biases.keys() - head.keys():
             raise UserError(f"method bitfit: {view.name} has no biases outside its head; use method=head.")
@@ -211,7 +210,7 @@ class NormLast(Selection):
         return "normalization layers and head train"
 
     def chosen(self, view: ModelView) -> dict[str, Tensor]:
-        head = parameters_under(view.model, view.head)
+        head = view.new_parameters()
         norms = _norms(view.model)
         if not norms.keys() - head.keys():
             raise UserError(

@@ -5,6 +5,7 @@ fake tensors to see what each layer is really given; grids are taken from there,
 alone.
 """
 
+from efficient_ft.models.view.head import state_classifier
 from efficient_ft.models.view.layers import Layer, TokenLayout, projections_in
 from efficient_ft.models.view.model_view import ModelView, default_image_size, view
 from efficient_ft.models.view.reason import Reason, Skipped
@@ -20,5 +21,6 @@ __all__ = [
     "is_norm",
     "parameters_under",
     "projections_in",
+    "state_classifier",
     "view",
 ]

@@ -7,14 +7,15 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.models.marks import added_modules, is_inside, routed_modules
+from efficient_ft.models.view.head import head_of, networks_in
 from efficient_ft.models.view.layers import Layer
 from efficient_ft.models.view.probe import Probed, layout_of, probe, takes_tokens
 from efficient_ft.models.view.reason import Reason, Skipped
-from efficient_ft.models.view.structure import above, after, classifiers, names_of, stages_of, stem_of
+from efficient_ft.models.view.structure import above, after, parameters_under, stages_of, stem_of
 
 #: The parameters of a "last stage" follow the papers: EfficientFormerV2's was trained without its downsample.
 LAST_STAGE_WITHOUT = {"EfficientFormerV2": "downsample"}
@@ -35,7 +36,9 @@ class ModelView:
         stages: the blocks of each stage, in order; an isotropic transformer is cut into four equal stages.
         stage_extras: other modules of each stage (downsampling).
         blocks: all blocks.
-        head: the classifier modules.
+        head: the classifier modules, see `models.view.head`.
+        outside: further modules and parameters outside of a pretrained network that a larger module holds.
+        head_note: a phrase for reports about an inferred head; empty: the model or its user states it.
         tail: modules that run after the last stage (norms, decoder, head).
         prefix_tokens: class, distillation and register tokens.
     """
@@ -45,15 +48,20 @@ class ModelView:
         self.image_size = image_size or default_image_size(model)
         self.stages, self.stage_extras, container = stages_of(model)
         self.blocks: tuple[str, ...] = tuple(block for stage in self.stages for block in stage)
-        self.head: tuple[str, ...] = names_of(model, classifiers(model))
+        head = head_of(model)
+        self.head, self.outside, self.head_note = head.modules, head.others, head.note
         self.tail: tuple[str, ...] = after(model, container)
-        self.prefix_tokens = int(getattr(model, "num_prefix_tokens", 0) or 0)
+        self.prefix_tokens = prefix_tokens_of(model)
 
     @property
     def name(self) -> str:
         """The timm architecture where there is one, else the class."""
         cfg = getattr(self.model, "pretrained_cfg", None) or {}
         return cfg.get("architecture") or type(self.model).__name__
+
+    def new_parameters(self) -> dict[str, Tensor]:
+        """Return the parameters that no method may freeze: of the head, and outside of a pretrained network."""
+        return parameters_under(self.model, (*self.head, *self.outside))
 
     @property
     def has_class_token(self) -> bool:
@@ -136,14 +144,45 @@ def view(model: nn.Module, image_size: tuple[int, ...] | None = None) -> ModelVi
 
 
 def default_image_size(model: nn.Module) -> tuple[int, ...]:
-    """(H, W) the model was built for: its patch embedding's, else its pretrained configuration's, else 224 × 224.
+    """(H, W) the model was built for: its patch embedding's, its configuration's or its own, else 224 × 224.
 
-    Of a text model (tokens,): those of its record, else as many as it has positions.
+    Where a larger module holds a pretrained network, that of the network. Of a text model (tokens,): those of its
+    record, else as many as it has positions.
     """
-    size = getattr(getattr(model, "patch_embed", None), "img_size", None)
-    if size is None:
-        usual = (3, 224, 224)
-        if takes_tokens(model):
-            usual = (int(getattr(model.config, "max_position_embeddings", 512)),)  # type: ignore[union-attr,arg-type,assignment]
-        size = (getattr(model, "pretrained_cfg", None) or {}).get("input_size", usual)[-2:]
+    if takes_tokens(model):
+        usual = (int(getattr(model.config, "max_position_embeddings", 512)),)  # type: ignore[union-attr,arg-type]
+        return _as_size((getattr(model, "pretrained_cfg", None) or {}).get("input_size", usual)[-2:])
+    for network in _with_inner(model):
+        size: Any = getattr(getattr(network, "patch_embed", None), "img_size", None)
+        if size is None:
+            size = (getattr(network, "pretrained_cfg", None) or {}).get("input_size", (None,))[-2:]
+            size = None if None in size else size
+        for owner in (network, getattr(network, "config", None)):  # torchvision's ViT; transformers
+            size = getattr(owner, "image_size", None) if size is None else size
+        if isinstance(size, int) or (isinstance(size, tuple | list) and len(size) == 2):
+            return _as_size(size)
+    return 224, 224
+
+
+def _as_size(size: Any) -> tuple[int, ...]:
     return tuple(map(int, size)) if isinstance(size, tuple | list) else (int(size), int(size))
+
+
+def _with_inner(model: nn.Module) -> list[nn.Module]:
+    """Return `model` and the pretrained networks that it holds."""
+    inner = [] if hasattr(model, "get_classifier") else networks_in(model)
+    return [model, *(model.get_submodule(name) for name in inner)]
+
+
+#: Parameters that are prefix tokens, in networks that do not state their number.
+_PREFIX_TOKENS = re.compile(r"(^|\.)(cls_token|class_token|dist_token|distillation_token|register_tokens)$")
+
+
+def prefix_tokens_of(model: nn.Module) -> int:
+    """Return the number of prefix tokens that the network states, or else that of its parameters which are tokens."""
+    for network in _with_inner(model):
+        stated = getattr(network, "num_prefix_tokens", None)
+        if stated is not None or hasattr(network, "get_classifier"):
+            return int(stated or 0)
+    tokens = [p for name, p in model.named_parameters() if _PREFIX_TOKENS.search(name) and p.dim() == 3]
+    return sum(p.shape[1] for p in tokens)

@@ -14,6 +14,7 @@ class Reason(Enum):
     """
 
     HEAD = "the head"
+    NEW = "new, outside of the pretrained network"
     STEM = "the stem or patch embedding"
     GROUPED_CONVOLUTION = "a depthwise or grouped convolution"
     SPATIAL_CONVOLUTION = "a convolution that is not 1×1 with stride 1"

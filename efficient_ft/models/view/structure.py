@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -24,21 +23,6 @@ def above(model: nn.Module, name: str) -> Iterator[nn.Module]:
     for part in name.split("."):
         yield module
         module = getattr(module, part) if hasattr(module, part) else module[int(part)]  # type: ignore[index]
-
-
-#: Where networks without timm's `get_classifier` have their last layer.
-_CLASSIFIERS = ("segmentation_head", "decode_head.classifier", "classifier", "score")
-
-
-def classifiers(model: nn.Module) -> list[nn.Module]:
-    """Return the classifier modules of a model."""
-    get_classifier: Any = getattr(model, "get_classifier", None)
-    if get_classifier is None:
-        modules_of = dict(model.named_modules())
-        return [modules_of[name] for name in _CLASSIFIERS if name in modules_of][:1]
-    found = get_classifier()
-    modules = list(found) if isinstance(found, tuple | list) else [found]
-    return [m for m in modules if isinstance(m, nn.Module) and not isinstance(m, nn.Identity)]
 
 
 def names_of(model: nn.Module, modules: Iterable[nn.Module]) -> tuple[str, ...]:

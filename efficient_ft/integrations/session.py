@@ -1,4 +1,17 @@
-"""The common part of the callbacks: methods applied to one network, their work per step, and their state."""
+"""Methods applied to one network, their work per step, and their state: for any training loop, and for the callbacks.
+
+>>> session = MethodSession([LISA(), LoRA()])
+>>> session.apply(model)
+>>> optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+>>> session.check_optimizers([optimizer])
+>>> session.start()
+>>> for step, (images, labels) in enumerate(loader):
+...     session.step_begin(step)
+...     session.total_loss(F.cross_entropy(model(images), labels)).backward()
+...     optimizer.step()
+...     session.step_end()
+...     optimizer.zero_grad()
+"""
 
 from __future__ import annotations
 
@@ -11,7 +24,8 @@ from torch import Tensor, nn
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.in_backward import Wrong, refuse_in_backward
 from efficient_ft.methods.base import Applied, Method, apply_methods, in_order, make_trainable, trainable
-from efficient_ft.methods.declarations import Adds, Needs
+from efficient_ft.methods.declarations import Adds, Axis, Needs
+from efficient_ft.methods.optimizer_check import check_optimizer
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 from efficient_ft.optim import steps_in_backward
 
@@ -21,12 +35,13 @@ _TENSOR = "__tensor__"
 _WRAPPERS = ("OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
-class MethodRunner:
-    """Applies methods to a network and runs their work per step, for a callback of any training library.
+class MethodSession:
+    """Apply methods to a network and do their work per step, in any training loop.
 
     Args:
         methods: one method or several, in any order.
         frozen_bn: freeze the BatchNorm statistics of the network.
+        classifier: as in `Method.apply`.
 
     Attributes:
         methods: in their order of application.
@@ -34,13 +49,13 @@ class MethodRunner:
         reports: what each method did, in the order of `methods`; empty before `apply`.
     """
 
-    def __init__(self, methods: Method | Iterable[Method], frozen_bn: bool) -> None:
-        self.methods = in_order([methods] if isinstance(methods, Method) else methods)
-        self.frozen_bn = frozen_bn
+    def __init__(
+        self, methods: Method | Iterable[Method], frozen_bn: bool = True, classifier: str | Iterable[str] = ()
+    ) -> None:
+        self.methods = in_order(methods)
+        self.frozen_bn, self.classifier = frozen_bn, classifier
         self.network: nn.Module | None = None
         self.reports: list[Applied] = []
-        #: Names of the trainable parameters that the methods added.
-        self._added: tuple[str, ...] = ()
         #: `requires_grad` by name between two steps.
         self._between_steps: dict[str, bool] = {}
         self._step: int | None = None
@@ -53,12 +68,7 @@ class MethodRunner:
             UserError: the network is compiled or wrapped, or a method refuses it.
         """
         refuse_wrapped_inside(network)
-        before = {id(p) for p in network.parameters()}
-        first = network is not self.network
-        self.reports = apply_methods(network, self.methods)
-        if first:
-            new = {name: p for name, p in network.named_parameters() if id(p) not in before}
-            self._added = tuple(name for name, p in new.items() if p.requires_grad)
+        self.reports = apply_methods(network, self.methods, self.classifier)
         if self.frozen_bn:
             freeze_batch_norm(network)
         self.network = network
@@ -95,21 +105,14 @@ class MethodRunner:
             )
 
     def check_optimizers(self, optimizers: Iterable[Any]) -> None:
-        """Check that the parameters the methods added are in an optimizer.
+        """Check that the parameters that methods select or add are in an optimizer.
 
         Raises:
-            UserError: some are not; the optimizer was built before the methods were applied.
+            UserError: some are not: see `check_optimizer`.
         """
-        if self.network is None or not self._added:
-            return
-        held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        missing = [name for name in self._added if id(self.network.get_parameter(name)) not in held]
-        if missing:
-            raise UserError(
-                f"The optimizer was built before the methods were applied: {len(missing)} parameters that they added"
-                f" are not in it ({', '.join(missing[:3])}). Let the Trainer build the optimizer after the callback"
-                " has applied the methods."
-            )
+        decides = any({Axis.SELECTION, Axis.ADAPTERS} & set(method.axes) for method in self.methods)
+        if self.network is not None and decides:
+            check_optimizer(self.network, optimizers)
 
     # ------------------------------------------------------------------ per step
     def start(self) -> None:

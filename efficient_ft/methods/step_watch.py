@@ -1,0 +1,82 @@
+"""Warn a training loop that does not announce its optimizer steps to a method which acts per step."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+#: Backward passes outside of a step, or steps without an end, before a warning: one may be a trial.
+_PATIENCE = 2
+
+
+class StepWatch:
+    """Watches the backward passes of a model and the calls of `step_begin` and `step_end`.
+
+    A backward pass is outside of a step if no step has begun, or if an optimizer has stepped since an earlier backward
+    pass of the step: the weights have changed, or gradients were set to None. Micro-batches of one step do neither.
+
+    Args:
+        name: name of the method.
+        model: its last trainable parameter is watched, by a hook that `stop` removes.
+    """
+
+    def __init__(self, name: str, model: nn.Module) -> None:
+        self.name = name
+        self._begun = False
+        #: Version and gradient of the watched parameter at the first backward pass of the step. Fused optimizers leave
+        #: the version as it is.
+        self._seen: tuple[int, Callable[[], Tensor | None]] | None = None
+        self._outside = self._unended = 0
+        self._warned = False
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._hook: Any = trained[-1].register_post_accumulate_grad_hook(self._after_backward) if trained else None
+
+    def begin(self) -> None:
+        """Note that a step begins."""
+        stepped = self._seen is not None
+        self._unended = self._unended + 1 if self._begun and stepped else 0
+        if self._unended >= _PATIENCE:
+            self._warn("step_end() was not called after the optimizer's step")
+        self._begun, self._seen, self._outside = True, None, 0
+
+    def end(self) -> None:
+        """Note that a step ends."""
+        self._begun, self._seen = False, None
+
+    def stop(self) -> None:
+        """Remove the hook."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_hook": None, "_seen": None}  # copies of a parameter have no hooks
+
+    def _after_backward(self, parameter: Tensor) -> None:
+        if self._begun and self._seen is None and parameter.grad is not None:
+            self._seen = parameter._version, weakref.ref(parameter.grad)
+        if self._begun and (self._seen is None or self._is_same_step(parameter)):
+            return
+        self._outside += 1
+        if self._outside >= _PATIENCE:
+            self._warn("a backward pass ran without a call of step_begin(step) for its optimizer step")
+
+    def _is_same_step(self, parameter: Tensor) -> bool:
+        assert self._seen is not None
+        version, gradient = self._seen
+        return parameter._version == version and gradient() is parameter.grad
+
+    def _warn(self, fault: str) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"method {self.name} acts per step, but {fault}. Call step_begin(step) before the first forward pass of"
+            " each optimizer step, and step_end() after optimizer.step() and before zero_grad(), or use"
+            " efficient_ft.integrations.MethodSession.",
+            stacklevel=2,
+        )

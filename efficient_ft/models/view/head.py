@@ -1,0 +1,174 @@
+"""The head of a network and its other new parts, which a method must not freeze at their random start.
+
+timm's networks state their classifier. In other networks the head has a usual name, or it is inferred: the parts around
+a pretrained network that a larger module holds, or the parts that follow the blocks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from efficient_ft.core.errors import SettingError
+from efficient_ft.models.marks import is_inside, name_classifier, named_classifier
+from efficient_ft.models.view.structure import after, holder_of, is_norm, names_of, stages_of
+
+#: Where networks without timm's `get_classifier` have their last layer; the first of these that a network has.
+_CLASSIFIERS = ("segmentation_head", "decode_head.classifier", "classifier", "score")
+#: Usual names of heads in other networks; each of these that a network has.
+_HEADS = ("head", "heads", "fc", "mlp_head", "classification_head", "cls_head")
+#: Classes of whose kind networks of transformers, of segmentation-models-pytorch and timm's feature extractors are.
+_NETWORKS = {"PreTrainedModel", "EncoderMixin", "FeatureDictNet", "FeatureGetterNet"}
+
+
+@dataclass(frozen=True)
+class Head:
+    """The head of a network.
+
+    Attributes:
+        modules: full names of its modules.
+        others: full names of the other modules and parameters around a pretrained network.
+        note: a phrase for reports that names the inferred parts; empty: nothing is inferred.
+    """
+
+    modules: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    note: str = ""
+
+
+def head_of(model: nn.Module) -> Head:
+    """Find the head of `model`."""
+    named = named_classifier(model)
+    stated = _stated(model)
+    if stated and not named:
+        return Head(names_of(model, stated))
+    if stated is not None and not named and type(model).__module__.startswith(("timm.", "efficient_ft.")):
+        return Head()  # created without a classifier
+    networks = [] if stated is not None else networks_in(model)
+    around = list(_around(model, networks)) if networks else []
+    known = named or tuple(name for name in _CLASSIFIERS if _has_parameters(model, name))[:1]
+    if known:
+        others = tuple(part for name in around for part in _without(model, name, frozenset(known)))
+        return Head(known, others, _note(others, networks))
+    modules = tuple(name for name in around if not _is_parameter(model, name))
+    if modules:
+        return Head(modules, tuple(name for name in around if name not in modules), _note(around, networks))
+    if len(networks) == 1:
+        inner = head_of(model.get_submodule(networks[0]))
+        found = tuple(f"{networks[0]}.{name}" for name in inner.modules)
+        return Head(found, tuple(around), _note((*found, *around)))
+    modules = _last_parts(model)
+    return Head(modules, (), _note(modules))
+
+
+def _stated(model: nn.Module) -> list[nn.Module] | None:
+    """Return the classifier modules that timm's `get_classifier` gives; None: `model` has none, or it was replaced."""
+    get_classifier: Any = getattr(model, "get_classifier", None)
+    if get_classifier is None:
+        return None
+    try:
+        found = get_classifier()
+    except AttributeError:  # the head that timm built has been replaced by another module
+        return None
+    modules = list(found) if isinstance(found, tuple | list) else [found]
+    return [m for m in modules if isinstance(m, nn.Module) and not isinstance(m, nn.Identity)]
+
+
+def networks_in(model: nn.Module) -> list[str]:
+    """Return the full names of the pretrained networks that `model` holds, none inside another; empty: it is one."""
+    base = getattr(model, "base_model_prefix", "")  # transformers: the network without its head
+    if base and isinstance(getattr(model, base, None), nn.Module):
+        return [base]
+    if _is_network(model):
+        return []
+    found: list[str] = []
+    for name, child in model.named_children():
+        inner = networks_in(child)
+        found += [f"{name}.{network}" for network in inner] if inner else [name] * _is_network(child)
+    return found or _network_around_blocks(model)
+
+
+def _network_around_blocks(model: nn.Module) -> list[str]:
+    """Return the outermost submodule that has the blocks and the first convolution or embedding, if there is one."""
+    first = next((n for n, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Embedding)), "")
+    parts = holder_of(model).split(".")
+    names = (".".join(parts[: depth + 1]) for depth in range(len(parts)))
+    return [name for name in names if name and first.startswith(f"{name}.")][:1]
+
+
+def _is_network(module: nn.Module) -> bool:
+    """Return True for a network of timm, transformers, torchvision or segmentation-models-pytorch."""
+    if hasattr(module, "get_classifier") or _NETWORKS & {kind.__name__ for kind in type(module).__mro__}:
+        return True
+    of_torchvision = vars(sys.modules.get("torchvision.models", object))
+    return any(kind is not nn.Module and of_torchvision.get(kind.__name__) is kind for kind in type(module).__mro__)
+
+
+def _around(module: nn.Module, networks: Iterable[str], prefix: str = "") -> Iterator[str]:
+    """Yield the full names of the outermost modules, and of parameters, that are not in one of the networks."""
+    yield from (f"{prefix}{name}" for name, _ in module.named_parameters(recurse=False))
+    for name, child in module.named_children():
+        full = f"{prefix}{name}"
+        if any(network.startswith(f"{full}.") for network in networks):
+            yield from _around(child, networks, f"{full}.")
+        elif full not in networks and next(child.parameters(), None) is not None:
+            yield full
+
+
+def _without(model: nn.Module, name: str, known: frozenset[str]) -> list[str]:
+    """Return the parts of the module or parameter `name` that are not inside the modules in `known`."""
+    if is_inside(name, known):
+        return []
+    if not any(part.startswith(f"{name}.") for part in known):
+        return [name]
+    return list(_around(model.get_submodule(name), known, f"{name}."))
+
+
+def _last_parts(model: nn.Module) -> tuple[str, ...]:
+    """Return modules with usual names of heads and those that follow the blocks, without norms; or the last layer."""
+    followers = [name for name in after(model, stages_of(model)[2]) if not is_norm(model.get_submodule(name))]
+    named = [name for name in _HEADS if _has_parameters(model, name)]
+    if followers or named:
+        return tuple(dict.fromkeys([*named, *followers]))
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d) and name]
+    return tuple(layers[-1:])
+
+
+def _note(parts: Iterable[str], networks: Iterable[str] = ()) -> str:
+    """Return the phrase about inferred parts, those around networks or the head; empty if there are none."""
+    listed, held = ", ".join(parts), ", ".join(networks)
+    if not listed:
+        return ""
+    return f"taken as new, since outside of {held}: {listed}" if held else f"taken as the head: {listed}"
+
+
+def _has_parameters(model: nn.Module, name: str) -> bool:
+    try:
+        return next(model.get_submodule(name).parameters(), None) is not None
+    except AttributeError:
+        return False
+
+
+def _is_parameter(model: nn.Module, name: str) -> bool:
+    parent, _, last = name.rpartition(".")
+    return last in model.get_submodule(parent)._parameters
+
+
+def state_classifier(model: nn.Module, classifier: str | Iterable[str]) -> None:
+    """Record on `model` which modules are its classifier; empty: what is recorded stays.
+
+    Raises:
+        SettingError: the model has no such module, or it has no parameters.
+    """
+    names = (classifier,) if isinstance(classifier, str) else tuple(classifier)
+    with_parameters = [n for n, module in model.named_modules() if n and next(module.parameters(), None) is not None]
+    for name in names:
+        if name not in with_parameters:
+            top = [n for n in with_parameters if "." not in n]
+            raise SettingError("classifier", repr(name), f"a module of {type(model).__name__}: {', '.join(top)}, …")
+    if names:
+        name_classifier(model, names)
