@@ -7,8 +7,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.in_backward import Wrong
 from efficient_ft.integrations.session import MethodSession, decode, encode, find_network
 from efficient_ft.methods.base import Applied, Method
+from efficient_ft.methods.declarations import Adds
 
 try:
     from transformers import TrainerCallback
@@ -30,13 +33,15 @@ except ImportError as error:
 
 log = logging.getLogger(__name__)
 
+_CHECKPOINTING = "Use the method Checkpointing, which recomputes blocks together with other methods."
 #: Arguments of TrainingArguments that methods cannot work under, and what to do instead.
 _REFUSED = {
     "fsdp": "Methods act on whole parameters, which FSDP shards.",
     "deepspeed": "Methods act on whole parameters, which DeepSpeed shards.",
     "torch_compile": "Methods act on the operations of a forward pass as they run.",
-    "activation_checkpointing": "Use the method Checkpointing, which recomputes blocks together with other methods.",
-    "gradient_checkpointing": "Use the method Checkpointing, which recomputes blocks together with other methods.",
+    # New versions set both names if one is given.
+    "gradient_checkpointing": _CHECKPOINTING,
+    "activation_checkpointing": _CHECKPOINTING,
     "auto_find_batch_size": "It starts over in the middle of a step, with the state that methods have by then.",
     "restore_callback_states_from_checkpoint": "It makes new callbacks; this one restores its state without it.",
 }
@@ -109,6 +114,8 @@ class MethodCallback(TrainerCallback, ExportableState):
         for name, why in _REFUSED.items():
             value = getattr(args, name, None)
             if value:
+                both = why == _CHECKPOINTING and getattr(args, "activation_checkpointing", None)
+                name = "gradient_checkpointing (activation_checkpointing)" if both else name
                 raise SettingError(name, value, "off", why)
         if args.n_gpu > 1:
             raise SettingError(
@@ -204,6 +211,32 @@ class MethodCallback(TrainerCallback, ExportableState):
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+
+    # ------------------------------------------------------------------ the model
+    def save_pretrained(self, model: Any, folder: str | Path, **kwargs: Any) -> None:
+        """Save the model with its own names, adapters merged, so that ``from_pretrained`` loads it as it is.
+
+        `model` is not changed. ``model.save_pretrained`` would save the names of adapters, which ``from_pretrained``
+        does not find.
+
+        Args:
+            model: the Trainer's model.
+            folder: of the files.
+            kwargs: arguments of ``model.save_pretrained``.
+
+        Raises:
+            UserError: a method adds parts that cannot be merged.
+        """
+        added = [method.name for method in self.methods if not method.merges and Adds.MODULES in method.adds]
+        if added:
+            raise UserError(
+                f"method {added[0]} adds modules that cannot be merged, and from_pretrained would not load them. Save"
+                " model.state_dict() instead, and load it after the method is applied."
+            )
+        plain = copy.deepcopy(model)
+        for method in reversed(self.methods):
+            method._remove(find_network(plain, self.network))
+        plain.save_pretrained(folder, **kwargs)
 
     # ------------------------------------------------------------------ state
     def state(self) -> dict[str, Any]:

@@ -25,11 +25,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import format_number
 from efficient_ft.methods.declarations import ORDER_OF_APPLICATION, Adds, Axis, Needs
 from efficient_ft.methods.optimizer_check import note_applied
-from efficient_ft.methods.stack import check_needs, check_removal, check_stack
+from efficient_ft.methods.stack import check_needs, check_removal, check_stack, no_method
 from efficient_ft.methods.step_watch import StepWatch
 from efficient_ft.methods.summary import count, left, trained, within
 from efficient_ft.models.marks import Mark, add_mark, marks_of, remove_mark
@@ -359,18 +359,8 @@ def in_order(methods: Method | Iterable[Method]) -> list[Method]:
     several = list(given) if isinstance(given, Iterable) and not isinstance(given, str | Mapping | nn.Module) else None
     wrong = given if several is None else next((one for one in several if not isinstance(one, Method)), None)
     if several is None or wrong is not None:
-        raise SettingError("methods", *_not_a_method(wrong))
+        raise no_method(wrong)
     return sorted(several, key=lambda m: m.application_order)
-
-
-def _not_a_method(wrong: Any) -> tuple[str, str, str]:
-    """Return value, constraint and hint of the error for an object given where methods belong."""
-    hint = "Make the objects first: from efficient_ft.methods import LoRA; apply_methods(model, [LoRA(rank=8)])."
-    if isinstance(wrong, type) and issubclass(wrong, Method):
-        hint = f"Make an object of the class: {wrong.__name__}()."
-    elif isinstance(wrong, nn.Module):
-        hint = "The model is the first argument: apply_methods(model, methods)."
-    return f"{wrong!r:.60}", "a Method object or a list of them", hint
 
 
 def apply_methods(
@@ -487,6 +477,11 @@ def _wrong_report(report: Any, name: str, model: nn.Module) -> str | None:
 def refuse_wrapped(model: nn.Module, name: str) -> None:
     """Raise UserError for a compiled model or one inside DataParallel, DDP or FSDP: surgery must come first."""
     wrapper = type(model).__name__
+    if any(kind.__name__ == "PeftModel" for kind in type(model).__mro__):
+        raise UserError(
+            f"method {name}: the model is wrapped by peft ({wrapper}). Apply the method to the model inside:"
+            " apply(model.get_base_model()); peft's adapters stay."
+        )
     if wrapper in ("OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"):
         raise UserError(
             f"method {name}: the model is already wrapped ({wrapper}); apply the method to the plain model first,"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -11,14 +11,18 @@ from torch import nn
 
 from efficient_ft.core.errors import UserError
 
-if TYPE_CHECKING:
-    from efficient_ft.methods.base import Method
+
+class _Method(Protocol):
+    """A method as this module reads it; `methods.base` imports this module."""
+
+    def trained_in_some_step(self) -> Iterable[nn.Parameter]: ...
+
 
 #: By model: the methods applied to it, which know what they have frozen for the present step alone.
-_applied: WeakKeyDictionary[nn.Module, WeakSet[Method]] = WeakKeyDictionary()
+_applied: WeakKeyDictionary[nn.Module, WeakSet[_Method]] = WeakKeyDictionary()
 
 
-def note_applied(model: nn.Module, method: Method) -> None:
+def note_applied(model: nn.Module, method: _Method) -> None:
     """Note that `method` has been applied to `model`."""
     _applied.setdefault(model, WeakSet()).add(method)
 

@@ -174,3 +174,13 @@ def _missing(need: Needs, method: _Method, view: ModelView) -> str | None:
         if view.block_grid is None:
             return f"the tokens of {view.name} are not on one grid from block to block"
     return None
+
+
+def no_method(wrong: object) -> SettingError:
+    """Return the error for an object that was given in place of a method or of a list of methods."""
+    hint = "Make the objects first: from efficient_ft.methods import LoRA; apply_methods(model, [LoRA(rank=8)])."
+    if isinstance(wrong, type) and hasattr(wrong, "apply"):
+        hint = f"Make an object of the class: {wrong.__name__}()."
+    elif isinstance(wrong, nn.Module):
+        hint = "The model is the first argument: apply_methods(model, methods)."
+    return SettingError("methods", f"{wrong!r:.60}", "a Method object or a list of them", hint)

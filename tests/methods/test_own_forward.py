@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from timm.models.vision_transformer import Block
 from torch import Tensor
 
 from efficient_ft.core.errors import UserError
-from efficient_ft.methods import BSR, ALaST, BSRMoE, Checkpointing, EViT, Method, ToMe
+from efficient_ft.methods import (
+    BSR,
+    LBPWHT,
+    LISA,
+    ALaST,
+    BackRazor,
+    BSRMoE,
+    Checkpointing,
+    EViT,
+    HeadOnly,
+    LoRA,
+    Method,
+    ToMe,
+)
 from tests.methods.settings import small_vit
 
 
@@ -80,3 +95,33 @@ def test_the_forward_pass_that_another_library_gave_a_module_runs_inside_ours_an
     assert calls == [2, 2]  # once again in the backward pass
     checkpointing.remove(model)
     assert model.blocks[1].forward is counted
+
+
+@pytest.mark.parametrize("method", METHODS_IN_HALVES, ids=lambda method: method.name)
+def test_functions_that_need_all_tokens_are_rejected_until_the_method_is_removed(method: Method) -> None:
+    method = type(method)(**method.settings())
+    model: Any = small_vit("vit_tiny_patch16_224").eval()
+    method.apply(model)
+    for call in (model.forward_intermediates, model.get_intermediate_layers):
+        with pytest.raises(UserError, match=rf"needs all tokens of each block.*{method.name}\.remove\(model\)"):
+            call(pictures())
+    method.remove(model)
+    assert len(model.forward_intermediates(pictures())[1]) == 4
+
+
+@pytest.mark.parametrize("method", [ToMe(4), EViT([1])], ids=lambda method: method.name)
+def test_an_export_to_onnx_is_rejected(method: Method, tmp_path: Path) -> None:
+    model = small_vit("vit_tiny_patch16_224").eval()
+    type(method)(**method.settings()).apply(model)
+    with pytest.raises(UserError, match=r"ONNX has no operators .* Remove it first"):
+        torch.onnx.export(model, (pictures(),), str(tmp_path / "x.onnx"), dynamo=False)
+
+
+@pytest.mark.parametrize("make", [BackRazor, LBPWHT, HeadOnly, LoRA, LISA])
+def test_a_model_wrapped_by_peft_is_rejected_with_what_to_do(make: Any) -> None:
+    model: Any = get_peft_model(small_vit("vit_tiny_patch16_224"), LoraConfig(target_modules=["qkv"]))
+    with pytest.raises(UserError, match=r"wrapped by peft \(PeftModel\)\. Apply the method .* get_base_model"):
+        make().apply(model)
+    if make in (BackRazor, LBPWHT):
+        make().apply(model.get_base_model())
+        model.train()(pictures()).sum().backward()

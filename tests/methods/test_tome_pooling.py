@@ -78,7 +78,7 @@ def test_models_that_classify_by_prefix_tokens_keep_merged_tokens(form: str) -> 
 
 
 class OwnPooling(timm.models.VisionTransformer):
-    """The mean of all tokens, whatever `global_pool` states."""
+    """The mean of all tokens, which `global_pool` does not state."""
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         return self.head(x.mean(1))

@@ -161,6 +161,7 @@ class DroppingForward(TokenForward):
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         if is_token_reduction_suspended():
             return super().__call__(x, *others, **keywords)
+        refuse_onnx(self.method_name)
         self.plain(others, keywords)
         x, tokens = pop_tokens(x)
         attention = Attention(self.prefix)
@@ -277,6 +278,32 @@ def grid_positions(view: ModelView) -> int:
     return height * width
 
 
+class _Refused:
+    """Stands in for a function of a model whose result needs all tokens of each block."""
+
+    def __init__(self, method_name: str, function: str) -> None:
+        self.method_name, self.function = method_name, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise UserError(
+            f"method {self.method_name}: {self.function} needs all tokens of each block, and the method leaves fewer."
+            f" Remove it first: {self.method_name}.remove(model)."
+        )
+
+
+#: Functions of timm's networks that put the tokens of blocks on the grid.
+_ALL_TOKENS = ("forward_intermediates", "get_intermediate_layers")
+
+
+def refuse_onnx(method_name: str) -> None:
+    """Raise UserError while a model is exported to ONNX."""
+    if torch.onnx.is_in_onnx_export():
+        raise UserError(
+            f"method {method_name}: ONNX has no operators for the tokens that it drops or merges. Remove it first:"
+            f" {method_name}.remove(model). The exported model then computes on all tokens."
+        )
+
+
 def give_forwards(
     model: nn.Module,
     view: ModelView,
@@ -293,6 +320,9 @@ def give_forwards(
             a plain `TokenForward`.
     """
     positions = grid_positions(view)
+    for function in _ALL_TOKENS:
+        if hasattr(model, function):
+            setattr(model, function, _Refused(method_name, function))
     for name in view.blocks:
         block, (kind, settings) = model.get_submodule(name), chosen.get(name, (TokenForward, ()))
         put_inside(block, kind(block, method_name, view.prefix_tokens, positions, name == view.blocks[-1], *settings))
@@ -300,5 +330,8 @@ def give_forwards(
 
 def take_forwards(model: nn.Module, method_name: str) -> None:
     """Remove the forward passes that `give_forwards` gave to the blocks for a method."""
+    for function in _ALL_TOKENS:
+        if isinstance(vars(model).get(function), _Refused):
+            delattr(model, function)
     for module in model.modules():
         take_away(module, TokenForward, lambda forward: forward.method_name == method_name)

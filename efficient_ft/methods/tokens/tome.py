@@ -26,6 +26,7 @@ from efficient_ft.methods.tokens.base import (
     give_forwards,
     grid_positions,
     refuse_fixed_tokens,
+    refuse_onnx,
     refuse_other_blocks,
     take_forwards,
 )
@@ -122,6 +123,7 @@ class _MergingForward(TokenForward):
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         if is_token_reduction_suspended():
             return super().__call__(x, *others, **keywords)
+        refuse_onnx(self.method_name)
         self.plain(others, keywords)
         x, tokens = pop_tokens(x)
         if self.after_merge and tokens is None and is_recomputing():
@@ -295,7 +297,7 @@ class ToMe(Method):
 def classifies_by_class_token(model: nn.Module) -> bool:
     """Return True for a model of timm whose classifier reads prefix tokens alone.
 
-    The classes of other packages may read the patch tokens, whatever their attributes state.
+    A class of another package may read the patch tokens in spite of its attributes.
     """
     by_token = getattr(model, "global_pool", None) == "token" and getattr(model, "attn_pool", None) is None
     return by_token and type(model).__module__.startswith("timm.models.")

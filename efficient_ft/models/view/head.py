@@ -68,7 +68,7 @@ def head_of(model: nn.Module) -> Head:
 def _stated(model: nn.Module) -> list[nn.Module] | None:
     """Return the classifier modules that timm's `get_classifier` gives; None: `model` has none, or it was replaced."""
     get_classifier: Any = getattr(model, "get_classifier", None)
-    if get_classifier is None:
+    if get_classifier is None or not hasattr(type(model), "get_classifier"):  # forwarded by a wrapper
         return None
     try:
         found = get_classifier()
@@ -102,7 +102,7 @@ def _network_around_blocks(model: nn.Module) -> list[str]:
 
 def _is_network(module: nn.Module) -> bool:
     """Return True for a network of timm, transformers, torchvision or segmentation-models-pytorch."""
-    if hasattr(module, "get_classifier") or _NETWORKS & {kind.__name__ for kind in type(module).__mro__}:
+    if hasattr(type(module), "get_classifier") or _NETWORKS & {kind.__name__ for kind in type(module).__mro__}:
         return True
     of_torchvision = vars(sys.modules.get("torchvision.models", object))
     return any(kind is not nn.Module and of_torchvision.get(kind.__name__) is kind for kind in type(module).__mro__)

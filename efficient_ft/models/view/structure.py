@@ -98,7 +98,7 @@ def holder_of(model: nn.Module) -> str:
     if _containers(model):
         return ""
     names = [n for n, _ in model.named_modules() if n and n.count(".") < _DEPTH and not n.startswith("decode")]
-    if hasattr(model, "get_classifier"):
+    if hasattr(type(model), "get_classifier"):
         names = [n for n in names if n in _TIMM_HOLDERS]
     found = (n for n in sorted(names, key=lambda n: n.count(".")) if _containers(model.get_submodule(n)))
     return next(found, "")
@@ -107,10 +107,10 @@ def holder_of(model: nn.Module) -> str:
 def _containers(module: nn.Module) -> list[str]:
     """The names of the submodules that hold stages or blocks, or are the stages."""
     for name in _CONTAINERS:
-        container = getattr(module, name, None)
+        container = module._modules.get(name)  # getattr of a wrapper may reach into the module inside
         if isinstance(container, nn.ModuleList | nn.Sequential) and len(container):
             return [name]
-    features = getattr(module, _FEATURES, None)
+    features = module._modules.get(_FEATURES)
     if type(features) is nn.Sequential and _holds_blocks(features) and "0" in features._modules:
         return [_FEATURES]
     children = [name for name, _ in module.named_children()]
