@@ -3,14 +3,15 @@
 Needs pytest to run (`pip install efficient-ft[dev]`); importing it does not.
 """
 
-from efficient_ft.testing.contracts import MethodContracts, counted_probes, stir, worked_on_or_refused
+from efficient_ft.testing.contracts import MethodContracts, counted_probes, worked_on_or_refused
 from efficient_ft.testing.models import CLASSES, MODELS, USUAL, SmallModel, batch_of, lively, model_of
-from efficient_ft.testing.rows import Instead, Row
+from efficient_ft.testing.rows import Instead, Reference, Row
 from efficient_ft.testing.steps import (
     Gradients,
     evaluate,
     gradients,
     largest_difference,
+    stir,
     train_a_little,
     warm_up,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "Gradients",
     "Instead",
     "MethodContracts",
+    "Reference",
     "Row",
     "SmallModel",
     "batch_of",

@@ -2,10 +2,10 @@
 
 In a test file::
 
-    from efficient_ft.testing import Instead, MethodContracts, Row
+    from efficient_ft.testing import MethodContracts, Row
 
     class TestContracts(MethodContracts):
-        rows = {"every_nth": Row(EveryNth, {"n": 2}, why_no_off="...", instead=Instead.SAME_GRADIENTS)}
+        rows = {"every_nth": Row(EveryNth, {"n": 2}, why_no_off="...", on_reference="exact")}
         conf = Path(__file__).parent.parent / "conf" / "method"
 
 pytest then drives every row through every contract, on every small model that the row names.
@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import copy
 import inspect
-import io
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any
 from unittest import mock
 
 import torch
@@ -34,27 +33,16 @@ from efficient_ft.methods.declarations import Axis
 from efficient_ft.methods.registry import METHODS, broken_contract, broken_settings
 from efficient_ft.models.marks import marks_of
 from efficient_ft.models.view import Skipped, model_view
-from efficient_ft.testing.models import MODELS, batch_of, model_of
-from efficient_ft.testing.rows import Instead, Row
-from efficient_ft.testing.steps import evaluate, gradients, largest_difference, train_a_little, warm_up
-
-_Test = TypeVar("_Test", bound=Callable[..., None])
-
-#: Axes whose methods set `requires_grad`.
-_SETS_REQUIRES_GRAD = (Axis.SELECTION, Axis.ADAPTERS)
-
-
-def _on(models_of: Callable[[Row], Iterable[str]]) -> Callable[[_Test], _Test]:
-    """Run a contract on the models that `models_of` names for each row."""
-
-    def mark(test: _Test) -> _Test:
-        test.models_of = models_of  # type: ignore[attr-defined]
-        return test
-
-    return mark
+from efficient_ft.testing.contract_base import ContractTests, on_models
+from efficient_ft.testing.models import MODELS, model_of
+from efficient_ft.testing.reference_contracts import ReferenceContracts
+from efficient_ft.testing.rows import Row
+from efficient_ft.testing.snapshots import differing, structure
+from efficient_ft.testing.step_contracts import StepContracts
+from efficient_ft.testing.steps import evaluate, gradients, largest_difference, stir, train_a_little, warm_up
 
 
-class MethodContracts:
+class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
     """Base of a test class that drives rows of settings through the contracts of methods.
 
     Derive from it in a test file and set `rows`; pytest runs every contract (``test_…``) on every row and its models.
@@ -63,43 +51,6 @@ class MethodContracts:
         rows: the table of settings, by a name of each row.
         conf: the folder of the methods' YAML files; None: they are not tested.
     """
-
-    rows: ClassVar[Mapping[str, Row]] = {}
-    conf: ClassVar[Path | None] = None
-
-    #: Applied once for each row and model, and copied for each contract.
-    _prototypes: ClassVar[dict[Any, tuple[nn.Module, Method]]] = {}
-
-    def pytest_generate_tests(self, metafunc: Any) -> None:
-        """Let pytest run each contract on the rows and models it is about."""
-        test, names = metafunc.function, metafunc.fixturenames
-        if "name" in names:
-            models_of = getattr(test, "models_of", lambda row: row.models)
-            cases = [(row, name) for row, r in self.rows.items() for name in models_of(r)]
-            metafunc.parametrize(("row", "name"), cases)
-        elif "row" in names:
-            metafunc.parametrize("row", list(self.rows))
-        elif "file" in names:
-            files = sorted(self.conf.glob("*.yaml")) if self.conf is not None else []
-            metafunc.parametrize("file", files, ids=[file.stem for file in files])
-
-    # ------------------------------------------------------------------ helpers
-    def applied(self, row: str, name: str) -> tuple[nn.Module, Method]:
-        """Return a copy of the small model `name` with the method of a row applied, and the method."""
-        key = self._key(row, name)
-        if key not in self._prototypes:
-            model, method = model_of(name), self.rows[row].create()
-            torch.manual_seed(1)
-            method.apply(model)
-            self._prototypes[key] = model, method
-        return copy.deepcopy(self._prototypes[key])
-
-    def precisions(self, row: str, name: str) -> tuple[str, ...]:
-        """Return the precisions in which the meter is checked."""
-        return ("fp32", "bf16")
-
-    def _key(self, row: str, name: str) -> Any:
-        return type(self), row, name
 
     # ------------------------------------------------------------------ the row and the class
     def test_the_class_keeps_the_contract(self, row: str) -> None:
@@ -110,9 +61,13 @@ class MethodContracts:
         assert METHODS.get(method.name) in (method, None), "another method has this name"
 
     def test_the_row_is_complete(self, row: str) -> None:
-        """The row has models, and an off value or the reason and a substitute."""
+        """The row has models and a reference, and an off value or the reason why there is none."""
         r = self.rows[row]
-        assert (r.off is None) == bool(r.why_no_off) == (r.instead is not None)
+        assert r.on_reference == "exact" or callable(r.on_reference), (
+            "the row gives no on_reference: a dense function of what the method computes, or 'exact'"
+        )
+        assert (r.off is None) == bool(r.why_no_off), "a row has an off value, or the reason why there is none"
+        assert r.off is None or r.instead is None, "a row with an off value needs no substitute"
         assert set(r.models) | set(r.refused) <= set(MODELS)
         assert not set(r.models) & set(r.refused)
         assert r.models, "no model to try it on"
@@ -154,7 +109,7 @@ class MethodContracts:
         assert (mark.method, mark.key) == (method.name, method.state_key)
         self._prototypes.setdefault(self._key(row, name), (model, method))
 
-    @_on(lambda row: row.refused)
+    @on_models(lambda row: row.refused)
     def test_models_it_cannot_serve_are_refused_with_the_reason(self, row: str, name: str) -> None:
         """A model the method cannot serve raises UserError that names method and reason, and stays as it was."""
         model = model_of(name)
@@ -204,7 +159,7 @@ class MethodContracts:
         assert largest_difference(expected, gradients(model, name)) == 0
 
     def test_remove_gives_the_plain_model_back(self, row: str, name: str) -> None:
-        """`remove` restores classes, names, values and `requires_grad`."""
+        """`remove` restores classes, names, values, `requires_grad`, hooks and attributes."""
         plain = model_of(name)
         next(plain.parameters()).requires_grad = False
         model, method = copy.deepcopy(plain), self.rows[row].create()
@@ -213,65 +168,14 @@ class MethodContracts:
         method.remove(model)
         assert method.applied is None
         assert not marks_of(model)
-        assert _state(model) == _state(plain)
+        changed = differing(structure(plain), structure(model))
+        assert not changed, f"left after remove: {'; '.join(changed[:5])}"
         plain.load_state_dict(model.state_dict())
         again = copy.deepcopy(model)  # before running statistics of BatchNorm change
         assert largest_difference(gradients(plain, name), gradients(model, name)) == 0
         # It can be applied again, to this model or to another one.
         if name == self.rows[row].models[0]:
             assert method.apply(again).touched
-
-    # ------------------------------------------------------------------ off means off
-    @_on(lambda row: row.models if row.off is not None else ())
-    def test_off_is_plain_training_and_on_is_not(self, row: str, name: str) -> None:
-        """The off value equals plain training with shortcuts disabled; the row's own settings differ from it."""
-        r = self.rows[row]
-        plain = gradients(model_of(name), name)
-        with ExitStack() as stack:
-            for owner, attribute, replacement in r.shortcuts:
-                stack.enter_context(mock.patch.object(owner, attribute, replacement))
-            model, method = model_of(name), r.create(**(r.off or {}))
-            torch.manual_seed(1)
-            method.apply(model)
-            warm_up(model, method, name)
-            assert largest_difference(plain, gradients(model, name)) < 1e-8
-        if not r.off:
-            return  # off as it is
-        model, method = self.applied(row, name)
-        warm_up(model, method, name)
-        assert largest_difference(plain, gradients(model, name)) > 1e-2
-
-    @_on(lambda row: row.models if row.instead == Instead.SAME_GRADIENTS else ())
-    def test_gradients_of_what_trains_are_the_plain_ones(self, row: str, name: str) -> None:
-        """Selections leave the gradients of what trains exact."""
-        plain = gradients(model_of(name), name)
-        model, _ = self.applied(row, name)
-        chosen = gradients(model, name)
-        trains = {n for n, p in model.named_parameters() if p.requires_grad}
-        assert 0 < len(trains) < len(plain)
-        assert {n for n, g in chosen.items() if g is not None} == trains
-        assert largest_difference({n: plain[n] for n in trains}, {n: chosen[n] for n in trains}) < 1e-10
-
-    @_on(lambda row: row.models if row.instead == Instead.SAME_OUTPUT else ())
-    def test_output_is_unchanged_at_first_and_changed_after_training(self, row: str, name: str) -> None:
-        """Adapters leave the output unchanged at initialization, and change it after training."""
-        plain = self.rows[row].reference(model_of(name))
-        model, method = self.applied(row, name)
-        torch.testing.assert_close(evaluate(model, name), evaluate(plain, name), rtol=1e-10, atol=1e-12)
-        train_a_little(model, method, name)
-        assert (evaluate(model, name) - evaluate(plain, name)).abs().max() > 1e-4
-
-    @_on(lambda row: row.models if row.instead == Instead.NEAR_GRADIENTS else ())
-    def test_gradients_are_near_the_plain_ones(self, row: str, name: str) -> None:
-        """The mean gradient over several seeds is close to the exact one."""
-        plain = gradients(model_of(name), name)
-        model, _ = self.applied(row, name)
-        near = gradients(model, name)
-        assert near.keys() == plain.keys()
-        a, b = (torch.cat([g.flatten() for g in found.values() if g is not None]) for found in (plain, near))
-        assert F.cosine_similarity(a, b, dim=0) > 0.99
-        assert abs(b.norm() / a.norm() - 1) < 0.02
-        assert largest_difference(plain, near) > 1e-6
 
     # ------------------------------------------------------------------ evaluation and export
     def test_what_is_exported_is_the_pretrained_models_own(self, row: str, name: str) -> None:
@@ -280,7 +184,7 @@ class MethodContracts:
         What cannot be merged is added there first; all of the model's own names are there.
         """
         model, method = self.applied(row, name)
-        before = evaluate(self.rows[row].reference(model_of(name)), name)
+        before = evaluate(self.rows[row].initial_model(model_of(name)), name)
         equal = torch.allclose(evaluate(model, name), before, rtol=1e-10, atol=1e-12)
         assert equal != bool(self.rows[row].own_evaluation)
         train_a_little(model, method, name)
@@ -298,77 +202,6 @@ class MethodContracts:
         after = evaluate(fresh, name)
         torch.testing.assert_close(after, evaluate(model, name), rtol=1e-10, atol=1e-12)
         assert (after - before).abs().max() > 1e-5
-
-    # ------------------------------------------------------------------ state
-    def test_state_travels_in_a_checkpoint(self, row: str) -> None:
-        """A method restored from `state_dict` continues exactly."""
-        name = self.rows[row].models[0]
-        model, method = self.applied(row, name)
-        train_a_little(model, method, name)
-        file = io.BytesIO()
-        torch.save({"model": model.state_dict(), "method": method.state_dict()}, file)
-        method.step_begin(2)
-        expected = gradients(model, name)
-        for load_first in (True, False):
-            file.seek(0)
-            saved = torch.load(file, weights_only=True)
-            resumed, again = model_of(name), self.rows[row].create()
-            if load_first:
-                again.load_state_dict(saved["method"])
-            again.apply(resumed)
-            if not load_first:
-                again.load_state_dict(saved["method"])
-            resumed.load_state_dict(saved["model"], strict=True)
-            assert again.state_dict() == saved["method"]
-            again.step_begin(2)
-            assert largest_difference(expected, gradients(resumed, name)) == 0
-
-    # ------------------------------------------------------------------ the meter
-    def test_nothing_hides_from_the_meter(self, row: str, name: str) -> None:
-        """The bytes counted by the saved-tensors hook equal the bytes alive after the forward pass."""
-        from efficient_ft.cost import kept_after_forward
-
-        model, method = self.applied(row, name)
-        model.float()
-        size = (MODELS[name].size, MODELS[name].size)
-        for precision in self.precisions(row, name):
-            kept = kept_after_forward(model, 2, size, methods=[method], precision=precision)
-            assert kept.hidden == (), precision
-            assert kept.saved_bytes == kept.live_bytes, precision
-
-    # ------------------------------------------------------------------ stacking
-    @_on(lambda row: () if row.method.axis in _SETS_REQUIRES_GRAD else row.models[:1])
-    def test_only_selections_and_adapters_decide_what_trains(self, row: str, name: str) -> None:
-        """Methods of other axes do not touch `requires_grad`."""
-        model, method = model_of(name), self.rows[row].create()
-        parameters = list(model.parameters())
-        for parameter in parameters[: len(parameters) // 2]:
-            parameter.requires_grad_(False)
-        before = {n: p.requires_grad for n, p in model.named_parameters()}
-        method.apply(model)
-        assert {n: p.requires_grad for n, p in model.named_parameters()} == before
-
-    # ------------------------------------------------------------------ mixed precision
-    def test_mixed_precision_trains(self, row: str, name: str) -> None:
-        """Steps under bf16 autocast train: finite loss and weights, gradients in fp32."""
-        model, method = self.applied(row, name)
-        warm_up(model, method, name)
-        model.float()
-        images, labels = batch_of(name, torch.float32)
-        before = {n: p.detach().clone() for n, p in model.named_parameters()}
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        for _ in range(2):  # an adapter's A has a gradient once its B is not zero
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = F.cross_entropy(model(images), labels)
-            loss.backward()
-            optimizer.step()
-        assert torch.isfinite(loss)
-        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        assert all(p.grad is not None or method.find_unused_parameters for p in trained.values())
-        assert all(p.grad.dtype == p.dtype == torch.float32 for p in trained.values() if p.grad is not None)
-        assert all(torch.isfinite(p).all() for p in trained.values())
-        assert any((p != before[n]).any() for n, p in trained.items())
 
     # ------------------------------------------------------------------ YAML
     def test_a_yaml_holds_the_constructors_arguments(self, file: Path) -> None:
@@ -410,15 +243,6 @@ def counted_probes() -> Iterator[list[str]]:
 
     with mock.patch.object(model_view, "probe", probe):
         yield probes
-
-
-def stir(model: nn.Module) -> None:
-    """Give adapters, gates and side modules, which start at zero, a value that shows."""
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad and not parameter.any():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
 
 
 def worked_on_or_refused(plain: nn.Module, images: torch.Tensor, rows: Mapping[str, Row]) -> list[str]:

@@ -93,10 +93,10 @@ def lively(model: nn.Module) -> nn.Module:
     return model.train()
 
 
-def batch_of(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Return two smooth images (2, 3, H, W) and their labels: of noise a low-pass method would keep next to nothing."""
+def batch_of(name: str, dtype: torch.dtype = torch.float64, seed: int = 0, count: int = 2) -> tuple[Tensor, Tensor]:
+    """Return smooth images (count, 3, H, W) and their labels: of noise a low-pass method would keep next to nothing."""
     generator = torch.Generator().manual_seed(seed)
     size = MODELS[name].size
-    coarse = torch.randn(2, 3, 6, 6, generator=generator, dtype=torch.float64)
+    coarse = torch.randn(count, 3, 6, 6, generator=generator, dtype=torch.float64)
     images = F.interpolate(coarse, size=(size, size), mode="bicubic")
-    return images.to(dtype), torch.randint(0, CLASSES, (2,), generator=generator)
+    return images.to(dtype), torch.randint(0, CLASSES, (count,), generator=generator)

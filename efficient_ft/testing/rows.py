@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from efficient_ft.methods.base import Method
 from efficient_ft.testing.models import USUAL
@@ -32,6 +32,20 @@ def _itself(model: nn.Module) -> nn.Module:
     return model
 
 
+#: A dense computation of the logits that the method's model should return, in plain torch operations: its gradients are
+#: those that the method should compute. Called as ``reference(method, model, parameters, images)``:
+#:
+#: * method: the method, applied, with its settings and the state of the step. It must not be changed.
+#: * model: the plain small model, in the mode (training or evaluation) of the pass, with the buffers of the method's
+#:   model. It may be changed in any way.
+#: * parameters: copies of the parameters of the method's model, by name, as leaves of the graph. Pass them to
+#:   `torch.func.functional_call`.
+#: * images: (B, 3, H, W).
+#:
+#: It returns the logits (B, classes), or a pair of them and of the scalar that the method adds to the loss.
+Reference = Callable[[Method, nn.Module, dict[str, Tensor], Tensor], "Tensor | tuple[Tensor, Tensor]"]
+
+
 @dataclass(frozen=True)
 class Row:
     """A method and the settings it is tested with.
@@ -47,8 +61,16 @@ class Row:
         models: the small models (keys of `MODELS`) the method is tested on.
         refused: small models that it must refuse, each with a part of the message.
         own_evaluation: reason why evaluation is not the pretrained model's own; empty: it is.
-        reference: maps a plain model to the one whose output the method's model has at initialization; by default the
-            plain model itself.
+        initial_model: maps a plain model to the one whose output the method's model has at initialization; by default
+            the plain model itself.
+        on_reference: what the method should compute with these settings: ``"exact"`` (the logits and gradients of the
+            plain network), or a `Reference`, a dense function that computes the logits, and by autograd the gradients.
+            Every row needs one.
+        rtol: largest relative error of a parameter's gradient (by norm) in float64. Larger than the default only for
+            methods that round values: the mean over several passes is then compared, and the error is also bounded in
+            the direction of the reference.
+        random: reason why a forward pass in training draws random numbers (as dropout does); empty: it draws none, and
+            two passes of a step are equal.
     """
 
     method: type[Method]
@@ -60,7 +82,10 @@ class Row:
     models: tuple[str, ...] = USUAL
     refused: Mapping[str, str] = field(default_factory=dict)
     own_evaluation: str = ""
-    reference: Callable[[nn.Module], nn.Module] = _itself
+    initial_model: Callable[[nn.Module], nn.Module] = _itself
+    on_reference: Literal["exact"] | Reference | None = None
+    rtol: float = 1e-9
+    random: str = ""
 
     def create(self, **changes: Any) -> Method:
         """Make the method, with changes of the row's settings."""

@@ -74,3 +74,12 @@ def evaluate(model: nn.Module, name: str) -> Tensor:
     logits = model(batch_of(name, next(model.parameters()).dtype, seed=99)[0])
     model.train()
     return logits
+
+
+def stir(model: nn.Module) -> None:
+    """Give adapters, gates and side modules, which start at zero, a value that shows."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad and not parameter.any():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)

@@ -15,6 +15,7 @@ from torch import nn
 from efficient_ft.methods import METHODS
 from efficient_ft.methods.tokens.tome import _MergingForward
 from efficient_ft.testing import CLASSES, MODELS, USUAL, Instead, Row
+from tests.methods import pruned_reference, references
 
 #: For counts by hand: of each block of ResNet-50 at 224 px its channels in and out, the width of its 3×3 convolution,
 #: and the sides of its map before and after.
@@ -54,6 +55,7 @@ def _selection(name: str, *models: str, **settings: Any) -> Row:
         why_no_off="what trains is the choice itself",
         instead=Instead.SAME_GRADIENTS,
         models=models,
+        on_reference="exact",
     )
 
 
@@ -65,6 +67,7 @@ def _adapter(name: str = "lora", **settings: Any) -> Row:
         instead=Instead.SAME_OUTPUT,
         models=("vit", "efficientformer", "swinv2") if settings["targets"] == "attention" else USUAL,
         refused={"resnet": "no attention layers"} if settings["targets"] == "attention" else {},
+        on_reference=references.lora,
     )
 
 
@@ -83,7 +86,7 @@ def _with_group_norm(model: nn.Module) -> nn.Module:
     return model
 
 
-def _tinytl(reference: Callable[[nn.Module], nn.Module] = lambda model: model, **settings: Any) -> Row:
+def _tinytl(initial: Callable[[nn.Module], nn.Module] = lambda model: model, **settings: Any) -> Row:
     return Row(
         METHODS["tinytl"],
         settings,
@@ -91,7 +94,8 @@ def _tinytl(reference: Callable[[nn.Module], nn.Module] = lambda model: model, *
         instead=Instead.SAME_OUTPUT,
         models=("mobilenet",),
         refused={name: "no inverted residual blocks" for name in MODELS if name != "mobilenet"},
-        reference=reference,
+        initial_model=initial,
+        on_reference=references.tinytl,
     )
 
 
@@ -103,6 +107,7 @@ def _side(**settings: Any) -> Row:
         instead=Instead.SAME_OUTPUT,
         models=("vit", "resnet", "mobilenet"),
         refused=dict.fromkeys(("efficientformer", "swinv2"), "no blocks that side modules support"),
+        on_reference=references.repnet,
     )
 
 
@@ -116,7 +121,7 @@ def _quarter(model: nn.Module) -> nn.Module:
 
 
 def _experts(
-    name: str, *models: str, reference: Callable[[nn.Module], nn.Module] = lambda model: model, **settings: Any
+    name: str, *models: str, initial: Callable[[nn.Module], nn.Module] = lambda model: model, **settings: Any
 ) -> Row:
     return Row(
         METHODS[name],
@@ -125,7 +130,8 @@ def _experts(
         instead=Instead.SAME_OUTPUT,
         models=models,
         refused={"resnet": "no class token" if name == "bsr_moe" else "has no mlp"},
-        reference=reference,
+        initial_model=initial,
+        on_reference=references.moe,
     )
 
 
@@ -135,11 +141,36 @@ def _never_cheaper(*_: Any) -> None:
 
 def _low_rank(name: str, off: dict[str, Any], *models: str, **settings: Any) -> Row:
     base = next(c for c in METHODS[name].__mro__ if "_costs_more" in vars(c))
-    return Row(METHODS[name], settings, off, shortcuts=((base, "_costs_more", _never_cheaper),), models=models)
+    return Row(
+        METHODS[name],
+        settings,
+        off,
+        shortcuts=((base, "_costs_more", _never_cheaper),),
+        models=models,
+        on_reference=references.low_rank,
+    )
 
 
-def _near(name: str, why: str, *models: str, **settings: Any) -> Row:
-    return Row(METHODS[name], settings, why_no_off=why, instead=Instead.NEAR_GRADIENTS, models=models)
+def _near(name: str, why: str, *models: str, rtol: float = 0.1, random: str = "", **settings: Any) -> Row:
+    return Row(
+        METHODS[name],
+        settings,
+        why_no_off=why,
+        instead=Instead.NEAR_GRADIENTS,
+        models=models,
+        on_reference="exact",
+        rtol=rtol,
+        random=random,
+    )
+
+
+_KEEP_ALL = {"sparsity": 0.0, "value_dtype": "same"}
+
+
+def _razor(*models: str, **settings: Any) -> Row:
+    return Row(
+        METHODS["back_razor"], settings, off=_KEEP_ALL, models=models or USUAL, on_reference=pruned_reference.back_razor
+    )
 
 
 def _merging(**settings: Any) -> Row:
@@ -151,6 +182,7 @@ def _merging(**settings: Any) -> Row:
         models=("vit",),
         refused=dict.fromkeys(("efficientformer", "resnet", "mobilenet", "swinv2"), "not on one grid"),
         own_evaluation="tokens are merged there too",
+        on_reference=references.tome,
     )
 
 
@@ -159,10 +191,11 @@ def _always(*_: Any) -> bool:
     return True
 
 
-_KEEP_ALL = {"sparsity": 0.0, "value_dtype": "same"}
+#: Reason of rows whose forward pass draws.
+_ROUNDING = "values are rounded at random"
 
 ROWS = {
-    "full": Row(METHODS["full"], off={}, models=("vit",)),
+    "full": Row(METHODS["full"], off={}, models=("vit",), on_reference="exact"),
     "head": _selection("head", "vit", "efficientformer"),
     "last_stage": _selection("last_stage", *USUAL),
     "blocks": _selection("blocks", "vit", "swinv2", blocks=[0, -1]),
@@ -180,31 +213,45 @@ ROWS = {
     "lbp_wht_zero": _low_rank("lbp_wht", {"order": 8}, "vit", "efficientformer", bases="linf", order=2, padding="zero"),
     "lbp_wht_lhe": _low_rank("lbp_wht", {"order": 15}, "vit", "swinv2", bases="lhe", order=2, profile_steps=1),
     "lbp_dct": _low_rank("lbp_dct", {"order": 15}, "vit", "efficientformer", order=3),
-    "back_razor": Row(METHODS["back_razor"], off=_KEEP_ALL, models=(*USUAL, "mobilenet")),
-    "back_razor_published": Row(
-        METHODS["back_razor"], {"norm_saves": "input", "recompute_inputs": False, "threshold": "exact"}, off=_KEEP_ALL
+    "back_razor": _razor(*USUAL, "mobilenet"),
+    "back_razor_published": _razor(norm_saves="input", recompute_inputs=False, threshold="exact"),
+    "back_razor_exact": _razor("vit", "resnet", threshold="exact"),
+    "back_razor_both": _razor(prune="both", sparsity=0.5),
+    "back_razor_both_published": _razor(
+        "vit", "resnet", prune="both", sparsity=0.5, norm_saves="input", recompute_inputs=False
     ),
-    "back_razor_exact": Row(METHODS["back_razor"], {"threshold": "exact"}, off=_KEEP_ALL, models=("vit", "resnet")),
-    "back_razor_both": Row(METHODS["back_razor"], {"prune": "both", "sparsity": 0.5}, off=_KEEP_ALL),
-    "back_razor_both_published": Row(
-        METHODS["back_razor"],
-        {"prune": "both", "sparsity": 0.5, "norm_saves": "input", "recompute_inputs": False},
-        off=_KEEP_ALL,
-        models=("vit", "resnet"),
+    "back_razor_fused": _near(
+        "back_razor", "q, k, v are in 8 bits", "vit", random=_ROUNDING, **_KEEP_ALL, attention="fused"
     ),
-    "back_razor_fused": _near("back_razor", "q, k, v are in 8 bits", "vit", **_KEEP_ALL, attention="fused"),
-    "back_razor_mesa": _near("back_razor", "8 bits are not exact", "vit", "resnet", sparsity=0.0, value_dtype="int8"),
-    "checkpointing": Row(METHODS["checkpointing"], {"input_dtype": "int8"}, off={"input_dtype": "same"}),
+    "back_razor_mesa": _near(
+        "back_razor", "8 bits are not exact", "vit", "resnet", random=_ROUNDING, sparsity=0.0, value_dtype="int8"
+    ),
+    "checkpointing": Row(
+        METHODS["checkpointing"],
+        {"input_dtype": "int8"},
+        off={"input_dtype": "same"},
+        on_reference="exact",
+        rtol=0.25,
+        random=_ROUNDING,
+    ),
     "checkpointing_bf16": _near("checkpointing", "the inputs are rounded", "vit", "swinv2", input_dtype="bf16"),
-    "checkpointing_int4": _near("checkpointing", "the inputs are rounded", "vit", "swinv2", input_dtype="int4"),
+    "checkpointing_int4": _near(
+        "checkpointing", "the inputs are rounded", "vit", "swinv2", rtol=0.25, input_dtype="int4"
+    ),
     "checkpointing_some": Row(
         METHODS["checkpointing"],
         {"input_dtype": "int8", "blocks": [0, -1]},
         off={"input_dtype": "same"},
         models=("vit", "resnet"),
+        on_reference="exact",
+        rtol=0.25,
+        random=_ROUNDING,
     ),
     "swat": Row(
-        METHODS["swat"], off={"sparsity": 0.0}, own_evaluation="what is trained is a network of sparse weights"
+        METHODS["swat"],
+        off={"sparsity": 0.0},
+        own_evaluation="what is trained is a network of sparse weights",
+        on_reference=references.swat,
     ),
     "bsr": Row(
         METHODS["bsr"],
@@ -213,6 +260,15 @@ ROWS = {
         instead=Instead.SAME_GRADIENTS,
         models=("vit",),
         refused=dict.fromkeys(("efficientformer", "swinv2", "resnet", "mobilenet"), "no class token"),
+        on_reference="exact",
+    ),
+    "bsr_dropping": Row(
+        METHODS["bsr"],
+        {"blocks": [1, -1], "drop_at": [1, 2], "keep_rate": 0.5, "fuse": False},
+        why_no_off="what trains is the choice itself",
+        models=("vit",),
+        own_evaluation="tokens are dropped there too",
+        on_reference=references.evit,
     ),
     "bsr_cnn": _selection("bsr", "resnet", "swinv2", blocks=[1, -1], drop_at=[]),
     "evit": Row(
@@ -222,6 +278,7 @@ ROWS = {
         models=("vit",),
         refused=dict.fromkeys(("efficientformer", "swinv2", "resnet", "mobilenet"), "no class token"),
         own_evaluation="tokens are dropped there too",
+        on_reference=references.evit,
     ),
     "tome": _merging(),
     "tome_plain": _merging(proportional_attention=False, inflect=-0.5),
@@ -230,40 +287,57 @@ ROWS = {
         off={"keep_rate": 1.0},
         models=("vit",),
         refused=dict.fromkeys(("efficientformer", "swinv2", "resnet", "mobilenet"), "not on one grid"),
+        on_reference=references.patch_dropout,
+        random="patches are drawn for each image, as dropout draws",
     ),
     "alast": Row(
         METHODS["alast"],
         {"num_layers": 2, "budget_init": 0.7},
-        off={"num_layers": 4, "budget_init": 1.0},
+        why_no_off="budgets of 1 run none of the code that drops tokens",
         models=("vit",),
         refused=dict.fromkeys(("efficientformer", "swinv2", "resnet", "mobilenet"), "no class token"),
+        on_reference=references.alast,
     ),
     "uniform_layers": Row(
-        METHODS["uniform_layers"], {"num_layers": 2}, off={"num_layers": 4}, models=("vit", "resnet")
+        METHODS["uniform_layers"],
+        {"num_layers": 2},
+        off={"num_layers": 4},
+        models=("vit", "resnet"),
+        on_reference="exact",
     ),
     "lisa": Row(
         METHODS["lisa"],
-        {"num_layers": 1, "train_embeddings": False},
+        {"num_layers": 1, "interval": 3, "train_embeddings": False},
         off={"num_layers": 4, "train_embeddings": True},
         models=("vit",),
+        on_reference="exact",
     ),
     "top_layers": Row(
         METHODS["top_layers"],
         {"num_layers": 2, "profile_steps": 1},
         off={"num_layers": 4, "train_embeddings": True},
         models=("vit",),
+        on_reference="exact",
     ),
     "moe": _experts("moe", "vit", "swinv2", norm_topk_prob=True),
-    "moe_published": _experts("moe", "vit", top_k=1, reference=_quarter),
+    "moe_published": _experts("moe", "vit", top_k=1, initial=_quarter),
     "bsr_moe": _experts("bsr_moe", "vit", blocks=[1, -1], drop_at=[1, 2], keep_rate=1.0, norm_topk_prob=True),
-    "mesa": _near("mesa", "8 bits are not exact", *USUAL),
+    "mesa": _near("mesa", "8 bits are not exact", *USUAL, random=_ROUNDING),
     "low_bit": _near("low_bit", "a few bits are not exact", *USUAL, "mobilenet", bits=8),
-    "low_bit_auto": _near("low_bit", "a few bits are not exact", *USUAL, "mobilenet", bits="auto", budget=4.0),
-    "low_bit_2": _near("low_bit", "a few bits are not exact", "vit", bits=2, group=8, rounding="stochastic"),
+    "low_bit_auto": _near(
+        "low_bit", "a few bits are not exact", *USUAL, "mobilenet", rtol=0.2, bits="auto", budget=4.0
+    ),
+    "low_bit_2": _near(
+        "low_bit", "a few bits are not exact", "vit", rtol=0.4, random=_ROUNDING, bits=2, group=8, rounding="stochastic"
+    ),
     "low_bit_unfused": _near("low_bit", "a few bits are not exact", "vit", "swinv2", bits=8, attention="unfused"),
-    "compact": Row(METHODS["compact"], off={}, models=(*USUAL, "mobilenet")),
-    "compact_recomputed": Row(METHODS["compact"], {"attention": "recomputed"}, off={}, models=("vit", "swinv2")),
-    "compact_kept": Row(METHODS["compact"], {"attention": "kept"}, off={}, models=("vit", "swinv2")),
+    "compact": Row(METHODS["compact"], off={}, models=(*USUAL, "mobilenet"), on_reference="exact"),
+    "compact_recomputed": Row(
+        METHODS["compact"], {"attention": "recomputed"}, off={}, models=("vit", "swinv2"), on_reference="exact"
+    ),
+    "compact_kept": Row(
+        METHODS["compact"], {"attention": "kept"}, off={}, models=("vit", "swinv2"), on_reference="exact"
+    ),
     "compact_half": _near("compact", "GELU's inputs are rounded", "vit", "swinv2", activation_dtype="bf16"),
-    "mesa_published": _near("mesa", "8 bits are not exact", "vit", "swinv2", recompute_inputs=False),
+    "mesa_published": _near("mesa", "8 bits are not exact", "vit", "swinv2", random=_ROUNDING, recompute_inputs=False),
 }

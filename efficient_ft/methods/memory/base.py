@@ -11,6 +11,7 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.declarations import Axis
 from efficient_ft.methods.forwards import OwnForward, take_away
+from efficient_ft.models.frozen_batch_norm import FROZEN
 from efficient_ft.ops.packed import PackingState
 
 
@@ -19,8 +20,15 @@ class MemoryForward(OwnForward):
 
     @property
     def training(self) -> bool:
-        """True if this may be a training step; a BatchNorm with frozen statistics is always in evaluation mode."""
-        return self.module.training or isinstance(self.module, nn.modules.batchnorm._BatchNorm)
+        """True if this may be a training step.
+
+        `freeze_batch_norm` gives BatchNorms a frozen class, whose flag is the model's; those of other classes are in
+        evaluation mode in every forward pass.
+        """
+        if self.module.training:
+            return True
+        known = (*FROZEN, *FROZEN.values())
+        return isinstance(self.module, nn.modules.batchnorm._BatchNorm) and type(self.module) not in known
 
 
 def refuse_recomputation(method: str) -> None:

@@ -1,0 +1,367 @@
+"""What each method computes, in dense plain torch operations: the references of the settings table.
+
+Each reference is called as ``reference(method, model, parameters, images)`` (see `efficient_ft.testing.Reference`) and
+computes logits whose gradients by autograd are those that the method's own backward pass should give. A formula that
+is no derivative of the forward pass (pruned or projected activations) is written as ``value + term - term.detach()``:
+the value of the forward pass, the gradient of `term`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from efficient_ft.methods import Method
+from efficient_ft.models.view import view
+from efficient_ft.ops.projection import WalshProjector, lowest_first
+
+Parameters = dict[str, Tensor]
+
+
+def called(model: nn.Module, parameters: Parameters, images: Tensor, forward: Callable[..., Tensor]) -> Tensor:
+    """`forward(model, images)` with the model's parameters replaced."""
+    model.forward = partial(forward, model)  # type: ignore[method-assign]
+    return functional_call(model, parameters, (images,))
+
+
+def straight(value: Tensor, *terms: Tensor) -> Tensor:
+    """`value`, with the gradients of `terms`."""
+    return value.detach() + sum((term - term.detach() for term in terms), torch.zeros((), dtype=value.dtype))
+
+
+# ------------------------------------------------------------------------------------------------ adapters
+def lora(method: Method, model: nn.Module, parameters: Parameters, images: Tensor) -> Tensor:
+    """Plain layers whose weights are W + alpha / r · B A."""
+    merged: Parameters = {}
+    for name, value in parameters.items():
+        if ".lora_" in name:
+            continue
+        plain = name.replace(".base_layer", "")
+        if plain != name and name.endswith("weight"):
+            layer = name.removesuffix(".base_layer.weight")
+            a, b = (parameters[f"{layer}.lora_{letter}.default.weight"] for letter in "AB")
+            value = value + method.settings()["alpha"] / len(a) * torch.einsum("or...,ri...->oi...", b, a)
+        merged[plain] = value
+    return functional_call(model, merged, (images,))
+
+
+def _lite(values: Callable[[str], Tensor], x: Tensor, size: torch.Size, groups: int, stride: int) -> Tensor:
+    """The lite residual: pooling, two convolutions of standardized weights, each with GroupNorm of 8 channels."""
+
+    def convolved(x: Tensor, weight: Tensor, **more: Any) -> Tensor:
+        mean, variance = weight.mean((1, 2, 3), keepdim=True), weight.var((1, 2, 3), correction=0, keepdim=True)
+        return F.conv2d(x, (weight - mean) / (variance + 1e-6).sqrt(), **more)
+
+    def normalized(x: Tensor, norm: str) -> Tensor:
+        return F.group_norm(x, x.shape[1] // 8, values(f"{norm}.weight"), values(f"{norm}.bias"))
+
+    x = F.avg_pool2d(x, 2) if min(x.shape[-2:]) > 1 else x
+    kernel = values("conv1.weight").shape[-1]
+    x = convolved(x, values("conv1.weight"), stride=stride, padding=kernel // 2, groups=groups)
+    x = normalized(convolved(normalized(x, "norm1").relu(), values("conv2.weight")), "norm2")
+    return F.interpolate(x, size=size, mode="bilinear", align_corners=False)
+
+
+def _strides(module: nn.Module) -> int:
+    return max((m.stride[0] for m in module.modules() if isinstance(m, nn.Conv2d)), default=1)
+
+
+def tinytl(method: Method, model: nn.Module, parameters: Parameters, images: Tensor) -> Tensor:
+    """Each inverted residual block plus its lite residual; with ``norm=group`` GroupNorm in place of BatchNorm."""
+    for name, module in list(model.named_modules()):
+        if method.settings()["norm"] == "group" and isinstance(module, nn.BatchNorm2d):
+            module.forward = partial(_grouped, module)  # type: ignore[method-assign]
+        if f"{name}.lite_residual.conv1.weight" in parameters:
+            module.forward = partial(  # type: ignore[method-assign]
+                _with_lite, module, _below(parameters, f"{name}.lite_residual"), method.settings()["groups"]
+            )
+    return functional_call(model, _own(model, parameters), (images,))
+
+
+def _grouped(norm: Any, x: Tensor) -> Tensor:
+    x = F.group_norm(x, x.shape[1] // 8, norm.weight, norm.bias, norm.eps)
+    return norm.act(x) if hasattr(norm, "act") else x
+
+
+def _with_lite(module: nn.Module, values: Callable[[str], Tensor], groups: int, x: Tensor) -> Tensor:
+    y = type(module).forward(module, x)
+    return y + _lite(values, x, y.shape[-2:], groups, _strides(module))
+
+
+def _below(parameters: Parameters, prefix: str) -> Callable[[str], Tensor]:
+    return lambda name: parameters[f"{prefix}.{name}"]
+
+
+def _own(model: nn.Module, parameters: Parameters) -> Parameters:
+    """Those of `parameters` that the plain model has."""
+    return {name: parameters[name] for name, _ in model.named_parameters()}
+
+
+def repnet(method: Method, model: nn.Module, parameters: Parameters, images: Tensor) -> Tensor:
+    """Each chosen block plus its side module: a lite residual, or what the branches of a block add."""
+    for name in {n.partition(".side_module.")[0] for n in parameters if ".side_module." in n}:
+        block = model.get_submodule(name)
+        values = _below(parameters, f"{name}.side_module")
+        beside = _side_branches if hasattr(block, "attn") else partial(_side_lite, method.settings()["groups"])
+        block.forward = partial(_with_side, block, beside, values)  # type: ignore[method-assign]
+    return functional_call(model, _own(model, parameters), (images,))
+
+
+def _with_side(
+    block: Any, beside: Callable[..., Tensor], values: Callable[[str], Tensor], x: Tensor, **_: Any
+) -> Tensor:
+    y = type(block).forward(block, x)
+    return y + beside(block, values, x, y)
+
+
+def _side_lite(groups: int, block: Any, values: Callable[[str], Tensor], x: Tensor, y: Tensor) -> Tensor:
+    return _lite(values, x, y.shape[-2:], groups, _strides(block))
+
+
+def _side_branches(block: Any, values: Callable[[str], Tensor], x: Tensor, y: Tensor) -> Tensor:
+    def normalized(x: Tensor, norm: str) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], values(f"{norm}.weight"), values(f"{norm}.bias"), block.norm1.eps)
+
+    def linear(x: Tensor, layer: str) -> Tensor:
+        return F.linear(x, values(f"{layer}.weight"), values(f"{layer}.bias"))
+
+    heads = block.attn.num_heads
+    q, k, v = linear(normalized(x, "norm1"), "attn.qkv").unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    attended = ((q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v).transpose(1, 2).flatten(2)
+    attended = linear(attended, "attn.proj")
+    hidden = F.gelu(linear(normalized(x + attended, "norm2"), "mlp.fc1"))
+    return attended + linear(hidden, "mlp.fc2")
+
+
+# ------------------------------------------------------------------------------------------------ tokens
+def blocks_of_vit(
+    model: Any,
+    x: Tensor,
+    after_attention: Callable[[int, Tensor, Tensor, Tensor], Tensor] | None = None,
+    after_block: Callable[[int, Tensor, Tensor], Tensor] | None = None,
+    mlp: Callable[[int, Tensor], Tensor] | None = None,
+    weights: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """A vision transformer's blocks, final norm and head, with attention in its parts.
+
+    Args:
+        model: the plain model.
+        x: (B, N, C), what enters the blocks.
+        after_attention: of a block's number, x after attention, its map (B, H, N, N) and keys: the tokens that go on.
+        after_block: the same of x after the block and the map.
+        mlp: the feed-forward network of a block's number.
+        weights: the map of attention of its scores; softmax by default.
+    """
+    for number, block in enumerate(model.blocks):
+        attn = block.attn
+        q, k, v = attn.qkv(block.norm1(x)).unflatten(-1, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        scores = q @ k.mT * attn.scale
+        p = scores.softmax(-1) if weights is None else weights(scores)
+        x = x + attn.proj((p @ v).transpose(1, 2).flatten(2))
+        x = x if after_attention is None else after_attention(number, x, p, k)
+        x = x + (block.mlp(block.norm2(x)) if mlp is None else mlp(number, block.norm2(x)))
+        x = x if after_block is None else after_block(number, x, p)
+    return model.forward_head(model.norm(x))
+
+
+def embedded(model: Any, images: Tensor) -> Tensor:
+    """What enters the blocks."""
+    return model.norm_pre(model._pos_embed(model.patch_embed(images)))
+
+
+def _ranked(p: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of the class token to the patch tokens, (B, L), and their order by it."""
+    scores = p.mean(1)[:, 0, 1:]
+    return scores, scores.argsort(dim=1, descending=True, stable=True)
+
+
+def _picked(x: Tensor, index: Tensor) -> Tensor:
+    return x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+
+
+def evit(method: Method, model: nn.Module, parameters: Parameters, images: Tensor) -> Tensor:
+    """In the blocks of `drop_at`: patch tokens in order of attention, ⌈rate · L⌉ of them; the others as one sum."""
+    settings = method.settings()
+
+    def dropped(number: int, x: Tensor, p: Tensor, _: Tensor) -> Tensor:
+        if number not in settings["drop_at"]:
+            return x
+        scores, order = _ranked(p)
+        kept = math.ceil(settings["keep_rate"] * scores.shape[1])
+        parts = [x[:, :1], _picked(x[:, 1:], order[:, :kept])]
+        if settings["fuse"] and kept < scores.shape[1]:
+            others = order[:, kept:]
+            parts.append((_picked(x[:, 1:], others) * scores.gather(1, others).unsqueeze(-1)).sum(1, keepdim=True))
+        return torch.cat(parts, 1)
+
+    return called(model, parameters, images, lambda m, x: blocks_of_vit(m, embedded(m, x), dropped))
+
+
+def alast(method: Method, model: nn.Module, parameters: Parameters, images: Tensor) -> Tensor:
+    """After each block, in training: the ⌊budget · L⌋ patch tokens of most attention, in their order."""
+    if not model.training:
+        return functional_call(model, parameters, (images,))
+    budgets = method.step_stats()["budgets"]
+
+    def passed_on(number: int, x: Tensor, p: Tensor) -> Tensor:
+        _, order = _ranked(p)
+        kept = math.floor(budgets[number] * order.shape[1] + 1e-9)
+        return torch.cat([x[:, :1], _picked(x[:, 1:], order[:, :kept].sort(1).values)], 1)
+
+    return called(model, parameters, images, lambda m, x: blocks_of_vit(m, embedded(m, x), after_block=passed_on))
+
+
+def patch_dropout(method: Method, model: nn.Module, parameters: Parameters, images: Tensor) -> Tensor:
+    """In training ⌈rate · L⌉ patch tokens of each image, those of the smallest random numbers, enter the blocks."""
+    if not model.training:
+        return functional_call(model, parameters, (images,))
+
+    def forward(model: Any, images: Tensor) -> Tensor:
+        x = embedded(model, images)
+        order = torch.rand(len(x), x.shape[1] - 1).argsort(1)
+        kept = math.ceil(method.settings()["keep_rate"] * order.shape[1])
+        return blocks_of_vit(model, torch.cat([x[:, :1], _picked(x[:, 1:], order[:, :kept].sort(1).values)], 1))
+
+    return called(model, parameters, images, forward)
+
+
+def tome(method: Method, model: nn.Module, parameters: Parameters, images: Tensor) -> Tensor:
+    """In each block the r most similar pairs become one token, the mean weighted by sizes, as a matrix of weights."""
+    settings = method.settings()
+    last = len(model.blocks) - 1  # type: ignore[arg-type]
+
+    def forward(model: Any, images: Tensor) -> Tensor:
+        x = embedded(model, images)
+        state = {"sizes": x.new_ones(x.shape[:2]).detach()}
+
+        def weights(scores: Tensor) -> Tensor:
+            return (
+                scores + state["sizes"].log()[:, None, None] if settings["proportional_attention"] else scores
+            ).softmax(-1)
+
+        def merged(number: int, x: Tensor, p: Tensor, k: Tensor) -> Tensor:
+            r = round(settings["r"] * (1 + settings["inflect"] * (2 * number / last - 1)))
+            matrices = torch.stack([_merging(keys.double(), r).to(x.dtype) for keys in k.detach().mean(1)])
+            sized = matrices * state["sizes"][:, None]
+            state["sizes"] = sized.sum(-1)
+            return sized @ x / state["sizes"].unsqueeze(-1)
+
+        return blocks_of_vit(model, x, merged, weights=weights)
+
+    return called(model, parameters, images, forward)
+
+
+def _merging(keys: Tensor, r: int) -> Tensor:
+    """The tokens after merging as sums of those before, (N − r, N), from an image's keys (N, D)."""
+    unit = F.normalize(keys, dim=-1)
+    a, b = range(2, len(keys), 2), range(1, len(keys), 2)
+    similar = unit[2::2] @ unit[1::2].T
+    best = similar.max(1)
+    into = {
+        a[i]: b[best.indices[i]] for i in best.values.argsort(descending=True)[: min(r, (len(keys) - 1) // 2)].tolist()
+    }
+    groups = [[0], *([i] for i in a if i not in into), *([j, *(i for i in into if into[i] == j)] for j in b)]
+    matrix = torch.zeros(len(groups), len(keys), dtype=keys.dtype)
+    for row, group in enumerate(groups):
+        matrix[row, group] = 1
+    return matrix
+
+
+def moe(method: Method, model: nn.Module, parameters: Parameters, images: Tensor) -> Tensor:
+    """Each token through all experts, with weights that are 0 but for the top k."""
+    settings = method.settings()
+
+    def mixed(name: str, mlp: nn.Module, x: Tensor) -> Tensor:
+        p = F.linear(x, parameters[f"{name}.gate.weight"]).softmax(-1)
+        rank = p.argsort(dim=-1, descending=True, stable=True).argsort(-1)
+        weight = p * (rank < settings["top_k"])
+        weight = weight / weight.sum(-1, keepdim=True) if settings["norm_topk_prob"] else weight
+        y = torch.zeros_like(x)
+        for expert in range(settings["num_experts"]):
+            within = f"{name}.experts.{expert - 1}" if expert else name
+            hidden = F.gelu(F.linear(x, *(parameters[f"{within}.fc1.{part}"] for part in ("weight", "bias"))))
+            out = F.linear(hidden, *(parameters[f"{within}.fc2.{part}"] for part in ("weight", "bias")))
+            y = y + weight[..., expert : expert + 1] * out
+        return y
+
+    for name, module in list(model.named_modules()):
+        if f"{name}.gate.weight" in parameters:
+            module.forward = partial(mixed, name, module)  # type: ignore[method-assign]
+    return functional_call(model, _own(model, parameters), (images,))
+
+
+# ------------------------------------------------------------------------------------------------ low-rank backward
+def low_rank(method: Any, model: nn.Module, parameters: Parameters, images: Tensor) -> Tensor:
+    """Layers y = W x whose gradients are (A g)ᵀ A x and Sᵀ (A g) W, with dense matrices A and S over all positions."""
+    if model.training:
+        layers = {layer.name: layer for layer in view(model).layers}
+        chosen = method.state_dict().get("chosen", {})
+        for name in method.applied.touched:
+            layer = layers[name]
+            tokens: Any = layer.tokens
+            if name in chosen:
+                pairs = lowest_first(tuple(pair) for pair in chosen[name])
+                projector: Any = WalshProjector(pairs, method.padding)
+            else:
+                projector = method.projector_for(layer)
+            layer.module.forward = partial(_projected, layer.module, projector, tokens, layer.channels)  # type: ignore
+            if layer.reach is not None:
+                model.get_submodule(layer.reach).qkv_bias_separate = True  # type: ignore[assignment]
+    return functional_call(model, parameters, (images,))
+
+
+def _projected(module: Any, projector: Any, tokens: Any, channels: tuple[int, int], x: Tensor) -> Tensor:
+    convolution = isinstance(module, nn.Conv2d)
+    grid = x.shape[2:] if convolution else tokens.grid if tokens.form == "tokens" else x.shape[1:3]
+    a, s = projector.projection(tuple(grid), tokens.prefix, channels).matrices(x.device, x.dtype)
+    weight = module.weight.flatten(1)
+    if convolution:  # (B, C, L)
+        columns = x.flatten(2)
+        terms = weight @ (columns.detach() @ (a.T @ a)), weight.detach() @ (columns @ (s.T @ a))
+        y = straight(weight @ columns, *terms).unflatten(2, x.shape[2:])
+        return y if module.bias is None else y + module.bias.view(-1, 1, 1)
+    rows = x.flatten(1, -2)  # (B, L, C)
+    terms = F.linear(a.T @ (a @ rows.detach()), weight), F.linear(a.T @ (s @ rows), weight.detach())
+    y = straight(F.linear(rows, weight), *terms).unflatten(1, x.shape[1:-1])
+    return y if module.bias is None else y + module.bias
+
+
+# ------------------------------------------------------------------------------------------------ sparse activations
+def _positions(method: Any, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name in method.applied.touched:
+        yield name, model.get_submodule(name)
+
+
+def swat(method: Any, model: nn.Module, parameters: Parameters, images: Tensor) -> Tensor:
+    """Products with the largest weights; the weight's gradient, dense, from the largest values of the input."""
+    sparsity = method.settings()["sparsity"]
+
+    def largest(x: Tensor) -> Tensor:
+        x = x.detach()
+        smallest = x.abs().flatten().sort().values[math.floor(x.numel() * sparsity)]
+        return torch.where(x.abs() >= smallest, x, 0)
+
+    def product(module: Any, x: Tensor) -> Tensor:
+        def multiplied(x: Tensor, weight: Tensor) -> Tensor:
+            if isinstance(module, nn.Linear):
+                return F.linear(x, weight)
+            return F.conv2d(x, weight, None, module.stride, module.padding, module.dilation, module.groups)
+
+        sparse = largest(module.weight)
+        if not module.training:
+            y = multiplied(x, torch.where(sparse != 0, module.weight, 0))
+        else:
+            y = straight(multiplied(x, sparse), multiplied(x, sparse), multiplied(largest(x), module.weight))
+        bias = module.bias
+        return y if bias is None else y + (bias if isinstance(module, nn.Linear) else bias.view(-1, 1, 1))
+
+    for _, module in _positions(method, model):
+        module.forward = partial(product, module)  # type: ignore[method-assign]
+    return functional_call(model, parameters, (images,))
