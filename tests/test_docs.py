@@ -242,7 +242,7 @@ for page, block in blocks:
 def test_the_guide_to_writing_a_method_shows_the_files_of_the_example():
     """The example's tests drive them through the contracts."""
     guide, example = REPOSITORY / "docs" / "writing-a-method.md", REPOSITORY / "examples" / "out_of_tree_method"
-    method, _, contracts = fences(guide, "python")
+    method, _, contracts, *_ = fences(guide, "python")
     (settings,), (entry_point,) = fences(guide, "yaml"), fences(guide, "toml")
     source = example / "src" / "every_nth_method"
     assert text(source / "method.py").endswith(f"import annotations\n\n{method}")

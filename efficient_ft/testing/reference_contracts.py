@@ -32,7 +32,7 @@ class ReferenceContracts(ContractTests):
 
     # ------------------------------------------------------------------ the reference
     def test_gradients_are_those_of_the_reference(self, row: str, name: str) -> None:
-        """In training, logits, gradients and buffers equal the reference's in float64, in the first step and a later one."""
+        """In training, logits, gradients and buffers equal the reference's in float64, in a later step too."""
         cases = [Case(), Case(count=1), Case(seeds=(0, 1), count=3), Case(channels_last=True)]
         if self.rows[row].method.axis not in SETS_REQUIRES_GRAD:
             cases.append(Case(frozen=True))

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ from efficient_ft.testing.snapshots import (
     structure,
     values,
 )
-from efficient_ft.testing.steps import Gradients, evaluate, gradients, largest_difference, stir, train_a_little, warm_up
+from efficient_ft.testing.steps import Gradients, evaluate, largest_difference, stir, train_a_little, warm_up
 
 #: Steps of the longest run, and those after which it is saved and continued.
 _STEPS, _SAVED = 10, (1, 4, 8)
@@ -237,9 +236,8 @@ class StepContracts(ContractTests):
             if not load_first % 2:
                 again.load_state_dict(saved["method"])
             resumed.load_state_dict(saved["model"], strict=True)
-            assert _same_state(again.state_dict(), saved["method"]), (
-                f"state_dict of a run resumed after step {saved_after}"
-            )
+            restored = _same_state(again.state_dict(), saved["method"])
+            assert restored, f"state_dict differs after load_state_dict (saved after {saved_after} steps)"
             for step, found in _training(resumed, again, name, range(saved_after, _STEPS)):
                 difference = largest_difference(expected[step], found)
                 assert difference == 0, (
@@ -248,7 +246,7 @@ class StepContracts(ContractTests):
 
     @on_models(lambda row: row.models[:1])
     def test_a_removed_method_starts_anew(self, row: str, name: str) -> None:
-        """Removed and applied to another model, a method does what a new one does, whatever it was trained on before."""
+        """Removed and applied to another model, a method does what a new one does."""
         model, used = self.applied(row, name)
         train_a_little(model, used, name, steps=3)
         used.load_state_dict(copy.deepcopy(used.state_dict()))

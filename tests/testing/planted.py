@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -133,46 +134,39 @@ def scaled(found: Found, x: float = 1, w: float = 1, b: float = 1) -> Found:
     return g_x, g_w, g_b
 
 
+def wrong(
+    when: Callable[[LinearForward, Tensor, Found], bool] = lambda *_: True, **factors: float
+) -> Callable[[LinearForward, Tensor, Found], Found]:
+    """Return `Damped.gradients` that multiplies gradients by factors, in some cases."""
+    return lambda owner, g, found: scaled(found, **factors) if when(owner, g, found) else found
+
+
 class WeightDoubled(Damped):
-    @staticmethod
-    def gradients(owner: LinearForward, g: Tensor, found: Found) -> Found:
-        return scaled(found, w=2)
+    gradients = staticmethod(wrong(w=2))
 
 
 class InputScaled(Damped):
-    @staticmethod
-    def gradients(owner: LinearForward, g: Tensor, found: Found) -> Found:
-        return scaled(found, x=1.3)
+    gradients = staticmethod(wrong(x=1.3))
 
 
 class BiasZero(Damped):
-    @staticmethod
-    def gradients(owner: LinearForward, g: Tensor, found: Found) -> Found:
-        return scaled(found, b=0)
+    gradients = staticmethod(wrong(b=0))
 
 
 class InputZeroInHalf(Damped):
-    @staticmethod
-    def gradients(owner: LinearForward, g: Tensor, found: Found) -> Found:
-        return scaled(found, x=0) if g.dtype == torch.bfloat16 else found
+    gradients = staticmethod(wrong(lambda _, g, __: g.dtype == torch.bfloat16, x=0))
 
 
 class WrongInSingle(Damped):
-    @staticmethod
-    def gradients(owner: LinearForward, g: Tensor, found: Found) -> Found:
-        return scaled(found, w=1.1) if g.dtype == torch.float32 else found
+    gradients = staticmethod(wrong(lambda _, g, __: g.dtype == torch.float32, w=1.1))
 
 
 class OfOneImage(Damped):
-    @staticmethod
-    def gradients(owner: LinearForward, g: Tensor, found: Found) -> Found:
-        return scaled(found, w=1.1) if len(g) == 1 else found
+    gradients = staticmethod(wrong(lambda _, g, __: len(g) == 1, w=1.1))
 
 
 class LastLayer(Damped):
-    @staticmethod
-    def gradients(owner: LinearForward, g: Tensor, found: Found) -> Found:
-        return scaled(found, w=0.9) if owner.name == "head" else found
+    gradients = staticmethod(wrong(lambda owner, *_: owner.name == "head", w=0.9))
 
 
 class NotContiguous(Damped):
@@ -184,9 +178,7 @@ class NotContiguous(Damped):
 
 
 class FrozenWeight(Damped):
-    @staticmethod
-    def gradients(owner: LinearForward, g: Tensor, found: Found) -> Found:
-        return scaled(found, x=1.1) if found[1] is None else found
+    gradients = staticmethod(wrong(lambda _, __, found: found[1] is None, x=1.1))
 
 
 class SecondMicroBatch(Damped):
@@ -428,11 +420,6 @@ class DrawsInApply(Damped):
 class DrawsInStep(Damped):
     def step_begin(self, step: int) -> None:
         torch.rand(1)
-
-
-class SeedsAtEnd(Damped):
-    def step_end(self) -> None:
-        np.random.seed(0)  # noqa: NPY002
 
 
 class DefaultDtype(Damped):

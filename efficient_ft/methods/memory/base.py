@@ -71,6 +71,10 @@ class MemoryMethod(Method):
         for module in model.modules():
             take_away(module, MemoryForward)
 
+    def remove(self, model: nn.Module) -> None:
+        super().remove(model)
+        self._packing = self._restored = None  # a new model gets new ranges
+
     def step_end(self) -> None:
         """Check the step's packed values.
 

@@ -18,6 +18,7 @@ class TestContracts(MethodContracts):
             why_no_off="what trains is the choice itself",
             instead=Instead.SAME_GRADIENTS,
             models=("vit", "resnet"),
+            on_reference="exact",
         )
     }
     conf = Path(every_nth_method.__file__).parent / "conf" / "method"
