@@ -245,7 +245,7 @@ class StepContracts(ContractTests):
                 )
 
     @on_models(lambda row: row.models[:1])
-    def test_a_removed_method_starts_anew(self, row: str, name: str) -> None:
+    def test_a_removed_method_begins_again(self, row: str, name: str) -> None:
         """Removed and applied to another model, a method does what a new one does."""
         model, used = self.applied(row, name)
         train_a_little(model, used, name, steps=3)

@@ -109,16 +109,16 @@ def repnet(method: Method, model: nn.Module, parameters: Parameters, images: Ten
     for name in {n.partition(".side_module.")[0] for n in parameters if ".side_module." in n}:
         block = model.get_submodule(name)
         values = _below(parameters, f"{name}.side_module")
-        beside = _side_branches if hasattr(block, "attn") else partial(_side_lite, method.settings()["groups"])
-        block.forward = partial(_with_side, block, beside, values)  # type: ignore[method-assign]
+        branch = _side_branches if hasattr(block, "attn") else partial(_side_lite, method.settings()["groups"])
+        block.forward = partial(_with_side, block, branch, values)  # type: ignore[method-assign]
     return functional_call(model, _own(model, parameters), (images,))
 
 
 def _with_side(
-    block: Any, beside: Callable[..., Tensor], values: Callable[[str], Tensor], x: Tensor, **_: Any
+    block: Any, branch: Callable[..., Tensor], values: Callable[[str], Tensor], x: Tensor, **_: Any
 ) -> Tensor:
     y = type(block).forward(block, x)
-    return y + beside(block, values, x, y)
+    return y + branch(block, values, x, y)
 
 
 def _side_lite(groups: int, block: Any, values: Callable[[str], Tensor], x: Tensor, y: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ FAULTS: list[tuple[type[Damped], str]] = [
     (planted.FreesInApply, FROZEN),
     (planted.MovesInStep, WEIGHTS),
     (planted.DecaysAtEnd, WEIGHTS),
-    (planted.StaleState, "test_a_removed_method_starts_anew"),
+    (planted.StaleState, "test_a_removed_method_begins_again"),
     (planted.DrawsInPass, RANDOM),
     (planted.DrawsInPass, PASSES),
     (planted.DrawsInPass, PROCESS),
