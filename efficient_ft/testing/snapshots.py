@@ -76,7 +76,7 @@ def differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 def process_state() -> dict[str, Any]:
     """Return the state of the process that a method must leave as it is, by name."""
-    numpy_state = np.random.get_state()  # noqa: NPY002  # the global generator is what is compared
+    numpy_state: Any = np.random.get_state()  # noqa: NPY002  # the global generator is what is compared
     global_hooks = {
         name: len(value)
         for name, value in vars(torch.nn.modules.module).items()
@@ -84,7 +84,7 @@ def process_state() -> dict[str, Any]:
     }
     return {
         "torch's generator": torch.get_rng_state().numpy().tobytes(),
-        "numpy's generator": (numpy_state[1].tobytes(), *numpy_state[2:]),  # type: ignore[union-attr]
+        "numpy's generator": (numpy_state[1].tobytes(), *numpy_state[2:]),
         "python's generator": random.getstate(),
         "default dtype": torch.get_default_dtype(),
         "default device": torch.get_default_device(),
