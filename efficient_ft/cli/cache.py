@@ -38,8 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from efficient_ft.core.format import format_bytes
     from efficient_ft.core.terminal import show, shown_path
     from efficient_ft.training.fill_features import fill_features
+    from efficient_ft.training.memory_watch import within_budget
+    from efficient_ft.training.trainer import on_device
 
-    features = fill_features(config)
+    with within_budget(config, on_device(config)):
+        features = fill_features(config)
     report, store = features.report(), features.store
     missing = store.missing()
     show(

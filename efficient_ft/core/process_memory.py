@@ -11,7 +11,7 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,18 @@ def resident_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
+#: The highest mark before it was last reset.
+_earlier_peak = 0
+
+
+def lifetime_peak_bytes() -> int:
+    """The highest resident memory of this process since it started, as the system keeps it (``VmHWM``).
+
+    Measurements of pieces of code reset the system's mark (`HighWaterMark`); their earlier marks count here.
+    """
+    return max(_earlier_peak, _system_mark() or 0, resident_bytes())
+
+
 def memory_limit_bytes(root: Path = Path("/")) -> int:
     """The memory that this process and those of its container may take: the machine's, or a lower limit of a cgroup.
 
@@ -39,6 +51,24 @@ def memory_limit_bytes(root: Path = Path("/")) -> int:
         root: of the file system, for tests.
     """
     return min([psutil.virtual_memory().total, *_cgroup_limits(root)])
+
+
+def room_bytes() -> int:
+    """The memory that this process may take in all: its size, and the free memory within all limits.
+
+    Limits are those of `memory_limit_bytes`, free memory of the machine, and limits of the process (``ulimit -v`` and
+    ``-d``).
+    """
+    process = psutil.Process().memory_info()
+    sizes = [memory_limit_bytes(), process.rss + psutil.virtual_memory().available]
+    if sys.platform != "win32":
+        import resource
+
+        for limit, used in ((resource.RLIMIT_AS, process.vms), (resource.RLIMIT_DATA, getattr(process, "data", 0))):
+            allowed, _ = resource.getrlimit(limit)
+            if allowed != resource.RLIM_INFINITY:
+                sizes.append(process.rss + max(0, allowed - used))
+    return min(sizes)
 
 
 def _cgroup_limits(root: Path) -> Iterator[int]:
@@ -136,6 +166,8 @@ class _Sampler(threading.Thread):
 
 def _reset_mark() -> bool:
     """Reset the system's high-water mark to the present size; False where this cannot be done."""
+    global _earlier_peak
+    _earlier_peak = max(_earlier_peak, _system_mark() or 0)
     try:
         _CLEAR_REFS.write_text("5")
     except OSError:
@@ -176,3 +208,27 @@ def release_freed_memory() -> None:
     for name, use in calls.items():
         if hasattr(program, name):
             use(getattr(program, name))
+
+
+#: mimalloc's option `mi_option_purge_delay`, and a delay in milliseconds within which freed memory is rarely returned.
+_PURGE_DELAY, _RARELY = 15, 60_000
+
+
+@contextmanager
+def return_freed_memory_on_request() -> Iterator[None]:
+    """Let `release_freed_memory` return what is freed in the block to the system, with every known allocator.
+
+    mimalloc as this package starts it keeps freed memory for good. In the block it keeps it for a minute, or until it
+    is asked.
+    """
+    program = None if sys.platform == "win32" else ctypes.CDLL(None)
+    if program is None or not hasattr(program, "mi_option_set"):
+        yield
+        return
+    program.mi_option_get.restype = ctypes.c_long
+    before = program.mi_option_get(ctypes.c_int(_PURGE_DELAY))
+    program.mi_option_set(ctypes.c_int(_PURGE_DELAY), ctypes.c_long(_RARELY))
+    try:
+        yield
+    finally:
+        program.mi_option_set(ctypes.c_int(_PURGE_DELAY), ctypes.c_long(before))

@@ -2,9 +2,10 @@
 step), felt (memory of the process), and published (by the papers' own rule)."""
 
 from efficient_ft.cost.executed import Executed, Kept, executed, kept_after_forward, layer_flops
-from efficient_ft.cost.felt import DeviceMemory, Felt, StepMemory, predicted_growth
+from efficient_ft.cost.felt import DeviceMemory, Felt, StepMemory
 from efficient_ft.cost.measured import Cost, Measured, compare, time_steps
 from efficient_ft.cost.meter import LayerFlops, LiveTensor, Meter
+from efficient_ft.cost.predict import Demand, Forward, Prediction, count_evaluation, predict, predicted_growth
 from efficient_ft.cost.published import Keeping, Published, published
 from efficient_ft.cost.step import (
     AUTOCAST,
@@ -18,15 +19,18 @@ from efficient_ft.cost.step import (
 __all__ = [
     "AUTOCAST",
     "Cost",
+    "Demand",
     "DeviceMemory",
     "Executed",
     "Felt",
+    "Forward",
     "Keeping",
     "Kept",
     "LayerFlops",
     "LiveTensor",
     "Measured",
     "Meter",
+    "Prediction",
     "Published",
     "StepMemory",
     "StepMethods",
@@ -34,10 +38,12 @@ __all__ = [
     "StepSpec",
     "TrainingStep",
     "compare",
+    "count_evaluation",
     "executed",
     "kept_after_forward",
     "layer_flops",
     "optimizer_state_bytes",
+    "predict",
     "predicted_growth",
     "published",
     "time_steps",

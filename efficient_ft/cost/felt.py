@@ -13,36 +13,7 @@ from typing import Any
 
 import torch
 
-from efficient_ft.core.allocator import KEEPING
 from efficient_ft.core.process_memory import HighWaterMark, resident_bytes
-
-#: By allocator: fixed bytes, scratch and factor of `predicted_growth`. The fixed part is code that the steps load and
-#: the threads' own memory, scratch what kernels and the allocator take for a few large tensors at a time, and the
-#: factor what an allocator cannot reuse. Found with `bench memory` on an EPYC, two threads, full fine-tuning and 4-bit
-#: activations of DeiT-S, ViT-Ti, ViT-B, SwinV2-T, ConvNeXt-T, ResNet-50, MobileNetV2, MobileViT-S,
-#: EfficientFormer-L1: with tcmalloc predictions are between 5 % below and 15 % above the growth measured, with mimalloc
-#: (five of these networks) between 8 % below and 18 % above. Other networks and recipes: `benchmarks/plans_cpu.json`.
-#: glibc with settings that keep freed memory splits its heap: up to four times the counted bytes.
-_GROWTH = {
-    "tcmalloc": (40 * 2**20, 2.0, 1.0),
-    "mimalloc": (50 * 2**20, 3.0, 1.06),
-    "system": (64 * 2**20, 4.0, 1.03),
-    KEEPING: (64 * 2**20, 4.0, 3.0),
-}
-
-
-def predicted_growth(counted_bytes: int, largest_bytes: int, allocator: str) -> int:
-    """Predict the growth of the process over a training step, in bytes (`Felt.growth_bytes` on a CPU).
-
-    It is fixed + scratch · largest tensor + factor · counted bytes, with numbers of the allocator.
-
-    Args:
-        counted_bytes: ``Executed.step_peak_bytes`` and the optimizer's state.
-        largest_bytes: ``Executed.largest_bytes``.
-        allocator: of the process, see `core.allocator.allocator_in_use`.
-    """
-    fixed, scratch, factor = _GROWTH[allocator]
-    return round(fixed + scratch * largest_bytes + factor * counted_bytes)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,11 @@ import psutil
 import torch
 from torch import nn
 
+from efficient_ft.core.allocator import allocator_in_use
 from efficient_ft.core.format import format_bytes, format_seconds
 from efficient_ft.core.process_memory import memory_limit_bytes
 from efficient_ft.cost.executed import Executed, count
+from efficient_ft.cost.predict import bounded_growth
 from efficient_ft.cost.probe import Probe, undisturbed
 from efficient_ft.cost.step import BuildOptimizer, StepOptions, StepSpec, TrainingStep, require_positive
 
@@ -112,6 +114,7 @@ def compare(
     device: torch.device | str = "cpu",
     build_optimizer: BuildOptimizer | None = None,
     baseline_optimizer: BuildOptimizer | None = None,
+    room: Callable[[], int] | None = None,
     **options: Unpack[StepOptions],
 ) -> dict[str, Cost]:
     """Count and time a run's step, and that of a baseline in turn with it: by default plain full fine-tuning.
@@ -132,6 +135,7 @@ def compare(
         device: where steps are timed.
         build_optimizer: the run's optimizer over a model's trainable parameters; None: AdamW.
         baseline_optimizer: the baseline's; None: the run's.
+        room: returns the bytes by which the process may grow, for steps on a CPU; None: what the machine has.
         options: ``precision``, ``label_smoothing``, ``in_chans``, ``frozen_bn``, ``grad_clip_norm``, with meaning
             and defaults of `StepSpec`.
 
@@ -159,6 +163,10 @@ def compare(
                 continue
             # Weights and two moments stay while both recipes take turns; activations and gradients do not.
             needed = held + 2 * counted.model_bytes + counted.peak_bytes
+            if room is not None and device.type == "cpu":
+                step_bytes = counted.step_peak_bytes + (counted.optimizer_bytes or 0)
+                growth = bounded_growth(step_bytes, counted.largest_bytes, allocator_in_use())
+                needed, free = counted.model_bytes + counted.batch_bytes + growth, room()
             if free is not None and needed > free:
                 notes[name] = f"not timed: needs about {format_bytes(needed)} of memory, {format_bytes(free)} are free"
                 continue

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +19,13 @@ from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.data.counts import counted, verb
 from efficient_ft.data.decoded import DecodedImages
 from efficient_ft.data.images import Decoding, read_image
-from efficient_ft.data.inspect_images import inspect_images
-from efficient_ft.data.inspection import Inspection
+from efficient_ft.data.inspect_images import PIXELS, inspect_images
+from efficient_ft.data.inspection import Inspection, decoding_threads
 from efficient_ft.data.listing import Listing, Samples, stratified_split
 from efficient_ft.data.loader import SplitDataset
 from efficient_ft.data.opened import OpenedData
 from efficient_ft.data.paths import Paths
+from efficient_ft.data.reading import Header, Reading, headers, largest_file
 from efficient_ft.data.row_store import require_room
 from efficient_ft.data.transforms import Transform
 
@@ -117,6 +120,31 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         return inspect_images(
             self._parts, self.class_names, self.transform_eval.input, self.decoding, thorough=thorough
         )
+
+    def reading(self, *, training: bool) -> Reading:
+        transform = self._train_transform if training else self.transform_eval
+        found = self._headers(("train",) if training else ("val", "test"), transform.resize_size)
+        decode = max((one.decode_bytes for one in found), default=0)
+        height, width = transform.resize_size or transform.input.image_size
+        kept = 4 * height * width  # Pillow's pixels
+        if transform.resize_size is None:  # crops of the original images
+            kept = 4 * math.prod(transform.input.image_size)
+        size = transform.input.image_size
+        return Reading(size, decode + kept, kept, 6 * math.prod(size), largest_file(found))
+
+    def inspection_bytes(self) -> int:
+        found = self._headers(("train", "val", "test"), None)
+        largest = max((one.pixels for one in found), default=0)
+        return decoding_threads(largest, PIXELS) * max((one.decode_bytes for one in found), default=0)
+
+    def _headers(self, splits: Sequence[str], target_size: tuple[int, int] | None) -> list[Header]:
+        """Read the headers of the image files of some splits."""
+        found: list[Header] = []
+        for split in splits:
+            part = self._parts.get(split)
+            if part is not None and isinstance(part.images, Paths):
+                found += headers(part.images, self.decoding, target_size)
+        return found
 
     def _labels(self, part: Samples) -> np.ndarray:
         return part.labels

@@ -21,13 +21,13 @@ from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.text import printable
 from efficient_ft.data.counts import counted, verb
 from efficient_ft.data.images import Decoding, gray_values, has_16_bits, opened, to_rgb
-from efficient_ft.data.inspection import DECODED, HEADERS, Inspection, in_threads, spread
+from efficient_ft.data.inspection import DECODED, HEADERS, Inspection, decoding_threads, in_threads, spread
 from efficient_ft.data.listing import Samples
 from efficient_ft.data.near_duplicates import near_pairs, thumbnail
 from efficient_ft.data.splits import some
 
 #: Maximum number of pixels that a quick inspection decodes, and number of images that it decodes in any case.
-_PIXELS, _FIRST = 16_000_000, 4
+PIXELS, _FIRST = 16_000_000, 4
 #: Factor of enlargement above which a warning is issued.
 _ENLARGED = 4.0
 #: Suggested upper ends of the range, if all stored values are in its lowest quarter.
@@ -107,7 +107,9 @@ def inspect_images(
     else:
         seen = list(in_threads(lambda place: look(place, False), places))
         chosen = _to_decode(seen)
-        for i, one in zip(chosen, in_threads(lambda i: look(places[i], True), chosen), strict=True):
+        largest = max((width * height for width, height in (seen[i].size for i in chosen)), default=0)
+        threads = decoding_threads(largest, PIXELS)
+        for i, one in zip(chosen, in_threads(lambda i: look(places[i], True), chosen, threads), strict=True):
             seen[i] = one
     found.problems = {place.path: one.error for place, one in zip(places, seen, strict=True) if one.error is not None}
     if found.problems and not thorough:
@@ -150,7 +152,7 @@ def _to_decode(seen: Sequence[_Seen]) -> list[int]:
     pixels = 0
     for k in spread(len(readable), DECODED).tolist() if readable else []:
         width, height = seen[readable[k]].size
-        if len(chosen) < _FIRST or pixels + width * height <= _PIXELS:
+        if len(chosen) < _FIRST or pixels + width * height <= PIXELS:
             chosen.append(readable[k])
             pixels += width * height
     return chosen

@@ -37,11 +37,29 @@ def spread(size: int, count: int) -> np.ndarray:
     return np.unique(np.linspace(0, max(size - 1, 0), min(size, count)).round().astype(np.int64))
 
 
+def decoding_threads(pixels: int, most: int) -> int:
+    """Return the number of images to decode at a time, so that together they have at most `most` pixels.
+
+    Args:
+        pixels: of the largest image.
+        most: pixels of the images that are decoded at a time.
+    """
+    return max(1, min(8, os.cpu_count() or 1, most // max(pixels, 1)))
+
+
 _Item = TypeVar("_Item")
 _Found = TypeVar("_Found")
 
 
-def in_threads(function: Callable[[_Item], _Found], items: Sequence[_Item]) -> Iterable[_Found]:
-    """Apply a function to all items in threads, and yield the results in order; Pillow decodes without the GIL."""
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+def in_threads(
+    function: Callable[[_Item], _Found], items: Sequence[_Item], threads: int | None = None
+) -> Iterable[_Found]:
+    """Apply a function to all items in threads, and yield the results in order; Pillow decodes without the GIL.
+
+    Args:
+        function: applied to each item.
+        items: the items.
+        threads: number of threads; None: one per processor, at most 8.
+    """
+    with ThreadPoolExecutor(max_workers=threads or min(8, os.cpu_count() or 1)) as pool:
         yield from pool.map(function, items)

@@ -14,6 +14,7 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.text import printable
 from efficient_ft.data.inspection import Inspection, spread
 from efficient_ft.data.loader import Loader, LoadFailure, make_loader
+from efficient_ft.data.reading import Reading
 from efficient_ft.data.sampler import CounterSampler
 from efficient_ft.data.summary import SplitSummary, Summary
 
@@ -131,6 +132,14 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         Args:
             thorough: read every sample; otherwise headers and some samples, in about half a second.
         """
+
+    @abstractmethod
+    def reading(self, *, training: bool) -> Reading:
+        """Estimate the memory of reading batches: of the training samples, or of all evaluated splits."""
+
+    def inspection_bytes(self) -> int:
+        """Estimate the memory of `inspect` without ``thorough``."""
+        return 0
 
     def _labels(self, part: _Part) -> np.ndarray | None:
         """Return the label of each sample of a split, int64 (N,); None if samples have no label."""

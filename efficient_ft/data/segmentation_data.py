@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,12 +29,16 @@ from efficient_ft.data.loader import LoadFailure, sample_seed
 from efficient_ft.data.mask_survey import mask_orientation, refuse_unclear_masks
 from efficient_ft.data.masks import Classes, MaskListing, MaskSamples, hold_out, read_mask
 from efficient_ft.data.opened import OpenedData
+from efficient_ft.data.reading import Header, Reading, headers, largest_file
 
 if TYPE_CHECKING:
     from efficient_ft.config.schema import DataConfig, MaskConfig
 
 #: Whole images are padded to multiples of this, the largest stride of an encoder.
 STRIDE = 32
+#: Bytes per pixel, measured with 4-megapixel files: of reading an image with its mask, in addition to decoding the
+#: image, and of resizing both for training, per resized pixel.
+_READ, _ZOOMED = 22, 6
 
 
 class MaskTransform:
@@ -192,6 +197,26 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
     def inspect(self, *, thorough: bool = False) -> Inspection:
         """Inspect the images and masks; see `inspect_masks`."""
         return inspect_masks(self._parts, self.classes, self.masks, self.decoding, thorough=thorough)
+
+    def reading(self, *, training: bool) -> Reading:
+        found: list[Header] = []
+        for split in ("train",) if training else ("val", "test"):
+            if split in self._parts:
+                found += headers(self._parts[split].images, self.decoding)
+        pixels = max((one.pixels for one in found), default=0)
+        decode = max((one.decode_bytes for one in found), default=0) + _READ * pixels
+        largest = largest_file(found)
+        if training:
+            size = self._transforms[True].input.image_size
+            zoomed = round(_ZOOMED * self.masks.zoom[1] ** 2 * pixels)
+            return Reading(size, decode + zoomed, 4 * math.prod(size), 16 * math.prod(size), largest)
+        if self.masks.resize is not None:
+            sides: Sequence[int] = self.masks.resize
+            pixels = max(math.prod(sides), 1)
+        else:
+            sides = [max((one.size[k] for one in found), default=STRIDE) for k in (1, 0)]
+        height, width = (-(-side // STRIDE) * STRIDE for side in sides)
+        return Reading((height, width), decode, 4 * pixels, 12 * height * width, largest)
 
     def _dataset(self, split: str, *, training: bool) -> MaskDataset:
         return self._samples(self._parts[split], training, split == "train")

@@ -15,6 +15,7 @@ from efficient_ft.data.inspect_texts import inspect_texts
 from efficient_ft.data.inspection import Inspection
 from efficient_ft.data.listing import stratified_split
 from efficient_ft.data.opened import OpenedData
+from efficient_ft.data.reading import Reading
 from efficient_ft.data.texts import TextListing, Texts, reasons_of
 
 if TYPE_CHECKING:
@@ -80,6 +81,9 @@ class TextData(OpenedData[Texts, TextDataset]):
     def inspect(self, *, thorough: bool = False) -> Inspection:
         """Inspect the texts; see `inspect_texts`."""
         return inspect_texts(self._parts, self.class_names, self.tokenizer, self._max_length, thorough=thorough)
+
+    def reading(self, *, training: bool) -> Reading:
+        return Reading((self._max_length,))
 
     def _labels(self, part: Texts) -> np.ndarray:
         return part.labels

@@ -7,7 +7,7 @@ Every class of every method can be imported from here (``from efficient_ft.metho
 from typing import Any
 
 from efficient_ft.methods.base import Applied, Method, apply_methods, in_order, plain_state_dict
-from efficient_ft.methods.declarations import Adds, Axis, Needs
+from efficient_ft.methods.declarations import Adds, Axis, Exactness, Needs, PlanCandidate
 from efficient_ft.methods.optimizer_check import check_optimizer
 from efficient_ft.methods.registry import METHODS, own_classes, register
 from efficient_ft.methods.stack import check_stack
@@ -18,9 +18,11 @@ __all__ = [
     "Adds",
     "Applied",
     "Axis",
+    "Exactness",
     "Method",
     "ModelView",
     "Needs",
+    "PlanCandidate",
     "Reason",
     "Skipped",
     "apply_methods",

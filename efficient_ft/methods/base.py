@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import format_number
-from efficient_ft.methods.declarations import ORDER_OF_APPLICATION, Adds, Axis, Needs
+from efficient_ft.methods.declarations import ORDER_OF_APPLICATION, Adds, Axis, Needs, PlanCandidate
 from efficient_ft.methods.optimizer_check import note_applied
 from efficient_ft.methods.stack import check_needs, check_removal, check_stack, no_method
 from efficient_ft.methods.step_watch import StepWatch
@@ -112,6 +112,8 @@ class Method(ABC):
             counts them.
         acts_per_step: without calls of `step_begin` and `step_end` it has no effect, or a constant one. A loop without
             them is warned at its second backward pass. Overrides of the two then call ``super()``.
+        candidates: settings that plans examine (`efficient-ft plan`); empty: plans examine the method only where the
+            user names it.
     """
 
     name: ClassVar[str]
@@ -127,6 +129,7 @@ class Method(ABC):
     changes_weights: ClassVar[bool] = True
     libraries: tuple[str, ...] = ()
     acts_per_step: bool = False
+    candidates: ClassVar[tuple[PlanCandidate, ...]] = ()
     #: The distribution (the pip package) that registered the class; empty for a class that is not registered.
     distribution: ClassVar[str] = ""
 

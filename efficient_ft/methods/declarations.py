@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import Any
 
 
 class Axis(StrEnum):
@@ -72,3 +75,31 @@ class Needs(StrEnum):
     TOKEN_GRID = "token_grid"  # one grid of more than one position, the same from block to block
     FIND_UNUSED_PARAMETERS = "find_unused_parameters"  # DistributedDataParallel with find_unused_parameters=True
     GRADIENTS_AT_STEP_END = "gradients_at_step_end"  # the gradients of all that trains in `step_end`
+
+
+class Exactness(IntEnum):
+    """How close the updates of a recipe are to those of plain full fine-tuning; the lowest value is preferred."""
+
+    EXACT = 0  # the same up to rounding
+    NEAR = 1  # everything trains; the gradient's cosine with the exact one is at least .98, or moments have 8 bits
+    APPROXIMATE = 2  # everything trains, with a coarser gradient or optimizer
+    PART = 3  # a part of the network or an addition to it trains
+    UNKNOWN = 4  # neither declared nor measured
+
+
+@dataclass(frozen=True)
+class PlanCandidate:
+    """Settings of a method that plans examine (``efficient-ft plan``), as its class declares them in `candidates`.
+
+    Attributes:
+        settings: settings of the method that differ from the defaults.
+        exactness: how close its updates are to those of plain full fine-tuning. A plan measures the gradient's cosine
+            where weights and images are present, whatever is declared here, unless it is exact.
+        evidence: the test or measurement that shows the exactness; needed for `Exactness.EXACT`.
+        time_factor: time of a step relative to a step with the same FLOPs and without the method.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    exactness: Exactness = Exactness.UNKNOWN
+    evidence: str = ""
+    time_factor: float = 1.0

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.packages import GROUP
 from efficient_ft.methods.base import OURS, Method
-from efficient_ft.methods.declarations import Adds, Axis, Needs
+from efficient_ft.methods.declarations import Adds, Axis, Exactness, Needs, PlanCandidate
 
 _PACKAGE = "efficient_ft.methods"
 
@@ -190,8 +190,27 @@ def _broken_declaration(declared: Any) -> str | None:
         value = getattr(declared, attribute, None)
         if not isinstance(value, Mapping) or not all(isinstance(part, str) for item in value.items() for part in item):
             return f"`{attribute}` must be a mapping from {keys} to sentences, got {value!r}"
+    if broken := _broken_candidates(declared):
+        return broken
     unknown = [key for key in declared.hints if key not in tuple(Needs)]
     return f"`hints` must have values of Needs as keys, got {unknown[0]!r}" if unknown else None
+
+
+def _broken_candidates(declared: Any) -> str | None:
+    """Return how the declared candidates of plans cannot be used; None: they can."""
+    candidates = getattr(declared, "candidates", ())
+    if not isinstance(candidates, tuple | list) or not all(isinstance(one, PlanCandidate) for one in candidates):
+        return f"`candidates` must be a tuple of PlanCandidate, got {candidates!r}"
+    method = declared if isinstance(declared, type) else type(declared)
+    settings = inspect.signature(method).parameters
+    for one in candidates:
+        if unknown := [name for name in one.settings if name not in settings]:
+            return f"`candidates` must name settings of the constructor, got {unknown[0]!r}"
+        if one.exactness is Exactness.EXACT and not one.evidence.strip():
+            return "`candidates` must give the evidence of an exact one: the test or measurement that shows it"
+        if not one.time_factor > 0:
+            return f"`candidates` must have a time_factor > 0, got {one.time_factor!r}"
+    return None
 
 
 def _broken_hook(method: type[Method], hook: str) -> str | None:

@@ -1,6 +1,7 @@
 """Plans: which recipes of a run fit a memory budget, what they cost, and what they lose."""
 
-from efficient_ft.planning.candidates import Candidate, Exactness
+from efficient_ft.methods.declarations import Exactness
+from efficient_ft.planning.candidates import Candidate
 from efficient_ft.planning.options import Excluded, Option
 from efficient_ft.planning.planner import Examined, Plan, make_plan
 from efficient_ft.planning.timing import Trial

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
-from typing import Literal
+from typing import Any, Literal
 
 from efficient_ft.config import Config
-
-
-class Exactness(IntEnum):
-    """How close the updates of a recipe are to those of plain full fine-tuning; the lowest value is preferred."""
-
-    EXACT = 0  # the same up to rounding
-    NEAR = 1  # everything trains; the gradient's cosine with the exact one is at least .99, or moments have 8 bits
-    APPROXIMATE = 2  # everything trains, with a coarser gradient or optimizer
-    PART = 3  # a part of the network or an addition to it trains
+from efficient_ft.methods import METHODS
+from efficient_ft.methods.base import OURS
+from efficient_ft.methods.declarations import Axis, Exactness
 
 
 @dataclass(frozen=True)
@@ -26,7 +20,9 @@ class Candidate:
     Attributes:
         methods: options of the group ``method``.
         settings: of the methods and the optimizer, as on the command line.
-        exactness: the class of its updates.
+        exactness: the class of its updates, as far as it is declared.
+        added: the same of what the plan adds to the methods that the user named; None: the user named none.
+        evidence: what shows that it is exact, part by part.
         row: the row of the finished studies that shows what it loses, without its memory method; None: there is none.
         in_backward: the optimizer steps inside the backward pass.
         state_bits: bits of the optimizer's moments.
@@ -36,7 +32,9 @@ class Candidate:
 
     methods: tuple[str, ...]
     settings: tuple[str, ...] = ()
-    exactness: Exactness = Exactness.EXACT
+    exactness: Exactness = Exactness.UNKNOWN
+    added: Exactness | None = None
+    evidence: tuple[str, ...] = ()
     row: str | None = None
     in_backward: bool = False
     state_bits: int = 32
@@ -79,9 +77,20 @@ class Candidate:
         return arguments
 
 
+#: What shows that a method of ours is exact, by name.
+EVIDENCE = {
+    "full": "full: plain fine-tuning",
+    "compact": "compact: gradients agree to 1e-10 in float64 (selftest 10)",
+    "checkpointing": "checkpointing: the same bits (selftest 10)",
+}
+#: With these settings they are.
+_EXACT_IF = {"full": {"train_norms": True}, "compact": {"activation_dtype": "same"},
+             "checkpointing": {"input_dtype": "same"}}  # fmt: skip
+_IN_BACKWARD_EVIDENCE = "steps in backward: each parameter has its whole gradient, and none is clipped"
+
 #: The memory axis: option, settings, exactness, and time relative to the same FLOPs (two cores of an EPYC with
 #: AVX-512, DeiT-S, batch 16; a plan replaces it by a measurement for the recipes that matter).
-_MEMORY = (
+_MEMORY: tuple[tuple[tuple[str, ...], tuple[str, ...], Exactness, float], ...] = (
     ((), (), Exactness.EXACT, 1.0),
     (("compact",), (), Exactness.EXACT, 1.05),
     (("checkpointing",), (), Exactness.EXACT, 1.0),
@@ -116,7 +125,7 @@ def candidates(config: Config, blocks: int, chosen: Sequence[str] = (), memory: 
         chosen: the options of the group ``method`` that the user has chosen, all of which are kept; empty: none.
         memory: combine them with methods of the memory axis; False: the user has chosen one.
     """
-    stacks = [Candidate(tuple(chosen))] if chosen else list(_stacks(blocks))
+    stacks = [_named(config, chosen)] if chosen else list(_stacks(blocks))
     found: list[tuple[float, Candidate]] = []
     for k, stack in enumerate(stacks):
         whole = k == 0
@@ -131,6 +140,8 @@ def candidates(config: Config, blocks: int, chosen: Sequence[str] = (), memory: 
                 methods=(*stack.methods, *methods),
                 settings=(*stack.settings, *settings),
                 exactness=max(stack.exactness, exactness),
+                added=None if stack.added is None else max(stack.added, exactness),
+                evidence=(*stack.evidence, *(EVIDENCE[name] for name in methods if exactness is Exactness.EXACT)),
                 row=None if whole and exactness is not Exactness.EXACT else stack.row,
                 time_factor=factor,
             )
@@ -139,13 +150,67 @@ def candidates(config: Config, blocks: int, chosen: Sequence[str] = (), memory: 
                 found += [(at + (2.5 if one.in_backward else 0), one) for one in every]
             else:
                 found.append((SMALLEST.index(packed.methods) - 2 if packed.methods in SMALLEST else 4 + k / 2, packed))
+    if not chosen:
+        found += [(9 + k / 100, one) for k, one in enumerate(_declared())]
     return [candidate for _, candidate in sorted(found, key=lambda pair: pair[0])]
+
+
+def _named(config: Config, chosen: Sequence[str]) -> Candidate:
+    """The recipe of methods that the user named: exact only if each of them is known to be, as it is set."""
+    evidence = [_evidence(name, settings) for name, settings in config.method.items()]
+    exact = all(evidence)
+    exactness = Exactness.EXACT if exact else Exactness.UNKNOWN
+    return Candidate(tuple(chosen), (), exactness, Exactness.EXACT, tuple(evidence) if exact else ())
+
+
+def _evidence(name: str, settings: Mapping[str, Any]) -> str:
+    """What shows that a method with these settings is exact; empty: nothing does."""
+    if settings.get("select", "keep") not in ("keep", "all"):
+        return ""
+    if name in _EXACT_IF:
+        return (
+            EVIDENCE[name] if all(settings.get(key, value) == value for key, value in _EXACT_IF[name].items()) else ""
+        )
+    for one in METHODS[name].candidates:
+        if one.exactness is Exactness.EXACT and _complete(name, one.settings) == _complete(name, settings):
+            return f"{name}: {one.evidence}"
+    return ""
+
+
+def _complete(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """All settings of a method, with its defaults."""
+    parameters = inspect.signature(METHODS[name]).parameters.values()
+    return {p.name: settings.get(p.name, p.default) for p in parameters}
+
+
+def _declared() -> Iterator[Candidate]:
+    """Yield the candidates that methods of other packages declare."""
+    for name, method in METHODS.items():
+        if method.distribution == OURS:
+            continue
+        stack = (name,) if method.axis is Axis.SELECTION else ("full", name)
+        for one in method.candidates:
+            settings = tuple(f"method.{name}.{key}={_value(value)}" for key, value in one.settings.items())
+            part = Exactness.PART if method.axis in (Axis.SELECTION, Axis.ADAPTERS) else Exactness.EXACT
+            evidence = (EVIDENCE["full"], f"{name}: {one.evidence}") if one.exactness is Exactness.EXACT else ()
+            yield Candidate(stack, settings, max(part, one.exactness), evidence=evidence, time_factor=one.time_factor)
+
+
+def _value(value: object) -> str:
+    """A setting's value, as on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_value, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def split(candidate: Candidate, config: Config) -> Iterator[Candidate]:
     """Yield `candidate` with the batch in 2, 4, 8, ... parts; nothing if it steps in the backward pass."""
     if candidate.in_backward:
         return
+    if not config.model.frozen_bn:  # BatchNorm would see other batches
+        candidate = replace(candidate, exactness=max(candidate.exactness, Exactness.APPROXIMATE), evidence=())
     parts = 2
     while parts <= config.data.batch_size:
         if config.data.batch_size % parts == 0:
@@ -157,19 +222,19 @@ def _stacks(blocks: int) -> Iterator[Candidate]:
     """Yield the choices of what trains and what is computed; the first trains everything exactly."""
     part, near = Exactness.PART, Exactness.APPROXIMATE
     upper = f"[{','.join(map(str, range(blocks // 2, blocks)))}]"
-    yield Candidate(("full",), row="full")
-    yield Candidate(("full", "lora"), (), part, "full+lora")
-    yield Candidate(("full", "lbp_dct"), ("method.lbp_dct.order=4",), near, "full+dct4")
+    yield Candidate(("full",), (), Exactness.EXACT, evidence=(EVIDENCE["full"],), row="full")
+    yield Candidate(("full", "lora"), (), part, row="full+lora")
+    yield Candidate(("full", "lbp_dct"), ("method.lbp_dct.order=4",), near, row="full+dct4")
     if blocks > 1:
         yield Candidate(("blocks",), (f"method.blocks.blocks={upper}",), part)
-    yield Candidate(("bsr",), (), part, "bsr")
-    yield Candidate(("last_stage",), (), part, "last_stage")
-    yield Candidate(("bitfit",), (), part, "bitfit")
-    yield Candidate(("head",), (), part, "head")
-    yield Candidate(("full", "tome"), ("method.tome.r=4",), near, "full+tome4")
+    yield Candidate(("bsr",), (), part, row="bsr")
+    yield Candidate(("last_stage",), (), part, row="last_stage")
+    yield Candidate(("bitfit",), (), part, row="bitfit")
+    yield Candidate(("head",), (), part, row="head")
+    yield Candidate(("full", "tome"), ("method.tome.r=4",), near, row="full+tome4")
     if blocks > 1:
         yield Candidate(("blocks", "tome"), (f"method.blocks.blocks={upper}", "method.tome.r=16"), part,
-                        "blocks6+tome16+mesa")  # fmt: skip
+                        row="blocks6+tome16+mesa")  # fmt: skip
 
 
 def _with_optimizers(candidate: Candidate, config: Config, backward: bool) -> Iterator[Candidate]:
@@ -193,10 +258,15 @@ def _with_optimizers(candidate: Candidate, config: Config, backward: bool) -> It
     for bits, in_backward, exactness in kinds:
         if in_backward and not (optim.in_backward or (alone and backward)):
             continue
+        if in_backward and not optim.in_backward and optim.grad_clip_norm is not None:
+            exactness = max(exactness, Exactness.NEAR)  # the update is not clipped any more
+        evidence = candidate.evidence if max(candidate.exactness, exactness) is Exactness.EXACT else ()
         yield replace(
             candidate,
             state_bits=bits,
             in_backward=in_backward,
             exactness=max(candidate.exactness, exactness),
+            added=None if candidate.added is None else max(candidate.added, exactness),
+            evidence=(*evidence, _IN_BACKWARD_EVIDENCE) if evidence and in_backward else evidence,
             row=candidate.row if exactness is Exactness.EXACT else None,
         )

@@ -10,15 +10,14 @@ from torch import nn
 from efficient_ft.config import Config
 from efficient_ft.core.context import set_context
 from efficient_ft.core.errors import UserError
-from efficient_ft.cost import StepSpec
 from efficient_ft.cost.executed import count
 from efficient_ft.cost.probe import Probe, undisturbed
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.models.view import view
-from efficient_ft.task import TASKS
 from efficient_ft.training.optimizer import build_optimizer
+from efficient_ft.training.run_task import step_spec
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,8 @@ class Counter:
         self._config, self.classes = config, num_classes
         self._light = self._on_meta_device()
         self.blocks = len(view(self._light).blocks)
+        #: Number of the network's own parameters.
+        self.parameters = sum(p.numel() for p in self._light.parameters())
         self._found: dict[str, Counted] = {}
         self._shares: dict[int, float] = {}
 
@@ -136,18 +137,3 @@ class Counter:
             flops=flops * parts,
             trainable=sum(p.numel() for p in trains),
         )
-
-
-def step_spec(config: Config) -> StepSpec:
-    """The settings of a step of a run."""
-    spec = factory.input_of(config.model)
-    return StepSpec(
-        config.data.batch_size,
-        spec.size,
-        config.trainer.precision,
-        label_smoothing=config.optim.label_smoothing,
-        in_chans=len(spec.mean),
-        frozen_bn=config.model.frozen_bn,
-        grad_clip_norm=config.optim.grad_clip_norm,
-        task=TASKS[config.task],
-    )

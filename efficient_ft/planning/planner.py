@@ -22,15 +22,17 @@ from efficient_ft.core.allocator import allocator_in_use
 from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.core.format import bytes_setting, format_bytes, format_seconds
 from efficient_ft.core.process_memory import memory_limit_bytes, release_freed_memory, resident_bytes
-from efficient_ft.cost import predicted_growth
+from efficient_ft.cost import predict
+from efficient_ft.cost.predict import RUN_ONLY
 from efficient_ft.data import class_count
 from efficient_ft.methods.build import build_methods
-from efficient_ft.methods.declarations import Axis
+from efficient_ft.methods.declarations import Axis, Exactness
 from efficient_ft.models import factory
-from efficient_ft.planning.candidates import SMALLEST, Candidate, Exactness, candidates, split
+from efficient_ft.planning.candidates import SMALLEST, Candidate, candidates, split
 from efficient_ft.planning.closeness import Closeness
 from efficient_ft.planning.counting import Counted, Counter
 from efficient_ft.planning.options import Excluded, Option, preference, recommend, with_cosine, with_front
+from efficient_ft.planning.phases import RunPhases
 from efficient_ft.planning.studies import points_lost
 from efficient_ft.planning.timing import Trial, step_seconds
 from efficient_ft.training.datamodule import missing_images, open_images, run_length
@@ -47,8 +49,6 @@ Attempt = Callable[[Sequence[str], int, float], Trial]
 _UNKNOWN_CLASSES = 1000
 #: A recipe fits if its growth may be this much above the predicted one, or above the one measured in a trial.
 MARGIN, TRIAL_MARGIN = 1.12, 1.1
-#: Bytes that a run takes and a trial of its recipe does not: it reads images, counts a step, evaluates and saves.
-_RUN_ONLY = 10 * 2**20
 #: Default planning time in seconds, and its shares for counting, for timing, and for comparing gradients. The rest is
 #: for starting and for trials.
 PLANNING = 60.0
@@ -175,7 +175,8 @@ def make_plan(
     base_bytes = 0 if device.type == "cuda" else resident_bytes()
     counter = Counter(base, counts[0] or _UNKNOWN_CLASSES)
     allocator = allocator_in_use()
-    planner = _Planner(list(settings), configure, counter, base, base_bytes, allocator, device, bool(chosen))
+    phases = RunPhases(base)
+    planner = _Planner(list(settings), configure, counter, base, base_bytes, allocator, device, bool(chosen), phases)
 
     memory_free = not any(getattr(method, "axis", None) is Axis.MEMORY for method in build_methods(base))
     todo = candidates(base, counter.blocks, chosen, memory_free or not chosen)
@@ -231,6 +232,7 @@ class _Planner:
     allocator: str
     device: torch.device
     chosen: bool
+    phases: RunPhases
     sizes: LibrarySizes = field(default_factory=LibrarySizes)
     configs: dict[str, Config] = field(default_factory=dict)
     #: Growth measured in trials that did not fit, relative to the predicted one; the other recipes' may be as far off.
@@ -302,27 +304,31 @@ class _Planner:
         arguments = (*settings, *own)
         name = candidate.name
         self.configs[name] = config
+        exactness = candidate.exactness
+        if exactness is Exactness.UNKNOWN and counted.trainable < self.counter.parameters:
+            exactness = Exactness.PART
         return Option(
             name,
             arguments,
-            candidate.exactness,
+            exactness,
             counted,
-            self._process_bytes(counted, added),
+            self._process_bytes(config, counted, added),
             fingerprint(config),
             points_lost=points_lost(candidate.row),
             cosine=1.0 if candidate.exactness is Exactness.EXACT else None,
+            added=candidate.added,
+            evidence=candidate.evidence,
         )
 
-    def _process_bytes(self, counted: Counted, added: int) -> int:
-        if self.device.type == "cuda":  # the allocator rounds, and keeps blocks
-            return round(1.1 * counted.peak_bytes)
-        growth = predicted_growth(counted.step_bytes, counted.largest_bytes, self.allocator)
-        return self.base_bytes + _RUN_ONLY + added + counted.resident_bytes + growth
+    def _process_bytes(self, config: Config, counted: Counted, added: int) -> int:
+        """The predicted peak of a run, as the run itself predicts it."""
+        demand = replace(self.phases.demand(config, counted), resumed=False)
+        return predict(demand, self.base_bytes + added, self.allocator, self.device.type).peak_bytes
 
     def bound(self, option: Option) -> int:
-        """The budget that an option needs: its peak, with a margin on the growth over a step."""
+        """The budget that an option needs: its peak with a margin on the growth, and at least what its run predicts."""
         margin = max(MARGIN, self.excess * TRIAL_MARGIN) if option.measured_bytes is None else TRIAL_MARGIN
-        return round(option.peak_bytes + (margin - 1) * self._growth(option))
+        return max(round(option.peak_bytes + (margin - 1) * self._growth(option)), option.process_bytes)
 
     def _growth(self, option: Option) -> int:
         """The growth over a step, above what is there before the first one."""
@@ -396,7 +402,7 @@ class _Planner:
                 continue
             tried = replace(
                 best,
-                measured_bytes=trial.peak_bytes + (0 if self.device.type == "cuda" else self.base_bytes + _RUN_ONLY),
+                measured_bytes=trial.peak_bytes + (0 if self.device.type == "cuda" else self.base_bytes + RUN_ONLY),
                 step_seconds=trial.step_seconds,
                 timed=True,
             )
@@ -434,7 +440,9 @@ class _Planner:
         self, fitting: list[tuple[Candidate, Option]], deadline: float, say: Callable[[str], None]
     ) -> list[tuple[Candidate, Option]]:
         """Measure the gradients of the options that are not exact, where weights and images are there."""
-        measurable = (Exactness.NEAR, Exactness.APPROXIMATE)
+        measurable = [Exactness.NEAR, Exactness.APPROXIMATE, Exactness.UNKNOWN]
+        if self.chosen:
+            measurable.append(Exactness.PART)
         open_ = [pair for pair in fitting if pair[1].exactness in measurable and pair[0].micro_batches == 1]
         if not open_ or factory.missing_weights(self.base.model) is not None or missing_images(self.base):
             return fitting
@@ -450,7 +458,10 @@ class _Planner:
             if key not in by_methods and clock.perf_counter() < deadline:
                 by_methods[key] = closeness.cosine(config)
             measured[option.name] = by_methods.get(key)
-        return [(c, with_cosine(o, measured.get(o.name))) for c, o in fitting]
+        return [
+            (c, with_cosine(o, measured.get(o.name), o.counted.trainable >= self.counter.parameters))
+            for c, o in fitting
+        ]
 
 
 def _run_steps(config: Config) -> int | None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from efficient_ft.core.format import bytes_setting, format_bytes, format_seconds
 from efficient_ft.core.sheet import Cell, Column, render
 from efficient_ft.core.text import display_width, paragraph, terminal_width, wrapped
-from efficient_ft.planning.candidates import Exactness
+from efficient_ft.methods.declarations import Exactness
 from efficient_ft.planning.options import Option
 from efficient_ft.planning.planner import Plan
 
@@ -19,6 +19,7 @@ CLASSES = {
     Exactness.NEAR: "near exact",
     Exactness.APPROXIMATE: "approximate",
     Exactness.PART: "trains a part",
+    Exactness.UNKNOWN: "unknown",
 }
 
 
@@ -70,15 +71,18 @@ def _table(options: Sequence[Option], plan: Plan, chosen: Sequence[str]) -> str:
 def _legend(shown: Sequence[Option]) -> str:
     """Return the sentences that explain the columns and which values are measured."""
     tried = any(option.measured_bytes is not None for option in shown)
+    evidence = dict.fromkeys(text for o in shown if o.exactness is Exactness.EXACT for text in o.evidence)
     return "\n".join(
         paragraph(line)
         for line in (
             "peak: peak memory of the process. counted: its live tensors. Values with ≈ are predicted, peaks from the"
             " count and times from FLOPs. The other values are measured on this machine"
             + (": the recommended recipe ran for a few steps in a separate process." if tried else "."),
-            "cosine: cosine of the gradient and the exact gradient, on images of the run. lost: points of test accuracy"
-            " below full fine-tuning in finished studies of small networks, from the best to the worst, without the"
-            " memory method. –: not known.",
+            "cosine: cosine of the gradient and the exact gradient, over what trains, on images of the run. A class"
+            " without a measured cosine is the one that is declared for its methods."
+            + (f" exact: shown by {'; '.join(evidence)}." if evidence else ""),
+            "lost: points of test accuracy below full fine-tuning in finished studies of small networks, from the best"
+            " to the worst, without the memory method. –: not known.",
         )
     )
 
@@ -187,7 +191,7 @@ def _span(sizes: Sequence[int], budget: int) -> str:
 def _none_allowed(plan: Plan) -> list[str]:
     """Why none of the recipes that fit is recommended, and what would allow one."""
     lines = ["None of these is within the limits of time and loss."]
-    if any(option.exactness <= Exactness.NEAR for option in plan.options):
+    if any(option.choice <= Exactness.NEAR for option in plan.options):
         return [*lines, "The exact and near exact ones take too long: time=LONGER allows them."]
     known = {o.name: max(o.points_lost.values()) for o in plan.options if o.points_lost}
     if known:
@@ -206,6 +210,15 @@ def _none_allowed(plan: Plan) -> list[str]:
     return lines
 
 
+def _cosine(option: Option) -> str:
+    """The cosine in the table: that of methods which the user named is unknown until it is measured."""
+    if option.exactness is Exactness.EXACT:
+        return "1"
+    if option.cosine is None:
+        return "–" if option.added is None else "unknown"
+    return f"{option.cosine:.4f}"
+
+
 def _line(option: Option, plan: Plan) -> list[Cell]:
     seconds, about = option.step_seconds, "" if option.timed else "≈ "
     lost = option.points_lost.values()
@@ -218,7 +231,7 @@ def _line(option: Option, plan: Plan) -> list[Cell]:
         "–" if seconds is None else about + format_seconds(seconds),
         "–" if seconds is None else about + format_seconds(seconds * plan.steps) if plan.steps else None,
         CLASSES[option.exactness],
-        "–" if option.cosine is None else "1" if option.exactness is Exactness.EXACT else f"{option.cosine:.4f}",
+        _cosine(option),
         "0" if option.exactness is Exactness.EXACT else points,
         format_bytes(option.counted.peak_bytes),
     ]

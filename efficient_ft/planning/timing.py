@@ -18,9 +18,10 @@ from efficient_ft.cost.step import forward_and_loss
 from efficient_ft.methods.base import apply_methods
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
-from efficient_ft.planning.counting import Counter, step_spec
+from efficient_ft.planning.counting import Counter
 from efficient_ft.training.libraries import libraries, load
 from efficient_ft.training.optimizer import build_optimizer
+from efficient_ft.training.run_task import step_spec
 from efficient_ft.training.trainer import on_device, use_channels_last
 
 #: Steps timed, at most: in turn with other recipes, and in a trial.

@@ -72,9 +72,11 @@ class DeviceMemory(TypedDict):
 class MemoryReport(TypedDict):
     """Memory of the training process (the first one), felt and counted, over optimizer steps of the training.
 
-    Resident memory: before the model was built, before the first step, and at its peak during the `steps` from
-    `first_step` on; `source` says how the peak was measured (`core.process_memory`). `growth_bytes` is the peak above
-    the size before the first step; on CUDA that of the device: what was reserved above what was allocated before.
+    Resident memory: `peak_bytes` is the highest size of the process from its start to its results, as the system keeps
+    it; loading, evaluation, and the cost report count. A resumed run has that of its last process. Further sizes are
+    those before the model was built, before the first step, and at the peak during the `steps` from `first_step` on
+    (`step_peak_bytes`; `source` says how it was measured, see `core.process_memory`). `growth_bytes` is the peak of the
+    steps above the size before the first step; on CUDA that of the device: reserved bytes above those allocated before.
     `counted_bytes` is the count of the same things: `ExecutedCost.step_peak_bytes`, the optimizer's state
     (`optimizer_bytes`), and with gradient accumulation the gradients, which live through all micro-batches. A run with
     a budget (``memory``) has the peak that was predicted before its first step.
@@ -83,6 +85,7 @@ class MemoryReport(TypedDict):
     before_model_bytes: int
     before_steps_bytes: int
     peak_bytes: int
+    step_peak_bytes: NotRequired[int]  # results of earlier versions have none
     growth_bytes: int
     counted_bytes: int
     optimizer_bytes: int

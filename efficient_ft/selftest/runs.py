@@ -135,6 +135,14 @@ def program(words: Sequence[str], most_bytes: int | None = None) -> None:
     main()
 
 
+def program_with_costs(words: Sequence[str]) -> None:
+    """Run the program on a command line, with its cost report. To be called in a child."""
+    from efficient_ft.cli.entry import main
+
+    sys.argv = ["efficient-ft", *words]
+    main()
+
+
 def train(plain: dict[str, Any], folder: Path, interruption: str = "", at: int = 0) -> dict[str, Any] | list[str]:
     """Run `plain` in `folder`, with a checkpoint in every second step. To be called in a child.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from efficient_ft import cost
 from efficient_ft.config import Config
 from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.core.process_memory import release_freed_memory, resident_bytes
 from efficient_ft.data import class_count
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.build import baseline_methods, build_methods
@@ -19,6 +20,7 @@ from efficient_ft.models.tasks import tasks_of
 from efficient_ft.record.results import CostReport, ExecutedCost, StepCost
 from efficient_ft.task import TASKS
 from efficient_ft.training.console import cost_table, say
+from efficient_ft.training.memory_watch import budget_of
 from efficient_ft.training.optimizer import build_optimizer
 from efficient_ft.training.run_task import run_task
 
@@ -102,6 +104,7 @@ def cost_report(
         grad_clip_norm=config.optim.grad_clip_norm,
         build_optimizer=lambda model: build_optimizer(model, config.optim, config.trainer.precision),
         baseline_optimizer=lambda model: build_optimizer(model, plain, config.trainer.precision),
+        room=_room_of(config),
     )
     for name, one in found.items():
         if one.note:
@@ -113,6 +116,19 @@ def cost_report(
     if "baseline" not in found:
         return {**method, "baseline": None}
     return {**method, "baseline": {"name": config.cost.baseline, **_step_cost(found["baseline"])}}
+
+
+def _room_of(config: Config) -> Callable[[], int] | None:
+    """Returns the bytes that are left of the run's budget; None: it has none."""
+    budget = budget_of(config)
+    if budget is None:
+        return None
+
+    def room() -> int:
+        release_freed_memory()
+        return max(0, budget - resident_bytes())
+
+    return room
 
 
 def _step_cost(found: cost.Cost) -> StepCost:

@@ -98,6 +98,7 @@ class MemoryMeter(L.Callback):
             "before_model_bytes": self._before_model,
             "before_steps_bytes": felt.before_bytes,
             "peak_bytes": felt.peak_bytes,
+            "step_peak_bytes": felt.peak_bytes,
             "growth_bytes": felt.growth_bytes,
             "optimizer_bytes": sum(map(optimizer_state_bytes, trainer.optimizers)),
             "source": felt.source,

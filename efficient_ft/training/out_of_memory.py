@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import gc
 import re
-import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-import psutil
 import torch
 
 from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import bytes_setting, format_bytes
-from efficient_ft.core.process_memory import memory_limit_bytes, release_freed_memory, resident_bytes
+from efficient_ft.core.process_memory import release_freed_memory, resident_bytes, room_bytes
 from efficient_ft.core.units import parse_bytes
-from efficient_ft.data import class_count
 from efficient_ft.data.loader import refuse_killed_worker
-from efficient_ft.methods.build import build_methods
-from efficient_ft.models import factory
-from efficient_ft.training.budget import predicted_peak
+from efficient_ft.training.budget import largest_batch
 from efficient_ft.training.trainer import on_device
 
 #: Texts of the errors of torch's allocators on a CPU and on Apple's GPUs, which have no class of their own.
@@ -112,16 +107,7 @@ def _room(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)
-    process = psutil.Process().memory_info()
-    sizes = [memory_limit_bytes(), process.rss + psutil.virtual_memory().available]
-    if sys.platform != "win32":
-        import resource
-
-        for limit, used in ((resource.RLIMIT_AS, process.vms), (resource.RLIMIT_DATA, getattr(process, "data", 0))):
-            allowed, _ = resource.getrlimit(limit)
-            if allowed != resource.RLIM_INFINITY:
-                sizes.append(process.rss + max(0, allowed - used))
-    return min(sizes)
+    return room_bytes()
 
 
 def _what_fits(config: Config, device: torch.device) -> str:
@@ -131,7 +117,7 @@ def _what_fits(config: Config, device: torch.device) -> str:
     if config.tasks:
         return f"Reduce data.batch_size; or {plan}"
     try:
-        largest = _largest_batch(config, device, room)
+        largest = largest_batch(config, device, resident_bytes(), room)
         if largest == config.data.batch_size:
             return (
                 f"A step is predicted to fit into {format_bytes(room)}: close what else takes memory, or reduce"
@@ -141,7 +127,9 @@ def _what_fits(config: Config, device: torch.device) -> str:
             return f"data.batch_size={largest} is predicted to fit{_same_steps(config, largest)}; or {plan}"
         for methods, about in _SMALLER:
             smaller = config.model_copy(update={"method": {name: {} for name in methods}})
-            if set(methods) != set(config.method) and (largest := _largest_batch(smaller, device, room)):
+            if set(methods) != set(config.method) and (
+                largest := largest_batch(smaller, device, resident_bytes(), room)
+            ):
                 names = methods[0] if len(methods) == 1 else f"[{','.join(methods)}]"
                 return (
                     f"No batch size is predicted to fit with this method; method={names} data.batch_size={largest}"
@@ -159,25 +147,3 @@ def _same_steps(config: Config, largest: int) -> str:
         return ""
     parts = next(parts for parts in range(2, batch + 1) if batch % parts == 0 and batch // parts <= largest)
     return f" (the same steps: data.batch_size={batch // parts} trainer.grad_accum_steps={accumulate * parts})"
-
-
-def _largest_batch(config: Config, device: torch.device, room: int) -> int:
-    """The largest batch size, at most the configured one, that is predicted to fit into `room`; 0: none does."""
-    network = factory.random_model(config.model, class_count(config.data) or 1000).to("meta")
-    before = resident_bytes()  # the model's memory is given back, the libraries' is not
-
-    def predicted(batch: int) -> int:
-        smaller = config.model_copy(update={"data": config.data.model_copy(update={"batch_size": batch})})
-        return predicted_peak(smaller, network, build_methods(config), before, device)
-
-    most = config.data.batch_size
-    if predicted(most) <= room:
-        return most
-    low, high = predicted(1), predicted(2)
-    if low > room:
-        return 0
-    # Nearly linear in the batch: the guess is tried, and lowered where it is too large.
-    guess = min(most - 1, 1 + int((room - low) / max(high - low, 1)))
-    while guess > 1 and predicted(guess) > room:
-        guess = guess * 9 // 10
-    return guess

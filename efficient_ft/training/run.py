@@ -24,8 +24,9 @@ from efficient_ft import __version__
 from efficient_ft.config import Config, data_configs, image_folders
 from efficient_ft.core.allocator import allocator_in_use
 from efficient_ft.core.errors import TerminatedRun, UserError
-from efficient_ft.core.process_memory import release_freed_memory, resident_bytes
+from efficient_ft.core.process_memory import lifetime_peak_bytes, release_freed_memory, resident_bytes
 from efficient_ft.core.terminal import shown_path
+from efficient_ft.cost import Prediction
 from efficient_ft.data import ImageData, RoundRobinData, SegmentationData, TextData, read_data
 from efficient_ft.integrations.lightning import MethodCallback
 from efficient_ft.methods.base import Applied, plain_state_dict
@@ -47,10 +48,11 @@ from efficient_ft.record.results import (
     write_results,
 )
 from efficient_ft.training import checkpoint, export
-from efficient_ft.training.budget import budget_of, refuse_over_budget, within_budget
+from efficient_ft.training.budget import require_within_budget
 from efficient_ft.training.console import quiet_lightning, rank, results_text, say
 from efficient_ft.training.costs import cost_only, cost_report
 from efficient_ft.training.datamodule import (
+    RunData,
     RunDataModule,
     decodings,
     keep_decoded,
@@ -74,6 +76,7 @@ from efficient_ft.training.folder import (
 )
 from efficient_ft.training.loggers import close_loggers, start_loggers, write_summary
 from efficient_ft.training.memory import MemoryMeter, accumulated_gradients
+from efficient_ft.training.memory_watch import budget_of, stop_from_now_on, within_budget
 from efficient_ft.training.module import FineTuner
 from efficient_ft.training.optimizer import warmup_steps
 from efficient_ft.training.out_of_memory import out_of_memory
@@ -85,7 +88,7 @@ from efficient_ft.training.run_task import run_task
 from efficient_ft.training.samples import samples_of
 from efficient_ft.training.step_stats import StepStats
 from efficient_ft.training.totals import Totals
-from efficient_ft.training.trainer import build_trainer, use_channels_last
+from efficient_ft.training.trainer import build_trainer, on_device, use_channels_last
 
 #: Steps of the cost report are timed for at most this share of the training time, or for these seconds.
 COST_SHARE, COST_SECONDS = 0.1, 2.0
@@ -110,6 +113,12 @@ def run(config: Config, folder: Path, arguments: Sequence[str] = ()) -> dict[str
     """
     quiet_lightning()
     connect(config)
+    trains = not config.cost_only and config.evaluate is None
+    with within_budget(config, on_device(config), armed=not trains):
+        return _run(config, folder, arguments)
+
+
+def _run(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, Any]:
     if config.cost_only:
         return cost_only(config)
     if config.evaluate is not None:
@@ -127,17 +136,36 @@ def run(config: Config, folder: Path, arguments: Sequence[str] = ()) -> dict[str
     missing = [factory.missing_weights(config.model), *missing_images(config)]
     if any(missing):
         raise UserError("\n".join(message for message in missing if message is not None))
-    with faults_of_the_system(folder, begun=False), locked(folder):
-        prepare_folder(config, folder)
-        with faults_of_the_system(folder), out_of_memory(config):
-            from_first()  # before the others look into the folder, the first process has prepared it
-            return _train(config, folder, arguments)
+    with faults_of_the_system(folder, begun=False):
+        opened = _opened_within_budget(config, folder)
+        with locked(folder):
+            prepare_folder(config, folder)
+            with faults_of_the_system(folder), out_of_memory(config):
+                from_first()  # before the others look into the folder, the first process has prepared it
+                return _train(config, folder, arguments, *opened)
 
 
-def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, Any]:
+def _opened_within_budget(config: Config, folder: Path) -> tuple[RunData | None, Prediction | None]:
+    """The data of a run with a budget and the prediction of its memory, before anything is written; else None."""
+    if config.memory is None:
+        return None, None
+    with out_of_memory(config):
+        images = open_images(config, factory.input_of(config.model))
+        predicted = require_within_budget(config, images, folder)
+        stop_from_now_on(config)
+        return images, predicted
+
+
+def _train(
+    config: Config,
+    folder: Path,
+    arguments: Sequence[str],
+    opened: RunData | None = None,
+    predicted: Prediction | None = None,
+) -> dict[str, Any]:
     L.seed_everything(config.seed, verbose=False)
     spec = factory.input_of(config.model)
-    images = open_images(config, spec)
+    images = open_images(config, spec) if opened is None else opened
     keep_decoded(images, config.trainer.epochs)
     report = images.report()
     refuse_other_images(config, folder, images_digest(report))
@@ -198,14 +226,13 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
     trainer = build_trainer(config, folder, methods, callbacks, loggers, epochs)
     if use_channels_last(config, trainer.strategy.root_device):
         network.to(memory_format=torch.channels_last)
-    predicted = refuse_over_budget(config, network, methods, before_model, trainer.strategy.root_device)
     module = FineTuner(network, config, images.num_classes, total_steps)
 
     state = folder / checkpoint.NAME
     resume = from_first(str(state) if checkpoint.exists(state) else None)
     if resume is not None:
         say(f"Continuing the run in {shown_path(folder)}.")
-    with stop_on_interrupt(recorder), within_budget(config, trainer.strategy.root_device):
+    with stop_on_interrupt(recorder):
         try:
             trainer.fit(module, datamodule=RunDataModule(images), ckpt_path=resume)
             if recorder.stop_requested == signal.SIGTERM:  # in the last step: everything is trained and saved
@@ -234,6 +261,7 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
     )
     data = data_report(config, folder, images, device)
     data["summary"] = {task: one.record() for task, one in understood.items()}
+    release_freed_memory()
     allowed = max(COST_SECONDS, COST_SHARE * taken["seconds"])
     most = images.splits["train"] if not isinstance(images, RoundRobinData) else None
     cost = cost_report(config, network, methods, spec, images.num_classes, device, config.cost.steps, allowed, most)
@@ -272,9 +300,11 @@ def _train(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, 
         results["memory"] = felt
         budget = budget_of(config)
         if budget is not None and predicted is not None:
-            felt["budget_bytes"], felt["predicted_peak_bytes"] = budget, predicted
+            felt["budget_bytes"], felt["predicted_peak_bytes"] = budget, predicted.peak_bytes
     if isinstance(images, SegmentationData):
         write_examples(folder, images, device)
+    if felt is not None:
+        felt["peak_bytes"] = lifetime_peak_bytes()
     text = results_text(dict(results), folder)
     write_results(folder, results)
     write_summary(loggers, results, text, trainer.global_step, samples_of(folder, images, device) if loggers else ())

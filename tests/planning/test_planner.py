@@ -18,18 +18,20 @@ from efficient_ft.config import Config
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.format import bytes_setting
 from efficient_ft.cost import executed
+from efficient_ft.methods import BackRazor, Exactness, PlanCandidate, registry
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
-from efficient_ft.planning import Candidate, Exactness, Examined, Excluded, Option, Plan, Trial, make_plan, planner
+from efficient_ft.planning import Candidate, Examined, Excluded, Option, Plan, Trial, make_plan, planner
 from efficient_ft.planning.calibration import FILE, calibration, calibration_text, record
 from efficient_ft.planning.candidates import candidates, split
-from efficient_ft.planning.counting import Counted, Counter, step_spec
+from efficient_ft.planning.counting import Counted, Counter
 from efficient_ft.planning.options import recommend, with_cosine, with_front
 from efficient_ft.planning.studies import points_lost
 from efficient_ft.planning.text import plan_text
 from efficient_ft.planning.timing import try_recipe
 from efficient_ft.report.plan_figure import plan_chart
 from efficient_ft.training.optimizer import build_optimizer
+from efficient_ft.training.run_task import step_spec
 
 pytestmark = pytest.mark.usefixtures("wide")
 
@@ -241,6 +243,93 @@ def test_a_gradient_further_from_the_exact_one_than_supposed_is_approximate() ->
     assert with_cosine(near, None) == near
 
 
+def test_nothing_is_exact_by_default() -> None:
+    assert Candidate(("full",)).exactness is Exactness.UNKNOWN
+    assert PlanCandidate().exactness is Exactness.UNKNOWN
+    for one in candidates(configure([*SETTINGS, "method=full"]), 6):
+        assert (one.exactness is Exactness.EXACT) == bool(one.evidence), one.name
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "exact"),
+    [
+        ("full", (), True),
+        ("[full,compact]", (), True),
+        ("[full,checkpointing]", (), True),
+        ("[full,checkpointing]", ("method.checkpointing.input_dtype=int4",), False),
+        ("[full,compact]", ("method.compact.activation_dtype=bf16",), False),
+        ("full", ("method.full.train_norms=false",), False),
+        ("[full,back_razor]", (), False),
+        ("[full,tome,low_bit]", (), False),
+        ("head", (), False),
+    ],
+)
+def test_methods_that_the_user_names_are_exact_only_with_evidence(
+    method: str, settings: tuple[str, ...], exact: bool
+) -> None:
+    base = configure([*SETTINGS, f"method={method}", *settings])
+    plain = candidates(base, 6, list(base.method), False)[0]
+    assert plain.exactness is (Exactness.EXACT if exact else Exactness.UNKNOWN)
+    assert len(plain.evidence) == (len(base.method) if exact else 0)
+
+
+def test_steps_in_backward_are_not_exact_where_they_end_the_clipping() -> None:
+    for clip, expected in (("5.0", Exactness.NEAR), ("null", Exactness.EXACT)):
+        base = configure([*SETTINGS, "method=full", f"optim.grad_clip_norm={clip}"])
+        (one,) = [c for c in candidates(base, 6) if c.name == "full+compact, steps in backward"]
+        assert one.exactness is expected
+
+
+def test_parts_of_a_batch_are_not_exact_where_batch_norm_follows_the_batch() -> None:
+    exact = Candidate(("full",), exactness=Exactness.EXACT, evidence=("full: plain fine-tuning",))
+    for frozen, expected in (("true", Exactness.EXACT), ("false", Exactness.APPROXIMATE)):
+        base = configure([*SETTINGS, "method=full", f"model.frozen_bn={frozen}"])
+        assert next(split(exact, base)).exactness is expected
+
+
+def test_an_unknown_recipe_gets_its_class_from_what_is_measured() -> None:
+    unknown = option(Exactness.UNKNOWN, 1, 1, added=Exactness.EXACT)
+    assert with_cosine(unknown, None).exactness is Exactness.UNKNOWN
+    assert with_cosine(unknown, 0.999).exactness is Exactness.NEAR
+    assert with_cosine(unknown, 0.9).exactness is Exactness.APPROXIMATE
+    assert with_cosine(unknown, 0.999, whole=False).exactness is Exactness.PART
+
+
+def test_a_cosine_that_nobody_measured_is_unknown_in_the_table() -> None:
+    named = option(Exactness.UNKNOWN, 1, 1, added=Exactness.EXACT, on_front=True)
+    plan = Plan(4 * 10**9, 4 * 10**9, 0, "x", "cpu", (named,), (), named, 1, "x", None, 60.0)
+    line = next(line for line in plan_text(plan).splitlines() if line.startswith(named.name))
+    assert line.split().count("unknown") == 2, "class and cosine"
+    assert "exact: shown by" not in plan_text(plan)
+
+
+class _Declared(BackRazor):
+    name = "declared_razor"
+    candidates = (PlanCandidate({"sparsity": 0.5}, Exactness.APPROXIMATE), PlanCandidate({"sparsity": 0.25}))
+
+
+def test_a_method_of_another_package_takes_part_as_it_declares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Declared, "distribution", "another")
+    monkeypatch.setitem(registry._registered, "declared_razor", (_Declared, "another"))
+    found = {one.name: one for one in candidates(configure([*SETTINGS, "method=full"]), 6)}
+    assert found["full+declared_razor:sparsity=0.5"].exactness is Exactness.APPROXIMATE
+    assert found["full+declared_razor:sparsity=0.25"].exactness is Exactness.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        ((PlanCandidate({}, Exactness.EXACT),), "must give the evidence of an exact one"),
+        ((PlanCandidate({"rank": 3}),), "must name settings of the constructor, got 'rank'"),
+        ((PlanCandidate(time_factor=0.0),), "must have a time_factor > 0"),
+        (("full",), "must be a tuple of PlanCandidate"),
+    ],
+)
+def test_candidates_that_cannot_be_used_are_rejected_with_the_method(declared: object, message: str) -> None:
+    broken = type("Broken", (BackRazor,), {"name": "broken_razor", "candidates": declared})
+    assert message in str(registry.broken_contract(broken))
+
+
 # ------------------------------------------------------------------------------------------------ plans
 @pytest.mark.slow
 @pytest.mark.usefixtures("three")
@@ -313,7 +402,7 @@ def test_the_recommended_recipe_is_tried() -> None:
     found = a_plan(attempt=attempt)
     assert found.recommended is not None
     assert asked == [(list(found.recommended.arguments), 10)]
-    above = 7 * 10**8 + planner._RUN_ONLY
+    above = 7 * 10**8 + planner.RUN_ONLY
     assert found.recommended.measured_bytes == found.recommended.peak_bytes == found.base_bytes + above
     assert (found.recommended.step_seconds, found.recommended.timed) == (0.25, True)
     assert [one.measured_bytes is not None for one in found.options].count(True) == 1

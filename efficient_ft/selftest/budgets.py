@@ -1,0 +1,239 @@
+"""Promise 11: a run holds its memory budget from start to end, and records its true peak.
+
+Each trial draws a run: a task, a network, a method, sizes of batches and images, and how the data are read. A first
+start with a tiny budget is rejected and names the memory that the run needs. A second start has a budget near that. The
+system's high-water mark of the process (``VmHWM``) is read from outside throughout.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from efficient_ft.core.format import format_bytes
+from efficient_ft.core.units import parse_bytes
+from efficient_ft.selftest.children import Child, Ended
+from efficient_ft.selftest.trial import Trial, require
+
+#: A run may exceed its budget by this share, and its record may differ from the system's mark by this share.
+OVER, RECORDED = 0.005, 0.01
+#: The seed of the runs drawn; their number in the short and in the long form.
+SEED, SHORT, LONG = 46, 3, 60
+#: Budgets, relative to the memory that the program says the run needs. Below 1 the run is rejected.
+_FACTORS = (0.97, 1.0, 1.0, 1.03, 1.15)
+
+_CLASSIFIERS = {
+    "vit_tiny_patch16_224": (64, 96, 128),
+    "deit3_small_patch16_224": (64, 96),
+    "resnet18": (64, 96, 160),
+    "mobilenetv3_small_050": (64, 128, 224),
+    "convnext_atto": (64, 96, 128),
+    "efficientnet_b0": (64, 96),
+}
+_METHODS = ("full", "head", "last_stage", "bitfit", "[full,low_bit]", "[full,checkpointing]", "[full,mesa]", "lora")
+_WORDS = ("apple", "pear", "iron", "zinc", "the", "old", "house", "was", "near", "and")
+
+
+def trials(long: bool) -> Iterator[Trial]:
+    """Yield the runs drawn; each watched from outside."""
+    for number in range(LONG if long else SHORT):
+        task = ("classification", "segmentation", "text")[number % 3]
+        yield Trial(f"budget of run {number} ({task})", _holds, (number, task))
+
+
+def _holds(folder: Path, number: int, task: str) -> dict[str, float]:
+    """Start a drawn run twice: with a tiny budget, and with one near the memory that it needs."""
+    draw = random.Random(f"{SEED} {number}")
+    settings = drawn(draw, task, folder)
+    first, _ = _watched(folder / "first", [*settings, "memory=1MB"])
+    require(first.status == 2, f"a budget of 1 MB: status {first.status}\n{first.printed[-2000:]}")
+    found = re.search(r"the run would take about ([\d.]+) ([KMGT]iB)", first.unwrapped)
+    require(found is not None, first.printed[-2000:])
+    assert found is not None
+    require(not (folder / "first").exists() or not any((folder / "first").iterdir()), "a rejected run left files")
+    factor = draw.choice(_FACTORS)
+    budget = round(factor * parse_bytes("memory", found[1] + found[2]) + (factor >= 1) * 6 * 2**20)
+    run = folder / "run"
+    ended, peak = _watched(run, [*settings, f"memory={budget}B"])
+    shown = f"budget {format_bytes(budget)}, peak {format_bytes(peak)}, factor {factor}: {' '.join(settings)}"
+    require("Traceback" not in ended.printed, f"{shown}\n{ended.printed[-3000:]}")
+    require(
+        peak <= (1 + OVER) * budget, f"above its budget by {peak / budget - 1:.2%}: {shown}\n{ended.printed[-800:]}"
+    )
+    if ended.status == 0:
+        results = json.loads((run / "results.json").read_text(encoding="utf-8"))
+        recorded = results["memory"]["peak_bytes"]
+        off = abs(recorded / peak - 1)
+        require(off <= RECORDED, f"recorded {format_bytes(recorded)}, off by {off:.2%}: {shown}")
+        return {"runs that ended": 1, "largest share of the budget": peak / budget, "largest record off": off}
+    require(ended.status == 2 and factor < 1, f"status {ended.status}: {shown}\n{ended.printed[-3000:]}")
+    return {"runs rejected": 1}
+
+
+def _watched(run: Path, settings: list[str]) -> tuple[Ended, int]:
+    """Run the program and return its end and the highest ``VmHWM`` of its process, in bytes."""
+    from efficient_ft.selftest.runs import program_with_costs
+
+    child = Child(program_with_costs, [*settings, f"hydra.run.dir={run}"], output=run.with_suffix(".log"))
+    peak, over = 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not over.is_set():
+            peak = max(peak, _mark(child.pid))
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        ended = child.ended(1200)
+    finally:
+        over.set()
+        thread.join()
+    return ended, peak
+
+
+def _mark(pid: int) -> int:
+    """The high-water mark of a process in bytes; 0: it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    except OSError:
+        return 0
+    found = re.search(r"VmHWM:\s+(\d+) kB", text)
+    return 0 if found is None else int(found[1]) * 1024
+
+
+# ---------------------------------------------------------------------------------------------- drawn runs
+def drawn(draw: random.Random, task: str, folder: Path) -> list[str]:
+    """Draw a run, write its data into `folder`, and return its settings."""
+    data = folder / "data"
+    own = {"classification": _classification, "segmentation": _segmentation, "text": _text}[task](draw, data)
+    return [
+        *own,
+        f"data.eval_batch_size={draw.choice(('null', '1', '8', '32', '64'))}",
+        f"data.num_workers={draw.choice((0, 0, 1))}",
+        f"cost.baseline={draw.choice(('none', 'none', 'full'))}",
+        "cost.steps=1",
+        f"optim.state_bits={draw.choice((32, 32, 8))}",
+        f"allocator={draw.choice(('auto', 'system'))}",
+        f"trainer.grad_accum_steps={draw.choice((1, 1, 2))}",
+        "trainer.epochs=1",
+        "trainer.max_steps=3",
+        "trainer.accelerator=cpu",
+        "trainer.progress=false",
+        "optim.warmup_steps=null",
+    ]
+
+
+def _classification(draw: random.Random, data: Path) -> list[str]:
+    name = draw.choice(list(_CLASSIFIERS))
+    side = draw.choice((60, 200, 500, 1000, 3000, 6000))
+    _write_images(data, draw, 12 if side > 1000 else 40, side)
+    return [
+        "data=folder", f"data.root={data}", f"data.batch_size={draw.choice((2, 4, 8, 16))}", "data.val_fraction=0.3",
+        "model=timm", f"model.name={name}", "model.pretrained=false",
+        f"model.image_size={draw.choice(_CLASSIFIERS[name])}", f"method={draw.choice(_METHODS)}",
+        f"data.keep_decoded={draw.choice(('off', 'auto'))}", f"data.decoded_folder={data.parent / 'decoded'}",
+    ]  # fmt: skip
+
+
+def _segmentation(draw: random.Random, data: Path) -> list[str]:
+    side = draw.choice((64, 128, 256, 512))
+    _write_masks(data, draw, side)
+    network = draw.choice(
+        (
+            ["model=segformer_b0", "model.pretrained=false"],
+            ["model=smp", "model.name=unet", "model.encoder=mobilenetv3_small_050", "model.pretrained=false"],
+            ["model=smp", "model.name=fpn", "model.encoder=resnet18", "model.pretrained=false"],
+        )
+    )
+    return [
+        "task=segmentation", *network, "data=mask_folder", f"data.root={data}",
+        f"model.image_size={draw.choice((64, 96, 128))}", f"data.batch_size={draw.choice((2, 4, 8))}",
+        f"method={draw.choice(('full', 'head', 'last_stage', '[full,low_bit]'))}",
+        f"data.masks.resize={draw.choice(('null', '[160,160]'))}",
+        f"data.masks.evaluation={draw.choice(('whole', 'windows'))}",
+    ]  # fmt: skip
+
+
+def _text(draw: random.Random, data: Path) -> list[str]:
+    length = draw.choice((16, 64, 128))
+    width, layers = draw.choice((64, 128, 256)), draw.choice((2, 4))
+    _write_bert(data / "bert", width, layers)
+    data.mkdir(parents=True, exist_ok=True)
+    with (data / "texts.csv").open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file)
+        rows.writerow(["text", "label"])
+        for k in range(120):
+            words = draw.choices(_WORDS[2:], k=draw.choice((5, length)))
+            rows.writerow([" ".join([_WORDS[k % 2], *words]), str(k % 2)])
+    return [
+        "task=text", "model=text", "model.name=bert", f"model.weights={data / 'bert'}", f"model.max_length={length}",
+        "data=text_folder", f"data.root={data / 'texts.csv'}", f"data.batch_size={draw.choice((4, 8, 32))}",
+        f"method={draw.choice(('full', 'head', 'last_stage', '[full,low_bit]', '[full,checkpointing]'))}",
+    ]  # fmt: skip
+
+
+def _write_images(data: Path, draw: random.Random, count: int, side: int) -> None:
+    """Write images of two classes, smooth, so that large ones are short files."""
+    import numpy as np
+    from PIL import Image
+
+    kind, mode = draw.choice((("jpg", "RGB"), ("png", "RGB"), ("png", "L")))
+    small = np.random.default_rng(draw.randrange(2**32)).integers(0, 255, (count, 16, 16, 3), dtype=np.uint8)
+    for number in range(count):
+        into = data / "ab"[number % 2]
+        into.mkdir(parents=True, exist_ok=True)
+        picture = Image.fromarray(small[number]).convert(mode).resize((side, side), Image.Resampling.NEAREST)
+        picture.save(into / f"{number:03}.{kind}")
+
+
+def _write_masks(data: Path, draw: random.Random, side: int) -> None:
+    """Write images with masks of three classes; those of evaluation are larger."""
+    import numpy as np
+    from PIL import Image
+
+    chance = np.random.default_rng(draw.randrange(2**32))
+    for split, count, factor in (("train", 16, 1), ("val", 6, draw.choice((1, 2))), ("test", 4, 1)):
+        for part in ("images", "masks"):
+            (data / split / part).mkdir(parents=True)
+        for number in range(count):
+            small = chance.integers(0, 255, (8, 8, 3), dtype=np.uint8)
+            size = (side * factor, side * factor)
+            Image.fromarray(small).resize(size, Image.Resampling.NEAREST).save(
+                data / split / "images" / f"{number}.png"
+            )
+            mask = Image.fromarray((small[..., 0] % 3).astype(np.uint8)).resize(size, Image.Resampling.NEAREST)
+            mask.save(data / split / "masks" / f"{number}.png")
+    (data / "classes.txt").write_text("a\nb\nc\n", encoding="utf-8")
+
+
+def _write_bert(folder: Path, width: int, layers: int) -> None:
+    """Write a BERT with random weights and its tokenizer, as `save_pretrained` does."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordPiece
+    from tokenizers.pre_tokenizers import BertPreTokenizer
+    from tokenizers.processors import TemplateProcessing
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *_WORDS]
+    plain: Any = Tokenizer(WordPiece({name: k for k, name in enumerate(names)}, unk_token="[UNK]"))
+    plain.pre_tokenizer = BertPreTokenizer()
+    plain.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    config = BertConfig(
+        vocab_size=len(names),
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        intermediate_size=4 * width,
+        max_position_embeddings=256,
+    )
+    BertModel(config).save_pretrained(folder)
+    BertTokenizerFast(tokenizer_object=plain).save_pretrained(folder)

@@ -1,0 +1,149 @@
+"""Keep a run within its memory budget: watch the process, and stop the run when it passes the budget.
+
+On a CPU the budget is the resident memory of the training process, interpreter and libraries included; workers that
+load data have memory of their own. On CUDA it is the memory that PyTorch's allocator reserves on the device, which the
+allocator itself enforces.
+"""
+
+from __future__ import annotations
+
+import _thread
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import torch
+
+from efficient_ft.config import Config
+from efficient_ft.core.errors import UserError
+from efficient_ft.core.format import format_bytes
+from efficient_ft.core.process_memory import release_freed_memory, return_freed_memory_on_request
+from efficient_ft.core.units import parse_bytes
+
+#: Seconds between two looks at the size of the process: far below the budget, and from `_CLOSE` of it on.
+INTERVAL, CLOSE_INTERVAL = 0.02, 0.002
+_CLOSE = 0.85
+#: From this share of the budget on freed memory is given back, and after these seconds again.
+_NEAR, _RELEASE_INTERVAL = 0.97, 0.5
+#: Seconds after which a run that did not stop is stopped again: an exception within a finalizer is ignored.
+_AGAIN = 5.0
+#: What wakes the main thread; nothing else in a run uses it.
+_SIGNAL: signal.Signals = getattr(signal, "SIGUSR2", None) or getattr(signal, "SIGBREAK")  # noqa: B009 (Windows)
+
+
+def budget_of(config: Config) -> int | None:
+    """The budget in bytes; None: the run has none."""
+    return None if config.memory is None else parse_bytes("memory", config.memory)
+
+
+@contextmanager
+def within_budget(config: Config, device: torch.device, *, armed: bool = True) -> Iterator[None]:
+    """Stop the code in the block with a UserError as soon as it passes the run's budget.
+
+    A thread looks at the size of the process, and wakes the main thread, which stops between two operations. The files
+    of the run stay; the same command with a larger budget continues from its last checkpoint. Nested uses have no
+    effect.
+
+    Args:
+        config: of the run.
+        device: where it trains.
+        armed: False: the code is not stopped before `stop_from_now_on`. A run is first predicted, and a prediction
+            above the budget has the better message.
+
+    Raises:
+        UserError: the budget was passed.
+    """
+    budget = budget_of(config)
+    if budget is None or threading.current_thread() is not threading.main_thread() or _Watch.running is not None:
+        yield
+        return
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise _passed(config, torch.cuda.max_memory_reserved(device), "reserved on the GPU") from None
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+        return
+    watch = _Watch(budget, armed)
+
+    def stop(number: int, frame: Any) -> None:
+        if watch.seen:
+            raise _passed(config, watch.seen, "taken by the process")
+
+    before = signal.signal(_SIGNAL, stop)
+    with return_freed_memory_on_request():
+        watch.start()
+        try:
+            yield
+        finally:
+            watch.end()
+            signal.signal(_SIGNAL, before)
+
+
+def stop_from_now_on(config: Config) -> None:
+    """Arm the watch of `within_budget`.
+
+    Raises:
+        UserError: the budget was passed before.
+    """
+    watch = _Watch.running
+    if watch is not None:
+        watch.armed = True
+        if watch.seen:
+            raise _passed(config, watch.seen, "taken by the process while the data were read")
+
+
+def _passed(config: Config, size: int, how: str) -> UserError:
+    return UserError(
+        f"memory={config.memory} ({format_bytes(budget_of(config) or 0)}): stopped, since {format_bytes(size)} were"
+        f" {how}. Pass a larger memory=, or a recipe that takes less: efficient-ft plan with the same model, data and"
+        f" memory={config.memory} finds some. The same command with a larger memory= continues from the last"
+        " checkpoint."
+    )
+
+
+class _Watch(threading.Thread):
+    """Look at the resident memory of the process, and wake the main thread when it is above `budget`.
+
+    Near the budget, freed memory that the allocator holds is given back: from step to step it splits up, so that a
+    process grows slowly although the bytes in use do not.
+    """
+
+    #: The watch of this process; None: there is none.
+    running: _Watch | None = None
+
+    def __init__(self, budget: int, armed: bool) -> None:
+        super().__init__(name="memory budget", daemon=True)
+        self._budget, self.armed, self._ended = budget, armed, threading.Event()
+        #: The size above the budget; 0: it was not passed.
+        self.seen = 0
+        _Watch.running = self
+
+    def run(self) -> None:
+        """Look until the end."""
+        process, released, size = psutil.Process(), 0.0, 0
+        while not self._ended.wait(CLOSE_INTERVAL if size > _CLOSE * self._budget else INTERVAL):
+            size = process.memory_info().rss
+            near = size > _NEAR * self._budget and time.monotonic() - released > _RELEASE_INTERVAL
+            if near or size > self._budget:
+                release_freed_memory()
+                released, size = time.monotonic(), process.memory_info().rss
+            if size > self._budget:
+                self.seen = max(self.seen, size)
+                if self.armed:
+                    _thread.interrupt_main(_SIGNAL)
+                    if self._ended.wait(_AGAIN):
+                        return
+
+    def end(self) -> None:
+        """Stop looking."""
+        self._ended.set()
+        self.join()
+        _Watch.running = None
