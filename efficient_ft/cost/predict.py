@@ -39,6 +39,8 @@ _GROWTH = {
 }
 #: A phase may grow by this factor more than predicted, and by these bytes: code that a run loads late, and its lists.
 _SAFETY, RUN_ONLY = 1.06, 24 * 2**20
+#: Scratch of evaluation, with every allocator.
+_FORWARD_SCRATCH = 1.75
 #: Images of a real run that replaces fake tensors if these cannot follow a network in evaluation.
 _FEW = 2
 
@@ -126,7 +128,10 @@ class Demand:
         weights, state = self.weights_bytes, self.optimizer_bytes + self.gradient_bytes
         fixed = _GROWTH[allocator][0]
         forward = self.evaluation
-        evaluating = forward.batch_bytes + bounded_growth(forward.peak_bytes, forward.largest_bytes, allocator)
+        # Forward passes without gradients hold few large tensors at a time: less is lost to scratch.
+        scratch = min(1.0, _FORWARD_SCRATCH / _GROWTH[allocator][1])
+        largest = round(scratch * forward.largest_bytes)
+        evaluating = forward.batch_bytes + bounded_growth(forward.peak_bytes, largest, allocator)
         step = self.batch_bytes + bounded_growth(self.step_bytes, self.largest_bytes, allocator)
         load = fixed + 2 * self.batch_bytes + self.load_bytes
         evaluation_load = fixed + 2 * forward.batch_bytes + self.evaluation_load_bytes

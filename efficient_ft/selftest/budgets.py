@@ -26,7 +26,7 @@ from efficient_ft.selftest.trial import Trial, require
 OVER, RECORDED = 0.005, 0.01
 #: The seed of the runs drawn; their number in the short and in the long form.
 SEED, SHORT, LONG = 46, 3, 60
-#: Budgets, relative to the memory that the program says the run needs. Below 1 the run is rejected.
+#: Budgets, relative to the memory that the program says the run needs. Up to 1 the run may be rejected.
 _FACTORS = (0.97, 1.0, 1.0, 1.03, 1.15)
 
 _CLASSIFIERS = {
@@ -73,7 +73,9 @@ def _holds(folder: Path, number: int, task: str) -> dict[str, float]:
         off = abs(recorded / peak - 1)
         require(off <= RECORDED, f"recorded {format_bytes(recorded)}, off by {off:.2%}: {shown}")
         return {"runs that ended": 1, "largest share of the budget": peak / budget, "largest record off": off}
-    require(ended.status == 2 and factor < 1, f"status {ended.status}: {shown}\n{ended.printed[-3000:]}")
+    rejected = ended.status == 2 and "the run would take about" in ended.unwrapped
+    # The size of the interpreter differs by some MiB from start to start.
+    require(rejected and factor <= 1, f"status {ended.status}: {shown}\n{ended.printed[-3000:]}")
     return {"runs rejected": 1}
 
 

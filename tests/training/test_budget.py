@@ -1,10 +1,12 @@
-"""The memory budget of a run: refused before the first step, or stopped where it is passed all the same."""
+"""The memory budget of a run: rejected before anything is written, or stopped when the run exceeds it."""
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +14,21 @@ from typing import Any
 import pytest
 import torch
 
-from efficient_ft.config import Config
+from efficient_ft.config import Config, check
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.training import budget
-from efficient_ft.training.budget import within_budget
+from efficient_ft.core.process_memory import HighWaterMark, lifetime_peak_bytes, release_freed_memory, resident_bytes
+from efficient_ft.cost import Demand, Forward, Prediction, predict
+from efficient_ft.models import factory
+from efficient_ft.training import budget, memory_watch
+from efficient_ft.training.budget import Predictor
+from efficient_ft.training.datamodule import open_images
+from efficient_ft.training.memory_watch import within_budget
 from efficient_ft.training.run import run
+from tests.conftest import unwrapped
+from tests.data.mask_pictures import write_folder
 from tests.planning.test_planner import SETTINGS, configure
+from tests.training.test_segmentation_run import plain_segmentation
+from tests.training.test_text_run import plain_text, write_place
 
 
 def of_run(*settings: str, memory: str) -> Config:
@@ -30,45 +41,144 @@ def test_a_budget_needs_a_unit(wrong: str) -> None:
         of_run(memory=wrong)
 
 
-def test_a_run_above_its_budget_is_refused_before_it_trains(tmp_path: Path) -> None:
+def test_a_run_above_its_budget_is_rejected_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"memory=200MB \(191 MiB\): the run would take about .* No recipe of this model fits"
     ):
         run(of_run(memory="200MB"), tmp_path / "run")
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert not (tmp_path / "run").exists()
 
 
-def test_the_refusal_names_the_batch_that_would_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    sizes: list[int] = []
+def _predicting(monkeypatch: pytest.MonkeyPatch, phases: Callable[[Config], dict[str, int]]) -> list[Config]:
+    """Let predictions come from `phases`; returns the configurations that are predicted."""
+    asked: list[Config] = []
 
-    def predicted(config: Config, *rest: object) -> int:
-        parts = rest[-1]
-        assert isinstance(parts, int)
-        sizes.append(parts)
-        return 8 * 10**12 // parts
+    def predict(self: Predictor, config: Config) -> Prediction:
+        asked.append(config)
+        return Prediction(0, phases(config))
 
-    monkeypatch.setattr(budget, "_predicted", predicted)
+    monkeypatch.setattr(Predictor, "__call__", predict)
+    monkeypatch.setattr(Predictor, "demand", lambda self, config: Demand(0, 0, 0, 0, 0, 0))
     monkeypatch.setattr(budget, "memory_limit_bytes", lambda: 10**15)
+    return asked
+
+
+def _rejected(folder: Path, *settings: str) -> str:
     with pytest.raises(UserError) as error:
-        run(of_run(memory="2TB"), tmp_path / "run")
-    assert sizes == [1, 2, 4]
-    assert "data.batch_size=8 trainer.grad_accum_steps=4 would fit; or efficient-ft plan" in str(error.value)
+        run(of_run(*settings, memory="2TB"), folder / "run")
+    return str(error.value)
+
+
+def test_the_rejection_names_the_batch_that_would_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = _predicting(monkeypatch, lambda config: {"training": 250 * 10**9 * config.data.batch_size})
+    text = _rejected(tmp_path, "data.batch_size=32")
+    assert [one.data.batch_size for one in asked] == [32, 32, 16, 8]
+    assert "Most is needed for training (data.batch_size=32, model.image_size=32)." in text
+    assert "data.batch_size=8 trainer.grad_accum_steps=4 would fit; or efficient-ft plan" in text
+
+
+def test_the_rejection_names_the_evaluation_batch_that_would_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def phases(config: Config) -> dict[str, int]:
+        return {"evaluation": 10**11 * (config.data.eval_batch_size or 0), "training": 10**10 * config.data.batch_size}
+
+    _predicting(monkeypatch, phases)
+    text = _rejected(tmp_path, "data.eval_batch_size=64")
+    assert "Most is needed for evaluation (data.eval_batch_size=64, model.image_size=32)." in text
+    assert "data.eval_batch_size=16 would fit; or efficient-ft plan" in text
+
+
+def test_the_rejection_names_workers_and_the_image_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _predicting(monkeypatch, lambda config: {"reading training batches": 10**13 * (config.data.num_workers == 0)})
+    assert "data.num_workers=1 would fit" in _rejected(tmp_path)
+    _predicting(monkeypatch, lambda config: {"training": 10**13 * (config.model.image_size != 32)})
+    assert "model.image_size=32 would fit" in _rejected(tmp_path, "model.image_size=48")
 
 
 @pytest.mark.slow
-def test_a_smaller_part_of_the_batch_is_predicted_to_take_less(tmp_path: Path) -> None:
-    config = of_run("data.batch_size=512", memory="1TB")
-    from efficient_ft.methods.build import build_methods
-    from efficient_ft.models import factory
+def test_evaluation_and_smaller_parts_count() -> None:
+    config = of_run("data.batch_size=128", "data.eval_batch_size=8", memory="1TB")
+    images = open_images(config, factory.input_of(config.model))
+    predictor = Predictor(config, images, 0, torch.device("cpu"))
 
-    network, cpu = factory.random_model(config.model, 10), torch.device("cpu")
-    sizes = [budget._predicted(config, network, build_methods(config), 0, cpu, parts) for parts in (1, 2, 4)]
-    gradients = sum(p.numel() * 4 for p in network.parameters())
-    assert sizes[0] > sizes[1] > sizes[2] > gradients
+    def demand(**sizes: int) -> Demand:
+        return predictor.demand(config.model_copy(update={"data": config.data.model_copy(update=sizes)}))
+
+    whole, part, large = demand(), demand(batch_size=32), demand(eval_batch_size=128)
+    assert whole.step_bytes > part.step_bytes > whole.optimizer_bytes
+    assert large.evaluation.peak_bytes > 8 * whole.evaluation.peak_bytes
+    assert large.phases("mimalloc")["evaluation"] > whole.phases("mimalloc")["evaluation"]
+
+
+def test_every_phase_is_in_the_peak() -> None:
+    plain = Demand(10**8, 10**8, 0, 10**8, 10**6, 0, evaluation=Forward(0, 10**7, 10**6))
+    peak = predict(plain, 10**9, "system", "cpu").peak_bytes
+    changes: list[dict[str, Any]] = [
+        {"evaluation": Forward(10**9, 0, 0)},
+        {"evaluation": Forward(0, 10**9, 0)},
+        {"load_bytes": 10**9},
+        {"evaluation_load_bytes": 10**9},
+        {"inspection_bytes": 10**9},
+        {"copies": 10},
+        {"weights_bytes": 10**9},
+    ]
+    for change in changes:
+        assert predict(replace(plain, **change), 10**9, "system", "cpu").peak_bytes > peak + 5 * 10**8, change
+    resumed = replace(plain, optimizer_bytes=10**9, step_bytes=11 * 10**8)
+    assert predict(replace(resumed, resumed=True), 0, "system", "cpu").phase == "continuing"
+
+
+@pytest.mark.slow
+def test_a_run_with_texts_and_one_with_masks_have_budgets(tmp_path: Path) -> None:
+    place = write_place(tmp_path / "texts")
+    images = write_folder(tmp_path / "shapes", {"train": 12, "val": 4, "test": 4})
+    for plain in (plain_text(place, method={"full": {}}), plain_segmentation(images)):
+        config = check({**plain, "memory": "1MB"})
+        with pytest.raises(UserError, match=r"memory=1MB .*: the run would take about"):
+            run(config, tmp_path / "rejected")
+        assert not (tmp_path / "rejected").exists()
+        results = run(check({**plain, "memory": "1TB"}), tmp_path / f"run_{config.task}")
+        memory = results["memory"]
+        assert memory["peak_bytes"] >= memory["step_peak_bytes"]
+        assert memory["peak_bytes"] == pytest.approx(lifetime_peak_bytes(), rel=0.01)
+        assert memory["predicted_peak_bytes"] > memory["before_model_bytes"]
+
+
+def test_workers_are_printed_and_count_in_the_container(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limit = resident_bytes() + 10**9
+    monkeypatch.setattr(budget, "memory_limit_bytes", lambda: limit)
+    config = of_run(memory="1TB")
+    config = config.model_copy(update={"data": config.data.model_copy(update={"num_workers": 64})})
+    with pytest.raises(UserError, match=r"data\.num_workers=64: the run needs about .* together more than this"):
+        run(config, tmp_path / "run")
+    assert "The worker processes (data.num_workers=64) take about " in unwrapped(capsys.readouterr().out)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_the_watch_covers_evaluation_and_costs(tmp_path: Path) -> None:
+    run(_plain(["method=full", "trainer.progress=false"]), tmp_path / "run")
+    for settings in (["cost_only=true"], [f"evaluate={tmp_path / 'run'}"]):
+        with pytest.raises(UserError, match=r"memory=1MB .*: stopped, since"):
+            run(of_run(*settings, memory="1MB"), tmp_path / "other")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system's mark")
+def test_marks_before_a_measurement_count_in_the_peak() -> None:
+    held = torch.ones(60 * 2**18)  # 60 MiB
+    peak = lifetime_peak_bytes()
+    del held
+    release_freed_memory()
+    with HighWaterMark():
+        pass
+    assert lifetime_peak_bytes() >= peak - 2**22  # the kernel counts to a few pages
 
 
 def test_a_run_is_stopped_when_it_passes_its_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(budget, "_predicted", lambda *arguments: 0)
+    _predicting(monkeypatch, lambda config: {"training": 0})
     with pytest.raises(
         UserError, match=r"memory=100MB \(95\.4 MiB\): stopped, since .* [MG]iB were taken by the process"
     ):
@@ -79,7 +189,7 @@ def test_the_guard_stops_between_two_operations_and_leaves_nothing_behind() -> N
     import signal
     import threading
 
-    before = signal.getsignal(budget._SIGNAL)
+    before = signal.getsignal(memory_watch._SIGNAL)
     config = of_run(memory="1MB")
 
     def work() -> None:
@@ -89,7 +199,7 @@ def test_the_guard_stops_between_two_operations_and_leaves_nothing_behind() -> N
 
     with pytest.raises(UserError, match="memory=1MB"):
         work()
-    assert signal.getsignal(budget._SIGNAL) is before
+    assert signal.getsignal(memory_watch._SIGNAL) is before
     assert not any(thread.name == "memory budget" for thread in threading.enumerate())
 
 
@@ -107,8 +217,8 @@ def test_freed_memory_is_given_back_before_a_run_is_stopped(
         released.append(held[0])
         held[0] = 0
 
-    monkeypatch.setattr(budget.psutil, "Process", Process)
-    monkeypatch.setattr(budget, "release_freed_memory", release)
+    monkeypatch.setattr(memory_watch.psutil, "Process", Process)
+    monkeypatch.setattr(memory_watch, "release_freed_memory", release)
     expected = pytest.raises(UserError, match="taken by the process") if stopped else nullcontext()
     with expected, within_budget(of_run(memory="100MB"), torch.device("cpu")):
         time.sleep(0.3)

@@ -15,9 +15,8 @@ import torch
 
 from efficient_ft.config import check
 from efficient_ft.core.errors import UserError
-from efficient_ft.methods.build import build_methods
-from efficient_ft.models import factory
 from efficient_ft.training import out_of_memory as module
+from efficient_ft.training.budget import Predictor, largest_batch
 from efficient_ft.training.out_of_memory import out_of_memory
 from tests.conftest import unwrapped
 from tests.training.runs import REPOSITORY, plain_config
@@ -81,7 +80,7 @@ _CPU = "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't
     ],
 )
 def test_every_library_s_lack_of_memory_is_known(error: Exception, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_largest_batch", lambda *arguments: 96)
+    monkeypatch.setattr(module, "largest_batch", lambda *arguments: 96)
     with pytest.raises(UserError) as caught, _caught():
         raise error
     assert str(caught.value).startswith(f"Out of memory on the CPU: {asked} asked for than is free, ")
@@ -91,10 +90,10 @@ def test_every_library_s_lack_of_memory_is_known(error: Exception, asked: str, m
 
 @pytest.mark.slow
 def test_a_method_is_named_where_no_batch_size_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_largest_batch", lambda config, *rest: 7 if "checkpointing" in config.method else 0)
+    monkeypatch.setattr(module, "largest_batch", lambda config, *rest: 7 if "checkpointing" in config.method else 0)
     with pytest.raises(UserError, match=r"method=\[full,checkpointing\] data\.batch_size=7 would \(exact, "), _caught():
         raise MemoryError
-    monkeypatch.setattr(module, "_largest_batch", lambda *arguments: 0)
+    monkeypatch.setattr(module, "largest_batch", lambda *arguments: 0)
     with pytest.raises(UserError, match=r"No batch size is predicted to fit\. Choose a smaller model"), _caught():
         raise MemoryError
 
@@ -114,7 +113,7 @@ def test_what_a_failed_step_holds_is_freed_before_the_prediction(monkeypatch: py
         assert held[0]() is None
         return 5
 
-    monkeypatch.setattr(module, "_largest_batch", largest)
+    monkeypatch.setattr(module, "largest_batch", largest)
     with pytest.raises(UserError, match="batch_size=5 is predicted"), _caught():
         step()
 
@@ -133,12 +132,11 @@ def test_other_errors_pass_and_a_killed_worker_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_the_largest_batch_size_is_that_of_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "resident_bytes", lambda: 10**9)
+def test_the_largest_batch_size_is_that_of_the_prediction() -> None:
     config, cpu = check(plain_config()), torch.device("cpu")
-    smaller = check(plain_config(data__batch_size=40))
-    network = factory.random_model(config.model, 10)
-    room = module.predicted_peak(smaller, network, build_methods(smaller), 10**9, cpu)
-    assert 30 <= module._largest_batch(config, cpu, room) <= 40
-    assert module._largest_batch(config, cpu, 2**60) == 128
-    assert module._largest_batch(config, cpu, 10**9) == 0
+    room = Predictor(check(plain_config(data__batch_size=40)), None, 10**9, cpu)(
+        check(plain_config(data__batch_size=40))
+    ).peak_bytes
+    assert 30 <= largest_batch(config, cpu, 10**9, room) <= 40
+    assert largest_batch(config, cpu, 10**9, 2**60) == 128
+    assert largest_batch(config, cpu, 10**9, 10**9) == 0
