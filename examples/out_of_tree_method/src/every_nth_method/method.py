@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from efficient_ft.core.errors import SettingError
-from efficient_ft.methods import ModelView, Needs, register
+from efficient_ft.methods import Exactness, ModelView, Needs, PlanCandidate, register
 from efficient_ft.methods.selection.static import Selection
 from efficient_ft.models.view import parameters_under
 
@@ -24,6 +24,7 @@ class EveryNth(Selection):
 
     name = "every_nth"
     needs = frozenset({Needs.BLOCKS, Needs.CLASSIFIER})
+    candidates = (PlanCandidate({"n": 2}, Exactness.PART), PlanCandidate({"n": 4}, Exactness.PART))
 
     def __init__(self, n: int = 2) -> None:
         super().__init__()
