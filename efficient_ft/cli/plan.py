@@ -39,8 +39,8 @@ batch into micro-batches. All other settings are those of the run.
 The plan counts recipes without weights: the smallest ones first (head, last_stage), then the most useful ones, until
 --planning-time is over. It times some of them on this machine, on random images, and tries the recommended recipe for a
 few steps in a separate process. If the weights and images of the run are available, the plan compares the gradients of
-recipes with the exact gradients, unless all their methods are declared exact. The class of methods that you name is unknown
-until then.
+recipes with the exact gradients, unless all their methods are declared exact. The class of methods that you name is
+unknown until then.
 
 The plan recommends the fastest recipe of the best class within all limits. The classes are exact, near exact,
 approximate, and training a part. A run with the setting memory= stops before it exceeds the budget.

@@ -54,21 +54,26 @@ def memory_limit_bytes(root: Path = Path("/")) -> int:
 
 
 def room_bytes() -> int:
-    """The memory that this process may take in all: its size, and the free memory within all limits.
+    """The memory that this process may take in all: its size, and the memory that is free within all limits.
 
-    Limits are those of `memory_limit_bytes`, free memory of the machine, and limits of the process (``ulimit -v`` and
-    ``-d``).
+    These are the limits of `memory_limit_bytes` and `process_limit_bytes`, and the free memory of the machine.
     """
-    process = psutil.Process().memory_info()
-    sizes = [memory_limit_bytes(), process.rss + psutil.virtual_memory().available]
-    if sys.platform != "win32":
-        import resource
+    free = resident_bytes() + psutil.virtual_memory().available
+    return min(memory_limit_bytes(), free, process_limit_bytes() or free)
 
-        for limit, used in ((resource.RLIMIT_AS, process.vms), (resource.RLIMIT_DATA, getattr(process, "data", 0))):
-            allowed, _ = resource.getrlimit(limit)
-            if allowed != resource.RLIM_INFINITY:
-                sizes.append(process.rss + max(0, allowed - used))
-    return min(sizes)
+
+def process_limit_bytes() -> int | None:
+    """The size up to which the limits of this process let it grow (``ulimit -v`` and ``-d``); None: it has none."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    process, sizes = psutil.Process().memory_info(), []
+    for limit, used in ((resource.RLIMIT_AS, process.vms), (resource.RLIMIT_DATA, getattr(process, "data", 0))):
+        allowed, _ = resource.getrlimit(limit)
+        if allowed != resource.RLIM_INFINITY:
+            sizes.append(process.rss + max(0, allowed - used))
+    return min(sizes, default=None)
 
 
 def _cgroup_limits(root: Path) -> Iterator[int]:

@@ -19,7 +19,12 @@ from efficient_ft.config import Config
 from efficient_ft.core.allocator import allocator_in_use
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import format_bytes
-from efficient_ft.core.process_memory import memory_limit_bytes, release_freed_memory, resident_bytes, room_bytes
+from efficient_ft.core.process_memory import (
+    memory_limit_bytes,
+    process_limit_bytes,
+    release_freed_memory,
+    resident_bytes,
+)
 from efficient_ft.cost import Demand, Forward, Prediction, count_evaluation, executed, predict
 from efficient_ft.data import RoundRobinData, class_count
 from efficient_ft.data.reading import Reading
@@ -230,7 +235,7 @@ def require_within_budget(config: Config, images: RunData, folder: Path | None) 
     budget, device = budget_of(config), on_device(config)
     if budget is None:
         return None
-    on_cpu = device.type == "cpu"
+    on_cpu = device.type != "cuda"
     limit = memory_limit_bytes()
     if on_cpu and budget > limit:
         say(
@@ -384,24 +389,30 @@ def _require_room(config: Config, predictor: Predictor, predicted: Prediction, d
             f"Memory: about {format_bytes(predicted.peak_bytes)} of memory={config.memory} are needed. The worker"
             f" processes (data.num_workers={count}) take about {format_bytes(workers)} in addition."
         )
-    own = predicted.peak_bytes if device.type == "cpu" else resident_bytes()
-    limit, room = memory_limit_bytes(), room_bytes()
+    own = predicted.peak_bytes if device.type != "cuda" else resident_bytes()
+    limit, allowed = memory_limit_bytes(), process_limit_bytes()
     if own + workers > limit:
         raise UserError(
             f"data.num_workers={count}: the run needs about {format_bytes(own)} and its worker processes"
             f" {format_bytes(workers)}, together more than this machine or its container has: {format_bytes(limit)}."
             f" Use data.num_workers=0, or smaller batches."
         )
-    if own > room:
-        say(
-            f"warning: the run needs about {format_bytes(own)}, and {format_bytes(room)} are free now or allowed"
-            " (ulimit)."
+    if allowed is not None and own > allowed:
+        raise UserError(
+            f"memory={config.memory}: the run needs about {format_bytes(own)}, and the limits of this process allow"
+            f" {format_bytes(allowed)}. Raise them (ulimit -v, ulimit -d), or use smaller batches."
         )
 
 
-def predicted_peak(config: Config, base_bytes: int, device: torch.device) -> int:
-    """Predict the peak of a run whose data are not opened: of its process, or of the memory reserved on the GPU."""
-    return Predictor(config, None, base_bytes, device)(config).peak_bytes
+def smaller_evaluation(config: Config, device: torch.device, base_bytes: int, room: int) -> int | None:
+    """The evaluation batch size with which the run is predicted to fit into `room`, if only evaluation is too large.
+
+    Args: as of `largest_batch`.
+    """
+    fits = fitting(config, Predictor(config, None, base_bytes, device), room)
+    if fits is None or fits.data.batch_size != config.data.batch_size or fits == config:
+        return None
+    return fits.data.eval_batch_size
 
 
 def largest_batch(config: Config, device: torch.device, base_bytes: int, room: int) -> int:

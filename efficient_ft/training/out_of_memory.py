@@ -16,7 +16,7 @@ from efficient_ft.core.format import bytes_setting, format_bytes
 from efficient_ft.core.process_memory import release_freed_memory, resident_bytes, room_bytes
 from efficient_ft.core.units import parse_bytes
 from efficient_ft.data.loader import refuse_killed_worker
-from efficient_ft.training.budget import largest_batch
+from efficient_ft.training.budget import largest_batch, smaller_evaluation
 from efficient_ft.training.trainer import on_device
 
 #: Texts of the errors of torch's allocators on a CPU and on Apple's GPUs, which have no class of their own.
@@ -63,7 +63,8 @@ def out_of_memory(config: Config) -> Iterator[None]:
     raise UserError(
         f"Out of memory on {_named(device)}: {'more was' if asked is None else f'{format_bytes(asked)} more were'}"
         f" asked for than is free, {format_bytes(free)}. A step's memory follows from"
-        f" data.batch_size={data.batch_size}, model.image_size ({shape}) and method={'+'.join(config.method)}."
+        f" data.batch_size={data.batch_size}, model.image_size ({shape}) and method={'+'.join(config.method)}, that of"
+        f" evaluation from data.eval_batch_size ({data.eval_batch_size or data.batch_size})."
         f" {_what_fits(config, device)}"
     )
 
@@ -117,6 +118,9 @@ def _what_fits(config: Config, device: torch.device) -> str:
     if config.tasks:
         return f"Reduce data.batch_size; or {plan}"
     try:
+        evaluated = smaller_evaluation(config, device, resident_bytes(), room)
+        if evaluated is not None:
+            return f"data.eval_batch_size={evaluated} is predicted to fit; or {plan}"
         largest = largest_batch(config, device, resident_bytes(), room)
         if largest == config.data.batch_size:
             return (
@@ -124,7 +128,9 @@ def _what_fits(config: Config, device: torch.device) -> str:
                 f" data.batch_size or data.eval_batch_size; or {plan}"
             )
         if largest:
-            return f"data.batch_size={largest} is predicted to fit{_same_steps(config, largest)}; or {plan}"
+            wanted = config.data.eval_batch_size
+            also = f" data.eval_batch_size={largest}" if wanted is not None and wanted > largest else ""
+            return f"data.batch_size={largest}{also} is predicted to fit{_same_steps(config, largest)}; or {plan}"
         for methods, about in _SMALLER:
             smaller = config.model_copy(update={"method": {name: {} for name in methods}})
             if set(methods) != set(config.method) and (

@@ -16,7 +16,7 @@ import torch
 from efficient_ft.config import check
 from efficient_ft.core.errors import UserError
 from efficient_ft.training import out_of_memory as module
-from efficient_ft.training.budget import Predictor, largest_batch
+from efficient_ft.training.budget import Predictor, largest_batch, smaller_evaluation
 from efficient_ft.training.out_of_memory import out_of_memory
 from tests.conftest import unwrapped
 from tests.training.runs import REPOSITORY, plain_config
@@ -55,6 +55,7 @@ def test_the_batch_size_named_by_a_run_without_memory_fits(tmp_path: Path) -> No
         r"Out of memory on the CPU: [\d.]+ [MG]iB more were asked for than is free, [\d.]+ [MG]iB\.", message
     )
     assert "data.batch_size=1200, model.image_size (the network's own) and method=full" in message
+    assert "data.eval_batch_size (" in message
     found = re.search(r"data\.batch_size=(\d+) is predicted to fit", message)
     assert found, message
     assert 8 <= int(found[1]) < 1200
@@ -80,6 +81,7 @@ _CPU = "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't
     ],
 )
 def test_every_library_s_lack_of_memory_is_known(error: Exception, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "smaller_evaluation", lambda *arguments: None)
     monkeypatch.setattr(module, "largest_batch", lambda *arguments: 96)
     with pytest.raises(UserError) as caught, _caught():
         raise error
@@ -90,9 +92,11 @@ def test_every_library_s_lack_of_memory_is_known(error: Exception, asked: str, m
 
 @pytest.mark.slow
 def test_a_method_is_named_where_no_batch_size_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "smaller_evaluation", lambda *arguments: None)
     monkeypatch.setattr(module, "largest_batch", lambda config, *rest: 7 if "checkpointing" in config.method else 0)
     with pytest.raises(UserError, match=r"method=\[full,checkpointing\] data\.batch_size=7 would \(exact, "), _caught():
         raise MemoryError
+    monkeypatch.setattr(module, "smaller_evaluation", lambda *arguments: None)
     monkeypatch.setattr(module, "largest_batch", lambda *arguments: 0)
     with pytest.raises(UserError, match=r"No batch size is predicted to fit\. Choose a smaller model"), _caught():
         raise MemoryError
@@ -113,6 +117,7 @@ def test_what_a_failed_step_holds_is_freed_before_the_prediction(monkeypatch: py
         assert held[0]() is None
         return 5
 
+    monkeypatch.setattr(module, "smaller_evaluation", lambda *arguments: None)
     monkeypatch.setattr(module, "largest_batch", largest)
     with pytest.raises(UserError, match="batch_size=5 is predicted"), _caught():
         step()
@@ -129,6 +134,15 @@ def test_other_errors_pass_and_a_killed_worker_is_named() -> None:
         _caught(),
     ):
         raise killed
+
+
+@pytest.mark.slow
+def test_the_evaluation_batch_is_named_if_only_evaluation_is_too_large() -> None:
+    config, cpu = check(plain_config(data__batch_size=8, data__eval_batch_size=2048)), torch.device("cpu")
+    small = check(plain_config(data__batch_size=8, data__eval_batch_size=256))
+    room = Predictor(small, None, 10**9, cpu)(small).peak_bytes
+    assert smaller_evaluation(config, cpu, 10**9, room) == 256
+    assert smaller_evaluation(small, cpu, 10**9, room) is None
 
 
 @pytest.mark.slow
