@@ -39,6 +39,8 @@ _GROWTH = {
 }
 #: A phase may grow by this factor more than predicted, and by these bytes: code that a run loads late, and its lists.
 _SAFETY, RUN_ONLY = 1.06, 24 * 2**20
+#: Bytes of reading a file of weights, relative to the weights: two networks, the tensors of the file, and its pages.
+_LOADING = 3.5
 #: Scratch of evaluation, with every allocator.
 _FORWARD_SCRATCH = 1.75
 #: Images of a real run that replaces fake tensors if these cannot follow a network in evaluation.
@@ -137,13 +139,12 @@ class Demand:
         evaluation_load = fixed + 2 * forward.batch_bytes + self.evaluation_load_bytes
         found = {
             "inspecting the data": self.inspection_bytes,
-            "loading the weights": (3 if self.pretrained else 1) * weights,
+            "loading the weights": round((_LOADING if self.pretrained else 1) * weights),
             "training": self.model_bytes + self.copies * weights + step,
             "reading training batches": self.model_bytes + state + load,
             "evaluation": self.model_bytes + self.copies * weights + self.optimizer_bytes + evaluating,
             "reading evaluation batches": self.model_bytes + self.optimizer_bytes + evaluation_load,
-            # The trained network is there, and that of the file beside its tensors.
-            "loading the saved weights": self.model_bytes + 3 * weights + fixed,
+            "loading the saved weights": self.model_bytes + round(_LOADING * weights) + fixed,
             "evaluating the saved weights": self.model_bytes + weights + max(evaluating, evaluation_load),
             "counting the cost": self.model_bytes + (1 + self.copies) * weights + fixed,
         }

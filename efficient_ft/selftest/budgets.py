@@ -38,6 +38,8 @@ _CLASSIFIERS = {
     "efficientnet_b0": (64, 96),
 }
 _METHODS = ("full", "head", "last_stage", "bitfit", "[full,low_bit]", "[full,checkpointing]", "[full,mesa]", "lora")
+#: Image sets with fewer files have one batch.
+_FEW = 20
 _WORDS = ("apple", "pear", "iron", "zinc", "the", "old", "house", "was", "near", "and")
 
 
@@ -117,6 +119,8 @@ def drawn(draw: random.Random, task: str, folder: Path) -> list[str]:
     """Draw a run, write its data into `folder`, and return its settings."""
     data = folder / "data"
     own = {"classification": _classification, "segmentation": _segmentation, "text": _text}[task](draw, data)
+    few = task == "classification" and sum(1 for _ in data.glob("*/*")) < _FEW
+    batches = 1 if few else 2
     return [
         *own,
         f"data.eval_batch_size={draw.choice(('null', '1', '8', '32', '64'))}",
@@ -125,7 +129,7 @@ def drawn(draw: random.Random, task: str, folder: Path) -> list[str]:
         "cost.steps=1",
         f"optim.state_bits={draw.choice((32, 32, 8))}",
         f"allocator={draw.choice(('auto', 'system'))}",
-        f"trainer.grad_accum_steps={draw.choice((1, 1, 2))}",
+        f"trainer.grad_accum_steps={min(draw.choice((1, 1, 2)), batches)}",
         "trainer.epochs=1",
         "trainer.max_steps=3",
         "trainer.accelerator=cpu",

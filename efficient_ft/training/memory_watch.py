@@ -40,6 +40,10 @@ def budget_of(config: Config) -> int | None:
     return None if config.memory is None else parse_bytes("memory", config.memory)
 
 
+class _PassedError(BaseException):
+    """The budget was passed; no handler of mistakes in the block turns it into a message of its own."""
+
+
 @contextmanager
 def within_budget(config: Config, device: torch.device, *, armed: bool = True) -> Iterator[None]:
     """Stop the code in the block with a UserError as soon as it passes the run's budget.
@@ -75,13 +79,15 @@ def within_budget(config: Config, device: torch.device, *, armed: bool = True) -
 
     def stop(number: int, frame: Any) -> None:
         if watch.seen:
-            raise _passed(config, watch.seen, "taken by the process")
+            raise _PassedError
 
     before = signal.signal(_SIGNAL, stop)
     with return_freed_memory_on_request():
         watch.start()
         try:
             yield
+        except _PassedError:
+            raise _passed(config, watch.seen, "taken by the process") from None
         finally:
             watch.end()
             signal.signal(_SIGNAL, before)

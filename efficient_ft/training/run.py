@@ -259,6 +259,7 @@ def _train(
     total, trainable = (
         sum(p.numel() for p in network.parameters() if p.requires_grad or everything) for everything in (True, False)
     )
+    release_freed_memory()
     data = data_report(config, folder, images, device)
     data["summary"] = {task: one.record() for task, one in understood.items()}
     release_freed_memory()
