@@ -85,6 +85,12 @@ class Forward:
         return Forward(*(round(value * factor) for value in (self.batch_bytes, self.peak_bytes, self.largest_bytes)))
 
 
+def _forward_bytes(forward: Forward, allocator: str) -> int:
+    """Bytes of evaluating a batch. Passes without gradients hold few large tensors: less is lost to scratch."""
+    scratch = min(1.0, _FORWARD_SCRATCH / _GROWTH[allocator][1])
+    return forward.batch_bytes + bounded_growth(forward.peak_bytes, round(scratch * forward.largest_bytes), allocator)
+
+
 @dataclass(frozen=True)
 class Demand:
     """Counted bytes of the phases of a run.
@@ -100,6 +106,8 @@ class Demand:
         evaluation: of an evaluation batch.
         load_bytes: of reading and decoding a training batch in this process.
         evaluation_load_bytes: the same of an evaluation batch.
+        examples: of predicting an example after the training, in its own size.
+        examples_load_bytes: of reading all examples.
         inspection_bytes: of decoding samples before training.
         pretrained: the weights are read from a file.
         copies: copies of the network that the prefix or the cost report makes.
@@ -116,6 +124,8 @@ class Demand:
     evaluation: Forward = Forward()
     load_bytes: int = 0
     evaluation_load_bytes: int = 0
+    examples: Forward = Forward()
+    examples_load_bytes: int = 0
     inspection_bytes: int = 0
     pretrained: bool = True
     copies: int = 0
@@ -130,10 +140,7 @@ class Demand:
         weights, state = self.weights_bytes, self.optimizer_bytes + self.gradient_bytes
         fixed = _GROWTH[allocator][0]
         forward = self.evaluation
-        # Forward passes without gradients hold few large tensors at a time: less is lost to scratch.
-        scratch = min(1.0, _FORWARD_SCRATCH / _GROWTH[allocator][1])
-        largest = round(scratch * forward.largest_bytes)
-        evaluating = forward.batch_bytes + bounded_growth(forward.peak_bytes, largest, allocator)
+        evaluating = _forward_bytes(forward, allocator)
         step = self.batch_bytes + bounded_growth(self.step_bytes, self.largest_bytes, allocator)
         load = fixed + 2 * self.batch_bytes + self.load_bytes
         evaluation_load = fixed + 2 * forward.batch_bytes + self.evaluation_load_bytes
@@ -146,6 +153,10 @@ class Demand:
             "reading evaluation batches": self.model_bytes + self.optimizer_bytes + evaluation_load,
             "loading the saved weights": self.model_bytes + round(_LOADING * weights) + fixed,
             "evaluating the saved weights": self.model_bytes + weights + max(evaluating, evaluation_load),
+            "predicting examples": self.model_bytes
+            + weights
+            + self.examples_load_bytes
+            + _forward_bytes(self.examples, allocator),
             "counting the cost": self.model_bytes + (1 + self.copies) * weights + fixed,
         }
         if self.resumed:

@@ -28,10 +28,11 @@ from efficient_ft.core.process_memory import (
 from efficient_ft.cost import Demand, Forward, Prediction, count_evaluation, executed, predict
 from efficient_ft.data import RoundRobinData, class_count
 from efficient_ft.data.reading import Reading
+from efficient_ft.data.segmentation_data import STRIDE
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
-from efficient_ft.task import TASKS, tensors_of
+from efficient_ft.task import TASKS, Segmentation, tensors_of
 from efficient_ft.training import checkpoint
 from efficient_ft.training.console import say
 from efficient_ft.training.datamodule import RunData
@@ -51,6 +52,8 @@ _WORKER = 96 * 2**20
 _AHEAD = 2
 #: The counts of `Demand` that a training step decides.
 _OF_A_STEP = ("model_bytes", "batch_bytes", "step_bytes", "largest_bytes", "optimizer_bytes", "gradient_bytes")
+#: Images with masks that a segmentation predicts at its end, and bytes per pixel of each while all are read.
+_EXAMPLES, _EXAMPLE_BYTES = 4, 6
 #: Factors of the image size that are tried where no batch size fits.
 _SMALLER_IMAGES = (0.75, 0.5)
 
@@ -78,6 +81,7 @@ class Predictor:
         self._networks: dict[str, nn.Module] = {}
         self._steps: dict[str, Demand] = {}
         self._forwards: dict[tuple[str, int, tuple[int, ...]], Forward] = {}
+        self._examples: dict[tuple[int, int], Forward] = {}
         self._inspection: int | None = None
 
     def network(self, config: Config) -> nn.Module:
@@ -139,6 +143,15 @@ class Predictor:
         if self._inspection is None:
             parts = self._images.parts.values() if isinstance(self._images, RoundRobinData) else [self._images]
             self._inspection = max((part.inspection_bytes() for part in parts if part is not None), default=0)
+        examples, examples_load = Forward(), 0
+        if config.task == "segmentation" and evaluation.file_size is not None:  # whole, also if evaluation resizes
+            width, height = evaluation.file_size
+            whole = replace(spec, task=Segmentation())
+            size = (-(-height // STRIDE) * STRIDE, -(-width // STRIDE) * STRIDE)
+            if size not in self._examples:
+                self._examples[size] = count_evaluation(network, whole, 1, size, methods)
+            examples = self._examples[size]
+            examples_load = _EXAMPLES * _EXAMPLE_BYTES * width * height + evaluation.decode_bytes
         weights = sum(t.numel() * t.element_size() for t in (*network.parameters(), *network.buffers()))
         inputs, targets = spec.task.example_inputs(1, spec.in_chans, spec.input_size), spec.example(1)[1]
         return Demand(
@@ -151,6 +164,8 @@ class Predictor:
             evaluation=self._forward(config, evaluated, evaluation.size, methods),
             load_bytes=training.load_bytes(batch) if here else 0,
             evaluation_load_bytes=evaluation.load_bytes(evaluated) if here else 0,
+            examples=examples,
+            examples_load_bytes=examples_load,
             inspection_bytes=self._inspection,
             pretrained=config.model.pretrained or config.model.weights is not None,
             copies=int(config.trainer.prefix != "fp32" or any(m.warmup_steps for m in build_methods(config))),
@@ -285,6 +300,8 @@ def _decided_by(config: Config, phase: str) -> str:
         if data.eval_batch_size is None:
             return f" (data.eval_batch_size=null: batches of {data.batch_size} {noun}s, {size})"
         return f" (data.eval_batch_size={data.eval_batch_size}, {size})"
+    if phase in ("predicting examples", "inspecting the data"):
+        return f" (the size of the {noun} files)"
     return ""
 
 

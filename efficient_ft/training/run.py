@@ -303,6 +303,7 @@ def _train(
         if budget is not None and predicted is not None:
             felt["budget_bytes"], felt["predicted_peak_bytes"] = budget, predicted.peak_bytes
     if isinstance(images, SegmentationData):
+        release_freed_memory()
         write_examples(folder, images, device)
     if felt is not None:
         felt["peak_bytes"] = lifetime_peak_bytes()

@@ -119,6 +119,8 @@ def test_every_phase_is_in_the_peak() -> None:
         {"evaluation": Forward(0, 10**9, 0)},
         {"load_bytes": 10**9},
         {"evaluation_load_bytes": 10**9},
+        {"examples": Forward(0, 10**9, 0)},
+        {"examples_load_bytes": 10**9},
         {"inspection_bytes": 10**9},
         {"copies": 10},
         {"weights_bytes": 10**9},
