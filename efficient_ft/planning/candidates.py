@@ -84,7 +84,7 @@ EVIDENCE = {
     "checkpointing": "checkpointing: the same bits (selftest 10)",
 }
 #: With these settings they are.
-_EXACT_IF = {"full": {"train_norms": True}, "compact": {"activation_dtype": "same"},
+_EXACT_IF: dict[str, dict[str, Any]] = {"full": {"train_norms": True}, "compact": {"activation_dtype": "same"},
              "checkpointing": {"input_dtype": "same"}}  # fmt: skip
 _IN_BACKWARD_EVIDENCE = "steps in backward: each parameter has its whole gradient, and none is clipped"
 

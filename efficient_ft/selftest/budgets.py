@@ -227,7 +227,7 @@ def _write_bert(folder: Path, width: int, layers: int) -> None:
     from tokenizers.models import WordPiece
     from tokenizers.pre_tokenizers import BertPreTokenizer
     from tokenizers.processors import TemplateProcessing
-    from transformers import BertConfig, BertModel, BertTokenizerFast
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *_WORDS]
     plain: Any = Tokenizer(WordPiece({name: k for k, name in enumerate(names)}, unk_token="[UNK]"))
@@ -242,4 +242,5 @@ def _write_bert(folder: Path, width: int, layers: int) -> None:
         max_position_embeddings=256,
     )
     BertModel(config).save_pretrained(folder)
-    BertTokenizerFast(tokenizer_object=plain).save_pretrained(folder)
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    PreTrainedTokenizerFast(tokenizer_object=plain, **special).save_pretrained(folder)

@@ -153,7 +153,7 @@ class Predictor:
             examples = self._examples[size]
             examples_load = _EXAMPLES * _EXAMPLE_BYTES * width * height + evaluation.decode_bytes
         weights = sum(t.numel() * t.element_size() for t in (*network.parameters(), *network.buffers()))
-        inputs, targets = spec.task.example_inputs(1, spec.in_chans, spec.input_size), spec.example(1)[1]
+        inputs, targets = spec.example(1)
         return Demand(
             weights_bytes=weights,
             model_bytes=weights,
