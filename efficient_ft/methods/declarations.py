@@ -94,7 +94,7 @@ class PlanCandidate:
     Attributes:
         settings: settings of the method that differ from the defaults.
         exactness: how close its updates are to those of plain full fine-tuning. A plan measures the gradient's cosine
-            where weights and images are present, whatever is declared here, unless it is exact.
+            where weights and images are present regardless of the declaration, unless it is exact.
         evidence: the test or measurement that shows the exactness; needed for `Exactness.EXACT`.
         time_factor: time of a step relative to a step with the same FLOPs and without the method.
     """

@@ -115,6 +115,9 @@ _OPTIMIZER: tuple[tuple[Literal[32, 8, 4], bool, Exactness], ...] = (
     (4, True, Exactness.APPROXIMATE),
 )
 
+#: The class of the optimizer alone, by the bits of its moments.
+_OF_BITS = {32: Exactness.EXACT, 8: Exactness.NEAR, 4: Exactness.APPROXIMATE}
+
 
 def candidates(config: Config, blocks: int, chosen: Sequence[str] = (), memory: bool = True) -> list[Candidate]:
     """Return the recipes to examine for a run, the smallest first, then the most useful ones.
@@ -248,7 +251,9 @@ def _with_optimizers(candidate: Candidate, config: Config, backward: bool) -> It
     optim, trainer = config.optim, config.trainer
     own = Candidate(()).state_bits != optim.state_bits or optim.in_backward
     if own or optim.name == "sgd":
-        kinds = [(optim.state_bits, optim.in_backward, Exactness.EXACT)]
+        kinds = [(optim.state_bits, optim.in_backward, _OF_BITS[optim.state_bits])]
+        if candidate.added is None:  # the optimizer is the user's own: recipes are ordered by the rest
+            candidate = replace(candidate, added=candidate.exactness)
         if optim.name == "sgd" and not optim.in_backward:
             kinds.append((32, True, Exactness.EXACT))
     else:
@@ -266,7 +271,7 @@ def _with_optimizers(candidate: Candidate, config: Config, backward: bool) -> It
             state_bits=bits,
             in_backward=in_backward,
             exactness=max(candidate.exactness, exactness),
-            added=None if candidate.added is None else max(candidate.added, exactness),
+            added=candidate.added if own or candidate.added is None else max(candidate.added, exactness),
             evidence=(*evidence, _IN_BACKWARD_EVIDENCE) if evidence and in_backward else evidence,
             row=candidate.row if exactness is Exactness.EXACT else None,
         )

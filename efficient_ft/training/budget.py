@@ -46,7 +46,7 @@ from efficient_ft.training.trainer import on_device
 
 #: Classes of a network if there are no images to count them: ImageNet's.
 _UNKNOWN_CLASSES = 1000
-#: Bytes that a process that loads data takes of its own, beside the batches: it is a fork, and writes to few pages.
+#: Bytes that a process that loads data takes of its own, without the batches: it is a fork, and writes to few pages.
 _WORKER = 96 * 2**20
 #: Batches that each of these processes loads ahead (torch's ``prefetch_factor``).
 _AHEAD = 2

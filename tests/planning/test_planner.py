@@ -280,6 +280,14 @@ def test_steps_in_backward_are_not_exact_where_they_end_the_clipping() -> None:
         assert one.exactness is expected
 
 
+@pytest.mark.parametrize(("bits", "expected"), [(32, Exactness.EXACT), (8, Exactness.NEAR), (4, Exactness.APPROXIMATE)])
+def test_few_bits_of_the_user_s_optimizer_are_not_exact(bits: int, expected: Exactness) -> None:
+    base = configure([*SETTINGS, "method=full", f"optim.state_bits={bits}", "optim.grad_clip_norm=null"])
+    plain = next(one for one in candidates(base, 6) if one.methods == ("full",) and not one.in_backward)
+    assert plain.exactness is expected
+    assert plain.added is (None if bits == 32 else Exactness.EXACT), "the plan adds nothing to it"
+
+
 def test_parts_of_a_batch_are_not_exact_where_batch_norm_follows_the_batch() -> None:
     exact = Candidate(("full",), exactness=Exactness.EXACT, evidence=("full: plain fine-tuning",))
     for frozen, expected in (("true", Exactness.EXACT), ("false", Exactness.APPROXIMATE)):
