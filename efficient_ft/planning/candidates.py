@@ -167,7 +167,7 @@ def _named(config: Config, chosen: Sequence[str]) -> Candidate:
 
 
 def _evidence(name: str, settings: Mapping[str, Any]) -> str:
-    """What shows that a method with these settings is exact; empty: nothing does."""
+    """Return the evidence that a method with these settings is exact; empty if there is none."""
     if settings.get("select", "keep") not in ("keep", "all"):
         return ""
     if name in _EXACT_IF:

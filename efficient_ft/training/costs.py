@@ -119,7 +119,7 @@ def cost_report(
 
 
 def _room_of(config: Config) -> Callable[[], int] | None:
-    """Returns the bytes that are left of the run's budget; None: it has none."""
+    """Return a function that gives the bytes left of the run's budget; None: it has none."""
     budget = budget_of(config)
     if budget is None:
         return None
