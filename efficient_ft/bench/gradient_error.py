@@ -34,6 +34,7 @@ from efficient_ft.bench.images import image_folder, shuffled_batches
 from efficient_ft.bench.projections import METHODS, Candidate, candidates, headroom
 from efficient_ft.config import ModelConfig
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.files import write_text_atomically
 from efficient_ft.core.sheet import Cell
 from efficient_ft.cost import executed
 from efficient_ft.methods import LBPWHT
@@ -253,8 +254,7 @@ def save(file: Path, study: Study, results: list[dict[str, Any]]) -> None:
     results = sorted(results, key=lambda r: (STATES.index(r["state"]), r["image_size"], r["order"]))
     lines = ",\n".join(json.dumps(r, ensure_ascii=False) for r in results)
     about = json.dumps({k: runs[k] for k in sorted(runs, key=int)}, indent=1, ensure_ascii=False)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(f'{{"runs": {about},\n"results": [\n{lines}\n]}}\n', encoding="utf-8")
+    write_text_atomically(file, f'{{"runs": {about},\n"results": [\n{lines}\n]}}\n')
 
 
 # ---------------------------------------------------------------------------------------------- tables

@@ -15,6 +15,7 @@ import yaml
 from efficient_ft.cli.terminal import Help, add_columns_option, count, count_or_zero
 from efficient_ft.core.allocator import CHOICES, restart_with, use_allocator
 from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.files import write_text_atomically
 from efficient_ft.core.text import paragraph
 from efficient_ft.record.files import json_text
 
@@ -199,7 +200,7 @@ def _measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     report = {"command": _command(arguments, options.json), "environment": here, **options.run(options)}
     print(f"\n{report_text(report, options.columns)}")
     if options.json is not None:
-        options.json.write_text(json_text(report, indent=2) + "\n", encoding="utf-8")
+        write_text_atomically(options.json, json_text(report, indent=2) + "\n")
         print(f"\nwritten: {options.json}")
 
 

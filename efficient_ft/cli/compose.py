@@ -17,13 +17,14 @@ from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
+from omegaconf import open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from efficient_ft.cli.commands import COMMANDS
 from efficient_ft.cli.evaluate import evaluation
-from efficient_ft.cli.hydra_settings import check_hydra
+from efficient_ft.cli.hydra_settings import check_hydra, check_targets
 from efficient_ft.cli.mistakes import check_option, check_packages, explained, known_here, refuse_data
-from efficient_ft.cli.output_folder import check_output_folder
+from efficient_ft.cli.output_folder import check_output_folder, hydra_files
 from efficient_ft.cli.rows import EXAMPLE, NAMING, jobs_of_rows, key_of, refuse_doubled
 from efficient_ft.config import Config, UnknownSetting, check
 from efficient_ft.config.plain import plain
@@ -34,10 +35,17 @@ from efficient_ft.core.text import printable
 
 @dataclass(frozen=True)
 class ComposedJob:
-    """One job of a command line: its arguments and the configuration that they give."""
+    """One job of a command line.
+
+    Attributes:
+        arguments: its arguments.
+        config: the configuration that they give.
+        written: files and folders that Hydra writes for it; empty if the job evaluates a run.
+    """
 
     arguments: tuple[str, ...]
     config: Config
+    written: tuple[Path, ...] = ()
 
 
 def composed_jobs(
@@ -68,7 +76,7 @@ def composed_jobs(
     loader = Hydra.create_main_hydra2(name, path).config_loader
     try:
         jobs = _with_rows(loader, name, _jobs(loader, overrides, sweep), sweep)
-        return [ComposedJob(job, _configuration(loader, name, job)) for job in jobs]
+        return [_composed(loader, name, job, sweep) for job in jobs]
     finally:
         GlobalHydra.instance().clear()
 
@@ -180,8 +188,8 @@ def _is_readable(text: str) -> bool:
     return True
 
 
-def _configuration(loader: ConfigLoader, name: str, job: Sequence[str]) -> Config:
-    """The checked configuration of one job."""
+def _composed(loader: ConfigLoader, name: str, job: tuple[str, ...], sweep: bool) -> ComposedJob:
+    """One job with its checked configuration."""
     parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(job))
     for override in parsed:
         refuse_renamed_setting(override.key_or_group, override.value())
@@ -189,16 +197,20 @@ def _configuration(loader: ConfigLoader, name: str, job: Sequence[str]) -> Confi
     check_hydra(loader, name, parsed)
     evaluated = evaluation(loader, name, parsed)
     if evaluated is not None:
-        return evaluated
+        return ComposedJob(job, evaluated)
     for override in parsed:
         check_option(loader, override)
         of_group = bool(loader.get_group_options(override.key_or_group))
         if of_group and override.is_delete() and not isinstance(override.value(), str | None):
             raise UserError(f"{override.input_line}: ~GROUP takes the name of an option, or no value.")
     try:
-        composed = compose(name, list(job))
+        composed = compose(name, list(job), return_hydra_config=True)
     except (HydraException, OmegaConfBaseException, TypeError) as error:  # TypeError: a key within a list
         raise explained(loader, name, parsed, error) from None
+    check_targets(composed.hydra)
+    written = hydra_files(composed, sweep)
+    with open_dict(composed):
+        del composed["hydra"]
     check_packages(name, parsed, composed)
     try:
         config = check(plain(composed))
@@ -207,4 +219,4 @@ def _configuration(loader: ConfigLoader, name: str, job: Sequence[str]) -> Confi
     if config.evaluate is not None:
         raise UserError(f"evaluate={config.evaluate} must be given on the command line, not in a configuration file.")
     refuse_data(parsed, config)
-    return config
+    return ComposedJob(job, config, written)

@@ -20,6 +20,15 @@ from efficient_ft.config import UnknownSetting
 from efficient_ft.config.explain import show
 from efficient_ft.core.errors import SettingError, UserError, first_line
 
+#: Classes that a configuration of Hydra may name: plugins, which Hydra finds itself, and handlers of logs.
+_PLUGINS = ("hydra_plugins.", "hydra._internal.core_plugins.")
+_LOG_CLASSES = (
+    "efficient_ft.core.terminal.ConsoleHandler", "logging.StreamHandler", "logging.FileHandler", "logging.NullHandler",
+    "logging.Formatter", "colorlog.ColoredFormatter",
+)  # fmt: skip
+_LOG_STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
+_NO_CODE = "A configuration must not name other code to run; leave it out."
+
 _FOLDERS = ("hydra.run.dir=", "hydra.sweep.dir=", "hydra.sweep.subdir=")
 
 
@@ -68,6 +77,38 @@ def hydra_faults(overrides: Sequence[str], job: str) -> Iterator[None]:
         if not own or any(frame.name == job for frame in traceback.extract_tb(error.__traceback__)):
             raise
         raise UserError(f"{' '.join(own)}: Hydra cannot use it: {first_line(error)}. Leave it out.") from error
+
+
+def check_targets(hydra: DictConfig) -> None:
+    """Refuse a configuration of Hydra that names code to run, other than its plugins and handlers of logs.
+
+    Args:
+        hydra: the composed configuration of Hydra.
+
+    Raises:
+        UserError: for the first such setting.
+    """
+    if hydra.get("callbacks"):
+        raise UserError(f"hydra.callbacks: callbacks are not supported here, since they run code. {_NO_CODE}")
+    for key, value in _leaves(OmegaConf.to_container(hydra, resolve=False), "hydra"):
+        last = key.rpartition(".")[2]
+        if last == "_target_" and not str(value).startswith(_PLUGINS):
+            raise SettingError(key, value, f"a class of {' or '.join(_PLUGINS)}", _NO_CODE)
+        if not key.startswith(("hydra.job_logging.", "hydra.hydra_logging.")):
+            continue
+        if last == "()" or (last == "class" and value not in _LOG_CLASSES):
+            raise SettingError(key, value, f"one of {', '.join(_LOG_CLASSES)} (class)", _NO_CODE)
+        if isinstance(value, str) and value.partition("://")[0] in ("ext", "cfg") and value not in _LOG_STREAMS:
+            raise SettingError(key, value, _LOG_STREAMS, _NO_CODE)
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield the settings in nested mappings and lists by their full names."""
+    if isinstance(value, dict | list):
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _leaves(inner, f"{key}.{name}")
+    else:
+        yield key, value
 
 
 def _check_group(loader: ConfigLoader, override: Override) -> None:

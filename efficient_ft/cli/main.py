@@ -44,6 +44,7 @@ from efficient_ft.config import Config, check
 from efficient_ft.config.plain import plain
 from efficient_ft.core.allocator import restart_with, use_allocator
 from efficient_ft.core.errors import UserError, replace_unprintable
+from efficient_ft.core.files import refuse_link
 from efficient_ft.core.terminal import ConsoleHandler, show, start_console
 
 # Nothing here may import torch, Lightning or timm before `job`: help and completion answer at once.
@@ -170,6 +171,8 @@ def check_commandline(arguments: Any) -> list[ComposedJob]:
     if composed and not _sweeps(arguments) and not slurm.submits(arguments.overrides):
         restart_with(composed[0].config.allocator)
     for one in composed:
+        for path in one.written if _trains(one.config) else ():
+            refuse_link(path)
         prepare(one.config)
     first = composed[0].config if composed else None
     if first is not None and first.model.name == "vit_digits" and first.data.name != "digits" and _trains(first):

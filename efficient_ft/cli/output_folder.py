@@ -11,8 +11,13 @@ from pathlib import Path
 
 from hydra import compose
 from hydra.core.override_parser.types import Override
-from omegaconf import OmegaConf
-from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, UnsupportedInterpolationType
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import (
+    InterpolationKeyError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+    UnsupportedInterpolationType,
+)
 
 from efficient_ft.core.errors import SettingError, UserError
 
@@ -48,6 +53,30 @@ def check_output_folder(name: str, parsed: Sequence[Override]) -> None:
             if "MissingMandatoryValue" in reason:  # what Hydra sets for each job
                 continue
             raise SettingError(override.key_or_group, text, "a folder", f"It cannot be resolved: {reason}.") from None
+
+
+def hydra_files(composed: DictConfig, sweep: bool) -> tuple[Path, ...]:
+    """Return the files and folders that Hydra writes for a run, or for a sweep itself.
+
+    Args:
+        composed: a configuration with that of Hydra.
+        sweep: the configuration is that of a job of a sweep.
+    """
+    hydra = composed.hydra
+    try:
+        if sweep:
+            return (Path(hydra.sweep.dir) / "multirun.yaml",)
+        folder = Path(hydra.run.dir)
+        with read_write(hydra), open_dict(hydra):
+            hydra.runtime.output_dir = str(folder)
+        handlers = (hydra.job_logging or {}).get("handlers") or {}
+        files = [Path(handler.filename) for handler in handlers.values() if "filename" in (handler or ())]
+        if hydra.output_subdir is None:
+            return tuple(files)
+        inner = folder / hydra.output_subdir
+        return (*files, inner, *(inner / name for name in ("config.yaml", "hydra.yaml", "overrides.yaml")))
+    except (OmegaConfBaseException, TypeError, AttributeError):  # other checks name the setting
+        return ()
 
 
 #: Entries that a command writes into its folder before the first step: by Hydra, and by the run.

@@ -14,6 +14,7 @@ from efficient_ft.cli.rows import refuse_doubled
 from efficient_ft.cli.terminal import Help, add_columns_option, status
 from efficient_ft.core.allocator import restart_with, use_allocator
 from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.files import write_text_atomically
 from efficient_ft.core.format import format_bytes
 from efficient_ft.core.text import terminal_width, wrapped
 from efficient_ft.core.units import parse_bytes, parse_seconds
@@ -98,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record(found, Path("outputs"))
     print("\n" + plan_text(found, every=options.all, columns=options.columns))
     if options.json is not None:
-        options.json.write_text(json_text(found.as_dict(), indent=1) + "\n", encoding="utf-8")
+        write_text_atomically(options.json, json_text(found.as_dict(), indent=1) + "\n")
     if options.figure is not None:
         from efficient_ft.report.charts import write_chart
         from efficient_ft.report.plan_figure import plan_chart

@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from efficient_ft.cli.terminal import Help, count, run_folders, status
 from efficient_ft.core.errors import UserError, first_line
+from efficient_ft.core.files import refuse_link, write_atomically
 from efficient_ft.core.format import format_percent
 from efficient_ft.core.sheet import render
 from efficient_ft.core.text import display_width, padded, plain_line, plain_text, shortened, terminal_width
 from efficient_ft.record.files import json_text
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from efficient_ft.task import Inputs
     from efficient_ft.training.export import Trained
 
@@ -262,9 +265,9 @@ def _write_masks(trained: Trained, paths: Sequence[Any], names: Sequence[str], o
     for number, (path, target) in enumerate(targets.items(), start=1):
         image = read_image(path, decoding=trained.decoding)
         indices = predict_mask(trained.model, image, trained.input)
-        mask_image(indices, ids, colors).save(target)
+        _write_png(mask_image(indices, ids, colors), target)
         if options.overlay:
-            overlay(image, indices, len(names)).save(target.with_name(f"{path.stem}_overlay.png"))
+            _write_png(overlay(image, indices, len(names)), target.with_name(f"{path.stem}_overlay.png"))
         shares = np.bincount(indices.ravel(), minlength=len(names)) / indices.size
         if options.form is not None:
             status(f"predicted {number} of {len(targets)}")
@@ -286,13 +289,20 @@ def _write_masks(trained: Trained, paths: Sequence[Any], names: Sequence[str], o
         print(render(header, [[str(path), str(target), *shares] for path, target, shares in found], "csv"))
 
 
+def _write_png(image: Image, file: Path) -> None:
+    write_atomically(file, lambda temporary: image.save(temporary, format="png"))
+
+
 def _mask_files(paths: Sequence[Path], options: argparse.Namespace) -> dict[Path, Path]:
     """Return the file of each image's mask, in a folder that this function creates.
 
     Raises:
         UserError: two masks would have the same file, or the folder contains an image.
     """
-    out = options.out or (options.run if options.run.is_dir() else options.run.parent) / "masks"
+    out = options.out
+    if out is None:
+        out = (options.run if options.run.is_dir() else options.run.parent) / "masks"
+        refuse_link(out)  # a run folder may come from somebody else
     stem, number = Counter(path.stem for path in paths).most_common(1)[0]
     if number > 1:
         raise UserError(f"{number} images are named {stem}, so their masks would be one file. Predict them in turn.")

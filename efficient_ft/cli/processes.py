@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from efficient_ft.cli.exits import INTERRUPTED, OUTCOME_FILE
+from efficient_ft.core.files import open_file
 from efficient_ft.core.format import format_seconds
 
 #: Seconds that a process which is asked to end has for it, e.g. to write a checkpoint; then it is killed.
@@ -65,7 +66,7 @@ def run(
         output.parent.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory() as folder,
-        nullcontext() if environment is None else open(output or Path(folder) / "printed", "ab") as printed,
+        nullcontext() if environment is None else open_file(output or Path(folder) / "printed", "ab") as printed,
     ):
         file = Path(folder) / "outcome.json"
         # Ctrl-C reaches the process as well, being in the same group: it may finish writing.

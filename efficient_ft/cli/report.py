@@ -11,6 +11,7 @@ from pathlib import Path
 from efficient_ft.cli.terminal import Help, count_or_zero, run_folders
 from efficient_ft.cli.terminal import note as say_note
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.files import refuse_link
 
 DESCRIPTION = """\
 Write report.html, a page that works without internet access.
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     below = first.is_dir() and not (first / config_file.NAME).is_file() and any(first.rglob(config_file.NAME))
     finished = (first / results.NAME).is_file() and not (first / step_stats.NAME).is_file()
     out = options.out or first / "report"
+    if options.out is None:
+        refuse_link(out)  # a run folder may come from somebody else
     try:
         if len(options.runs) > 1 or below or finished:
             print(write_runs_page(options.runs, out))

@@ -14,15 +14,15 @@ import shutil
 import threading
 import zlib
 from collections.abc import Mapping, Sequence
-from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from efficient_ft.core.errors import SettingError
+from efficient_ft.core.files import open_file, refuse_link, write_text_atomically
 from efficient_ft.core.format import bytes_setting, format_bytes
 from efficient_ft.core.units import parse_bytes
 
@@ -51,11 +51,10 @@ class RowStore:
     def __init__(self, folder: Path, about: Mapping[str, Any], rows: int, row_bytes: int) -> None:
         self.folder, self.rows, self.row_bytes = folder, rows, row_bytes
         folder.mkdir(parents=True, exist_ok=True)
-        new = folder / f"about.json.{os.getpid()}"
-        new.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-        os.replace(new, folder / "about.json")
+        refuse_link(folder)
+        write_text_atomically(folder / "about.json", json.dumps(about, indent=1) + "\n")
         for name, size in (("rows", rows * row_bytes), ("checksums", rows * 8)):
-            with open(folder / name, "ab") as file:  # creates it
+            with open_file(folder / name, "ab") as file:  # creates it
                 if os.path.getsize(folder / name) != size:
                     file.truncate(size)  # grows without taking space
         self._reset()
@@ -75,7 +74,7 @@ class RowStore:
     def _open(self) -> None:
         """Open the files in this process: a forked one would share the places in them with its parent."""
         if self._process != os.getpid():
-            self._file, self._sums = (FileIO(self.folder / name, "r+") for name in ("rows", "checksums"))
+            self._file, self._sums = (open_file(self.folder / name, "rb+", 0) for name in ("rows", "checksums"))
             self._process, self._lock = os.getpid(), threading.Lock()
 
     def written(self) -> Tensor:
@@ -129,7 +128,7 @@ class RowStore:
                 self._write(self._file, row * self.row_bytes, np.ascontiguousarray(data[k]).data)
                 self._write(self._sums, row * 8, _checksum(data[k]).to_bytes(8, "little"))
 
-    def _write(self, file: FileIO, place: int, data: bytes | memoryview) -> None:
+    def _write(self, file: IO[bytes], place: int, data: bytes | memoryview) -> None:
         left = memoryview(data)
         file.seek(place)
         try:

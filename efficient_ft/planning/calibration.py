@@ -11,6 +11,7 @@ from typing import Any
 
 from efficient_ft.config import fingerprint
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.files import open_file
 from efficient_ft.core.format import format_bytes, format_percent
 from efficient_ft.core.text import paragraph, table
 from efficient_ft.planning.planner import Plan
@@ -46,7 +47,7 @@ def record(plan: Plan, folder: Path) -> None:
     ]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / FILE, "a", encoding="utf-8") as file:
+        with open_file(folder / FILE, "a") as file:
             file.write("".join(line + "\n" for line in lines))
     except OSError:
         pass

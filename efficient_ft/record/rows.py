@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from efficient_ft.record.files import json_text, write_text_atomically
+from efficient_ft.record.files import json_text, open_file, write_text_atomically
 
 
 class Rows:
@@ -47,7 +47,7 @@ class Rows:
     def append(self, row: dict[str, Any]) -> None:
         """Write `row` as the last line, without numbers that are not finite."""
         finite = {k: v for k, v in row.items() if not isinstance(v, float) or math.isfinite(v)}
-        with open(self.path, "a", encoding="utf-8") as file:
+        with open_file(self.path, "a") as file:
             file.write(json_text(finite) + "\n")
 
 

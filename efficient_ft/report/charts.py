@@ -6,11 +6,10 @@ import csv
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from efficient_ft.record.files import write_atomically, write_text_atomically
+from efficient_ft.core.files import write_bytes_atomically, write_text_atomically
 from efficient_ft.report.figures import DPI, require_matplotlib
 
 #: With more series than this there is no legend.
@@ -64,13 +63,9 @@ def write_chart(chart: Chart, path: Path) -> list[Path]:
     require_matplotlib()
     png, table = path.with_name(f"{path.name}.png"), path.with_name(f"{path.name}.csv")
     image = _drawn(chart)
-    write_atomically(png, partial(_write, image))
+    write_bytes_atomically(png, image)
     write_text_atomically(table, chart_csv(chart))
     return [png, table]
-
-
-def _write(image: bytes, path: Path) -> None:
-    path.write_bytes(image)
 
 
 def chart_csv(chart: Chart) -> str:

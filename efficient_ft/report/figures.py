@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.files import write_bytes_atomically
 from efficient_ft.report.record import Record
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class Drawing:
 
     def write(self, path: Path) -> None:
         """Write the PNG file."""
-        path.write_bytes(self.png)
+        write_bytes_atomically(path, self.png)
 
 
 def _figure(width: float, height: float, columns: int = 1, **kwargs: Any) -> tuple[Figure, list[Axes]]:

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.files import write_text_atomically
 from efficient_ft.core.format import format_percent
-from efficient_ft.record.files import write_atomically, write_text_atomically
 from efficient_ft.report.figures import (
     Drawing,
     draw_budgets,
@@ -63,7 +63,7 @@ def write_report(run: Path, out: Path, images: int = 6) -> Written:
         notes.append("The methods of this run have no budgets.")
     done = [drawing for drawing in drawings if drawing is not None]
     for drawing in done:
-        write_atomically(out / drawing.file, drawing.write)
+        drawing.write(out / drawing.file)
     write_text_atomically(out / PAGE, page(facts, record, done, notes))
     return Written([*(out / drawing.file for drawing in done), out / PAGE], notes)
 

@@ -71,7 +71,7 @@ def _at_events(folder: Path, case: str, part: int | None, one: int = 0) -> dict[
         done = run_child(train, plain, run, "event", number, output=folder / f"killed_{number}.log")
         what = f"event {number} ({events[number - 1]})"
         require(done.status == -signal.SIGKILL, f"{what} was not reached: status {done.status}\n{done.printed}")
-        saved = sum(event == f"rename {checkpoint.NAME}.tmp" for event in events[: number - 1])
+        saved = sum(_saves(event) for event in events[: number - 1])
         if saved:
             step = checkpoint.read(run / checkpoint.NAME)["global_step"]
             require(step == SAVED_AFTER[saved - 1], f"{what}: the checkpoint is of step {step}")
@@ -91,6 +91,11 @@ def _at_moment(folder: Path, case: str, share: float) -> dict[str, float]:
     require(done.status in (-signal.SIGKILL, 0), f"status {done.status}\n{done.printed}")
     _continue(plain, folder / "killed", straight)
     return {"kills": float(done.status != 0)}
+
+
+def _saves(event: str) -> bool:
+    """Whether a file event is the rename of a new checkpoint from its temporary folder."""
+    return event.startswith("rename ") and event.endswith(f".tmp/{checkpoint.NAME}")
 
 
 def _within_a_write(folder: Path, size: int) -> None:
@@ -147,7 +152,7 @@ def _other_tmpdir(folder: Path) -> dict[str, float]:
     other = elsewhere.is_dir() and elsewhere.stat().st_dev != folder.stat().st_dev
     environment = {"TMPDIR": str(elsewhere)} if other else {}
     plain, straight, events = _started(folder)
-    saves = [n for n, event in enumerate(events, start=1) if event == f"rename {checkpoint.NAME}.tmp"]
+    saves = [n for n, event in enumerate(events, start=1) if _saves(event)]
     for number in (saves[1], saves[1] + 1):
         run = folder / f"killed_{number}"
         output = folder / f"killed_{number}.log"

@@ -12,8 +12,9 @@ from filelock import FileLock, Timeout
 
 from efficient_ft.config import Config, fingerprint, image_folders
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.files import refuse_link, remove_temporary
 from efficient_ft.core.terminal import shown_path
-from efficient_ft.record import config_file, results
+from efficient_ft.record import config_file, results, step_stats
 from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.formats import START_AGAIN
 from efficient_ft.record.results import flatten
@@ -27,7 +28,9 @@ IMAGES = "images"
 #: Any of these files shows that a run was started in a folder.
 _TRACES = (results.NAME, config_file.NAME, checkpoint.NAME, export.NAME, "metrics.jsonl")
 #: What a run writes under these names; a folder in the place of one is refused before the training.
-_FILES = (*_TRACES, "metrics.csv", "run_id", IMAGES, *(f"{checkpoint.NAME}{ending}" for ending in (".tmp", ".prev")))
+_FILES = (*_TRACES, "metrics.csv", "run_id", IMAGES, f"{checkpoint.NAME}.prev")
+#: What a run appends to, which a link in its place would lead elsewhere; other files replace a link.
+_APPENDED = ("metrics.jsonl", step_stats.NAME, "tensorboard", "wandb")
 
 
 def refuse_another_run(config: Config, folder: Path) -> None:
@@ -85,6 +88,7 @@ def locked(folder: Path) -> Iterator[None]:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
+    refuse_link(folder / LOCK)
     lock = FileLock(folder / LOCK, timeout=0)
     try:
         lock.acquire()
@@ -103,7 +107,7 @@ def prepare_folder(config: Config, folder: Path) -> None:
     """Write config.yaml, in the first process; with ``resume=never`` move an earlier run away first.
 
     Raises:
-        UserError: there is a folder in place of a file that the run writes.
+        UserError: there is a folder in place of a file that the run writes, or a link in place of one it appends to.
     """
     if rank() != 0:
         return
@@ -112,6 +116,9 @@ def prepare_folder(config: Config, folder: Path) -> None:
     for name in _FILES:
         if (folder / name).is_dir():
             raise UserError(f"{folder / name} is a folder; the run writes a file of this name. Remove or rename it.")
+    for name in _APPENDED:
+        refuse_link(folder / name)
+    remove_temporary(folder)
     config_file.write_config(folder, config)
 
 

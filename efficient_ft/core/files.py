@@ -1,0 +1,144 @@
+"""Writing files: complete at any moment, also after a kill or a power failure, and never through a link.
+
+A folder may be shared, or come from somebody else. A link in the place of a file that this package writes would let
+whoever placed it choose a file of the user's to be overwritten.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from efficient_ft.core.errors import UserError
+from efficient_ft.core.terminal import shown_path
+
+#: The folder of a temporary file: ``.<name>.<random>.tmp``.
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.[a-z0-9_]{8}\.tmp")
+#: Names of the streams of a process, which cannot be replaced.
+_STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Write a temporary file, sync it to disk, and rename it to `path`.
+
+    The temporary file is in a new folder with a random name that only this user can enter, next to `path`. It has the
+    permissions of any new file. A link at `path` is replaced, and its target is not changed. A device or a pipe, such
+    as ``/dev/stdout``, is written to.
+
+    Args:
+        path: the file to write; its folder is created.
+        write: called with the temporary file's path, whose name is that of `path`.
+    """
+    if _is_stream(path):
+        write(path)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    private = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    temporary = private / path.name
+    try:
+        write(temporary)
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+        private.rmdir()
+    _sync_folder(path.parent)
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """`write_atomically` for a text, in UTF-8."""
+    write_bytes_atomically(path, text.encode())
+
+
+def write_bytes_atomically(path: Path, content: bytes) -> None:
+    """`write_atomically` for bytes."""
+    write_atomically(path, lambda temporary: _write_bytes(temporary, content))
+
+
+def remove_temporary(folder: Path) -> None:
+    """Remove the temporary files that killed processes left in `folder`. No other process may write there.
+
+    A link is not followed, and no more than one file is removed with each temporary folder.
+    """
+    for entry in os.scandir(folder):
+        match = _TEMPORARY.fullmatch(entry.name)
+        if match is None or not entry.is_dir(follow_symlinks=False):
+            continue
+        try:
+            Path(entry.path, match["name"]).unlink(missing_ok=True)
+            os.rmdir(entry.path)
+        except OSError:  # it has other files, or a folder of this name: it is not one of ours
+            continue
+
+
+def open_file(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
+    """Open a file for writing, as `open` does, but not through a link.
+
+    Args:
+        path: the file.
+        mode: as for `open`; a text is written in UTF-8.
+        buffering: as for `open`.
+
+    Raises:
+        UserError: `path` is a link.
+    """
+    try:
+        return open(path, mode, buffering, encoding=None if "b" in mode else "utf-8", opener=_not_a_link)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            refuse_link(path)
+        raise
+
+
+def refuse_link(path: Path) -> None:
+    """Refuse to write into a file or folder that is a link.
+
+    Raises:
+        UserError: `path` is a link.
+    """
+    if path.is_symlink():
+        raise UserError(
+            f"{shown_path(path)} is a link to {shown_path(os.readlink(path))}; it would be written through. Remove the"
+            " link, or choose another folder."
+        )
+
+
+def _is_stream(path: Path) -> bool:
+    """Return True for a device, a pipe, or a name of a stream of a process."""
+    if str(path).startswith(_STREAMS):
+        return True
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)
+
+
+def _not_a_link(path: str, flags: int) -> int:
+    # Windows has no O_NOFOLLOW; links need a privilege there.
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
+def _write_bytes(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in `folder` durable; Windows cannot open a folder for it."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass
+    finally:
+        os.close(handle)
