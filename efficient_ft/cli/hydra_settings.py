@@ -96,8 +96,8 @@ def check_targets(hydra: DictConfig) -> None:
             raise SettingError(key, value, f"a class of {' or '.join(_PLUGINS)}", _NO_CODE)
         if not key.startswith(("hydra.job_logging.", "hydra.hydra_logging.")):
             continue
-        if last == "()" or (last == "class" and value not in _LOG_CLASSES):
-            raise SettingError(key, value, f"one of {', '.join(_LOG_CLASSES)} (class)", _NO_CODE)
+        if last in ("class", "()") and value not in _LOG_CLASSES:
+            raise SettingError(key, value, _LOG_CLASSES, _NO_CODE)
         if isinstance(value, str) and value.partition("://")[0] in ("ext", "cfg") and value not in _LOG_STREAMS:
             raise SettingError(key, value, _LOG_STREAMS, _NO_CODE)
 

@@ -129,7 +129,10 @@ def main() -> None:
             )
         check_form(arguments.overrides)
         with output_folder_faults(arguments.overrides):
-            if not (arguments.help or arguments.hydra_help or arguments.shell_completion or arguments.info):
+            shows = arguments.help or arguments.hydra_help or arguments.info
+            if shows and any(one.lstrip("+~").startswith("hydra") for one in arguments.overrides):
+                check_commandline(arguments)  # Hydra sets up logging before it shows anything
+            if not (shows or arguments.shell_completion):
                 composed = check_commandline(arguments)
                 if any(one.config.evaluate is not None for one in composed):
                     evaluate(arguments, composed)
