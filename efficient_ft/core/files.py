@@ -103,7 +103,7 @@ def refuse_link(path: Path) -> None:
     Raises:
         UserError: `path` is a link.
     """
-    if path.is_symlink():
+    if os.path.islink(path):  # pathlib raises for a name that is too long
         raise UserError(
             f"{shown_path(path)} is a link to {shown_path(os.readlink(path))}; it would be written through. Remove the"
             " link, or choose another folder."

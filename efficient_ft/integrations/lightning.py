@@ -23,7 +23,7 @@ try:
     from lightning.pytorch.strategies import DDPStrategy
 except ImportError as error:
     raise ImportError(
-        "efficient_ft.integrations.lightning needs the package lightning: pip install 'lightning>=2.5,!=2.6.2,!=2.6.3'"
+        "efficient_ft.integrations.lightning needs the package lightning: pip install 'lightning>=2.6.6'"
     ) from error
 
 log = logging.getLogger(__name__)

@@ -33,6 +33,11 @@ _OTHER_FILES = (
 )
 #: What training stores next to weights: names of the Transformers trainer and of Accelerate.
 _NO_WEIGHTS = re.compile(r"(optimizer|scheduler|scaler|training_args|rng_state|random_states|sampler)[\w.-]*$")
+#: Advice for a file that holds more than tensors. Loading it to convert it would run the code in it.
+_WEIGHTS_ALONE = (
+    "Ask its author for the weights alone: safetensors.torch.save_model(model, FILE). Loading it yourself to convert it"
+    " runs the code that it contains, so do this only if you trust its source."
+)
 #: Nesting beyond this depth is not searched.
 _DEPTH = 16
 
@@ -83,7 +88,7 @@ def read_contents(path: Path) -> Contents:
         reason = "it is truncated or damaged" if damaged else why_unreadable(error).partition(". ")[0].rstrip(".")
         why = f"Reading it failed: {reason}"
         if "Python objects" in why:
-            why += ". Save only the weights: torch.save(model.state_dict(), FILE)"
+            why += f". {_WEIGHTS_ALONE.rstrip('.')}"
     if why is not None:
         raise SettingError("model.weights", path, _FORMS, f"{why}.")
     tensors: dict[str, Tensor] = {}
@@ -135,7 +140,7 @@ def _other_file(path: Path, start: bytes) -> str | None:
             names = archive.namelist()
         inner = {name.partition("/")[2] for name in names}
         if "constants.pkl" in inner:
-            return "It is a TorchScript program. Save its weights: torch.save(torch.jit.load(FILE).state_dict(), NEW)"
+            return f"It is a TorchScript program. {_WEIGHTS_ALONE.rstrip('.')}"
         if "data.pkl" not in inner and not any(name.endswith(".npy") for name in names):
             return f"It is an archive ({', '.join(names[:3])}). Unpack it first"
     return None
@@ -230,7 +235,7 @@ def _without_tensors(path: Path, held: Any, objects: tuple[str, ...]) -> Setting
         what = "a whole model" if any(name.startswith("torch.nn.modules.") for name in objects) else "Python objects"
         do = (
             f"It contains {what} (classes {', '.join(objects[:3])}), which cannot be loaded without running code."
-            " Save only the weights: torch.save(model.state_dict(), FILE)."
+            f" {_WEIGHTS_ALONE}"
         )
     return SettingError("model.weights", path, "a file with a state dict (names to tensors)", do)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.models.checkpoint import Contents, read_contents
+from efficient_ft.models.hub_code import refuse_code
 from efficient_ft.models.loading_report import set_loading_report
 from efficient_ft.models.matching import Fit, choose, compare, fit_of_transformers, no_fit
 from efficient_ft.models.mismatch import explain
@@ -112,6 +113,7 @@ def build_segmenter(config: ModelConfig, classes: int, encoder: dict[str, Tensor
         SettingError: an unknown network, or an argument that has a setting of its own.
         UserError: a library is missing, or the network refuses an argument.
     """
+    refuse_code(config.kwargs)
     for name in config.kwargs:
         if name in _SET_ELSEWHERE:
             raise SettingError(f"model.kwargs.{name}", config.kwargs[name], "unset", _SET_ELSEWHERE[name])

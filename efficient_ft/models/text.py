@@ -23,6 +23,7 @@ from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.network import unreachable
 from efficient_ft.core.tokenizer import Tokenizer
 from efficient_ft.models.checkpoint import Contents, read_contents
+from efficient_ft.models.hub_code import read_json, refuse_code
 from efficient_ft.models.loading_report import set_loading_report
 from efficient_ft.models.matching import Fit, choose, fit_of_transformers, no_fit
 from efficient_ft.models.mismatch import explain
@@ -151,6 +152,8 @@ def load_text(config: ModelConfig, classes: int) -> nn.Module:
         UserError: as `build_text`; files cannot be fetched or read.
     """
     about, source = _architecture(config, classes), _local(config)
+    if (source / "adapter_config.json").is_file():
+        raise UserError(f"{source} has an adapter. Merge it into its network first (peft: merge_and_unload()).")
     if config.weights_key is not None and source.is_dir():
         raise SettingError("model.weights_key", config.weights_key, "null if model.weights is a folder")
     with torch.device("meta"):
@@ -201,6 +204,7 @@ def tokenizer_of(config: ModelConfig) -> Tokenizer:
     source = _local(config, tokenizer=True)
     if source.is_file():
         return Tokenizer.loads(str(_metadata(source)[TOKENIZER]))
+    _require_plain_tokenizer(source)
     try:
         fast = auto.AutoTokenizer.from_pretrained(
             str(source), use_fast=True, local_files_only=True, trust_remote_code=False
@@ -214,6 +218,15 @@ def tokenizer_of(config: ModelConfig) -> Tokenizer:
         )
     except (*_REFUSALS, OSError, ImportError) as error:
         raise UserError(f"{source}: the tokenizer cannot be read ({first_line(error)}).") from error
+
+
+def _require_plain_tokenizer(folder: Path) -> None:
+    """Refuse a tokenizer whose configuration names a file outside of its folder; report the code that it names."""
+    if not (folder / "tokenizer_config.json").is_file():
+        return
+    for name, value in read_json(folder / "tokenizer_config.json").items():
+        if name.endswith("_file") and isinstance(value, str) and Path(value).name != value.replace("\\", "/"):
+            raise UserError(f"{folder}/tokenizer_config.json: {name}={value} is outside of the folder. Remove the entry.")
 
 
 #: Entries of transformers' configuration that are no part of the architecture.
@@ -400,6 +413,7 @@ def _architecture(config: ModelConfig, classes: int) -> Any:
             allowed = f"{', '.join(TEXT_MODELS)}, a repository OWNER/NAME of the hub, or a kind of network"
             raise SettingError("model.name", config.name, allowed, hint or None)
         about = auto.AutoConfig.for_model(config.name)
+    refuse_code(config.kwargs)
     for name, value in {**changes, **config.kwargs}.items():
         if name in _SET_ELSEWHERE:
             raise SettingError(f"model.kwargs.{name}", value, "unset", _SET_ELSEWHERE[name])
@@ -421,11 +435,18 @@ def _architecture(config: ModelConfig, classes: int) -> Any:
 
 
 def _read_architecture(config: ModelConfig, folder: Path) -> Any:
-    try:
-        return _transformers(config).AutoConfig.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
+    """transformers' configuration in a folder, without what names code."""
+    plain = read_json(folder / "config.json")
+    known = _transformers(config).CONFIG_MAPPING
+    kind = plain.get("model_type", config.name)
+    if not isinstance(kind, str) or kind not in known:
+        raise UserError(
+            f"{folder}/config.json cannot be used (model_type={plain.get('model_type')} is no kind of network of"
+            " transformers)."
         )
-    except (*_REFUSALS, OSError) as error:
+    try:
+        return known[kind].from_dict(plain)
+    except _REFUSALS as error:
         raise UserError(f"{folder}/config.json cannot be used ({first_line(error)}).") from error
 
 

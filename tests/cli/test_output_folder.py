@@ -118,6 +118,33 @@ def test_bytes_that_are_not_text_are_named() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("link", "arguments"),
+    [
+        ("run/.hydra", ["hydra.run.dir=run"]),
+        ("run/.hydra/config.yaml", ["hydra.run.dir=run"]),
+        ("run/.hydra/overrides.yaml", ["hydra.run.dir=${hydra.job.name}", "hydra.job.name=run"]),
+        ("run/train.log", ["hydra.run.dir=run"]),
+        ("run/other.log", ["hydra.run.dir=run", "hydra.job.name=other"]),
+        ("outputs/multirun.yaml", ["seed=1,2", "-m"]),
+    ],
+)
+def test_nothing_is_written_through_a_link_in_place_of_a_file_of_hydra(
+    link: str, arguments: list[str], program: Path
+) -> None:
+    victim = program / "victim"
+    (program / link).parent.mkdir(parents=True)
+    if link == "run/.hydra":
+        victim.mkdir()
+    else:
+        victim.write_text("kept")
+    (program / link).symlink_to(victim)
+    done = call(program, "method.lbp_wht.order=2", *arguments)
+    assert done.returncode == 2, done.stderr
+    assert f"{link} is a link to victim; it would be written through." in done.stderr
+    assert list(victim.iterdir()) == [] if victim.is_dir() else victim.read_text() == "kept"
+
+
 def test_a_run_that_is_refused_leaves_no_folder(program: Path) -> None:
     done = call(program, "method.lbp_wht.order=5")
     assert done.returncode == 2, done.stderr

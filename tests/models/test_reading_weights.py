@@ -392,7 +392,7 @@ def test_a_single_layer_that_was_never_filled_is_named(tmp_path: Path, weights: 
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_whole_model_is_refused_with_the_way_out(tmp_path: Path, nested: bool) -> None:
     model = pretend_pretrained()
-    with pytest.raises(SettingError, match=r"a whole model .*torch\.save\(model\.state_dict\(\), FILE\)"):
+    with pytest.raises(SettingError, match=r"a whole model .*safetensors\.torch\.save_model\(model, FILE\)"):
         load(tmp_path / "w.pth", {"model": model} if nested else model)
 
 

@@ -22,7 +22,7 @@ from efficient_ft.methods.memory.back_razor import BackRazor
 from efficient_ft.methods.memory.checkpointing import Checkpointing
 from efficient_ft.methods.memory.low_bit import LowBit
 from efficient_ft.models import factory
-from efficient_ft.models.text import TEXT_MODELS, portable, require_fitting, tokenizer_of
+from efficient_ft.models.text import TEXT_MODELS, build_text, load_text, portable, require_fitting, tokenizer_of
 from efficient_ft.models.view import view
 from efficient_ft.task import TextClassification
 from tests.models.text_models import SMALL, VOCABULARY, write_model
@@ -296,3 +296,74 @@ def test_every_method_serves_texts_or_says_why_not(name: str) -> None:
     loss.backward()
     trained = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is not None]
     assert trained
+
+
+#: Entries of config.json by which transformers would fetch, import or choose code.
+_CODE = [
+    {"attn_implementation": "owner/kernel"},
+    {"_attn_implementation": "owner/kernel@main:function"},
+    {"_attn_implementation_internal": "owner/kernel"},
+    {"attn_implementation": {"": "owner/kernel"}},
+    {"attn_implementation": "paged|owner/kernel"},
+    {"attn_implementation": "flash_attention_2"},
+    {"experts_implementation": "owner/kernel"},
+    {"_experts_implementation_internal": "owner/kernel"},
+    {"auto_map": {"AutoModelForSequenceClassification": "code.Model"}},
+    {"trust_remote_code": True},
+    {"use_kernels": True},
+    {"text_config": {"model_type": "bert", "_attn_implementation": "owner/kernel"}},
+]
+
+
+@pytest.mark.parametrize("entry", _CODE, ids=lambda entry: "-".join(map(str, entry)))
+def test_code_that_a_folder_names_is_left_out_and_reported(
+    entry: dict[str, Any], folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain: Any = load_text(from_folder(folder), 2)
+    given = Path(shutil.copytree(folder, tmp_path / "given"))
+    about = json.loads((given / "config.json").read_text())
+    (given / "config.json").write_text(json.dumps({**about, **entry}))
+    (given / "code.py").write_text("raise SystemExit('imported')")
+    tokenizer = json.loads((given / "tokenizer_config.json").read_text())
+    (given / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "auto_map": {"AutoTokenizer": ["a.B", None]}}))
+    model: Any = load_text(from_folder(given), 2)
+    for name, value in plain.bert.state_dict().items():
+        assert torch.equal(model.bert.state_dict()[name], value), name
+    held = json.dumps(model.config.to_dict(), default=str)
+    assert "owner/kernel" not in held
+    assert model.config._attn_implementation == plain.config._attn_implementation
+    assert f"config.json names code, which is not loaded: {next(iter(entry))}" in caplog.text or "text_config" in entry
+    assert "names code" in caplog.text
+    assert tokenizer_of(from_folder(given)).size == len(VOCABULARY)
+    assert "auto_map" in caplog.text
+    with pytest.raises(UserError, match=r"model\.kwargs: .* names code, which is not loaded"):
+        build_text(config(kwargs=entry), 2)
+
+
+@pytest.mark.parametrize(
+    ("file", "entry", "said"),
+    [
+        ("config.json", {"quantization_config": {"quant_method": "gptq"}}, "the weights are quantized"),
+        ("config.json", {"model_type": "unheard"}, "model_type=unheard is no kind of network"),
+        ("config.json", {"model_type": ["bert"]}, "is no kind of network"),
+        ("config.json", None, "it is not a mapping"),
+        ("adapter_config.json", {"base_model_name_or_path": "owner/name"}, "Merge it into its network first"),
+    ],
+)
+def test_folders_that_need_more_than_their_weights_are_refused(
+    file: str, entry: dict[str, Any] | None, said: str, folder: Path, tmp_path: Path
+) -> None:
+    given = Path(shutil.copytree(folder, tmp_path / "given"))
+    about = json.loads((given / file).read_text()) if (given / file).exists() else {}
+    (given / file).write_text(json.dumps([about] if entry is None else {**about, **entry}))
+    with pytest.raises(UserError, match=said):
+        load_text(from_folder(given), 2)
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "../vocab.txt", "a\\..\\b"])
+def test_a_tokenizer_has_no_files_elsewhere(path: str, folder: Path, tmp_path: Path) -> None:
+    given = Path(shutil.copytree(folder, tmp_path / "given"))
+    about = json.loads((given / "tokenizer_config.json").read_text())
+    (given / "tokenizer_config.json").write_text(json.dumps({**about, "vocab_file": path}))
+    with pytest.raises(UserError, match="is outside of the folder"):
+        tokenizer_of(from_folder(given))

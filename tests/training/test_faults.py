@@ -114,7 +114,7 @@ def test_only_what_the_system_refuses_in_the_folder_is_renamed(tmp_path: Path) -
             raise full
 
 
-@pytest.mark.parametrize("name", ["results.json", "checkpoint.ckpt.tmp"])
+@pytest.mark.parametrize("name", ["results.json", "checkpoint.ckpt.prev"])
 def test_a_folder_in_place_of_a_file_is_named(name: str, tmp_path: Path, configuration: Any) -> None:
     (tmp_path / name).mkdir()
     with pytest.raises(UserError, match=rf"{name} is a folder; the run writes a file of this name\. Remove or rename"):

@@ -99,6 +99,43 @@ def test_no_file_of_a_run_folder_is_unpickled(
     capsys.readouterr()
 
 
+def test_links_in_a_run_folder_are_not_written_through(
+    given: Path, finished: Any, tmp_path: Path, without_cost: None
+) -> None:
+    """Links under the names of earlier temporary files, and in place of files that the run replaces."""
+    victim, place = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("kept")
+    place.mkdir()
+    names = sorted(file.name for file in given.iterdir() if file.name != ".lock")
+    for name in names:
+        (place / f"{name}.tmp").symlink_to(victim)
+    for name in ("metrics.csv", "run_id", "model.safetensors"):
+        (place / name).symlink_to(tmp_path / "nowhere")
+    run(finished[1], place)
+    assert victim.read_text() == "kept"
+    assert not (tmp_path / "nowhere").exists()
+    assert all((place / name).is_file() and not (place / name).is_symlink() for name in names)
+    report.main([str(place)])
+    predictions = tmp_path / "predictions"
+    predictions.mkdir()
+    shutil.rmtree(place / "report")
+    (place / "report").symlink_to(predictions)
+    with pytest.raises(UserError, match=r"report is a link to .*Remove the link, or choose another folder\."):
+        report.main([str(place)])
+    assert list(predictions.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "step_stats.jsonl", "tensorboard", ".lock"])
+def test_a_run_does_not_append_through_a_link(name: str, finished: Any, tmp_path: Path) -> None:
+    victim, place = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("kept")
+    place.mkdir()
+    (place / name).symlink_to(victim)
+    with pytest.raises(UserError, match=rf"{name} is a link to"):
+        run(finished[1], place)
+    assert victim.read_text() == "kept"
+
+
 @pytest.mark.parametrize(
     ("name", "write"), list(zip(["w.pth", "w.pt", "w.bin", "w.ckpt", "w.safetensors", "w.npz"], FORMS * 2, strict=True))
 )
