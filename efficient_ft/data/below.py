@@ -126,6 +126,39 @@ def files_below(folder: str | Path, found: Below | None = None) -> Below:
     return found
 
 
+def refuse_elsewhere(listed: Iterable[str], root: Path, follow_links: bool) -> None:
+    """Refuse existing files that the lists of a data set name outside of its folder.
+
+    Args:
+        listed: their paths.
+        root: the data set's folder; may itself be a link.
+        follow_links: as `Below.follow_links`. A path that leaves the folder without a link is refused in any case.
+
+    Raises:
+        UserError: for the first such file.
+    """
+    top, written = os.path.realpath(root), os.path.normpath(root)
+    links: dict[str, set[str]] = {}
+    for path in listed:
+        folder, name = os.path.split(path)
+        if folder not in links:
+            if not _within(os.path.normpath(folder), written):
+                raise UserError(
+                    f"The lists in {printable(root)} name {printable(path)}, a file outside of this folder. Remove such"
+                    " lines, or put a complete copy of the data set there."
+                )
+            if not follow_links and not _within(os.path.realpath(folder), top):
+                raise _outside(folder, root)
+            with os.scandir(folder) as entries:
+                links[folder] = {entry.name for entry in entries if entry.is_symlink()}
+        if name in links[folder] and not follow_links and not _within(os.path.realpath(path), top):
+            raise _outside(path, root)
+
+
+def _within(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
+
+
 def links_in(places: Iterable[Path], root: Path, follow_links: bool) -> list[str]:
     """Find the links in some files and folders of a data set; return sentences about those that leave it.
 

@@ -7,13 +7,14 @@ import os
 import shutil
 import tarfile
 import tempfile
+import zipfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from torchvision.datasets.utils import check_integrity, extract_archive
+from torchvision.datasets.utils import check_integrity
 from tqdm import tqdm
 
 from efficient_ft.core.errors import UserError
@@ -113,8 +114,8 @@ def _download(archive: Archive, root: Path) -> None:
             f"{target.parent.absolute()} has {format_bytes(free)} free; {target.name} needs about "
             f"{format_bytes(2 * archive.size)} while it is unpacked. Choose another folder with data.root=DIR."
         )
-    part = target.with_name(f"{target.name}.part{os.getpid()}")
-    try:
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", suffix=".part", dir=target.parent) as scratch:
+        part = Path(scratch) / target.name
         with open_url(archive.url, STALL_SECONDS) as response, open(part, "wb") as file:
             length = response.headers.get("Content-Length")
             expected = int(length) if length is not None and length.isdigit() else archive.size
@@ -135,8 +136,6 @@ def _download(archive: Archive, root: Path) -> None:
                 "Run again, or put the original file there."
             )
         os.replace(part, target)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _unpack(archive: Archive, root: Path) -> None:
@@ -150,8 +149,9 @@ def _unpack(archive: Archive, root: Path) -> None:
     # Into a folder of its own, then renamed: an interrupted unpacking never passes for a complete data set.
     with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=target.parent) as scratch:
         try:
-            extract_archive(packed, scratch)
-        except (EOFError, tarfile.TarError, zlib.error) as error:
+            # The filter of a .tar refuses links and names that lead out of the folder; a .zip has none.
+            shutil.unpack_archive(packed, scratch, **({} if packed.suffix == ".zip" else {"filter": "data"}))
+        except (EOFError, tarfile.TarError, zipfile.BadZipFile, shutil.ReadError, zlib.error) as error:
             raise UserError(
                 f"{packed.absolute()} cannot be unpacked ({error}): incomplete or damaged. Put a complete one there."
             ) from error

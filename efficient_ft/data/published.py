@@ -13,6 +13,7 @@ from torchvision import datasets
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.network import unreachable
 from efficient_ft.core.text import printable
+from efficient_ft.data.below import refuse_elsewhere
 from efficient_ft.data.counts import counted, verb
 from efficient_ft.data.fetch import Archive
 from efficient_ft.data.listing import Listing, Samples
@@ -112,11 +113,16 @@ class PublishedSet:
         return "\n".join([*lines, self.alternatives])
 
 
-def read_published(name: str, root: Path) -> Listing:
+def read_published(name: str, root: Path, follow_links: bool = False) -> Listing:
     """List the published data set `name`, whose archives are all `ready` below `root`.
 
+    Args:
+        name: the data set.
+        root: contains its folder.
+        follow_links: use the targets of links out of its folder.
+
     Raises:
-        UserError: a list is damaged, or listed images do not exist.
+        UserError: a list is damaged, or listed images do not exist or are outside of the data set.
     """
     source = PUBLISHED[name]
     where = (root / source.folder).absolute()
@@ -137,6 +143,8 @@ def read_published(name: str, root: Path) -> Listing:
             f"data={name}: {counted(len(gone), 'listed image')} {verb(len(gone), 'does', 'do')} not exist, such as"
             f" {printable(gone[0])}. {again}"
         )
+    for part in parts:
+        refuse_elsewhere(part.images if isinstance(part.images, Paths) else (), where, follow_links)
     return listing
 
 

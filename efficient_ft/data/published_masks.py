@@ -11,6 +11,7 @@ from pathlib import Path
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.core.text import printable
+from efficient_ft.data.below import refuse_elsewhere
 from efficient_ft.data.mask_folder import read_mask_folder
 from efficient_ft.data.masks import Classes, MaskListing, MaskSamples
 
@@ -40,7 +41,7 @@ class MaskSet:
         folder: the folder below `data.root` that it is in by default.
         classes: of its masks.
         contents: what the folder has, relative paths.
-        read: lists its splits.
+        read: lists its splits, given the folder and whether links out of it are followed.
         source: where it comes from.
     """
 
@@ -48,7 +49,7 @@ class MaskSet:
     folder: str
     classes: Classes
     contents: tuple[str, ...]
-    read: Callable[[Path], MaskListing]
+    read: Callable[[Path, bool], MaskListing]
     source: str
 
     def root(self, root: Path) -> Path:
@@ -69,19 +70,19 @@ class MaskSet:
         )
 
 
-def _camvid(root: Path) -> MaskListing:
+def _camvid(root: Path, follow_links: bool) -> MaskListing:
     from efficient_ft.config.schema import MaskConfig  # imports pydantic, which listing data sets does not need
 
     names = None if (root / "classes.txt").is_file() else [*_CAMVID, "void"]
-    return read_mask_folder(root, MaskConfig(classes=names), follow_links=True)
+    return read_mask_folder(root, MaskConfig(classes=names), follow_links=follow_links)
 
 
-def _voc(root: Path) -> MaskListing:
+def _voc(root: Path, follow_links: bool) -> MaskListing:
     lists = root / "ImageSets" / "Segmentation"
     train = next((lists / name for name in ("trainaug.txt", "train_aug.txt") if (lists / name).is_file()), None)
     if train is None:
         raise UserError(f"{printable(lists.absolute())} has no trainaug.txt, the list of the augmented training set.")
-    parts = [_listed(root, _names(file)) for file in (train, lists / "val.txt")]
+    parts = [_listed(root, _names(file), follow_links) for file in (train, lists / "val.txt")]
     return MaskListing(MASK_SETS["voc2012_aug"].classes, parts[0], None, parts[1], _on_val("Pascal VOC 2012"))
 
 
@@ -89,15 +90,15 @@ def _names(file: Path) -> list[str]:
     return [line.split()[0] for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
-def _listed(root: Path, names: Sequence[str]) -> MaskSamples:
+def _listed(root: Path, names: Sequence[str], follow_links: bool) -> MaskSamples:
     """Images and masks by the names in a list; some lists have paths, of which the last part counts."""
     stems = [Path(name).stem for name in names]
     images = [str(root / "JPEGImages" / f"{stem}.jpg") for stem in stems]
     masks = [str(root / "SegmentationClassAug" / f"{stem}.png") for stem in stems]
-    return _existing(MaskSamples(images, masks))
+    return _existing(MaskSamples(images, masks), root, follow_links)
 
 
-def _cityscapes(root: Path) -> MaskListing:
+def _cityscapes(root: Path, follow_links: bool) -> MaskListing:
     parts = []
     for split in ("train", "val"):
         images = sorted((root / "leftImg8bit" / split).glob("*/*_leftImg8bit.png"))
@@ -107,14 +108,15 @@ def _cityscapes(root: Path) -> MaskListing:
         ]
         if not images:
             raise UserError(f"{printable((root / 'leftImg8bit' / split).absolute())} has no CITY/*_leftImg8bit.png.")
-        parts.append(_existing(MaskSamples(list(map(str, images)), list(map(str, masks)))))
+        parts.append(_existing(MaskSamples(list(map(str, images)), list(map(str, masks))), root, follow_links))
     return MaskListing(MASK_SETS["cityscapes"].classes, parts[0], None, parts[1], _on_val("Cityscapes"))
 
 
-def _existing(samples: MaskSamples) -> MaskSamples:
+def _existing(samples: MaskSamples, root: Path, follow_links: bool) -> MaskSamples:
     for path in (*samples.images, *samples.masks):
         if not Path(path).is_file():
             raise UserError(f"{printable(path)}: no such file. The copy of the data set is incomplete.")
+    refuse_elsewhere((*samples.images, *samples.masks), root, follow_links)
     return samples
 
 

@@ -85,7 +85,7 @@ def read_data(config: DataConfig) -> Listing | MaskListing | TextListing:
         return _read_texts(config)
     source = _published(config)
     root = _fetched(config, source)
-    return read_published(config.name, root)
+    return read_published(config.name, root, config.follow_links)
 
 
 def _fetched(config: DataConfig, source: PublishedSet) -> Path:
@@ -152,7 +152,7 @@ def _read_masks(config: DataConfig) -> MaskListing:
     problem = source.missing(config.name, root)
     if problem is not None:
         raise UserError(problem)
-    return source.read(source.root(root))
+    return source.read(source.root(root), config.follow_links)
 
 
 def _published(config: DataConfig) -> PublishedSet:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from efficient_ft.data import (
     read_data,
 )
 from efficient_ft.data.published import PUBLISHED
-from tests.data.pictures import SPEC
+from tests.data.pictures import SPEC, save
 from tests.data.publishers import (
     pack,
     write_aircraft,
@@ -171,6 +172,55 @@ def test_listed_images_that_are_not_there_and_damaged_lists(tmp_path: Path, data
     (folder / "image_class_labels.txt").write_text("1 1\n")
     with pytest.raises(UserError, match="name different images"):
         open_data(data_config("cub200", root=str(tmp_path)), SPEC, 0)
+
+
+@pytest.mark.parametrize("line", ["../../../secret.jpg", "a/../../../../secret.jpg", "ABSOLUTE", "..\\..\\secret.jpg", "a\0b"])
+def test_lists_that_name_files_outside_of_the_data_set_are_refused(
+    line: str, tmp_path: Path, data_config: Config
+) -> None:
+    folder = write_cub(tmp_path / "data" / "inside")
+    save(tmp_path / "data" / "secret.jpg", 1)
+    (folder / "images" / "a").mkdir()
+    lines = (folder / "images.txt").read_text().splitlines()
+    lines[3] = f"4 {line.replace('ABSOLUTE', str(tmp_path / 'data' / 'secret.jpg'))}"
+    (folder / "images.txt").write_text("\n".join(lines) + "\n")
+    config = data_config("cub200", root=str(tmp_path / "data" / "inside"), follow_links=True)
+    with pytest.raises(UserError, match="a file outside of this folder|does not exist"):
+        open_data(config, SPEC, 0)
+
+
+@pytest.mark.parametrize("of", ["file", "folder"])
+def test_links_out_of_a_published_data_set_are_refused_unless_they_are_to_be_followed(
+    of: str, tmp_path: Path, data_config: Config
+) -> None:
+    write_food(tmp_path / "data")
+    place = tmp_path / "data/food-101/images/waffles"
+    place = place / "train1.jpg" if of == "file" else place
+    place.rename(tmp_path / "elsewhere")
+    place.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"waffles.* is a link to .*elsewhere, outside of .*data\.follow_links=true"):
+        open_data(data_config("food101", root=str(tmp_path / "data")), SPEC, 0)
+    assert open_data(data_config("food101", root=str(tmp_path / "data"), follow_links=True), SPEC, 0).splits
+    (tmp_path / "linked").symlink_to(tmp_path / "data")  # data.root may be a link
+    assert open_data(data_config("food101", root=str(tmp_path / "linked"), follow_links=True), SPEC, 0).splits
+
+
+def test_an_archive_does_not_unpack_outside_of_its_folder(tmp_path: Path, data_config: Config) -> None:
+    folder = write_cub(tmp_path / "elsewhere")
+    (tmp_path / "victim").write_text("kept")
+    for name, target in (("../../../victim", None), ("CUB_200_2011/link", "../../../victim")):
+        archive = tmp_path / "data" / "CUB_200_2011.tgz"
+        archive.parent.mkdir(exist_ok=True)
+        with tarfile.open(archive, "w:gz") as tar:
+            tar.add(folder, arcname=folder.name)
+            member = tarfile.TarInfo(name)
+            if target is not None:
+                member.type, member.linkname = tarfile.SYMTYPE, target
+            tar.addfile(member)
+        with pytest.raises(UserError, match=r"CUB_200_2011\.tgz cannot be unpacked"):
+            open_data(data_config("cub200", root=str(tmp_path / "data")), SPEC, 0)
+        assert (tmp_path / "victim").read_text() == "kept"
+        assert [file.name for file in archive.parent.iterdir()] == [archive.name]
 
 
 def test_the_message_without_a_network(data_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,17 @@ def test_augmented_voc(tmp_path: Path) -> None:
     assert class_count(config) == 21
 
 
+def test_links_out_of_a_published_set_of_masks_are_refused(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "data" / "camvid", {"train": 2, "val": 1, "test": 1}, classes=False)
+    image = next((root / "train" / "images").iterdir())
+    image.rename(tmp_path / "elsewhere.png")
+    image.symlink_to(tmp_path / "elsewhere.png")
+    with pytest.raises(UserError, match=r"is a link to .*elsewhere\.png, outside of"):
+        _read("camvid", tmp_path / "data")
+    config = _config("camvid", tmp_path / "data").model_copy(update={"follow_links": True})
+    assert len(read_data(config).train) == 2
+
+
 def test_camvid_with_and_without_its_list_of_classes(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "camvid", {"train": 2, "val": 1, "test": 1}, classes=False)
     assert class_count(_config("camvid", tmp_path)) == 11
