@@ -10,6 +10,7 @@ from pathlib import Path
 
 from efficient_ft.cli.terminal import Help
 from efficient_ft.core.terminal import show, shown_path
+from efficient_ft.core.text import plain_line
 
 DESCRIPTION = """\
 Send finished runs to Weights & Biases, as if they had been logged, and make a report of them: accuracy against FLOPs,
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         show(f"note: {sentence}", sys.stderr)
     offline = options.offline or os.environ.get("WANDB_MODE") in ("offline", "dryrun", "disabled")
     names = upload(found, project=options.project, entity=options.entity, offline=offline, out=options.out)
-    print("\n".join(names))
+    print("\n".join(map(plain_line, names)))
     panels = options.out / "panels.json"
     write_panels(panels, options.title)
     if offline:

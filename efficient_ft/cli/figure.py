@@ -10,6 +10,7 @@ from efficient_ft.cli.terminal import Help
 from efficient_ft.cli.terminal import note as say_note
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.sheet import render
+from efficient_ft.core.text import plain_line
 
 DESCRIPTION = """\
 Draw a figure of a paper as PNG, with its data as CSV, from finished runs or from a model and images. Without arguments
@@ -72,4 +73,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for sentence in chart.notes:
         say_note(sentence)
     for file in write_chart(chart, options.out / options.figure.replace("/", "_")):
-        print(file)
+        print(plain_line(str(file)))

@@ -16,7 +16,7 @@ from efficient_ft.core.allocator import restart_with, use_allocator
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.files import write_text_atomically
 from efficient_ft.core.format import format_bytes
-from efficient_ft.core.text import terminal_width, wrapped
+from efficient_ft.core.text import plain_line, terminal_width, wrapped
 from efficient_ft.core.units import parse_bytes, parse_seconds
 from efficient_ft.record.files import json_text
 
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from efficient_ft.report.plan_figure import plan_chart
 
         for file in write_chart(plan_chart(found), options.figure.with_suffix("")):
-            print(file)
+            print(plain_line(str(file)))
     if found.recommended is None:
         raise SystemExit(1)
 

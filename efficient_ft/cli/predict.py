@@ -18,7 +18,7 @@ from efficient_ft.core.errors import UserError, first_line
 from efficient_ft.core.files import refuse_link, write_atomically
 from efficient_ft.core.format import format_percent
 from efficient_ft.core.sheet import render
-from efficient_ft.core.text import display_width, padded, plain_line, plain_text, shortened, terminal_width
+from efficient_ft.core.text import display_width, json_plain, padded, plain_line, plain_text, shortened, terminal_width
 from efficient_ft.record.files import json_text
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class _Predictions:
                 }
                 for value, label, top in self.items
             ]
-            return json_text(objects, indent=1)
+            return json_plain(json_text(objects, indent=1))
         header = [self.kind, "class", "probability", "label"]
         header += [f"{key}_{k}" for k in range(2, self.top + 1) for key in ("class", "probability")]
         rows = [
@@ -283,7 +283,7 @@ def _write_masks(trained: Trained, paths: Sequence[Any], names: Sequence[str], o
             {"path": str(path), "mask": str(target), "shares": dict(zip(names, shares, strict=True))}
             for path, target, shares in found
         ]
-        print(json_text(objects, indent=1))
+        print(json_plain(json_text(objects, indent=1)))
     elif options.form == "csv":
         header = ["path", "mask", *(f"share of {name}" for name in names)]
         print(render(header, [[str(path), str(target), *shares] for path, target, shares in found], "csv"))

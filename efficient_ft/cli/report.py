@@ -12,6 +12,7 @@ from efficient_ft.cli.terminal import Help, count_or_zero, run_folders
 from efficient_ft.cli.terminal import note as say_note
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.files import refuse_link
+from efficient_ft.core.text import plain_line
 
 DESCRIPTION = """\
 Write report.html, a page that works without internet access.
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         refuse_link(out)  # a run folder may come from somebody else
     try:
         if len(options.runs) > 1 or below or finished:
-            print(write_runs_page(options.runs, out))
+            print(plain_line(str(write_runs_page(options.runs, out))))
             return
         written = write_report(first, out, options.images)
     except OSError as error:
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ) from error
     for note in written.notes:
         say_note(note, file=sys.stdout)
-    print("\n".join(map(str, written.files)))
+    print("\n".join(plain_line(str(file)) for file in written.files))
 
 
 def _parser() -> argparse.ArgumentParser:

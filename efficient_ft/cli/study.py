@@ -12,7 +12,7 @@ from efficient_ft.cli.terminal import Help, add_columns_option, words
 from efficient_ft.core.errors import UserError, did_you_mean
 from efficient_ft.core.format import format_bytes, format_number, format_seconds
 from efficient_ft.core.sheet import Column, render
-from efficient_ft.core.text import paragraph
+from efficient_ft.core.text import paragraph, plain_line
 
 if TYPE_CHECKING:
     from efficient_ft.config import Config
@@ -95,7 +95,9 @@ def _studies() -> str:
     found = sorted(file.parent for depth in ("*", "*/*") for file in Path().glob(f"{depth}/{DEFINITION}"))
     if not found:
         return "Usage: efficient-ft study FOLDER\nNo study.yaml was found here, up to two levels of subfolders deep."
-    return "\n".join(["Usage: efficient-ft study FOLDER", "Studies here:", *(f"  {folder}" for folder in found)])
+    return "\n".join(
+        ["Usage: efficient-ft study FOLDER", "Studies here:", *(f"  {plain_line(str(folder))}" for folder in found)]
+    )
 
 
 def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from efficient_ft.core.sheet import FORMS
-from efficient_ft.core.text import paragraph, shortened, terminal_width, wrapped
+from efficient_ft.core.text import paragraph, plain_line, shortened, terminal_width, wrapped
 
 
 class Help(argparse.HelpFormatter):
@@ -136,6 +136,6 @@ def run_folders(command: str, argument: str, below: Path = Path("outputs")) -> s
     every = sorted(below.rglob(NAME), key=lambda file: file.stat().st_mtime, reverse=True)
     if not every:
         return f"{usage}\nThere are no finished runs in {below}. `efficient-ft` trains one."
-    latest = [f"  {file.parent}" for file in every[:10]]
+    latest = [f"  {plain_line(str(file.parent))}" for file in every[:10]]
     more = [f"  and {len(every) - 10} more"] if len(every) > 10 else []
     return "\n".join([usage, f"Finished runs in {below}, the latest first:", *latest, *more])

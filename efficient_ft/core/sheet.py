@@ -184,27 +184,28 @@ def _person(cell: Cell, column: Column) -> str:
         return ""
     if column.show is not None and not isinstance(cell, str):
         return column.show(cell)
-    return f"{cell:.6g}" if isinstance(cell, float) else str(cell)
+    return f"{cell:.6g}" if isinstance(cell, float) else text.plain_line(str(cell))
 
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[bool]) -> str:
     rule = ["---" if left else "--:" for left in words]
-    lines = [header, rule, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    lines = [list(map(text.markdown_text, header)), rule, *(list(map(text.markdown_text, row)) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _csv(header: Sequence[str], rows: Sequence[Sequence[Cell]], words: object) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(["" if cell is None else cell for cell in row] for row in rows)
+    for row in (header, *rows):
+        writer.writerow("" if cell is None else text.csv_cell(cell) if isinstance(cell, str) else cell for cell in row)
     return out.getvalue().rstrip("\n")
 
 
 def _json(header: Sequence[str], rows: Sequence[Sequence[Cell]], words: object) -> str:
     assert len(set(header)) == len(header), header
     objects: list[dict[str, Any]] = [dict(zip(header, row, strict=True)) for row in rows]
-    return "[\n" + ",\n".join(f"  {json.dumps(one, ensure_ascii=False)}" for one in objects) + "\n]"
+    lines = (text.json_plain(json.dumps(one, ensure_ascii=False)) for one in objects)
+    return "[\n" + ",\n".join(f"  {line}" for line in lines) + "\n]"
 
 
 def _latex(header: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[bool]) -> str:
@@ -220,6 +221,8 @@ _LATEX = {
     "–": "--",
     "…": r"\ldots{}",
     "×": r"$\times$",
+    "^": r"\textasciicircum{}",
+    "~": r"\textasciitilde{}",
     "µ": r"$\mu$",
     "±": r"$\pm$",
     **{sign: f"\\{sign}" for sign in "&%$#_{}"},

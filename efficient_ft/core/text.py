@@ -23,6 +23,34 @@ def plain_line(text: str) -> str:
     return plain_text(text).replace("\n", "\\x0a").replace("\t", "\\x09")
 
 
+#: The beginnings of a cell that a spreadsheet evaluates, and a number, which begins like one.
+_FORMULA = re.compile("[=+\\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-](inf|nan)?")
+#: Signs of Markdown and HTML that begin a link, code, a tag or another cell.
+_MARKUP = re.compile(r"[\\|\[\]`]")
+
+
+def csv_cell(text: str) -> str:
+    """Return `text` for a cell of a CSV file: spreadsheets show it, and do not evaluate it as a formula.
+
+    A text that begins like a formula gets an apostrophe before it; numbers stay as they are. Control characters are
+    written as escapes.
+    """
+    plain = plain_text(text)
+    return f"'{plain}" if _FORMULA.match(plain) and not _NUMBER.fullmatch(plain) else plain
+
+
+def json_plain(text: str) -> str:
+    """Return a JSON text with the control characters in its strings as JSON's escapes, for a terminal."""
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def markdown_text(text: str) -> str:
+    """Return `text` for Markdown, in one line and without links, code or HTML."""
+    plain = _MARKUP.sub(lambda found: f"\\{found[0]}", plain_line(text))
+    return plain.replace("&", "&amp;").replace("<", "&lt;")
+
+
 #: Columns of a line where there is no terminal.
 WITHOUT_TERMINAL = 100
 
@@ -109,6 +137,7 @@ def filled(text: str, width: int, indent: str = "") -> list[str]:
         width: of a line.
         indent: before all lines except the first.
     """
+    text = plain_text(text)
     body = text.lstrip(" ")
     first, *words = body.split(" ")
     lines = [text[: len(text) - len(body)] + first]
@@ -164,7 +193,7 @@ def table(
     """
     limit = terminal_width() if width is None else width
     count = max(len(row) for row in rows)
-    full = [[*row, *[""] * (count - len(row))] for row in rows]
+    full = [[*map(plain_line, row), *[""] * (count - len(row))] for row in rows]
     least = least_widths(full, left=left, whole=whole)
     panels: list[list[int]] = [[0]]
     for i in range(1, count):

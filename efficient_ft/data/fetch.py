@@ -150,7 +150,7 @@ def _unpack(archive: Archive, root: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=target.parent) as scratch:
         try:
             # The filter of a .tar refuses links and names that lead out of the folder; a .zip has none.
-            shutil.unpack_archive(packed, scratch, **({} if packed.suffix == ".zip" else {"filter": "data"}))
+            shutil.unpack_archive(packed, scratch, filter=None if packed.suffix == ".zip" else "data")
         except (EOFError, tarfile.TarError, zipfile.BadZipFile, shutil.ReadError, zlib.error) as error:
             raise UserError(
                 f"{packed.absolute()} cannot be unpacked ({error}): incomplete or damaged. Put a complete one there."

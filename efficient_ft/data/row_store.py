@@ -14,8 +14,9 @@ import shutil
 import threading
 import zlib
 from collections.abc import Mapping, Sequence
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -74,7 +75,8 @@ class RowStore:
     def _open(self) -> None:
         """Open the files in this process: a forked one would share the places in them with its parent."""
         if self._process != os.getpid():
-            self._file, self._sums = (open_file(self.folder / name, "rb+", 0) for name in ("rows", "checksums"))
+            files = (open_file(self.folder / name, "rb+", 0) for name in ("rows", "checksums"))
+            self._file, self._sums = (cast(FileIO, file) for file in files)
             self._process, self._lock = os.getpid(), threading.Lock()
 
     def written(self) -> Tensor:
@@ -128,7 +130,7 @@ class RowStore:
                 self._write(self._file, row * self.row_bytes, np.ascontiguousarray(data[k]).data)
                 self._write(self._sums, row * 8, _checksum(data[k]).to_bytes(8, "little"))
 
-    def _write(self, file: IO[bytes], place: int, data: bytes | memoryview) -> None:
+    def _write(self, file: FileIO, place: int, data: bytes | memoryview) -> None:
         left = memoryview(data)
         file.seek(place)
         try:

@@ -1,7 +1,7 @@
 """Configurations of transformers that name code: the entries that are left out, and those that are rejected.
 
-transformers fetches and imports a kernel that ``config.json`` names (``attn_implementation: "owner/name"``), and classes
-under ``auto_map``. A folder of weights is data, so none of them is loaded.
+transformers fetches and imports a kernel that ``config.json`` names (``attn_implementation: "owner/name"``), and the
+classes under ``auto_map``. A folder of weights is data, so none of them is loaded.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def read_json(file: Path) -> dict[str, Any]:
     plain = without_code(held)
     _report(file, tuple(names_of_code(held)))
     if any(name == "quantization_config" and value for name, value in _entries(held)):
-        raise UserError(f"{file} cannot be used: the weights are quantized (quantization_config). Use the original ones.")
+        raise UserError(
+            f"{file} cannot be used: the weights are quantized (quantization_config). Use the original ones."
+        )
     return plain
 
 
@@ -79,7 +81,7 @@ def _names_code(name: Any, value: Any) -> bool:
 
 
 def _is_own(value: Any) -> bool:
-    return value is None or isinstance(value, str | bool) and value in _OWN
+    return value is None or (isinstance(value, str | bool) and value in _OWN)
 
 
 def _entries(held: Any) -> Iterator[tuple[Any, Any]]:

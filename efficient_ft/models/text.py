@@ -226,7 +226,9 @@ def _require_plain_tokenizer(folder: Path) -> None:
         return
     for name, value in read_json(folder / "tokenizer_config.json").items():
         if name.endswith("_file") and isinstance(value, str) and Path(value).name != value.replace("\\", "/"):
-            raise UserError(f"{folder}/tokenizer_config.json: {name}={value} is outside of the folder. Remove the entry.")
+            raise UserError(
+                f"{folder}/tokenizer_config.json: {name}={value} is outside of the folder. Remove the entry."
+            )
 
 
 #: Entries of transformers' configuration that are no part of the architecture.

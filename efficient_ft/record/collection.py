@@ -14,6 +14,7 @@ from typing import Any
 from efficient_ft.config import Config, check, fingerprint
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.sheet import Cell, render
+from efficient_ft.core.text import markdown_text
 from efficient_ft.record import config_file, results
 from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.formats import USE_ITS_VERSION
@@ -152,7 +153,10 @@ def write_tables(collection: Collection, path: Path) -> list[Path]:
         ".csv": render(header, rows, "csv"),
         ".json": render(header, rows, "json"),
         ".md": "\n\n".join(
-            [render(means, mean_rows, "markdown", left=means.index("seeds") + 1), *notes(collection, means=True)]
+            [
+                render(means, mean_rows, "markdown", left=means.index("seeds") + 1),
+                *map(markdown_text, notes(collection, means=True)),
+            ]
         ),
     }
     files = [path.with_name(path.name + suffix) for suffix in texts]

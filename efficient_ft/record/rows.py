@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from efficient_ft.core.text import csv_cell
 from efficient_ft.record.files import json_text, open_file, write_text_atomically
 
 
@@ -71,7 +72,9 @@ class MetricsFile(Rows):
         rows = self.read()
         names = list(dict.fromkeys(name for row in rows for name in row))
         text = io.StringIO()
-        writer = csv.DictWriter(text, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(map(csv_cell, names))
+        for row in rows:
+            values = (row.get(name, "") for name in names)
+            writer.writerow(csv_cell(value) if isinstance(value, str) else value for value in values)
         write_text_atomically(self.path.with_suffix(".csv"), text.getvalue())

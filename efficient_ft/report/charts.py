@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from efficient_ft.core.files import write_bytes_atomically, write_text_atomically
+from efficient_ft.core.text import csv_cell
 from efficient_ft.report.figures import DPI, require_matplotlib
 
 #: With more series than this there is no legend.
@@ -76,7 +77,8 @@ def chart_csv(chart: Chart) -> str:
     for panel in chart.panels:
         for series in panel.series:
             for x, y in zip(series.x, series.y, strict=True):
-                writer.writerow([panel.title, series.name, x if isinstance(x, str) else f"{x:.6g}", f"{y:.6g}"])
+                names = (panel.title, series.name, x if isinstance(x, str) else f"{x:.6g}")
+                writer.writerow([*map(csv_cell, names), f"{y:.6g}"])
     return out.getvalue()
 
 

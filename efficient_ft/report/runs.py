@@ -71,7 +71,7 @@ def write_runs_page(paths: Sequence[Path], out: Path) -> Path:
     text = page.substitute(
         title=escape(f"{title}: {roots}"),
         about=escape(f"Accuracy is that of the best epoch's weights, on {_splits(found)}. Costs are executed counts."),
-        data=held.replace("</", "<\\/"),
+        data=held.replace("<", "\\u003c"),  # neither </script> nor <!--
         pictures=_pictures(found.runs),
     )
     write_text_atomically(out / "report.html", text)
@@ -80,7 +80,11 @@ def write_runs_page(paths: Sequence[Path], out: Path) -> Path:
 
 def _pictures(runs: Sequence[Run]) -> str:
     """The predictions of segmentations on some test images, as HTML; of the first runs if there are many."""
-    have = [(run, name) for run, name in zip(runs, names_of(runs), strict=True) if (run.path / EXAMPLES).is_file()]
+    have = [
+        (run, name)
+        for run, name in zip(runs, names_of(runs), strict=True)
+        if (run.path / EXAMPLES).is_file() and not (run.path / EXAMPLES).is_symlink()  # another file of this user
+    ]
     if not have:
         return ""
     parts = ["<h2>Predictions</h2>"]

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import yaml
 
+from efficient_ft.selftest import attacks
 from efficient_ft.selftest.children import returned, run_child
 from efficient_ft.selftest.runs import arguments, configuration, program, reading, write_images
 from efficient_ft.selftest.trial import Trial, require
@@ -101,6 +102,7 @@ def trials(long: bool) -> Iterator[Trial]:
         yield Trial(f"weights: {name}", _weights, (name, tuple(forms)))
     yield Trial("data folder: files, names and metadata of images", _data_folder)
     yield Trial("folder of a study", _study)
+    yield from attacks.trials(long)
 
 
 def _sections() -> list[str]:

@@ -28,6 +28,9 @@ PROMISES = (
         " SIGKILL at 20 random moments (long: 200); a kill within a write; a file system of 1 MiB that is full; $TMPDIR"
         " on another file system; a checkpoint that is cut off.",
         kills.trials,
+        "Disks that lose what they have confirmed, beyond the last checkpoint; file systems on a network that do"
+        " not rename atomically; a folder that is changed by hand during a run. Steps after the last checkpoint are"
+        " computed again.",
     ),
     Promise(
         2,
@@ -37,6 +40,8 @@ PROMISES = (
         "Every method, killed after the checkpoint at the end or in the middle of an epoch, with 0 or 2 worker"
         " processes (long: all four combinations; short: one for each method, in turn).",
         resumption.trials,
+        "Another processor, GPU, number of threads or processes, or version of PyTorch; image files that are"
+        " changed during the run; the order of sums on a GPU, which PyTorch may choose anew; times and energy.",
     ),
     Promise(
         3,
@@ -46,6 +51,8 @@ PROMISES = (
         "Every method, with everything random turned off (long: also with a last batch of an odd number of images);"
         " random choices of tokens (PatchDropout) are drawn in each process, and only the two processes are compared.",
         several.trials,
+        "Equality with one process bit for bit; more than two processes, and processes on several machines, which"
+        " no trial starts; methods that depend on the whole batch (see the end of this page).",
     ),
     Promise(
         4,
@@ -55,6 +62,8 @@ PROMISES = (
         "Learning rates from 1e10 to 3e38 in fp32, in bf16 and with activations in 8 bits; NaN and infinity in"
         " pretrained weights; a batch that does not fit.",
         nonsense.trials,
+        "Results that are finite and wrong: a learning rate that is too high without an overflow, wrong labels,"
+        " weights of another model that fit. A process that the system kills for lack of memory prints no message.",
     ),
     Promise(
         5,
@@ -64,6 +73,8 @@ PROMISES = (
         "Both signals at 4 random moments (long: 100) of a run of one process, and to programs that load their"
         " libraries.",
         signals.trials,
+        "SIGKILL and power failures, for which promise 1 holds; the first second of a start; the time that a"
+        " scheduler leaves between its request and SIGKILL, if a checkpoint takes longer.",
     ),
     Promise(
         6,
@@ -72,15 +83,23 @@ PROMISES = (
         "30 random command lines and 20 broken inputs (long: 2,000 and 500). Each must end well, or with status 2,"
         " without a traceback, and without a configuration printed as text.",
         bad_input.trials,
+        "Errors inside PyTorch, a driver or a compiler; methods of other packages; files that are changed while"
+        " they are read; libraries that crash the process.",
     ),
     Promise(
         7,
         "Nothing foreign is executed",
         "No file that a user is handed (run folder, weights, checkpoint, record, study, images and their metadata) is"
-        " executed by any command that reads it.",
+        " executed by any command that reads it, makes it fetch code, or leads it to files elsewhere.",
         "Pickles, YAML tags, Python files, arguments of Hydra and targets in place of each file of a run folder, of"
-        " each setting in it (long: of every section), of weights, of a study, and in data folders.",
+        " each setting in it (long: of every section), of weights, of a study, and in data folders; links in place of"
+        " files that a command writes; settings, a config.json and lists of images that name code or files elsewhere;"
+        " names that are formulas or escape sequences.",
         payloads.trials,
+        "Your own arguments and configuration files, which may name any file to read or write; packages that you"
+        " install, whose methods and Hydra plugins are loaded; memory errors in decoders of images and in torch.load"
+        " (the requirements exclude versions with published ones); another user who changes a folder while a command"
+        " works in it; the time, memory and disk that a hostile file costs.",
     ),
     Promise(
         8,
@@ -90,6 +109,8 @@ PROMISES = (
         "A sweep of seven jobs of which four fail in four ways (long: also one that does not end when it is asked to,"
         " and one job at a time).",
         sweeps.trials,
+        "A machine that fails: the same command then runs the rest. Jobs of other launchers (submitit, joblib),"
+        " which report and end in their own way.",
     ),
     Promise(
         9,
@@ -98,6 +119,7 @@ PROMISES = (
         " steps leak no memory, handles or processes.",
         "These numbers (short: 20,000 files, 100 runs and 1,500 steps, with the same limits).",
         scale.trials,
+        "Slower disks and processors, on which these times are longer; the time of a step; folders on a network.",
     ),
     Promise(
         10,
@@ -108,6 +130,8 @@ PROMISES = (
         " output and all gradients, bit for bit), by method compact (gradients to 1e-10 in float64), and by"
         " torch.utils.checkpoint, reentrant and not.",
         recomputation.trials,
+        "Layers of your own that draw from a generator of their own, or keep a state that a forward pass changes;"
+        " devices other than the CPU and CUDA; recomputation by other libraries.",
     ),
     Promise(
         11,

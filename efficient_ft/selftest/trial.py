@@ -40,6 +40,7 @@ class Promise:
         text: what is promised, one sentence.
         tried: what the trials do, in the short and in the long form.
         trials: yields the trials; called with True for the long form.
+        not_covered: what the promise does not say, in whole sentences.
     """
 
     number: int
@@ -47,6 +48,7 @@ class Promise:
     text: str
     tried: str
     trials: Callable[[bool], Iterator[Trial]]
+    not_covered: str = ""
 
 
 def require(holds: bool, otherwise: str) -> None:

@@ -23,6 +23,8 @@ def promises() -> str:
     parts = []
     for promise in PROMISES:
         parts.append(f"## {promise.number}. {promise.title}\n\n{promise.text}\n\nTrials: {promise.tried}")
+        if promise.not_covered:
+            parts.append(f"Not covered: {promise.not_covered}")
         lines = [_result(form, held.get(str(promise.number))) for form, held in records.items()]
         parts.append("\n".join(f"- {line}" for line in lines))
     return "\n\n".join(parts)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 
 import pytest
 
 from efficient_ft.core import text
 from efficient_ft.core.errors import SettingError
-from efficient_ft.core.sheet import Column, Lines, render
+from efficient_ft.core.sheet import FORMS, Column, Lines, render
 
 LONG = "full+lora:rank=8+low_bit:bits=4+checkpointing:input_dtype=int4+tome:r=16"
 
@@ -106,3 +108,41 @@ def test_a_column_without_a_value_is_left_out_silently() -> None:
     shown = render(["a", "b", "c"], [["x", None, 1], ["y", None, 2]], "text", columns={"a": Column(), "b": Column(1)})
     assert shown.split("\n")[0].split() == ["a", "c"]
     assert "Not shown" not in shown
+
+
+@pytest.mark.parametrize(
+    "cell", ["=HYPERLINK(1)", "+1+cmd", "-2+3", "@SUM(1)", "\t=1", "\n=1", "\uff1d1", "-a", "=1", "+1/2"]
+)
+def test_a_formula_is_text_in_csv(cell: str) -> None:
+    rows = list(csv.reader(io.StringIO(render([cell], [[cell]], "csv"))))
+    assert rows == [[f"'{cell}"], [f"'{cell}"]]
+
+
+@pytest.mark.parametrize("cell", ["-1", "+1.5", "-.5", "-1e-5", "-", "-inf", "1=2", "a", "lbp_wht+lora"])
+def test_numbers_and_words_stay_as_they_are_in_csv(cell: str) -> None:
+    assert render(["a"], [[cell]], "csv") == f"a\n{cell}"
+
+
+def test_negative_numbers_stay_numbers() -> None:
+    assert render(["a", "b"], [[-1, -1.5]], "csv") == "a,b\n-1,-1.5"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_form_has_control_characters(form: str) -> None:
+    odd = "\x1b[2J\x9b5n\u202e\x07\r"
+    shown = render([f"a{odd}"], [[f"b{odd}"]], form)
+    assert not set(shown) & set("\x1b\x9b\u202e\x07\r")
+    if form == "json":
+        assert json.loads(shown) == [{f"a{odd}": f"b{odd}"}]
+
+
+def test_a_name_adds_no_cell_link_or_tag_to_markdown() -> None:
+    shown = render(["run"], [["a|b\\|c\nd<script>&[x](javascript:1)![y](z)`code`"]], "markdown")
+    assert shown.splitlines()[2:] == [
+        r"| a\|b\\\|c\\x0ad&lt;script>&amp;\[x\](javascript:1)!\[y\](z)\`code\` |",
+    ]
+
+
+def test_a_name_is_no_command_of_latex() -> None:
+    shown = render(["run"], [[r"\input{/etc/passwd}^~"]], "latex")
+    assert r"\textbackslash{}input\{/etc/passwd\}\textasciicircum{}\textasciitilde{}" in shown

@@ -174,7 +174,9 @@ def test_listed_images_that_are_not_there_and_damaged_lists(tmp_path: Path, data
         open_data(data_config("cub200", root=str(tmp_path)), SPEC, 0)
 
 
-@pytest.mark.parametrize("line", ["../../../secret.jpg", "a/../../../../secret.jpg", "ABSOLUTE", "..\\..\\secret.jpg", "a\0b"])
+@pytest.mark.parametrize(
+    "line", ["../../../secret.jpg", "a/../../../../secret.jpg", "ABSOLUTE", "..\\..\\secret.jpg", "a\0b"]
+)
 def test_lists_that_name_files_outside_of_the_data_set_are_refused(
     line: str, tmp_path: Path, data_config: Config
 ) -> None:
@@ -185,7 +187,7 @@ def test_lists_that_name_files_outside_of_the_data_set_are_refused(
     lines[3] = f"4 {line.replace('ABSOLUTE', str(tmp_path / 'data' / 'secret.jpg'))}"
     (folder / "images.txt").write_text("\n".join(lines) + "\n")
     config = data_config("cub200", root=str(tmp_path / "data" / "inside"), follow_links=True)
-    with pytest.raises(UserError, match="a file outside of this folder|does not exist"):
+    with pytest.raises(UserError, match=r"a file outside of this folder|does not exist"):
         open_data(config, SPEC, 0)
 
 

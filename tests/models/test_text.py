@@ -325,7 +325,9 @@ def test_code_that_a_folder_names_is_left_out_and_reported(
     (given / "config.json").write_text(json.dumps({**about, **entry}))
     (given / "code.py").write_text("raise SystemExit('imported')")
     tokenizer = json.loads((given / "tokenizer_config.json").read_text())
-    (given / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "auto_map": {"AutoTokenizer": ["a.B", None]}}))
+    (given / "tokenizer_config.json").write_text(
+        json.dumps({**tokenizer, "auto_map": {"AutoTokenizer": ["a.B", None]}})
+    )
     model: Any = load_text(from_folder(given), 2)
     for name, value in plain.bert.state_dict().items():
         assert torch.equal(model.bert.state_dict()[name], value), name
