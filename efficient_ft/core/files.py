@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import stat
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.terminal import shown_path
 
-#: The folder of a temporary file: ``.<name>.<random>.tmp``.
-_TEMPORARY = re.compile(r"\.(?P<name>.+)\.[a-z0-9_]{8}\.tmp")
+#: The name of the folder of a temporary file, with a random part between these.
+_TEMPORARY = (".efficient_ft.", ".tmp")
 #: Names of the streams of a process, which cannot be replaced.
 _STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
 
@@ -39,7 +39,7 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         write(path)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    private = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    private = Path(tempfile.mkdtemp(prefix=_TEMPORARY[0], suffix=_TEMPORARY[1], dir=path.parent))
     temporary = private / path.name
     try:
         write(temporary)
@@ -47,8 +47,7 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
-        private.rmdir()
+        _remove_folder(private)
     _sync_folder(path.parent)
 
 
@@ -65,17 +64,12 @@ def write_bytes_atomically(path: Path, content: bytes) -> None:
 def remove_temporary(folder: Path) -> None:
     """Remove the temporary files that killed processes left in `folder`. No other process may write there.
 
-    A link is not followed, and no more than one file is removed with each temporary folder.
+    Links are not followed.
     """
     for entry in os.scandir(folder):
-        match = _TEMPORARY.fullmatch(entry.name)
-        if match is None or not entry.is_dir(follow_symlinks=False):
-            continue
-        try:
-            Path(entry.path, match["name"]).unlink(missing_ok=True)
-            os.rmdir(entry.path)
-        except OSError:  # it has other files, or a folder of this name: it is not one of ours
-            continue
+        named = entry.name.startswith(_TEMPORARY[0]) and entry.name.endswith(_TEMPORARY[1])
+        if named and entry.is_dir(follow_symlinks=False):
+            _remove_folder(Path(entry.path))
 
 
 def open_file(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
@@ -108,6 +102,14 @@ def refuse_link(path: Path) -> None:
             f"{shown_path(path)} is a link to {shown_path(os.readlink(path))}; it would be written through. Remove the"
             " link, or choose another folder."
         )
+
+
+def _remove_folder(private: Path) -> None:
+    """Remove a folder with its files, but no folders in it; it stays if that is not possible."""
+    with suppress(OSError):  # the error of a write is more important
+        for file in private.iterdir():
+            file.unlink()
+        private.rmdir()
 
 
 def _is_stream(path: Path) -> bool:

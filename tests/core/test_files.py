@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -61,6 +62,23 @@ def test_the_temporary_file_has_a_name_that_cannot_be_foreseen(tmp_path: Path) -
     assert [f.name for f in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_name_may_be_as_long_as_the_system_allows(tmp_path: Path) -> None:
+    write_text_atomically(tmp_path / ("a" * 251 + ".png"), "x")
+    assert (tmp_path / ("a" * 251 + ".png")).read_text() == "x"
+
+
+def test_a_folder_that_is_removed_meanwhile_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    def write(temporary: Path) -> None:
+        shutil.rmtree(folder)
+        temporary.write_text("x")
+
+    with pytest.raises(FileNotFoundError) as caught:
+        write_atomically(folder / "file", write)
+    assert str(folder) in str(caught.value)
+
+
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
 def test_files_have_the_permissions_of_the_umask(umask: int, tmp_path: Path) -> None:
     before = os.umask(umask)
@@ -84,18 +102,20 @@ def test_temporary_files_of_killed_processes_are_removed(tmp_path: Path) -> None
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "file").write_text("kept")
-    left, own, other = (tmp_path / name for name in (".file.abcd1234.tmp", ".file.tmp", ".file.abcd1235.tmp"))
+    names = (".efficient_ft.abcd1234.tmp", ".file.tmp", ".efficient_ft.abcd1235.tmp")
+    left, own, other = (tmp_path / name for name in names)
     for folder in (left, own, other):
         folder.mkdir()
         (folder / "file").write_text("half")
-    (other / "further").touch()
-    (tmp_path / ".file.zzzz1234.tmp").symlink_to(victim)
+    (other / "further").mkdir()
+    (left / "link").symlink_to(victim / "file")
+    (tmp_path / ".efficient_ft.zzzz1234.tmp").symlink_to(victim)
     remove_temporary(tmp_path)
     assert not left.exists()
     assert (own / "file").exists()
     assert (other / "further").exists()
     assert (victim / "file").read_text() == "kept"
-    assert (tmp_path / ".file.zzzz1234.tmp").is_symlink()
+    assert (tmp_path / ".efficient_ft.zzzz1234.tmp").is_symlink()
 
 
 @pytest.mark.parametrize("mode", ["a", "ab", "w", "rb+"])
