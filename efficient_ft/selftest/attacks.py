@@ -153,6 +153,6 @@ def _load(folder: Path) -> None:
                   "experts_implementation"):  # fmt: skip
         code = {entry: "owner/kernel", "auto_map": {"AutoModelForSequenceClassification": "code.Model"}}
         file.write_text(json.dumps({**about, **code}), encoding="utf-8")
-        model = load_text(ModelConfig(name="bert", task="text", weights=str(folder / "model"), max_length=8), 2)
+        model = load_text(ModelConfig(name="bert", weights=str(folder / "model"), max_length=8), 2)
         require("owner/kernel" not in str(vars(model.config)), f"{entry} is in the configuration of the network")
     require(not (folder / "MARK").exists(), "code.py was executed")

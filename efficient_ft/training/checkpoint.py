@@ -55,7 +55,7 @@ def read(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
         except Exception as error:  # a damaged file raises zip, pickle, EOF, key or value errors
             failures.append(f"{candidate}: {why_unreadable(error)}")
             continue
-        if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        if not _has_weights(checkpoint):
             failures.append(f"{candidate}: it is no checkpoint of a run")
             continue
         check_format(candidate, checkpoint.get(_FORMAT_KEY), START_AGAIN)
@@ -66,6 +66,15 @@ def read(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
         return dict(checkpoint)
     found_text = "\n  ".join(failures) or f"no file {path}"
     raise UserError(f"No checkpoint can be read:\n  {found_text}\n{START_AGAIN}")
+
+
+def _has_weights(checkpoint: Any) -> bool:
+    """Whether a file holds weights by name; modules may keep other values under the name ``_extra_state``."""
+    held = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
+    return isinstance(held, dict) and all(
+        isinstance(name, str) and (isinstance(value, torch.Tensor) or name.endswith("_extra_state"))
+        for name, value in held.items()
+    )
 
 
 class AtomicCheckpointIO(CheckpointIO):

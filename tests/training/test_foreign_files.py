@@ -149,6 +149,13 @@ def test_no_file_of_weights_is_unpickled(write: Write, name: str, tmp_path: Path
     assert "weights_only" not in str(caught.value)
 
 
+@pytest.mark.parametrize("weights", [{"head.weight": "a"}, {"head.weight": None}, ["a"], {1: torch.ones(1)}])
+def test_a_checkpoint_without_weights_is_one_message(weights: Any, tmp_path: Path) -> None:
+    torch.save({"state_dict": weights, "efficient_ft_format": 2}, tmp_path / checkpoint.NAME)
+    with pytest.raises(UserError, match="it is no checkpoint of a run"):
+        checkpoint.read(tmp_path / checkpoint.NAME)
+
+
 def test_class_names_do_not_reach_the_terminal_as_they_are(
     given: Path, digit: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
