@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from efficient_ft.cli.exits import clean_exits
 from efficient_ft.cli.terminal import quiet_libraries
-from efficient_ft.core.errors import replace_unprintable
+from efficient_ft.core.errors import replace_unprintable, single_values
 
 #: First word of the command line, and the module whose ``main(arguments)`` runs it. Imported only when asked for.
 COMMANDS = {
@@ -40,7 +40,7 @@ def run_command(name: str, arguments: Sequence[str] | None = None) -> None:
     """
     replace_unprintable()
     quiet_libraries()
-    with clean_exits("Interrupted."):
+    with clean_exits("Interrupted."), single_values():
         main = importlib.import_module(COMMANDS[name]).main
         status = main(list(sys.argv[1:] if arguments is None else arguments))
     if status:

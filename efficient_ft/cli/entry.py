@@ -1,4 +1,4 @@
-"""The entry point of the command: it answers Ctrl-C and SIGTERM from the first moment on, while libraries load."""
+"""The entry point of the command: it answers signals from the first moment on, while libraries load."""
 
 from __future__ import annotations
 
@@ -7,12 +7,23 @@ import os
 import sys
 import threading
 
+from efficient_ft.cli.started import malformed_environment
 from efficient_ft.cli.stopping import answer_signals, while_loading
+from efficient_ft.cli.streams import open_streams
 
 
 def main() -> None:
-    """Run the command line of this process; see `efficient_ft.cli.main.main`."""
+    """Run the command line of this process; see `efficient_ft.cli.main.main`.
+
+    Raises:
+        SystemExit: status 2 where the process was started in a way in which nothing can work.
+    """
+    open_streams()
     answer_signals()
+    wrong = malformed_environment() or _no_folder()
+    if wrong is not None:
+        print(wrong, file=sys.stderr)
+        raise SystemExit(2)
     with while_loading():
         from efficient_ft.cli.main import main as run
     try:
@@ -39,3 +50,12 @@ def _leave(status: int) -> None:
     except (OSError, ValueError, AttributeError):  # a closed stream, or another Python: the usual end reports it
         return
     os._exit(status)
+
+
+def _no_folder() -> str | None:
+    """The message if the current folder was removed; None otherwise."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        return f"The current folder cannot be used ({error.strerror}). Change to an existing folder."
+    return None

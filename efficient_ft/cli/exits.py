@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from efficient_ft.cli.stopping import signals_first
+from efficient_ft.cli.stopping import leave_in_peace, signals_first
+from efficient_ft.cli.streams import discard_output
 from efficient_ft.core.errors import DivergedError, TerminatedRun, UserError
-from efficient_ft.core.terminal import show
+from efficient_ft.core.terminal import show, unwritable
 from efficient_ft.core.text import plain_text
 from efficient_ft.record.files import json_text
 
@@ -42,7 +43,9 @@ def report_outcome(**outcome: Any) -> None:
 
 def fail(error: UserError | str, status: int = 2) -> NoReturn:
     """Print the text of `error` alone to stderr, in lines that fit, and exit with `status`."""
+    leave_in_peace()
     text = plain_text(str(error))
+    discard_output()
     show(text, sys.stderr)
     report_outcome(reason=text.splitlines()[0], diverged=isinstance(error, DivergedError))
     raise SystemExit(status)
@@ -57,7 +60,7 @@ def of_the_system(error: OSError) -> UserError | None:
 
 def leave_closed_pipe() -> NoReturn:
     """Exit as other programs do when the reader of what they print has closed the pipe, e.g. ``| head``."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    discard_output()
     raise SystemExit(128 + 13) from None  # the number of SIGPIPE
 
 
@@ -72,6 +75,8 @@ def clean_exits(interrupted: str = INTERRUPTED_TEXT) -> Iterator[None]:
     try:
         with signals_first():
             yield
+            if (lost := discard_output()) is not None:
+                raise lost
     except UserError as error:
         fail(error)
     except KeyboardInterrupt:
@@ -82,11 +87,17 @@ def clean_exits(interrupted: str = INTERRUPTED_TEXT) -> Iterator[None]:
         # Lightning ends an interrupted fit in its own way.
         if isinstance(leaving.__context__, KeyboardInterrupt):
             fail(interrupted, INTERRUPTED)
+        lost = discard_output()
+        if isinstance(lost, BrokenPipeError):
+            leave_closed_pipe()
+        if lost is not None and not leaving.code:
+            fail(unwritable(lost))
         raise
     except BrokenPipeError:
         leave_closed_pipe()
     except OSError as error:
-        said = of_the_system(error)
+        of_output = error.filename is None and discard_output() is not None
+        said = unwritable(error) if of_output else of_the_system(error)
         if said is None:
             report_outcome(reason=f"{type(error).__name__}: {error}")
             raise

@@ -131,14 +131,13 @@ def run_jobs(
             ended(job)
         else:
             todo.append((title, job))
-    with processes.exit_on_sigterm():
-        if parallel == 1:
-            for title, job in todo:
-                show(title)
-                _fill_in(title, job, processes.run(command(job), timeout=_timeout(job)))
-                ended(job)
-        else:
-            _run_in_parallel(todo, command, parallel, ended)
+    if parallel == 1:
+        for title, job in todo:
+            show(title)
+            _fill_in(title, job, processes.run(command(job), timeout=_timeout(job)))
+            ended(job)
+    else:
+        _run_in_parallel(todo, command, parallel, ended)
     print(f"\n{summary(jobs)}", flush=True)
     if any(job.failure is not None for job in jobs):
         raise SystemExit(1)

@@ -213,17 +213,3 @@ def _gpus() -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     return [str(index) for index, line in enumerate(listed.stdout.splitlines()) if line.startswith("GPU ")]
-
-
-@contextmanager
-def exit_on_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit, so that running jobs are ended as well."""
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

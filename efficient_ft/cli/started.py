@@ -4,6 +4,19 @@ from __future__ import annotations
 
 import os
 
+#: Variables with the number of a process, or of processes, which libraries read when they are loaded.
+_NUMBERS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS",
+            "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "JSM_NAMESPACE_RANK", "MASTER_PORT")  # fmt: skip
+#: Variables with a number of threads, which numba reads as a number >= 1.
+_THREADS = ("NUMBA_NUM_THREADS",)
+#: Variables that torchrun and srun set together, and the one by which they are recognized.
+_TOGETHER = {
+    "TORCHELASTIC_RUN_ID": ("torchrun", ("RANK", "LOCAL_RANK", "WORLD_SIZE")),
+    "SLURM_STEP_ID": ("srun", ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")),
+}
+#: The largest port.
+_PORTS = 65535
+
 
 def first_process() -> bool:
     """Whether this is the first of the processes that torchrun, Slurm or Lightning started."""
@@ -14,3 +27,28 @@ def first_process() -> bool:
 def started_processes() -> int:
     """The number of processes that torchrun or srun started with this one."""
     return int(os.environ.get("SLURM_NTASKS" if "SLURM_STEP_ID" in os.environ else "WORLD_SIZE", "1"))
+
+
+def malformed_environment() -> str | None:
+    """Return the message for a variable of the environment that no process can be started with; None: there is none."""
+    for name in (*_NUMBERS, *_THREADS):
+        text = os.environ.get(name)
+        least = int(name in _THREADS or name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS"))
+        if text is None or (_integer(text) and int(text) >= least and (name != "MASTER_PORT" or int(text) <= _PORTS)):
+            continue
+        allowed = f"from {least} to {_PORTS}" if name == "MASTER_PORT" else f">= {least}"
+        shown = ascii(text) if not text.isprintable() or not text.strip() else text
+        return f"{name} in the environment must be an integer {allowed}, got {shown}. Unset it, or correct it."
+    for mark, (program, names) in _TOGETHER.items():
+        lacking = [name for name in names if name not in os.environ] if mark in os.environ else []
+        if lacking:
+            return (
+                f"{mark} is set in the environment without {', '.join(lacking)}. Start the command with {program}, or"
+                f" unset {mark}."
+            )
+    return None
+
+
+def _integer(text: str) -> bool:
+    """Whether libraries can read a text as a number of processes."""
+    return text.isascii() and text.isdecimal() and len(text) < 10

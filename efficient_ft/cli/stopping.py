@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM outside of a training: the process ends with status 130 or 143, also if a library catches it."""
+"""Signals that ask to end, outside of a training: one sentence and their status, also if a library catches them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from efficient_ft.cli.started import first_process
 from efficient_ft.core.errors import TerminatedRun
+from efficient_ft.core.stopping import answer, asked, ending
 
-#: Signals that have asked this process to end.
-_asked: list[int] = []
+#: Seconds within which a second signal is the same request: ``timeout`` sends one to its child, and one to its group.
+_TOGETHER = 1.0
+_last: float = -_TOGETHER
 
 
 class _Interrupted(KeyboardInterrupt):
@@ -26,14 +29,17 @@ class _Interrupted(KeyboardInterrupt):
 
 
 def answer_signals() -> None:
-    """Let SIGINT raise KeyboardInterrupt and SIGTERM `TerminatedRun`, for what cleans up after itself."""
-    signal.signal(signal.SIGINT, _answer)
-    signal.signal(signal.SIGTERM, _answer)
+    """Let SIGINT raise KeyboardInterrupt and other signals `TerminatedRun`, for what cleans up after itself."""
+    answer(_answer)
 
 
-def _answer(number: int, frame: object) -> NoReturn:
-    _asked.append(number)
-    raise (_Interrupted() if number == signal.SIGINT else TerminatedRun())
+def _answer(number: int, frame: object) -> None:
+    global _last
+    now, _last = _last, time.monotonic()
+    asked.append(number)
+    if number in asked[:-1] and number != signal.SIGINT and _last - now < _TOGETHER:
+        return
+    raise (_Interrupted() if number == signal.SIGINT else TerminatedRun(number))
 
 
 @contextmanager
@@ -45,7 +51,7 @@ def while_loading() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, _leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = answer(_leave)
     try:
         yield
     finally:
@@ -54,12 +60,19 @@ def while_loading() -> Iterator[None]:
 
 
 def _leave(number: int, frame: object) -> NoReturn:
-    word, ended = ("Interrupted", 130) if number == signal.SIGINT else ("Terminated", 143)
-    sys.stdout.flush()
-    if first_process():
-        print(f"{word}. The same command starts again, or continues from the last checkpoint.", file=sys.stderr)
-    sys.stderr.flush()
-    os._exit(ended)
+    word = "Interrupted" if number == signal.SIGINT else "Terminated"
+    with suppress(OSError, ValueError, AttributeError):  # closed streams
+        sys.stdout.flush()
+        if first_process():
+            print(f"{word}. The same command starts again, or continues from the last checkpoint.", file=sys.stderr)
+        sys.stderr.flush()
+    os._exit(128 + number)
+
+
+def leave_in_peace() -> None:
+    """Ignore further requests to end, while this process says why it ends; Ctrl-C ends it at once."""
+    if threading.current_thread() is threading.main_thread() and asked:
+        answer(lambda number, frame: os._exit(128 + number) if number == signal.SIGINT else None)
 
 
 @contextmanager
@@ -73,6 +86,6 @@ def signals_first() -> Iterator[None]:
     except (KeyboardInterrupt, TerminatedRun):
         raise
     except BaseException:
-        if not _asked:
+        if not asked:
             raise
-        raise (KeyboardInterrupt() if _asked[-1] == signal.SIGINT else TerminatedRun()) from None
+        raise ending(asked[-1]) from None

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class UserError(ValueError):
@@ -64,8 +65,30 @@ def replace_unprintable() -> None:
             stream.reconfigure(errors="replace")
 
 
-class TerminatedRun(SystemExit):
-    """SIGTERM stopped the training after a checkpoint; the exit status is that of shells."""
+@contextmanager
+def single_values() -> Iterator[None]:
+    """Turn the error of a BatchNorm layer that gets one value per channel into a message that names the settings.
 
-    def __init__(self) -> None:
-        super().__init__(143)
+    Raises:
+        UserError: a batch of one image reached such a layer.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise UserError(
+            "BatchNorm cannot take the statistics of a batch with one image, whose channels have one value each. Use"
+            " model.frozen_bn=true, or a data.batch_size >= 2 that leaves no last batch with one image."
+        ) from error
+
+
+class TerminatedRun(SystemExit):
+    """A signal other than Ctrl-C asked the command to end; the exit status is that of shells.
+
+    Args:
+        number: of the signal; default: SIGTERM.
+    """
+
+    def __init__(self, number: int = 15) -> None:
+        super().__init__(128 + number)

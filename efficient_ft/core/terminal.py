@@ -11,6 +11,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from efficient_ft.core.errors import UserError
 from efficient_ft.core.text import filled, plain_text, printable, terminal_width
 
 #: Maximum width of prose, for readability.
@@ -56,6 +57,9 @@ def show(text: str, stream: TextIO | None = None) -> None:
     Args:
         text: control characters in it are printed as escapes.
         stream: None: the standard output.
+
+    Raises:
+        UserError: the stream cannot be written.
     """
     stream = stream or sys.stdout
     lines = wrapped(plain_text(text), min(terminal_width(stream, least=1), _WIDEST_PROSE))
@@ -63,7 +67,18 @@ def show(text: str, stream: TextIO | None = None) -> None:
         lines = f"{_YELLOW}warning:{_PLAIN}{lines.removeprefix('warning:')}"
     bars: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
     with nullcontext() if bars is None else bars.external_write_mode(file=stream):
-        print(lines, file=stream, flush=True)
+        try:
+            print(lines, file=stream, flush=True)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise unwritable(error) from error
+
+
+def unwritable(error: OSError) -> UserError:
+    """Return the message for a standard output that does not take what is printed."""
+    reason = (error.strerror or str(error)).lower()
+    return UserError(f"The standard output cannot be written: {reason}. Redirect it to another place.")
 
 
 class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]

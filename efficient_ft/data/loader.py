@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from efficient_ft.core import stopping
 from efficient_ft.core.errors import UserError, first_line
 from efficient_ft.data.decoded import DecodedImages
 from efficient_ft.data.listing import Samples
@@ -152,14 +153,19 @@ def refuse_killed_worker(error: BaseException) -> None:
     PyTorch notices its end by a signal, wherever the program is then: not only while it waits for a batch.
 
     Raises:
+        KeyboardInterrupt, TerminatedRun: the same, after a signal that asked this process to end.
         UserError: `error` says that such a process was killed.
     """
     text = str(error)
-    if "DataLoader worker" in text and ("killed by signal" in text or "exited unexpectedly" in text):
-        raise UserError(
-            f"A worker process that loads data was killed, usually for lack of memory ({first_line(error)}). "
-            "Reduce data.num_workers, or set data.num_workers=0."
-        ) from error
+    if "DataLoader worker" not in text or not ("killed by signal" in text or "exited unexpectedly" in text):
+        return
+    if stopping.asked:
+        raise stopping.ending(stopping.asked[-1]) from None
+    reason = "by another process" if "Terminated" in text else "usually for lack of memory"
+    raise UserError(
+        f"A worker process that loads data was killed, {reason} ({first_line(error)}). "
+        "Reduce data.num_workers, or set data.num_workers=0."
+    ) from error
 
 
 def make_loader(dataset: Dataset[Any], sampler: Sampler[Any], num_workers: int, batch_size: int | None) -> Loader:
@@ -171,6 +177,7 @@ def make_loader(dataset: Dataset[Any], sampler: Sampler[Any], num_workers: int, 
         num_workers=num_workers,
         persistent_workers=num_workers > 0,
         collate_fn=_no_collate,
+        worker_init_fn=stopping.leave_to_parent,
         pin_memory=torch.cuda.is_available(),
     )
 

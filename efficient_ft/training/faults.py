@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
 
+from efficient_ft.core import stopping
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import format_bytes
 from efficient_ft.record import config_file
@@ -50,9 +51,12 @@ def refuse_lost_process(error: BaseException) -> None:
     """Refuse to go on without another process of the run.
 
     Raises:
+        KeyboardInterrupt, TerminatedRun: the same, after a signal that asked this process to end.
         UserError: `error` is that of an exchange with a process that has ended.
     """
     if "gloo" in str(error).lower() and any(text in str(error) for text in _LOST_PROCESS):
+        if stopping.asked:
+            raise stopping.ending(stopping.asked[-1]) from None
         raise UserError(
             "Another process of this run has ended: it failed, as it says above, or was killed, e.g. for lack of"
             f" memory. {_continues(None)}"
@@ -60,12 +64,12 @@ def refuse_lost_process(error: BaseException) -> None:
 
 
 @contextmanager
-def faults_of_the_system(folder: Path, begun: bool = True) -> Iterator[None]:
+def faults_of_the_system(folder: Path, begun: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Turn what the system refuses in the run folder inside the block into a message that names the folder.
 
     Args:
         folder: the run folder.
-        begun: the run has written its configuration into it.
+        begun: returns whether the run has written its configuration into it.
 
     Raises:
         UserError: the disk is full, the folder is gone, there is no permission, another process of the run ended, ...
@@ -79,7 +83,7 @@ def faults_of_the_system(folder: Path, begun: bool = True) -> Iterator[None]:
         reason = _reason(error, folder)
         if reason is None:
             raise
-        if begun:
+        if begun():
             require_folder(folder)
         raise UserError(f"{folder} cannot be written: {reason}. {_continues(folder)}") from error
 

@@ -7,13 +7,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import torch
 
+from efficient_ft.core import stopping
 from efficient_ft.core.distributed import all_reduce_sum
 from efficient_ft.record.rows import MetricsFile
 from efficient_ft.training import checkpoint
@@ -36,7 +37,7 @@ STEP_CHECKPOINT_SECONDS = 600.0
 #: Signals by which Slurm announces the end of a job: its own, and that of submitit. Windows has none.
 REQUEUE = tuple(number for name in ("SIGUSR1", "SIGUSR2") if (number := getattr(signal, name, None)) is not None)
 #: Signals after which a run saves and stops.
-_STOP = (*REQUEUE, signal.SIGTERM, signal.SIGINT)
+_STOP = tuple(dict.fromkeys([*REQUEUE, *reversed(stopping.STOPPING)]))
 
 
 def rows_every(given: int | None, total_steps: int) -> int:
@@ -125,7 +126,7 @@ class Recorder(L.Callback):
     def _leave(self, stop: int) -> None:
         """Stop for the signal `stop` after a checkpoint; let Slurm run the job again where it sent the signal."""
         self.stop_requested = stop  # in each process, whichever got the signal
-        if stop in REQUEUE:
+        if stop in REQUEUE and "SLURM_JOB_ID" in os.environ:
             if rank() == 0:
                 requeue()
             from_first()  # before the first process has asked, none may end
@@ -245,33 +246,36 @@ class Recorder(L.Callback):
 def stop_on_interrupt(recorder: Recorder) -> Iterator[None]:
     """The first Ctrl-C stops after the present step, with a checkpoint; the second stops at once.
 
-    SIGTERM stops as the first Ctrl-C does. In a job of Slurm, SIGUSR1 and SIGUSR2 announce its end (``--signal``): they
-    stop in the same way, and the job is requeued.
+    The other signals that ask to end (`core.stopping`) stop as the first Ctrl-C does. In a job of Slurm, SIGUSR1 and
+    SIGUSR2 announce its end (``--signal``): they stop in the same way, and the job is requeued.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    process = os.getpid()
+    process, asked_before = os.getpid(), len(stopping.asked)
 
     def request(number: int, frame: Any) -> None:
         if os.getpid() != process:  # a worker that loads images: its parent ends it
             return
+        stopping.asked.append(number)
         if recorder.stop_requested is not None:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             return
         recorder.stop_requested = number
-        say("\nStopping after this step, with a checkpoint (Ctrl-C again: at once) …")
+        again = " (Ctrl-C again: at once)" if number == signal.SIGINT else ""
+        with suppress(OSError):  # of a terminal that was closed
+            say(f"\nStopping after this step, with a checkpoint{again} …")
 
     recorder.handler = request
-    handlers: dict[int, Any] = {signal.SIGINT: request, signal.SIGTERM: request}
+    before = stopping.answer(request)
     if "SLURM_JOB_ID" in os.environ:
-        handlers |= dict.fromkeys(REQUEUE, request)
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        before |= {number: signal.signal(number, request) for number in REQUEUE if number not in before}
     try:
         yield
     finally:
         recorder.handler = None
+        del stopping.asked[asked_before:]
         for number, handler in before.items():
             signal.signal(number, handler)

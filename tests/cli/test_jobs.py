@@ -101,10 +101,10 @@ def test_an_interrupted_job_ends_a_parallel_sweep(program: Path) -> None:
 @pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 def test_ending_a_sweep_ends_its_job(tmp_path: Path) -> None:
     code = (
-        "import sys; from efficient_ft.cli import processes\n"
-        "with processes.exit_on_sigterm():\n"
-        "    processes.run([sys.executable, '-c',\n"
-        "        'import os, time; print(os.getpid(), flush=True); time.sleep(60)'])"
+        "import sys; from efficient_ft.cli import processes, stopping\n"
+        "stopping.answer_signals()\n"
+        "processes.run([sys.executable, '-c',\n"
+        "    'import os, time; print(os.getpid(), flush=True); time.sleep(60)'])"
     )
     with subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as sweep:
         assert sweep.stdout is not None

@@ -15,6 +15,7 @@ import pytest
 
 from efficient_ft.cli import stopping
 from efficient_ft.cli.exits import clean_exits
+from efficient_ft.core import stopping as core_stopping
 from efficient_ft.core.errors import UserError
 from tests.cli.program import REPOSITORY
 from tests.conftest import unwrapped
@@ -28,7 +29,7 @@ def answers() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in STATUS}
     stopping.answer_signals()
     yield
-    stopping._asked.clear()
+    core_stopping.asked.clear()
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -96,3 +97,43 @@ def test_while_libraries_load_nothing_can_catch_it(number: int) -> None:
     assert done.returncode == STATUS[signal.Signals(number)]
     assert done.stdout == ""
     assert done.stderr.endswith("The same command starts again, or continues from the last checkpoint.\n")
+
+
+def test_a_second_signal_at_the_same_time_is_the_same_request(capsys: pytest.CaptureFixture[str]) -> None:
+    """``timeout`` sends one to its child, and one to the process group."""
+
+    @contextlib.contextmanager
+    def cleaning_up() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+            print("cleaned up")
+
+    with pytest.raises(SystemExit) as left, clean_exits(), cleaning_up():
+        signal.raise_signal(signal.SIGTERM)
+    assert left.value.code == 143
+    assert capsys.readouterr().out == "cleaned up\n"
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1", "SIGXCPU"])
+def test_other_signals_that_ask_to_end_have_their_own_status(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    number = getattr(signal, name)
+    before = signal.getsignal(number)
+    core_stopping.answer(stopping._answer)
+    try:
+        with pytest.raises(SystemExit) as left, clean_exits():
+            signal.raise_signal(number)
+    finally:
+        signal.signal(number, before)
+    assert left.value.code == 128 + number
+    assert unwrapped(capsys.readouterr().err) == "Terminated. The same command continues from the last checkpoint.\n"
+
+
+def test_a_hang_up_that_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert signal.SIGHUP not in core_stopping.answer(stopping._answer)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -1,0 +1,96 @@
+"""The standard streams of the command: closed ones, and ones that do not take what is written."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from contextlib import suppress
+from typing import Any
+
+
+class Diagnostics(io.TextIOWrapper):
+    """The standard error: what cannot be written there, e.g. on a full disk or a closed terminal, is lost.
+
+    The status and the results of a command do not depend on it.
+    """
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            super().flush()
+
+
+class Output(io.TextIOWrapper):
+    """The standard output: it remembers that something was lost, also where a library has ignored the error.
+
+    Attributes:
+        lost: the first error.
+    """
+
+    lost: OSError | None = None
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except OSError as error:
+            self.lost = self.lost or error
+            raise
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError as error:
+            self.lost = self.lost or error
+            raise
+
+
+def open_streams() -> None:
+    """Open the null device in place of a closed standard stream, and watch the two for output.
+
+    Python has no stream for a closed descriptor (``>&-``), and the next file that is opened would get its number.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            handle = os.open(os.devnull, os.O_RDWR)
+            if handle != number:
+                os.dup2(handle, number)
+                os.close(handle)
+            os.set_inheritable(number, True)
+    if sys.stdin is None:
+        sys.stdin = sys.__stdin__ = open(os.devnull, encoding="utf-8")  # type: ignore[misc]  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = _watched(1, sys.stdout, Output)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _watched(2, sys.stderr, Diagnostics)  # type: ignore[misc]
+
+
+def _watched(number: int, stream: Any, form: type[io.TextIOWrapper]) -> Any:
+    """Return a stream of another class in place of a standard one; one that is no file, as in a test, stays."""
+    if stream is None:
+        return form(open(os.devnull, "wb"), "utf-8", "replace")
+    if type(stream) is not io.TextIOWrapper:
+        return stream
+    with suppress(OSError):
+        stream.flush()
+    binary = open(number, "wb", closefd=False)  # noqa: SIM115
+    lines = form is Diagnostics or stream.line_buffering
+    return form(binary, stream.encoding, stream.errors, line_buffering=lines, write_through=stream.write_through)
+
+
+def discard_output() -> OSError | None:
+    """Print what is buffered; if something is lost, send the rest to the null device, and return the reason."""
+    found: OSError | None = None
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        found = error
+    found = getattr(sys.stdout, "lost", None) or found
+    if found is not None:
+        with suppress(OSError, ValueError, AttributeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return found
