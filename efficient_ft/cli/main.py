@@ -34,7 +34,7 @@ from efficient_ft.cli.exits import (
 )
 from efficient_ft.cli.groups import CONF, register
 from efficient_ft.cli.hydra_settings import hydra_faults
-from efficient_ft.cli.output_folder import leaving_nothing, output_folder_faults
+from efficient_ft.cli.output_folder import CommandRecord, leaving_nothing, output_folder_faults
 from efficient_ft.cli.rows import zipped
 from efficient_ft.cli.started import first_process, started_processes
 from efficient_ft.cli.stopping import signals_first, while_loading
@@ -68,8 +68,11 @@ def job(composed: DictConfig) -> float | None:
             for sentence in not_as_published(config):
                 show(f"note: {sentence}")
             folder = Path(hydra_config.runtime.output_dir)
+            record = CommandRecord(folder, hydra_config, composed)
+            if config.cost_only and folder != Path.cwd():
+                record.write()
             with leaving_nothing(folder):
-                results = run(config, folder, list(hydra_config.overrides.task))
+                results = run(config, folder, list(hydra_config.overrides.task), record.write)
     except BrokenPipeError:
         leave_closed_pipe()
     except (UserError, OSError) as error:

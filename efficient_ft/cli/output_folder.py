@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from logging.handlers import MemoryHandler
 from pathlib import Path
 
 from hydra import compose
@@ -19,11 +21,15 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 
+from efficient_ft.cli.streams import discard_output
 from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.record.files import write_text_atomically
 
 _SETTINGS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 #: Holds the folders of runs and sweeps for which no other is given.
 _DEFAULT = "outputs"
+#: Maximum number of log records that are kept until a run begins.
+_RECORDS = 10_000
 
 
 def check_output_folder(name: str, parsed: Sequence[Override]) -> None:
@@ -47,7 +53,9 @@ def check_output_folder(name: str, parsed: Sequence[Override]) -> None:
             continue
         composed = compose(name, [override.input_line or ""], return_hydra_config=True)
         try:
-            OmegaConf.select(composed, override.key_or_group)
+            if "${" in str(OmegaConf.select(composed, override.key_or_group)):
+                do = "Leave out the backslash: ${NAME} stands for the value of a setting."
+                raise SettingError(override.key_or_group, text, "a folder without \\${", do)
         except (InterpolationKeyError, InterpolationResolutionError, UnsupportedInterpolationType) as error:
             reason = str(error).splitlines()[0].rstrip(".")
             if "MissingMandatoryValue" in reason:  # what Hydra sets for each job
@@ -81,7 +89,59 @@ def hydra_files(composed: DictConfig, sweep: bool) -> tuple[Path, ...]:
 
 #: Entries that a command writes into its folder before the first step: by Hydra, and by the run.
 _OF_HYDRA = {".hydra", "train.log"}
-_BEFORE_TRAINING = {*_OF_HYDRA, ".lock", "config.yaml", "images", "run_id"}
+_BEFORE_TRAINING = {*_OF_HYDRA, ".lock", "config.yaml", "images", "contents.json", "run_id"}
+
+
+class _Held(MemoryHandler):
+    """Keeps log records until `release`; Hydra flushes all handlers at the end of a command."""
+
+    def flush(self) -> None:
+        pass
+
+    def release(self) -> None:
+        """Hand the records to the target."""
+        super().flush()
+
+
+class CommandRecord:
+    """The record of a command in its run folder, ``.hydra`` and the log file, written when the run begins.
+
+    Hydra would write both before the run knows whether it is accepted.
+
+    Args:
+        folder: the run folder.
+        hydra: the configuration of Hydra (`HydraConfig.get()`).
+        composed: the configuration of the run.
+    """
+
+    def __init__(self, folder: Path, hydra: DictConfig, composed: DictConfig) -> None:
+        self._folder, self._hydra, self._composed = folder, hydra, composed
+        #: By handler of the root logger: what stands in its place until the run begins.
+        self._held: dict[logging.FileHandler, _Held] = {}
+        root = logging.getLogger()
+        for handler in root.handlers:
+            if isinstance(handler, logging.FileHandler) and Path(handler.baseFilename).parent == folder.absolute():
+                handler.close()  # the next record opens it again
+                log = Path(handler.baseFilename)
+                if log.is_file() and not log.stat().st_size:
+                    log.unlink()
+                self._held[handler] = _Held(_RECORDS, logging.CRITICAL + 1, handler)
+                self._held[handler].setLevel(handler.level)
+        root.handlers[:] = [self._held.get(one, one) for one in root.handlers]  # type: ignore[call-overload]
+
+    def write(self) -> None:
+        """Write the record; log into the file from now on."""
+        if self._hydra.output_subdir is None:
+            parts = {"config": self._composed, "hydra": {"hydra": self._hydra}, "overrides": self._hydra.overrides.task}
+            for name, part in parts.items():
+                text = OmegaConf.to_yaml(part if OmegaConf.is_config(part) else OmegaConf.create(part))
+                write_text_atomically(self._folder / ".hydra" / f"{name}.yaml", text)
+        root = logging.getLogger()
+        names = {memory: handler for handler, memory in self._held.items()}
+        root.handlers[:] = [names.get(one, one) for one in root.handlers]  # type: ignore[call-overload]
+        for memory in self._held.values():
+            memory.release()
+        self._held = {}
 
 
 @contextmanager
@@ -91,7 +151,8 @@ def leaving_nothing(folder: Path) -> Iterator[None]:
     Args:
         folder: the folder that Hydra created. A folder with files of an earlier command is not changed.
     """
-    new = set(os.listdir(folder)) <= _OF_HYDRA
+    here = Path.cwd()
+    new = folder not in (here, *here.parents) and set(os.listdir(folder)) <= _OF_HYDRA
     try:
         yield
     except UserError:
@@ -121,6 +182,8 @@ def output_folder_faults(overrides: Sequence[str]) -> Iterator[None]:
         error = raised if isinstance(raised, OSError) else raised.__cause__
         if not isinstance(error, OSError):
             raise
+        if (lost := discard_output()) is not None:
+            raise lost from None  # of what is printed, not of the folder
         given = dict(text.split("=", 1) for text in overrides if text.startswith(tuple(f"{key}=" for key in _SETTINGS)))
         key = next((key for key in ("hydra.run.dir", "hydra.sweep.dir") if key in given), None)
         folder = Path(given[key].strip("'\"") if key else _DEFAULT).absolute()

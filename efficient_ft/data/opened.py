@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
@@ -12,6 +13,7 @@ from torch.utils.data import Dataset
 from efficient_ft.config.identity import OWN_FOLDERS
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.text import printable
+from efficient_ft.data.contents import Contents, looked_at
 from efficient_ft.data.inspection import Inspection, spread
 from efficient_ft.data.loader import Loader, LoadFailure, make_loader
 from efficient_ft.data.reading import Reading
@@ -79,6 +81,7 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         self._origins, self._left_out = dict(listing.origins), dict(listing.left_out)
         self._skipped: dict[str, str] = {}
         self.best_split: Split = config.select_best_on
+        self._looked = looked_at(listing, os.path.expanduser(config.root))
 
     def _choose_splits(
         self,
@@ -144,6 +147,10 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
     def _labels(self, part: _Part) -> np.ndarray | None:
         """Return the label of each sample of a split, int64 (N,); None if samples have no label."""
         return None
+
+    def contents(self) -> Contents:
+        """Read the contents of the data set; see `data.contents`."""
+        return self._looked.contents()
 
     @property
     def name(self) -> str:

@@ -20,7 +20,8 @@ import json, os, signal, subprocess, sys, time, types
 from pathlib import Path
 from efficient_ft.cli import main
 
-def run(config, folder, arguments=()):
+def run(config, folder, arguments=(), begun=lambda: None):
+    begun()
     order = config.method["lbp_wht"]["order"]
     with open(f"began_{{order}}", "a") as file:
         file.write(".")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
@@ -23,7 +24,9 @@ from efficient_ft.data import (
     missing_data,
     open_data,
     open_texts,
+    read_data,
 )
+from efficient_ft.data.contents import Contents, files_contents, joined, looked_at
 from efficient_ft.data.summary import Summary
 from efficient_ft.models.text import tokenizer_of
 from efficient_ft.training.optimizer import WARMUP_AT_MOST
@@ -65,6 +68,30 @@ def open_images(config: Config, spec: InputSpec) -> RunData:
             assert isinstance(opened, ImageData), "refused by `config.check`"
             parts[task] = opened
     return RoundRobinData(parts, config.trainer.grad_accum_steps)
+
+
+def run_contents(config: Config, images: RunData | None = None) -> Contents:
+    """Read the contents of the data and of the weights that a run begins with.
+
+    Args:
+        config: of the run.
+        images: its data; None: they are listed, and not opened.
+
+    Raises:
+        UserError: as `data.read_data`.
+    """
+    if images is None:
+        data = {task: (one, read_data(one)) for task, one in (config.tasks or {"": config.data}).items()}
+        found = {task: looked_at(lists, Path(one.root).expanduser()).contents() for task, (one, lists) in data.items()}
+    else:
+        parts = images.parts if isinstance(images, RoundRobinData) else {"": images}
+        found = {task: part.contents() for task, part in parts.items()}
+    every = {f"{task} " if task else "": one for task, one in found.items()}
+    if config.model.weights is not None:
+        place = Path(config.model.weights).expanduser()
+        files = sorted(one for one in place.iterdir() if one.is_file()) if place.is_dir() else [place]
+        every |= {"model.": files_contents("weights", files)}
+    return joined(every)
 
 
 def summaries(images: RunData, *, thorough: bool = False) -> dict[str, Summary]:

@@ -12,7 +12,7 @@ checkpoint holds the last weights. With several tasks the best epoch has the hig
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,14 @@ import torch
 
 from efficient_ft import __version__
 from efficient_ft.config import Config, data_configs, image_folders
+from efficient_ft.core import stopping
 from efficient_ft.core.allocator import allocator_in_use
-from efficient_ft.core.errors import TerminatedRun, UserError
+from efficient_ft.core.errors import UserError, single_values
 from efficient_ft.core.process_memory import lifetime_peak_bytes, release_freed_memory, resident_bytes
 from efficient_ft.core.terminal import shown_path
 from efficient_ft.cost import Prediction
 from efficient_ft.data import ImageData, RoundRobinData, SegmentationData, TextData, read_data
+from efficient_ft.data.loader import refuse_killed_worker
 from efficient_ft.integrations.lightning import MethodCallback
 from efficient_ft.methods.base import Applied, plain_state_dict
 from efficient_ft.methods.build import build_methods
@@ -37,6 +39,7 @@ from efficient_ft.optim import SteppedInBackward
 from efficient_ft.record import config_file
 from efficient_ft.record import results as results_file
 from efficient_ft.record.environment import environment
+from efficient_ft.record.files import json_text
 from efficient_ft.record.formats import FORMAT
 from efficient_ft.record.results import (
     Accuracy,
@@ -59,6 +62,7 @@ from efficient_ft.training.datamodule import (
     missing_images,
     open_images,
     refuse_unusable,
+    run_contents,
     run_length,
     summaries,
     summary_text,
@@ -67,11 +71,14 @@ from efficient_ft.training.evaluate import data_report, evaluate
 from efficient_ft.training.faults import faults_of_the_system
 from efficient_ft.training.features import FeatureCallback
 from efficient_ft.training.folder import (
+    CONTENTS,
     IMAGES,
+    RunFolder,
     locked,
-    prepare_folder,
     refuse_another_run,
+    refuse_changed_contents,
     refuse_other_images,
+    refuse_split_run,
     run_id,
 )
 from efficient_ft.training.loggers import close_loggers, start_loggers, write_summary
@@ -90,11 +97,15 @@ from efficient_ft.training.step_stats import StepStats
 from efficient_ft.training.totals import Totals
 from efficient_ft.training.trainer import build_trainer, on_device, use_channels_last
 
+#: The signal that Lightning has answered, by whether it is SIGTERM.
+_LIGHTNINGS = {True: signal.SIGTERM, False: signal.SIGINT}
 #: Steps of the cost report are timed for at most this share of the training time, or for these seconds.
 COST_SHARE, COST_SECONDS = 0.1, 2.0
 
 
-def run(config: Config, folder: Path, arguments: Sequence[str] = ()) -> dict[str, Any]:
+def run(
+    config: Config, folder: Path, arguments: Sequence[str] = (), begun: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
     """Do what `config` asks, and print the outcome.
 
     Args:
@@ -102,6 +113,7 @@ def run(config: Config, folder: Path, arguments: Sequence[str] = ()) -> dict[str
             `training.evaluate.evaluate`.
         folder: the run folder; not used with `evaluate` and `cost_only`.
         arguments: the settings given on the command line, for the record.
+        begun: called in the first process when the folder belongs to this run: to write more into it.
 
     Returns:
         The contents of results.json (`record.results.Results`); with `evaluate`, accuracies by split; with `cost_only`,
@@ -115,34 +127,36 @@ def run(config: Config, folder: Path, arguments: Sequence[str] = ()) -> dict[str
     connect(config)
     trains = not config.cost_only and config.evaluate is None
     with within_budget(config, on_device(config), armed=not trains):
-        return _run(config, folder, arguments)
+        return _run(config, folder, arguments, begun)
 
 
-def _run(config: Config, folder: Path, arguments: Sequence[str]) -> dict[str, Any]:
+def _run(config: Config, folder: Path, arguments: Sequence[str], begun: Callable[[], None]) -> dict[str, Any]:
     if config.cost_only:
-        return cost_only(config)
+        with single_values():
+            return cost_only(config)
     if config.evaluate is not None:
         return dict(evaluate(Path(config.evaluate), config))
 
+    refuse_split_run(folder)
     refuse_another_run(config, folder)
     if (folder / results_file.NAME).is_file() and config.resume == "auto":
         results = dict(read_results(folder))
-        moved = image_folders(config_file.read_config(folder)) != image_folders(config)
-        if moved and (folder / IMAGES).is_file() and not missing_images(config):
-            refuse_other_images(config, folder, "+".join(read_data(data).digest() for data in data_configs(config)))
+        noted = [(folder / name).is_file() for name in (IMAGES, CONTENTS)]
+        if any(noted) and not missing_images(config) and factory.missing_weights(config.model) is None:
+            refuse_changed_contents(folder, run_contents(config))
+            if image_folders(config_file.read_config(folder)) != image_folders(config):
+                digests = (read_data(data).digest() for data in data_configs(config))
+                refuse_other_images(config, folder, "+".join(digests))
         say("This run has already finished; its results (to train again: resume=never):")
         say(results_text(results, folder))
         return results
     missing = [factory.missing_weights(config.model), *missing_images(config)]
     if any(missing):
         raise UserError("\n".join(message for message in missing if message is not None))
-    with faults_of_the_system(folder, begun=False):
+    with faults_of_the_system(folder, lambda: False), single_values():
         opened = _opened_within_budget(config, folder)
-        with locked(folder):
-            prepare_folder(config, folder)
-            with faults_of_the_system(folder), out_of_memory(config):
-                from_first()  # before the others look into the folder, the first process has prepared it
-                return _train(config, folder, arguments, *opened)
+        with locked(folder) as held, faults_of_the_system(folder, lambda: held.begun), out_of_memory(config):
+            return _train(config, held, arguments, begun, *opened)
 
 
 def _opened_within_budget(config: Config, folder: Path) -> tuple[RunData | None, Prediction | None]:
@@ -158,17 +172,21 @@ def _opened_within_budget(config: Config, folder: Path) -> tuple[RunData | None,
 
 def _train(
     config: Config,
-    folder: Path,
+    held: RunFolder,
     arguments: Sequence[str],
+    begun: Callable[[], None],
     opened: RunData | None = None,
     predicted: Prediction | None = None,
 ) -> dict[str, Any]:
+    folder = held.path
     L.seed_everything(config.seed, verbose=False)
     spec = factory.input_of(config.model)
     images = open_images(config, spec) if opened is None else opened
     keep_decoded(images, config.trainer.epochs)
-    report = images.report()
-    refuse_other_images(config, folder, images_digest(report))
+    digest, contents = images_digest(images.report()), run_contents(config, images)
+    if config.resume != "never":
+        refuse_changed_contents(folder, contents)
+        refuse_other_images(config, folder, digest)
     understood = summaries(images) if rank() == 0 else {}
     refuse_unusable(config, understood)
     say(summary_text(understood))
@@ -197,6 +215,8 @@ def _train(
             model = portable(config.model, network)
             export.save(folder / export.NAME, weights, model, names, spec, notes, methods)
 
+    held.begin(config, {IMAGES: digest, CONTENTS: json_text(contents.record())}, begun)
+    from_first()  # before the others look into the folder, the first process has prepared it
     name = run_id(folder)
     epochs, total_steps = run_length(config, images, world_size(config))
     if warmup_steps(config.optim, total_steps) >= total_steps:
@@ -212,7 +232,12 @@ def _train(
     recorder = Recorder(folder, images.best_split, keep_best, extra, totals, every, of_classes)
     loggers = start_loggers(config, folder, name, arguments)
     memory = MemoryMeter(methods, before_model)
-    callbacks: list[L.Callback] = [memory, SameStart(), MethodCallback(methods, frozen_bn=config.model.frozen_bn)]
+    callbacks: list[L.Callback] = [
+        memory,
+        held.started(),
+        SameStart(),
+        MethodCallback(methods, frozen_bn=config.model.frozen_bn),
+    ]
     features = None
     uses_prefix = config.trainer.cache_features != "off" or config.trainer.prefix != "fp32"
     if uses_prefix and isinstance(images, ImageData):  # several tasks have none
@@ -235,15 +260,13 @@ def _train(
     with stop_on_interrupt(recorder):
         try:
             trainer.fit(module, datamodule=RunDataModule(images), ckpt_path=resume)
-            if recorder.stop_requested == signal.SIGTERM:  # in the last step: everything is trained and saved
-                raise TerminatedRun
-            if recorder.stop_requested == signal.SIGINT:
-                raise KeyboardInterrupt
+            if recorder.stop_requested is not None:  # in the last step: everything is trained and saved
+                raise stopping.ending(recorder.stop_requested)
         except BaseException as error:
             close_loggers(loggers, failed=True)
+            refuse_killed_worker(error)
             if isinstance(error, SystemExit) and trainer.interrupted:  # Lightning turns signals into exits of its own
-                terminated = recorder.stop_requested == signal.SIGTERM or trainer.received_sigterm
-                raise (TerminatedRun() if terminated else KeyboardInterrupt()) from None
+                raise stopping.ending(recorder.stop_requested or _LIGHTNINGS[trainer.received_sigterm]) from None
             raise
     accuracy, taken = _accuracy(recorder), totals.values()
     if not trainer.is_global_zero:

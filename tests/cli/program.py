@@ -21,7 +21,8 @@ import train
 from efficient_ft.cli import main
 from tests.record.some import some_results
 
-def run(config, folder, arguments=()):
+def run(config, folder, arguments=(), begun=lambda: None):
+    begun()
     from efficient_ft.core.errors import UserError
     order = config.method.get("lbp_wht", {{}}).get("order")
     if order == 5:

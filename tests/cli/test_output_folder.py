@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 
 from efficient_ft.cli.output_folder import output_folder_faults
 from efficient_ft.core.errors import UserError
-from tests.cli.program import call, composed, write_program
+from tests.cli.program import REPOSITORY, call, composed, runs_of, write_program
 
 
 @pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"])
@@ -29,6 +31,19 @@ def test_a_folder_that_is_none_is_refused(key: str, value: str, said: str) -> No
     with pytest.raises(UserError) as caught:
         composed(f"{key}={value}")
     assert str(caught.value).startswith(f"{key} must be a folder, {said}")
+
+
+@pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"])
+def test_a_reference_that_is_escaped_is_refused(key: str) -> None:
+    """Hydra would make the folder ``r_${seed}``, and open the log in the folder ``r_233``."""
+    with pytest.raises(UserError, match=r"must be a folder without \\\$\{, got .* Leave out the backslash"):
+        composed(rf"{key}=r_\${{seed}}")
+
+
+def test_the_number_of_a_job_names_its_folder(program: Path) -> None:
+    done = call(program, "-m", "method.lbp_wht.order=2,3", "hydra.sweep.subdir=runs/${hydra.job.num}_${hydra.job.id}")
+    assert done.returncode == 0, done.stderr
+    assert runs_of(program) == {Path("outputs/runs/0_0"), Path("outputs/runs/1_1")}
 
 
 def test_a_folder_may_refer_to_settings() -> None:
@@ -158,4 +173,48 @@ def test_a_refused_run_keeps_the_files_of_an_earlier_command(program: Path) -> N
     done = call(program, "method.lbp_wht.order=5", "hydra.run.dir=run")
     assert done.returncode == 2
     assert (program / "run" / "notes.txt").read_text() == "mine"
-    assert (program / "run" / "train.log").exists()
+    assert not (program / "run" / "train.log").exists()
+
+
+#: Rejected by the run itself, after Hydra has composed the settings and made the folder.
+_REJECTING = """
+import sys
+sys.path.insert(0, {repository!r})
+import logging, types
+from efficient_ft.cli import main
+from efficient_ft.core.errors import UserError
+def run(config, folder, arguments=(), begun=None):
+    logging.getLogger("efficient_ft").warning("said before it is rejected")
+    raise UserError("rejected")
+main.prepare = lambda config: None
+sys.modules["efficient_ft.training.run"] = types.SimpleNamespace(run=run)
+sys.modules["efficient_ft.training"] = types.SimpleNamespace()
+main.main()
+"""
+
+
+def test_a_rejected_command_changes_nothing_in_the_folder_of_a_run(program: Path) -> None:
+    assert call(program, "method.lbp_wht.order=2", "hydra.run.dir=run").returncode == 0
+    assert (program / "run" / ".hydra" / "overrides.yaml").is_file()
+
+    def files() -> dict[Path, tuple[bytes, int]]:
+        every = (file for file in (program / "run").rglob("*") if file.is_file())
+        return {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in every}
+
+    before = files()
+    (program / "program.py").write_text(_REJECTING.format(repository=str(REPOSITORY)))
+    done = call(program, "method.lbp_wht.order=3", "hydra.run.dir=run")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.endswith("rejected\n")
+    assert files() == before
+
+
+def test_an_empty_current_folder_is_not_removed(program: Path, tmp_path: Path) -> None:
+    """The cost is counted in the current folder."""
+    (tmp_path / "empty").mkdir()
+    done = subprocess.run(
+        [sys.executable, str(program / "program.py"), "cost_only=true", "method.lbp_wht.order=5"],
+        cwd=tmp_path / "empty", capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert (tmp_path / "empty").is_dir()

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import yaml
+from PIL import Image
+from safetensors.torch import save_file
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import format_percent
+from efficient_ft.models import factory
 from efficient_ft.record.formats import OtherVersionError
 from efficient_ft.training import checkpoint, folder
 from efficient_ft.training.run import run
@@ -33,7 +40,7 @@ def test_resume_never_keeps_the_old_run_under_another_name(tmp_path, configurati
     old = {f.name: f.read_bytes() for f in place.iterdir() if f.name != ".lock"}
     run(configuration(resume="never", trainer__max_steps=2), place)
     kept = tmp_path / "run.1"
-    assert {f.name: f.read_bytes() for f in kept.iterdir()} == old
+    assert {f.name: f.read_bytes() for f in kept.iterdir()} == old  # without a lock
     assert checkpoint.read(place / checkpoint.NAME)["global_step"] == 2
     assert str(kept) in capsys.readouterr().out
 
@@ -53,10 +60,196 @@ def test_the_same_command_twice_at_once_is_refused(tmp_path, configuration):
     finally:
         other.kill()
         other.communicate()
-    with folder.locked(place):  # free after a kill
-        folder.prepare_folder(config, place)
+    with folder.locked(place) as held:  # free after a kill
+        held.begin(config, {}, lambda: None)
     with folder.locked(place):  # and after an ordinary end
         pass
+
+
+# ---------------------------------------------------------------------------------------------- one rename
+#: Move a run away in FOLDER; stop before number AT (from 1) of the events that change files.
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from efficient_ft.config import check
+from efficient_ft.training import folder
+from tests.training.runs import plain_config
+place, at, seen = Path(sys.argv[1]), int(sys.argv[2]), []
+def watch(event, arguments):
+    if event in ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.move") or (
+        event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)):
+        if os.fspath(arguments[0]).startswith(str(place)):
+            seen.append(event)
+            if len(seen) == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+with folder.locked(place) as held:
+    held.trains = True  # what is written is kept
+    sys.addaudithook(watch)
+    held.begin(check(plain_config(resume="never")), {"images": "0"}, lambda: None)
+print(len(seen))
+"""
+
+
+def test_a_kill_while_resume_never_moves_a_run_away_never_splits_it(tmp_path, finished):
+    old = {f.name: f.read_bytes() for f in finished[0].iterdir() if f.name != ".lock"}
+    number = 0
+    while True:
+        number += 1
+        place = tmp_path / str(number) / "run"
+        shutil.copytree(finished[0], place)
+        done = subprocess.run([sys.executable, "-c", _KILLED, str(place), str(number)], capture_output=True, text=True)
+        moved = place.with_name("run.1")
+        whole = place if not moved.is_dir() else moved
+        assert {f.name: f.read_bytes() for f in whole.iterdir() if f.name != ".lock"} == old, number
+        if whole is moved and place.is_dir():
+            assert {f.name.removesuffix(".tmp") for f in place.iterdir()} <= {".lock", "config.yaml", "images"}, number
+        if done.returncode == 0:
+            break
+        assert done.returncode == -signal.SIGKILL, done.stderr
+    assert number > 4
+    assert number == int(done.stdout) + 1
+
+
+def test_a_rejected_resume_never_brings_the_earlier_run_back(tmp_path, configuration, finished):
+    place = tmp_path / "run"
+    shutil.copytree(finished[0], place)
+    before = tree(tmp_path)
+    never = configuration(resume="never", method={"checkpointing": {}, "lisa": {"num_layers": 5}})
+    with pytest.raises(UserError):
+        run(never, place)
+    assert tree(tmp_path) == before
+
+
+def test_the_current_folder_is_not_moved_away(tmp_path, configuration, finished, monkeypatch):
+    place = tmp_path / "run"
+    shutil.copytree(finished[0], place)
+    monkeypatch.chdir(place)
+    before = tree(tmp_path)
+    with pytest.raises(UserError, match=r"cannot move .*run away, because it holds the current folder"):
+        run(configuration(resume="never"), Path("."))
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+@pytest.mark.parametrize("moved", [{"config.yaml", "checkpoint.ckpt"}, {"results.json", "model.safetensors"}])
+def test_a_run_that_an_earlier_version_has_half_moved_is_reported(tmp_path, configuration, finished, resume, moved):
+    place, away = tmp_path / "run", tmp_path / "run.1"
+    shutil.copytree(finished[0], place)
+    away.mkdir()
+    for name in moved:
+        (place / name).rename(away / name)
+    before = tree(tmp_path)
+    with pytest.raises(UserError) as caught:
+        run(configuration(resume=resume), place)
+    text = str(caught.value)
+    assert "holds a part of a run" in text
+    assert str(place) in text
+    assert str(away) in text
+    assert "Move all files of the run into one folder" in text
+    assert tree(tmp_path) == before
+
+
+def test_a_part_of_a_run_alone_is_reported(tmp_path, configuration, finished):
+    place = tmp_path / "run"
+    shutil.copytree(finished[0], place)
+    (place / "config.yaml").unlink()
+    with pytest.raises(UserError, match=r"run holds a part of a run \(results\.json.*no config\.yaml\)"):
+        run(configuration(), place)
+
+
+# ---------------------------------------------------------------------------------------------- contents
+def images_of(root: Path, size: int = 6) -> Path:
+    """Two classes of small images whose files have equal sizes."""
+    for label, value in (("0", 60), ("1", 200)):
+        (root / label).mkdir(parents=True)
+        for number in range(size):
+            pixels = np.full((8, 8, 3), value + number, dtype=np.uint8)
+            Image.fromarray(pixels).save(root / label / f"{number}.bmp")
+    return root
+
+
+def exchanged(root: Path) -> None:
+    (root / "0").rename(root / "x")
+    (root / "1").rename(root / "0")
+    (root / "x").rename(root / "1")
+
+
+def edited(root: Path) -> None:
+    file = root / "1" / "4.bmp"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x07")
+
+
+def of_folder(configuration: Any, root: Path, **changes: Any) -> Any:
+    return configuration(
+        data={"name": "folder", "root": str(root), "batch_size": 4, "num_workers": 0, "keep_decoded": "off"},
+        trainer__max_steps=1, **changes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("finish", [True, False], ids=["finished", "interrupted"])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [(exchanged, r"train: \d+ of \d+ changed \(0/0\.bmp"), (edited, r"changed \(1/4\.bmp\)")],
+    ids=["classes exchanged", "a file edited"],
+)
+def test_changed_files_of_equal_sizes_are_refused_and_named(
+    tmp_path, configuration, without_cost, change, named, finish
+):
+    root, place = images_of(tmp_path / "images"), tmp_path / "run"
+    config = of_folder(configuration, root)
+    run(config, place)
+    if not finish:
+        (place / "results.json").unlink()
+    change(root)
+    before = tree(place)
+    with pytest.raises(UserError, match=named) as caught:
+        run(config, place)
+    assert "have changed since it began" in str(caught.value)
+    assert tree(place) == before
+
+
+def test_a_copied_data_set_is_the_same(tmp_path, configuration, without_cost, capsys):
+    root, place = images_of(tmp_path / "images"), tmp_path / "run"
+    config = of_folder(configuration, root)
+    run(config, place)
+    copy = tmp_path / "copy"
+    shutil.copytree(root, copy, copy_function=shutil.copyfile)  # without dates
+    shutil.rmtree(root)
+    copy.rename(root)
+    (place / "results.json").unlink()
+    capsys.readouterr()
+    run(config, place)
+    assert "Continuing the run" in capsys.readouterr().out
+
+
+def test_replaced_weights_are_refused(tmp_path, configuration, without_cost):
+    config = configuration(trainer__max_steps=1)
+    network = factory.create_model(config.model, 10)
+    file, place = tmp_path / "weights.safetensors", tmp_path / "run"
+    save_file(network.state_dict(), file)
+    config = configuration(trainer__max_steps=1, model__weights=str(file))
+    run(config, place)
+    (place / "results.json").unlink()
+    state = network.state_dict()
+    state["head.weight"] = state["head.weight"] + 1
+    save_file(state, file)
+    with pytest.raises(UserError, match=r"model\.weights: 1 of 1 changed \(weights\.safetensors\)"):
+        run(config, place)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"train": 3}', '{"train": {"count": 3}}', "\x00"])
+def test_damaged_contents_are_refused(tmp_path, configuration, finished, text):
+    place = tmp_path / "run"
+    shutil.copytree(finished[0], place)
+    (place / "contents.json").write_text(text)
+    with pytest.raises(UserError, match=r"contents\.json is damaged|have changed since it began"):
+        run(configuration(), place)
+
+
+def tree(place: Path) -> dict[str, bytes]:
+    """The contents of all files below a folder, except locks."""
+    files = (file for file in place.rglob("*") if file.is_file() and file.name != ".lock")
+    return {file.relative_to(place).as_posix(): file.read_bytes() for file in files}
 
 
 def test_another_run_in_the_folder_is_refused(configuration, finished):
