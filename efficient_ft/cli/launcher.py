@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import HydraContext
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from efficient_ft.cli.jobs import Job, command, run_jobs, titles, write_sweep_table
 from efficient_ft.config import check
@@ -53,7 +54,8 @@ class Sweep:
             SystemExit: after the last job, if one has failed (status 1).
             KeyboardInterrupt: a job was interrupted.
         """
-        jobs = [self._job(*one) for one in zip(job_overrides, titles(job_overrides), strict=True)]
+        named = zip(job_overrides, titles(job_overrides), strict=True)
+        jobs = [self._job(number, *one) for number, one in enumerate(named)]
         folders = [job.folder for job in jobs if job.trains]
         for folder in folders:
             if folders.count(folder) > 1:
@@ -67,14 +69,17 @@ class Sweep:
             write_sweep_table(Path(self.config.hydra.sweep.dir), folders)
         return [_returned(job) for job in jobs]
 
-    def _job(self, overrides: Sequence[str], title: str) -> Job:
+    def _job(self, number: int, overrides: Sequence[str], title: str) -> Job:
         composed = self.context.config_loader.load_sweep_config(self.config, list(overrides))
+        with open_dict(composed):  # the names of folders may refer to them
+            composed.hydra.job.num, composed.hydra.job.id = number, str(number)
         folder = Path(composed.hydra.sweep.dir) / composed.hydra.sweep.subdir
         return Job(tuple(overrides), title, folder, check(plain(composed)))
 
     def _command(self, job: Job) -> list[str]:
         """Return the command line that runs `job` alone, in the folder it has in the sweep."""
-        kept = [o for o in self.config.hydra.overrides.hydra if not o.lstrip("+~").startswith(_STEERING)]
+        given: Any = OmegaConf.to_container(self.config.hydra.overrides.hydra)  # as typed, with its references
+        kept = [o for o in given if not o.lstrip("+~").startswith(_STEERING)]
         if job.trains:
             folder = job.folder.as_posix().replace("\\", "\\\\").replace("'", "\\'")
             kept.append(f"hydra.run.dir='{folder}'")

@@ -30,6 +30,9 @@ def check_option(loader: ConfigLoader, override: Override) -> None:
         UserError: the option does not exist, or a group that every run needs is deleted.
     """
     group, value = override.key_or_group, override.value()
+    refuse_keys(group, value)
+    if override.is_delete():
+        _check_deletion(override)
     setting = "." in group  # no group has a dot; to list one takes 20 ms
     options = [] if setting or group.startswith("hydra") else group_options(loader, group)
     if not options or isinstance(value, dict):
@@ -43,6 +46,39 @@ def check_option(loader: ConfigLoader, override: Override) -> None:
         if option not in options:
             hint = _of_timm(option) if group == "model" and isinstance(option, str) else None
             raise SettingError(group, "null" if option is None else option, options, hint)
+
+
+def refuse_keys(setting: str, value: Any) -> None:
+    """Refuse a mapping on the command line whose keys are no names, which Hydra accepts.
+
+    Args:
+        setting: the full name of the setting.
+        value: its value; pixel values of masks may be keys.
+
+    Raises:
+        SettingError: the first such key.
+    """
+    if not isinstance(value, dict) or setting.endswith("masks.values"):
+        return
+    for key, inner in value.items():
+        if not isinstance(key, str) or not key:
+            shown = "null" if key is None else "an empty string" if key == "" else str(key).lower()
+            raise SettingError(setting, f"{{{shown}: ...}}", "a mapping with names as keys, {NAME: VALUE}")
+        refuse_keys(f"{setting}.{key}", inner)
+
+
+def _check_deletion(override: Override) -> None:
+    """Refuse the deletion of a setting that has no value: Hydra says that it does not exist.
+
+    Raises:
+        UserError: the setting is null, or has another value than the one to delete.
+    """
+    key, field = override.key_or_group, Config.model_fields.get(override.key_or_group)
+    if field is not None and field.default is None:
+        raise UserError(f"{override.input_line}: {key} has no value (null) unless it is set. Leave this argument out.")
+    given = override.value() not in (None, "", getattr(field, "default", None))
+    if field is not None and given and isinstance(field.default, bool | int | str):
+        raise UserError(f"{override.input_line}: to delete a setting, write ~{key} alone.")
 
 
 def _of_timm(name: str) -> str:

@@ -89,8 +89,16 @@ _SET_ELSEWHERE = {
 
 #: What transformers raises where it cannot use a configuration or file.
 _REFUSALS = (
-    ValueError, KeyError, TypeError, AttributeError, RuntimeError, AssertionError, StrictDataclassError,
+    ValueError, LookupError, TypeError, AttributeError, RuntimeError, AssertionError, ArithmeticError, MemoryError,
+    StrictDataclassError,
 )  # fmt: skip
+
+#: The largest sizes of a network, by the names in transformers' configurations.
+_SIZES = {
+    **dict.fromkeys(("hidden_size", "dim", "d_model", "intermediate_size", "hidden_dim", "embedding_size"), 2**17),
+    **dict.fromkeys(("num_hidden_layers", "n_layers", "num_attention_heads", "n_heads"), 2**10),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings"), 2**24),
+}
 
 _ALTERNATIVES = "Or use model.weights=DIR, a local folder with these files."
 
@@ -123,6 +131,7 @@ def build_text(config: ModelConfig, classes: int) -> nn.Module:
 def _random(config: ModelConfig, about: Any) -> nn.Module:
     """The network of transformers' configuration, with random weights in fp32."""
     auto = _transformers(config)
+    _check_sizes(config, about)
     try:
         model: nn.Module = auto.AutoModelForSequenceClassification.from_config(about, dtype=torch.float32)
     except _REFUSALS as error:
@@ -135,6 +144,20 @@ def _random(config: ModelConfig, about: Any) -> nn.Module:
     if most is not None and config.max_length > most:
         raise SettingError("model.max_length", config.max_length, f"at most {most}, the positions of {config.name}")
     return model
+
+
+def _check_sizes(config: ModelConfig, about: Any) -> None:
+    """Refuse sizes in transformers' configuration with which no network can be built, or none that fits.
+
+    Raises:
+        UserError: the first such size.
+    """
+    for name, most in _SIZES.items():
+        size = getattr(about, name, None)
+        if size is not None and (type(size) is not int or not 1 <= size <= most):
+            own = name in config.kwargs
+            place = f"model.kwargs.{name}" if own else f"{name} in config.json of {config.weights or config.name}"
+            raise SettingError(place, size, f"an integer from 1 to {most:,}")
 
 
 def load_text(config: ModelConfig, classes: int) -> nn.Module:

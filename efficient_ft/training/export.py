@@ -249,7 +249,7 @@ class _About(BaseModel):
     architecture: str
     encoder: str | None = None
     model_kwargs: Json[dict[str, Any]]
-    class_names: Json[_Names | dict[str, _Names]]
+    class_names: Json[_Names | Annotated[dict[str, _Names], Field(min_length=1)]]
     image_size: Json[Annotated[list[Annotated[int, Field(ge=1, le=LARGEST_SIDE)]], Field(min_length=1, max_length=2)]]
     mean: Json[list[Annotated[float, Field(allow_inf_nan=False)]]]
     std: Json[list[Annotated[float, Field(gt=0, allow_inf_nan=False)]]]

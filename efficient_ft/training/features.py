@@ -35,6 +35,7 @@ from efficient_ft.models.prefix import FrozenPrefix, find_prefix
 from efficient_ft.models.prefix_form import Form, choose_form
 from efficient_ft.record.environment import device_name
 from efficient_ft.record.files import write_text_atomically
+from efficient_ft.record.formats import START_AGAIN
 from efficient_ft.record.results import FeaturesReport, PrefixReport
 from efficient_ft.training.console import say
 from efficient_ft.training.row_form import RowForm
@@ -255,7 +256,7 @@ class FeatureCallback(L.Callback):
     def _choose(self, prefix: FrozenPrefix, trainer: L.Trainer) -> PrefixReport:
         """Set the form of the prefix: the one that was chosen before, or else the choice of the first process."""
         if self._file.is_file():
-            report: PrefixReport = json.loads(self._file.read_text(encoding="utf-8"))
+            report = _read_choice(self._file)
             prefix.form = Form(report["form"])
             return report
         device = trainer.strategy.root_device
@@ -266,6 +267,24 @@ class FeatureCallback(L.Callback):
         if trainer.is_global_zero and self._config.trainer.prefix == "auto":
             write_text_atomically(self._file, json.dumps(shared) + "\n")
         return shared
+
+
+def _read_choice(file: Path) -> PrefixReport:
+    """Read the form of the prefix that a run has chosen.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    try:
+        report: PrefixReport = json.loads(file.read_text(encoding="utf-8"))
+        Form(report["form"])
+        texts = isinstance(report["end"], str) and isinstance(report["reason"], str)
+        numbers = [value for name in ("seconds", "deviation") for value in report.get(name, {}).values()]
+        if texts and all(isinstance(value, float | int) for value in numbers):
+            return report
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        pass
+    raise UserError(f"{file} is damaged. Remove it to choose the form of the prefix again. Or: {START_AGAIN}")
 
 
 def run_prefix(config: Config, network: nn.Module, methods: Sequence[Method]) -> FrozenPrefix:

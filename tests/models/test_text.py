@@ -145,6 +145,28 @@ def test_networks_that_cannot_be_built_say_so(changes: dict[str, Any], message: 
         factory.random_model(config(**changes), 2)
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"hidden_size": 0}, {"hidden_size": -8}, {"hidden_size": 10**9}, {"hidden_size": "64"}, {"hidden_size": 1.5},
+        {"hidden_size": float("nan")}, {"hidden_size": None}, {"hidden_size": [64]}, {"hidden_size": True},
+        {"num_attention_heads": 0}, {"num_attention_heads": -1}, {"num_hidden_layers": 10**6},
+        {"num_hidden_layers": -1}, {"vocab_size": 0}, {"vocab_size": 10**12}, {"intermediate_size": 0},
+        {"max_position_embeddings": 0}, {"type_vocab_size": -1}, {"pad_token_id": 10**9}, {"layer_norm_eps": "x"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sizes_with_which_no_network_can_be_built_are_one_message(
+    folder: Path, tmp_path: Path, sizes: dict[str, Any]
+) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **sizes}))
+    with pytest.raises(UserError) as caught:
+        factory.random_model(from_folder(tmp_path / "model"), 2)
+    assert "\n" not in str(caught.value)
+
+
 def test_positions_are_those_of_the_network() -> None:
     small = {**SMALL, "max_position_embeddings": 66}
     factory.random_model(config("roberta", max_length=64, kwargs=small), 2)

@@ -188,6 +188,8 @@ def test_notes_of_another_version_are_refused(pruned, tmp_path, changes, named):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
+        ({"class_names": "{}"}, r"class_names"),
+        ({"class_names": '{"a": []}'}, r"class_names"),
         ({"class_names": '["a", "b"]'}, r"head.bias is 3, by its metadata 2"),
         ({"class_names": "[]"}, "class_names"),
         ({"class_names": "3"}, "class_names"),

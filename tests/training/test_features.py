@@ -287,6 +287,17 @@ def test_a_resumed_run_keeps_the_form_that_was_chosen(
     assert_same_training(tmp_path / "whole", tmp_path / "resumed")
 
 
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "null", '{"form": "fp33"}', '{"form": "fp32"}', '{"form": 3}', "\x00",
+             '{"form": "fp32", "end": 1, "reason": ""}', '{"form": "fp32", "end": "", "reason": "", "seconds": 3}'],
+)  # fmt: skip
+def test_a_damaged_choice_of_the_form_is_one_message(tmp_path: Path, text: str) -> None:
+    file = tmp_path / features_module.PREFIX
+    file.write_text(text)
+    with pytest.raises(UserError, match=r"prefix\.json is damaged\. Remove it to choose"):
+        features_module._read_choice(file)
+
+
 @pytest.mark.slow
 def test_auto_takes_the_form_in_which_features_are_stored(
     tmp_path: Path, small: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
