@@ -8,12 +8,13 @@ import random
 import shutil
 import signal
 import string
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from efficient_ft.selftest.children import Child, returned, wait_until
+from efficient_ft.selftest.children import Child, returned, run_child, wait_until
 from efficient_ft.selftest.runs import arguments, program, reading, write_images
 from efficient_ft.selftest.trial import Trial, require
 
@@ -36,10 +37,49 @@ def trials(long: bool) -> Iterator[Trial]:
     """Yield random command lines, and broken data folders, run folders, weights and records."""
     for start in range(0, 2000 if long else 30, _AT_ONCE):
         yield Trial(f"command lines {start + 1} to {start + _AT_ONCE}", _command_lines, (start,))
+    for name in _STREAMS if os.path.exists("/dev/full") else ():
+        yield Trial(name, _streams, (name,))
     kinds = {"data folder": _data_folder, "run folder": _run_folder, "weights": _weights, "records": _records}
     for kind, function in kinds.items():
         for start in range(0, 125 if long else 5, 5):
             yield Trial(f"broken {kind}: numbers {start + 1} to {start + 5}", function, (start,))
+
+
+#: By name: the standard streams that are closed, or the one that is full, and the status of a command that works.
+_STREAMS = {
+    "closed standard output": ((1,), False, 0),
+    "closed standard error": ((2,), False, 0),
+    "all standard streams closed": ((0, 1, 2), False, 0),
+    "full standard output": ((1,), True, 2),
+    "full standard error": ((2,), True, 0),
+}
+
+
+def _streams(folder: Path, name: str) -> None:
+    """Run each command that reads a run, and one that trains, with closed or full streams."""
+    numbers, full, status = _STREAMS[name]
+    write_images(folder / "images")
+    run = folder / "runs" / "run"
+    returned(program, arguments(folder / "images", run, "trainer.max_steps=2"), output=folder / "trained.log")
+    commands = reading(folder / "images", run, folder / "report")
+    commands["train"] = arguments(folder / "images", folder / "runs" / "other", "trainer.max_steps=1")
+    for command, words in commands.items():
+        done = run_child(_with_streams, words, numbers, full, output=folder / f"{command}.log")
+        shown = f"{command}: status {done.status}\n{done.printed[-3000:]}"
+        require(done.status == status, shown)
+        require("Traceback" not in done.printed and "Exception ignored" not in done.printed, shown)
+        require(not (full and 1 in numbers) or "standard output cannot be written" in done.unwrapped, shown)
+
+
+def _with_streams(words: list[str], numbers: Sequence[int], full: bool) -> None:
+    """Run the program without some of its standard streams, or with full ones. For a child."""
+    for number in numbers:
+        if full:
+            os.dup2(os.open("/dev/full", os.O_WRONLY), number)
+        else:
+            os.close(number)
+            setattr(sys, ("stdin", "stdout", "stderr")[number], None)
+    program(words)
 
 
 def _require_one_message(words: list[str], output: Path, may_train: bool = False) -> int:

@@ -114,6 +114,11 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
+    def signal_group(self, number: int) -> None:
+        """Send a signal to the process and to all that it started, as a terminal or a scheduler does."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
     def ended(self, seconds: float = SECONDS) -> Ended:
         """Wait for its end.
 

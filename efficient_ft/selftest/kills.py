@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -42,6 +43,8 @@ def trials(long: bool) -> Iterator[Trial]:
         yield Trial(f"kill at random moment {number + 1}, {case}", _at_moment, (case, chance.random()))
     for size in (100, 20_000, 60_000) if long else (20_000,):
         yield Trial(f"kill within the write of byte {size}", _within_a_write, (size,))
+    for part in range(_PARTS) if long else (0,):
+        yield Trial(f"kill while resume=never moves a run away, part {part + 1} of {_PARTS}", _moved_away, (part,))
     yield Trial("a full disk", _full_disk)
     yield Trial("$TMPDIR on another file system", _other_tmpdir)
     for share in (0.0, 0.1, 0.5, 0.99) if long else (0.5,):
@@ -96,6 +99,34 @@ def _at_moment(folder: Path, case: str, share: float) -> dict[str, float]:
 def _saves(event: str) -> bool:
     """Whether a file event is the rename of a new checkpoint from its temporary folder."""
     return event.startswith("rename ") and event.endswith(f".tmp/{checkpoint.NAME}")
+
+
+def _moved_away(folder: Path, part: int) -> dict[str, float]:
+    """Kill a run with resume=never before its first file events: the earlier run is always whole, in one folder."""
+    plain, straight, _ = _started(folder)
+    again = {**plain, "resume": "never"}
+    before = _contents(straight)
+    run = folder / "counted" / "run"
+    shutil.copytree(straight, run)
+    events = returned(train, again, run, "events", output=folder / "events.log")
+    numbers = range(part + 1, min(len(events), 24) + 1, _PARTS)
+    for number in numbers:
+        run = folder / f"killed_{number}" / "run"
+        shutil.copytree(straight, run)
+        done = run_child(train, again, run, "event", number, output=folder / f"killed_{number}.log")
+        what = f"event {number} ({events[number - 1]})"
+        require(done.status == -signal.SIGKILL, f"{what} was not reached: status {done.status}\n{done.printed}")
+        moved = run.with_name("run.1")
+        require(_contents(moved if moved.is_dir() else run) == before, f"{what}: the earlier run is not whole")
+        returned(train, again, run, output=folder / f"again_{number}.log")
+        require(_contents(moved) == before, f"{what}: the earlier run was not kept by the next command")
+        require_same_run(run, straight)
+    return {"kills": len(numbers)}
+
+
+def _contents(run: Path) -> dict[str, bytes]:
+    """The bytes of the files of a run, by name."""
+    return {file.name: file.read_bytes() for file in run.iterdir() if file.is_file() and file.name != ".lock"}
 
 
 def _within_a_write(folder: Path, size: int) -> None:

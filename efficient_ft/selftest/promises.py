@@ -26,7 +26,8 @@ PROMISES = (
         "SIGKILL before every event in which Python opens, renames or removes a file of the run, for plain fine-tuning"
         " (long: for every method, low_bit with bits=auto before one event; short: before one event, for nine others);"
         " SIGKILL at 20 random moments (long: 200); a kill within a write; a file system of 1 MiB that is full; $TMPDIR"
-        " on another file system; a checkpoint that is cut off.",
+        " on another file system; a checkpoint that is cut off; SIGKILL before the first file events while resume=never"
+        " moves an earlier run away, which stays whole in one folder.",
         kills.trials,
         "Disks that lose what they have confirmed, beyond the last checkpoint; file systems on a network that do"
         " not rename atomically; a folder that is changed by hand during a run. Steps after the last checkpoint are"
@@ -38,7 +39,9 @@ PROMISES = (
         "Weights, optimizer, methods' state, metrics and accuracies equal those of a run without interruption,"
         " bit for bit.",
         "Every method, killed after the checkpoint at the end or in the middle of an epoch, with 0 or 2 worker"
-        " processes (long: all four combinations; short: one for each method, in turn).",
+        " processes (long: all four combinations; short: one for each method, in turn). With class folders exchanged,"
+        " a byte edited or a file replaced, the resumed run is refused, and the change named; with the data restored"
+        " from a copy without dates, it continues.",
         resumption.trials,
         "Another processor, GPU, number of threads or processes, or version of PyTorch; image files that are"
         " changed during the run; the order of sums on a GPU, which PyTorch may choose anew; times and energy.",
@@ -69,9 +72,11 @@ PROMISES = (
         5,
         "SIGTERM and Ctrl-C at any moment",
         "After the first second a run that is asked to stop saves, says how to continue, and ends with status 143 or"
-        " 130; the same command then ends with the bits of a run without interruption.",
+        " 130 (another signal: 128 and its number); the same command then ends with the bits of a run without"
+        " interruption.",
         "Both signals at 4 random moments (long: 100) of a run of one process, and to programs that load their"
-        " libraries.",
+        " libraries; SIGTERM, SIGHUP, SIGINT and SIGUSR1 to the whole process group of a run with two worker processes,"
+        " twice except Ctrl-C, at 4 moments (long: 40).",
         signals.trials,
         "SIGKILL and power failures, for which promise 1 holds; the first second of a start; the time that a"
         " scheduler leaves between its request and SIGKILL, if a checkpoint takes longer.",
@@ -81,7 +86,8 @@ PROMISES = (
         "Bad input never gives a traceback",
         "A mistake in settings, data, weights, run folders or records is one message, with status 2.",
         "30 random command lines and 20 broken inputs (long: 2,000 and 500). Each must end well, or with status 2,"
-        " without a traceback, and without a configuration printed as text.",
+        " without a traceback, and without a configuration printed as text. Six commands with closed and with full"
+        " standard streams.",
         bad_input.trials,
         "Errors inside PyTorch, a driver or a compiler; methods of other packages; files that are changed while"
         " they are read; libraries that crash the process.",

@@ -201,7 +201,7 @@ def _watch_files(folder: Path, events: list[str], kill_at: int) -> None:
             path = os.fspath(arguments[0])
         else:
             return
-        if path.startswith(within):
+        if path.startswith(within) or path == str(folder):
             events.append(f"{event.removeprefix('os.')} {path.removeprefix(within)}")
             if len(events) == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)

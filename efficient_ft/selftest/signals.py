@@ -18,6 +18,8 @@ from efficient_ft.selftest.trial import Trial, require
 from efficient_ft.training import checkpoint, recorder
 
 _STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143}
+#: Signals that reach a whole process group: of a terminal, ``timeout``, a scheduler, a service manager.
+_TO_GROUPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
 #: Seconds until a program that is forked with all libraries answers signals.
 _FIRST_MOMENT = 0.05
 #: Enough epochs for the signal to come before the end.
@@ -31,6 +33,9 @@ def trials(long: bool) -> Iterator[Trial]:
         for signal_number in _STATUS:
             name = f"{signal_number.name} at random moment {number + 1}"
             yield Trial(name, _at_moment, (signal_number, chance.random(), number % 3 == 2))
+    for number in range(40 if long else 4):
+        trial = (_TO_GROUPS[number % 4], 0.3 + 0.7 * chance.random(), True, True)
+        yield Trial(f"{trial[0].name} to a process group with workers, number {number + 1}", _at_moment, trial)
     for number in range(10 if long else 1):
         for signal_number in _STATUS:
             seconds = 1 + 6 * chance.random()
@@ -38,8 +43,18 @@ def trials(long: bool) -> Iterator[Trial]:
             yield Trial(name, _to_a_new_program, (signal_number, seconds))
 
 
-def _at_moment(folder: Path, number: signal.Signals, share: float, workers: bool) -> dict[str, float]:
-    """Signal a run after a share of its time; the same command ends it as a run without interruption ends."""
+def _at_moment(
+    folder: Path, number: signal.Signals, share: float, workers: bool, group: bool = False
+) -> dict[str, float]:
+    """Signal a run after a share of its time; the same command ends it as a run without interruption ends.
+
+    Args:
+        folder: an empty folder.
+        number: the signal.
+        share: of the time that a run takes.
+        workers: two processes load the data.
+        group: the signal reaches the workers as well, and the run twice, except Ctrl-C.
+    """
     write_images(folder / "images")
     more = (_LONGER, f"data.num_workers={2 if workers else 0}")
     begun = time.monotonic()
@@ -50,12 +65,16 @@ def _at_moment(folder: Path, number: signal.Signals, share: float, workers: bool
     child = Child(_program, command, folder / "began", output=folder / "run.log")
     require(wait_until((folder / "began").exists), "the program did not begin")
     time.sleep(_FIRST_MOMENT + seconds)
-    child.signal(number)
+    if not group:
+        child.signal(number)
+    for _ in range(2 if group and number != signal.SIGINT else int(group)):
+        child.signal_group(number)
     done = child.ended()
     saved = checkpoint.exists(folder / "run" / checkpoint.NAME)
     if done.status != 0:  # else it had finished
-        require(done.status == _STATUS[number], f"status {done.status}, not {_STATUS[number]}\n{done.printed[-3000:]}")
+        require(done.status == 128 + number, f"status {done.status}, not {128 + number}\n{done.printed[-3000:]}")
         require("Traceback" not in done.printed, done.printed[-3000:])
+        require("memory" not in done.said, f"a requested stop is reported as lack of memory: {done.said}")
         require("same command" in done.unwrapped, f"it does not say how to continue: {done.said}")
         rows = folder / "run" / "metrics.jsonl"
         trained = rows.is_file() and rows.stat().st_size > 0
