@@ -93,12 +93,12 @@ _BEFORE_TRAINING = {*_OF_HYDRA, ".lock", "config.yaml", "images", "contents.json
 
 
 class _Held(MemoryHandler):
-    """Keeps log records until `release`; Hydra flushes all handlers at the end of a command."""
+    """Keeps log records until `hand_over`; Hydra flushes all handlers at the end of a command."""
 
     def flush(self) -> None:
         pass
 
-    def release(self) -> None:
+    def hand_over(self) -> None:
         """Hand the records to the target."""
         super().flush()
 
@@ -140,7 +140,7 @@ class CommandRecord:
         names = {memory: handler for handler, memory in self._held.items()}
         root.handlers[:] = [names.get(one, one) for one in root.handlers]  # type: ignore[call-overload]
         for memory in self._held.values():
-            memory.release()
+            memory.hand_over()
         self._held = {}
 
 
