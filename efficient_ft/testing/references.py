@@ -60,7 +60,7 @@ class Case:
         return torch.float64 if self.precision == "fp64" else torch.float32
 
 
-def check_case(row: Row, model: nn.Module, method: Method, name: str, case: Case) -> None:
+def check_case(row: Row, model: nn.Module, method: Method, name: str, case: Case, *, in_place: bool = False) -> None:
     """Compare logits, gradients and buffers of one optimizer step with those of the row's reference.
 
     Args:
@@ -69,11 +69,13 @@ def check_case(row: Row, model: nn.Module, method: Method, name: str, case: Case
         method: the method, in a step that has begun.
         name: of the small model.
         case: the circumstances of the pass.
+        in_place: run the model itself: a copy has no hooks on parameters.
 
     Raises:
         AssertionError: they differ by more than the row allows; the message names the parameter.
     """
-    model, method = copy.deepcopy((model, method))
+    if not in_place:
+        model, method = copy.deepcopy((model, method))
     model.to(case.dtype)
     if case.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
