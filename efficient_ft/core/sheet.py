@@ -62,7 +62,8 @@ def render(
         lines = Lines(header, rows, left, columns, chosen)
         return "\n".join([*([lines.head(), *map(lines.row, rows)] if lines.fit else [lines.panels()]), *lines.foot()])
     of = {name: Column(words=i < left) for i, name in enumerate(header)} | dict(columns or {})
-    titles = {name: of[name].title or name for name in (header if form in DATA else _ordered(header, columns))}
+    order = header if form in DATA else _ordered(header, columns)
+    titles = {name: of[name].title or (name if form in DATA else text.plain_line(name)) for name in order}
     names = _chosen(titles, chosen) if chosen else list(titles)
     table = [[row[header.index(name)] for name in names] for row in rows]
     if form in DATA:
@@ -98,7 +99,7 @@ class Lines:
     ) -> None:
         self._header, self._rows = list(header), rows
         self._of = {name: Column(words=i < left) for i, name in enumerate(header)} | dict(columns or {})
-        titles = {name: self._of[name].title or name for name in _ordered(header, columns)}
+        titles = {name: self._of[name].title or text.plain_line(name) for name in _ordered(header, columns)}
         self._names = _chosen(titles, chosen) if chosen else list(titles)
         if not chosen:
             empty = {name for i, name in enumerate(header) if rows and all(row[i] is None for row in rows)}
