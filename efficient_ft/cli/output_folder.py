@@ -12,6 +12,7 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 
 from hydra import compose
+from hydra.conf import HydraConf
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import (
@@ -114,7 +115,7 @@ class CommandRecord:
         composed: the configuration of the run.
     """
 
-    def __init__(self, folder: Path, hydra: DictConfig, composed: DictConfig) -> None:
+    def __init__(self, folder: Path, hydra: HydraConf, composed: DictConfig) -> None:
         self._folder, self._hydra, self._composed = folder, hydra, composed
         #: By handler of the root logger: what stands in its place until the run begins.
         self._held: dict[logging.FileHandler, _Held] = {}

@@ -143,8 +143,8 @@ def _load(folder: Path) -> None:
     from efficient_ft.config import ModelConfig
     from efficient_ft.models.text import load_text
 
-    small = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    BertForSequenceClassification(BertConfig(**small, intermediate_size=8)).save_pretrained(folder / "model")
+    small = BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    BertForSequenceClassification(small).save_pretrained(folder / "model")
     (folder / "model" / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\n", encoding="utf-8")
     (folder / "model" / "code.py").write_text(f"open({str(folder / 'MARK')!r}, 'w')\n", encoding="utf-8")
     file = folder / "model" / "config.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -175,7 +176,7 @@ def _check_logits(logits: Tensor, reference: _Expected, model: nn.Module, case: 
         expected = reference.buffers.get(name)
         if expected is not None and expected.shape == buffer.shape:
             torch.testing.assert_close(
-                buffer, expected, rtol=1e-8, atol=1e-9, msg=lambda text, name=name: f"buffer {name} ({case}): {text}"
+                buffer, expected, rtol=1e-8, atol=1e-9, msg=functools.partial("buffer {} ({}): {}".format, name, case)
             )
 
 

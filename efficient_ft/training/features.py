@@ -279,7 +279,7 @@ def _read_choice(file: Path) -> PrefixReport:
         report: PrefixReport = json.loads(file.read_text(encoding="utf-8"))
         Form(report["form"])
         texts = isinstance(report["end"], str) and isinstance(report["reason"], str)
-        numbers = [value for name in ("seconds", "deviation") for value in report.get(name, {}).values()]
+        numbers = [value for one in (report.get("seconds", {}), report.get("deviation", {})) for value in one.values()]
         if texts and all(isinstance(value, float | int) for value in numbers):
             return report
     except (OSError, ValueError, TypeError, LookupError, AttributeError):

@@ -7,6 +7,7 @@ quotient decides. Optional: without numba or Triton the plain torch form is used
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,13 +52,10 @@ def _on_gpu(p: Tensor, grad: Tensor, moments: Moments, bits: int, factors: Seque
 
 @functools.cache
 def _kernels(device: str) -> Any:
+    name = {"cpu": "numba_kernels", "cuda": "triton_kernels"}.get(device)
+    if name is None:
+        return None
     try:
-        if device == "cpu":
-            from efficient_ft.ops.blockwise import numba_kernels as kernels
-        elif device == "cuda":
-            from efficient_ft.ops.blockwise import triton_kernels as kernels
-        else:
-            return None
+        return importlib.import_module(f"efficient_ft.ops.blockwise.{name}")
     except ImportError:
         return None
-    return kernels
