@@ -1,7 +1,7 @@
 """Writing files: complete at any moment, also after a kill or a power failure, and never through a link.
 
 A folder may be shared, or come from somebody else. A link in the place of a file that this package writes would let
-whoever placed it choose a file of the user's to be overwritten.
+somebody else choose a file of the user that is overwritten.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ PROMISES = (
         " from a copy without dates, it continues.",
         resumption.trials,
         "Another processor, GPU, number of threads or processes, or version of PyTorch; image files that are"
-        " changed during the run; the order of sums on a GPU, which PyTorch may choose anew; times and energy.",
+        " changed during the run; the order of sums on a GPU, which PyTorch may choose again; times and energy.",
     ),
     Promise(
         3,
