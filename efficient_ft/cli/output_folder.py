@@ -65,7 +65,7 @@ def check_output_folder(name: str, parsed: Sequence[Override]) -> None:
 
 
 def hydra_files(composed: DictConfig, sweep: bool) -> tuple[Path, ...]:
-    """Return the files and folders that Hydra writes for a run, or for a sweep itself.
+    """Return the files and folders that record the command of a run, or of a sweep itself.
 
     Args:
         composed: a configuration with that of Hydra.
@@ -80,9 +80,7 @@ def hydra_files(composed: DictConfig, sweep: bool) -> tuple[Path, ...]:
             hydra.runtime.output_dir = str(folder)
         handlers = (hydra.job_logging or {}).get("handlers") or {}
         files = [Path(handler.filename) for handler in handlers.values() if "filename" in (handler or ())]
-        if hydra.output_subdir is None:
-            return tuple(files)
-        inner = folder / hydra.output_subdir
+        inner = folder / (hydra.output_subdir or ".hydra")  # without a name the run writes the record of its command
         return (*files, inner, *(inner / name for name in ("config.yaml", "hydra.yaml", "overrides.yaml")))
     except (OmegaConfBaseException, TypeError, AttributeError):  # other checks name the setting
         return ()

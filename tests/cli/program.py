@@ -22,7 +22,8 @@ from efficient_ft.cli import main
 from tests.record.some import some_results
 
 def run(config, folder, arguments=(), begun=lambda: None):
-    begun()
+    if config.evaluate is None and not config.cost_only:
+        begun()
     from efficient_ft.core.errors import UserError
     order = config.method.get("lbp_wht", {{}}).get("order")
     if order == 5:
