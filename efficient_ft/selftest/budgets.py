@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from efficient_ft.core.format import format_bytes
+from efficient_ft.core.format import format_bytes, format_percent
 from efficient_ft.core.units import parse_bytes
 from efficient_ft.selftest.children import Child, Ended
 from efficient_ft.selftest.trial import Trial, require
@@ -66,14 +66,13 @@ def _holds(folder: Path, number: int, task: str) -> dict[str, float]:
     ended, peak = _watched(run, [*settings, f"memory={budget}B"])
     shown = f"budget {format_bytes(budget)}, peak {format_bytes(peak)}, factor {factor}: {' '.join(settings)}"
     require("Traceback" not in ended.printed, f"{shown}\n{ended.printed[-3000:]}")
-    require(
-        peak <= (1 + OVER) * budget, f"above its budget by {peak / budget - 1:.2%}: {shown}\n{ended.printed[-800:]}"
-    )
+    over = format_percent(peak / budget - 1)
+    require(peak <= (1 + OVER) * budget, f"above its budget by {over}: {shown}\n{ended.printed[-800:]}")
     if ended.status == 0:
         results = json.loads((run / "results.json").read_text(encoding="utf-8"))
         recorded = results["memory"]["peak_bytes"]
         off = abs(recorded / peak - 1)
-        require(off <= RECORDED, f"recorded {format_bytes(recorded)}, off by {off:.2%}: {shown}")
+        require(off <= RECORDED, f"recorded {format_bytes(recorded)}, off by {format_percent(off)}: {shown}")
         return {"runs that ended": 1, "largest share of the budget": peak / budget, "largest record off": off}
     rejected = ended.status == 2 and "the run would take about" in ended.unwrapped
     # The size of the interpreter differs by some MiB from start to start.

@@ -276,9 +276,9 @@ def test_a_model_that_drops_patches_already_is_refused() -> None:
     [
         ("eva02_tiny_patch14_224", "not of the form"),  # rotary positions in the blocks
         ("vit_relpos_small_patch16_224", "not of the form"),  # relative positions
-        ("hiera_small_abswin_256", "do not accept tokens"),  # pooling in the blocks
+        ("hiera_small_abswin_256", "a forward pass of its own"),  # pooling in the blocks
         ("mixer_s32_224", "not of the form"),  # layers over all tokens
-        ("samvit_base_patch16", "do not accept tokens"),  # windows
+        ("samvit_base_patch16", "a forward pass of its own"),  # windows
     ],
 )
 def test_positions_inside_the_blocks_are_refused(architecture: str, message: str) -> None:

@@ -219,8 +219,8 @@ def refuse_other_blocks(view: ModelView, method_name: str, names: Sequence[str])
         if type(block).forward is not Block.forward or foreign_forward(block) is not None:
             raise UserError(
                 f"method {method_name}: {name} of {view.name} ({type(block).__name__}) has a forward pass of its own,"
-                " which this method would replace by that of timm's Block. Build the model with timm's Block, or move"
-                " the change into the block's attn or mlp, whose forward passes are kept."
+                " which this method would replace by that of timm's Block. Use a network of timm's Block, or move the"
+                " change into the block's attn or mlp, whose forward passes are kept."
             )
 
 
