@@ -70,13 +70,13 @@ def test_thresholds_hold_until_the_step_in_which_they_are_refreshed() -> None:
             y = F.linear(x * scale, w)
         seen.append(dict(thresholds.by_name))
         held = 1.1 ** (step % 3)
-        expected = (upstream(y).flatten(0, 1).T @ _from(x * scale, seen[step]["r/1"]).flatten(0, 1),)
+        expected = (upstream(y).flatten(0, 1).T @ _from(x * scale, seen[step]["r/linear/input"]).flatten(0, 1),)
         torch.testing.assert_close(gradients(y, (w,)), expected, **EXACT)
         torch.testing.assert_close(
             y, F.linear(x * scale, _from(w, w.abs().flatten().sort().values[15].item() / held)), **EXACT
         )
     assert seen[0] == seen[1] == seen[2] != seen[3] == seen[4] == seen[5] != seen[6]
-    assert set(seen[0]) == {"w0", "r/1"}
+    assert set(seen[0]) == {"w0", "r/linear/input"}
 
 
 def _from(x: Tensor, threshold: float) -> Tensor:
