@@ -249,6 +249,6 @@ def test_every_imported_distribution_is_declared() -> None:
     undeclared = {
         name: distributions.get(name, [])
         for name in imported - own - sys.stdlib_module_names
-        if not {d.lower().replace("_", "-") for d in distributions.get(name, [])} & declared
+        if not {d.lower().replace("_", "-") for d in distributions.get(name, [name])} & declared
     }
     assert undeclared == {}

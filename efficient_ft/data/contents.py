@@ -31,7 +31,7 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Contents:
-    """What is looked at of a data set, or of the weights of a run.
+    """The parts of a data set, or of the weights of a run, that are hashed.
 
     Attributes:
         counts: number of samples by part: a split, or what else the run reads.

@@ -28,7 +28,7 @@ OURS = "efficient_ft"
 
 
 class ReferenceContracts(ContractTests):
-    """What the method computes is what the row's reference computes; switched off it is plain training."""
+    """The method computes the same as the row's reference; switched off it is plain training."""
 
     # ------------------------------------------------------------------ the reference
     def test_gradients_are_those_of_the_reference(self, row: str, name: str) -> None:

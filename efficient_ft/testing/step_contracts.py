@@ -85,7 +85,7 @@ class StepContracts(ContractTests):
 
     @on_models(lambda row: row.models[:1])
     def test_frozen_parameters_stay_frozen(self, row: str, name: str) -> None:
-        """What is frozen after `apply` gets no gradient in any step; only selections and adapters freeze or free.
+        """Parameters frozen after `apply` get no gradient in any step; only selections and adapters freeze or free.
 
         Every second parameter is frozen before a method of another axis is applied.
         """

@@ -82,7 +82,7 @@ def refuse_split_run(folder: Path) -> None:
 
 def _traces(folder: Path) -> list[str]:
     """The files of a run in a folder, by name."""
-    return [name for name in _TRACES if (folder / name).exists()]
+    return [name for name in _TRACES if (folder / name).is_file()]
 
 
 def refuse_changed_contents(folder: Path, contents: Contents) -> None:

@@ -39,7 +39,7 @@ class Pruning(TorchFunctionMode):
         return y.view(*x.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2) if last else y.view(x.shape)
 
     def used(self, x: Tensor) -> Tensor:
-        """What the forward pass computes with."""
+        """The numbers that the forward pass computes with."""
         return straight(self.prune(x), x) if self.forward else x
 
     def product(self, module: Any, x: Tensor) -> Tensor:

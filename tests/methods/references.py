@@ -1,4 +1,4 @@
-"""What each method computes, in dense plain torch operations: the references of the settings table.
+"""Each method in dense plain torch operations: the references of the settings table.
 
 Each reference is called as ``reference(method, model, parameters, images)`` (see `efficient_ft.testing.Reference`) and
 computes logits whose gradients by autograd are those that the method's own backward pass should give. A formula that
@@ -100,7 +100,7 @@ def _below(parameters: Parameters, prefix: str) -> Callable[[str], Tensor]:
 
 
 def _own(model: nn.Module, parameters: Parameters) -> Parameters:
-    """Those of `parameters` that the plain model has."""
+    """The `parameters` that the plain model has."""
     return {name: parameters[name] for name, _ in model.named_parameters()}
 
 
@@ -172,7 +172,7 @@ def blocks_of_vit(
 
 
 def embedded(model: Any, images: Tensor) -> Tensor:
-    """What enters the blocks."""
+    """The tokens that enter the blocks."""
     return model.norm_pre(model._pos_embed(model.patch_embed(images)))
 
 

@@ -89,7 +89,7 @@ def test_the_record_is_written_promise_by_promise(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["11"], "There is no promise 11"),
+        (["12"], "There is no promise 12"),
         (["1", "--only", "nothing"], "no trial has this"),
         (["1", "--only", "disk", "--json", "record.json"], "a record of whole promises"),
     ],
@@ -110,7 +110,7 @@ def test_the_names_of_a_promise_s_trials_differ(long: bool) -> None:
         names = [trial.name for trial in promise.trials(long)]
         assert names
         assert len(names) == len(set(names)), promise.title
-    assert [promise.number for promise in promises.PROMISES] == list(range(1, 11))
+    assert [promise.number for promise in promises.PROMISES] == list(range(1, 12))
 
 
 def _run(folder: Path, weight: float = 1.0, accuracy: float = 0.5, metric: float = 0.25) -> Path:

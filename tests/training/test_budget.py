@@ -126,13 +126,14 @@ def test_every_phase_is_in_the_peak() -> None:
         {"weights_bytes": 10**9},
     ]
     for change in changes:
-        assert predict(replace(plain, **change), 10**9, "system", "cpu").peak_bytes > peak + 5 * 10**8, change
+        assert predict(replace(plain, **change), 10**9, "system", "cpu").peak_bytes > peak + 4 * 10**8, change
     resumed = replace(plain, optimizer_bytes=10**9, step_bytes=11 * 10**8)
     assert predict(replace(resumed, resumed=True), 0, "system", "cpu").phase == "continuing"
 
 
 @pytest.mark.slow
 def test_a_run_with_texts_and_one_with_masks_have_budgets(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
     place = write_place(tmp_path / "texts")
     images = write_folder(tmp_path / "shapes", {"train": 12, "val": 4, "test": 4})
     for plain in (plain_text(place, method={"full": {}}), plain_segmentation(images)):

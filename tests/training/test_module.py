@@ -12,6 +12,7 @@ from efficient_ft.training import checkpoint
 from efficient_ft.training.module import FineTuner, likely_causes
 from efficient_ft.training.run import run
 from efficient_ft.training.trainer import build_trainer
+from tests.conftest import unwrapped
 
 pytestmark = pytest.mark.usefixtures("without_cost")
 
@@ -153,7 +154,7 @@ def test_constant_predictions_are_reported_once_with_what_likely_caused_them(tmp
     assert shown.count("every image of the evaluation is predicted as class") == 1
     assert "BatchNorm keeps" not in shown  # frozen_bn=false here
     assert "starts from random weights" in shown
-    assert "optim.lr=30 is too high: try 3" in shown
+    assert "optim.lr=30 is too high: try 3" in unwrapped(shown)
 
 
 def test_a_loss_that_diverged_but_is_finite_is_reported_once(tmp_path, configuration, capsys):

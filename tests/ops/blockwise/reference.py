@@ -59,7 +59,7 @@ def ratio_values(largest: float, bits: int) -> np.ndarray:
 
 
 def root_values(roots: np.ndarray, bits: int) -> np.ndarray:
-    """Return the positive roots that a block can hold: equally spaced among the float32 numbers of its range."""
+    """Return the positive roots that a block can hold: equally spaced in the float32 numbers of its range."""
     positive = roots[roots > 0].astype(np.float32).view(np.int32).astype(np.int64)
     if not positive.size:
         return np.zeros(1)
