@@ -81,8 +81,8 @@ def refuse_split_run(folder: Path) -> None:
 
 
 def _traces(folder: Path) -> list[str]:
-    """The files of a run in a folder, by name."""
-    return [name for name in _TRACES if (folder / name).is_file()]
+    """The files of a run in a folder, by name; others refuse links and folders in their places."""
+    return [name for name in _TRACES if (folder / name).is_file() and not (folder / name).is_symlink()]
 
 
 def refuse_changed_contents(folder: Path, contents: Contents) -> None:

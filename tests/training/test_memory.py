@@ -22,7 +22,7 @@ def test_a_run_records_what_its_steps_take(finished: tuple[Path, Any, dict[str, 
     _, _, results = finished
     memory = results["memory"]
     assert 2**27 < memory["before_model_bytes"] <= memory["before_steps_bytes"] <= memory["peak_bytes"]
-    assert memory["growth_bytes"] == memory["peak_bytes"] - memory["before_steps_bytes"]
+    assert memory["growth_bytes"] == memory["step_peak_bytes"] - memory["before_steps_bytes"]
     assert (memory["first_step"], memory["steps"], memory["device"]) == (WARMUP, STEPS, None)
     # AdamW: two moments of each parameter, and a counter for each tensor.
     assert memory["optimizer_bytes"] == pytest.approx(8 * results["trainable_parameters"], rel=0.1)
