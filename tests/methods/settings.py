@@ -231,7 +231,7 @@ ROWS = {
         {"input_dtype": "int8"},
         off={"input_dtype": "same"},
         on_reference="exact",
-        rtol=0.25,
+        rtol=0.3,  # recomputed statistics of two images in BatchNorm
         random=_ROUNDING,
     ),
     "checkpointing_bf16": _near("checkpointing", "the inputs are rounded", "vit", "swinv2", input_dtype="bf16"),
