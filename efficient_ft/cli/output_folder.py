@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from logging.handlers import MemoryHandler
 from pathlib import Path
+from typing import Any
 
 from hydra import compose
 from hydra.conf import HydraConf
@@ -131,7 +132,11 @@ class CommandRecord:
     def write(self) -> None:
         """Write the record; log into the file from now on."""
         if self._hydra.output_subdir is None:
-            parts = {"config": self._composed, "hydra": {"hydra": self._hydra}, "overrides": self._hydra.overrides.task}
+            parts: dict[str, Any] = {
+                "config": self._composed,
+                "hydra": {"hydra": self._hydra},
+                "overrides": self._hydra.overrides.task,
+            }
             for name, part in parts.items():
                 text = OmegaConf.to_yaml(part if OmegaConf.is_config(part) else OmegaConf.create(part))
                 write_text_atomically(self._folder / ".hydra" / f"{name}.yaml", text)

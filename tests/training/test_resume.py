@@ -131,7 +131,11 @@ def test_the_optimizer_s_state_continues(optim, tmp_path, configuration):
         **changes,
     )
     state = checkpoint.read(folders[1] / checkpoint.NAME)["optimizer_states"][0]["state"]
-    assert {value.dtype for one in state.values() for value in one.values()} == {torch.uint8, torch.float32}
+    assert {value.dtype for one in state.values() for value in one.values()} == {
+        torch.uint8,
+        torch.int16,
+        torch.float32,
+    }
 
 
 @pytest.mark.slow
@@ -239,9 +243,7 @@ def test_another_copy_of_a_published_data_set_is_not_taken_for_the_same(tmp_path
     results = run(config("one"), folder)
     assert (folder / "images").read_text().strip() == results["data"]["digest"]
     assert run(config("same"), folder) == results
-    with pytest.raises(
-        UserError, match=r"data or weights of the run in .*run have changed since it began: train: 8 of 8 changed"
-    ):
+    with pytest.raises(UserError, match="have changed since it began: train: 8 of 8 changed"):
         run(config("other"), folder)
     (folder / "results.json").unlink()
     with pytest.raises(UserError, match="have changed since it began"):
