@@ -60,7 +60,7 @@ def test_the_profile_measures_the_change_of_the_whole_gradient(name: str) -> Non
     state = chosen(method)
     assert state.steps == 1
     assert set(state.changes) == set(state.values)
-    parts = list(dict.fromkeys(key.rpartition("/")[0] for key in state.values))
+    parts = list(dict.fromkeys(key.partition("/")[0] for key in state.values))
     heads = [n for n in ("head", "fc") if hasattr(model, n)]
     for tensor in [*state.values][:: max(1, len(state.values) // 6)]:
         state.forms = {key: (3 if key == tensor else 8, 64) for key in state.values}

@@ -16,7 +16,7 @@ from efficient_ft.cli.compose import configurations
 from efficient_ft.cli.groups import CONF, register
 from efficient_ft.config import Config
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.core.format import bytes_setting
+from efficient_ft.core.format import bytes_setting, format_bytes
 from efficient_ft.cost import executed
 from efficient_ft.methods import BackRazor, Exactness, PlanCandidate, registry
 from efficient_ft.methods.build import build_methods
@@ -415,8 +415,9 @@ def test_the_recommended_recipe_is_tried() -> None:
     assert (found.recommended.step_seconds, found.recommended.timed) == (0.25, True)
     assert [one.measured_bytes is not None for one in found.options].count(True) == 1
     text = plan_text(found, every=True)
-    assert "1.59 GiB" in text
-    assert "≈ 1.59 GiB" not in text
+    shown = format_bytes(found.base_bytes + above)
+    assert shown in text
+    assert f"≈ {shown}" not in text
     assert "the recommended recipe ran for a few steps in a separate process" in text
 
 
