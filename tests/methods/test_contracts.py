@@ -57,6 +57,13 @@ _FIRST = set({r.method: row for row, r in reversed(_ON_OTHERS.items())}.values()
 class TestContractsOnOtherModels(MethodContracts):
     rows = {row: r for row, r in _ON_OTHERS.items() if row in _FIRST}  # noqa: RUF012
 
+    @pytest.fixture(autouse=True)
+    def known_to_the_reference(self, request: pytest.FixtureRequest) -> None:
+        """Skip what the dense references of two methods do not know: they have the operations of ViT and ResNet."""
+        row = request.node.callspec.params.get("row")
+        if row in ("back_razor", "swat") and request.node.originalname.endswith("of_the_reference"):
+            pytest.skip("the dense reference has the operations of ViT and ResNet only")
+
 
 @pytest.mark.exhaustive
 class TestContractsOnOtherModelsWithOtherSettings(MethodContracts):
