@@ -62,6 +62,7 @@ def _streams(folder: Path, name: str) -> None:
     run = folder / "runs" / "run"
     returned(program, arguments(folder / "images", run, "trainer.max_steps=2"), output=folder / "trained.log")
     commands = reading(folder / "images", run, folder / "report")
+    commands.pop("figure", None)  # rejected: a figure takes the runs of its paper
     commands["train"] = arguments(folder / "images", folder / "runs" / "other", "trainer.max_steps=1")
     for command, words in commands.items():
         done = run_child(_with_streams, words, numbers, full, output=folder / f"{command}.log")
