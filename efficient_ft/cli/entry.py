@@ -36,9 +36,9 @@ def main() -> None:
 
 
 def _leave(status: int) -> None:
-    """End the process without unloading torch, whose libraries read 120 MiB of their files at the usual end.
+    """Run the exit functions, flush the output and end the process without unloading libraries.
 
-    These would count in the peak of a process whose memory has a budget. Everything else of the usual end is done.
+    Unloading torch maps 120 MiB of its files, which would count in the peak of a process with a memory budget.
     """
     if "torch" not in sys.modules or threading.current_thread() is not threading.main_thread():
         return

@@ -1,4 +1,4 @@
-"""The standard streams of the command: closed ones, and ones that do not take what is written."""
+"""Standard streams of the command that are closed or cannot be written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Diagnostics(io.TextIOWrapper):
-    """The standard error: what cannot be written there, e.g. on a full disk or a closed terminal, is lost.
+    """Standard error that discards text which cannot be written, e.g. on a full disk or a closed terminal.
 
     The status and the results of a command do not depend on it.
     """
@@ -26,7 +26,7 @@ class Diagnostics(io.TextIOWrapper):
 
 
 class Output(io.TextIOWrapper):
-    """The standard output: it remembers that something was lost, also where a library has ignored the error.
+    """Standard output that records the first failed write, also if a library ignores the error.
 
     Attributes:
         lost: the first error.
@@ -50,7 +50,7 @@ class Output(io.TextIOWrapper):
 
 
 def open_streams() -> None:
-    """Open the null device in place of a closed standard stream, and watch the two for output.
+    """Open the null device for each closed standard stream, and record errors of the two output streams.
 
     Python has no stream for a closed descriptor (``>&-``), and the next file that is opened would get its number.
     """
@@ -70,7 +70,7 @@ def open_streams() -> None:
 
 
 def _watched(number: int, stream: Any, form: type[io.TextIOWrapper]) -> Any:
-    """Return a stream of another class in place of a standard one; one that is no file, as in a test, stays."""
+    """Return the stream as an instance of `form`; return a stream that is not a file, as in tests, unchanged."""
     if stream is None:
         return form(open(os.devnull, "wb"), "utf-8", "replace")
     if type(stream) is not io.TextIOWrapper:
@@ -83,7 +83,7 @@ def _watched(number: int, stream: Any, form: type[io.TextIOWrapper]) -> Any:
 
 
 def discard_output() -> OSError | None:
-    """Print what is buffered; if something is lost, send the rest to the null device, and return the reason."""
+    """Flush standard output; after a failed write, redirect it to the null device and return the error."""
     found: OSError | None = None
     try:
         sys.stdout.flush()

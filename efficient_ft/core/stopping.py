@@ -1,4 +1,4 @@
-"""Signals that ask a process to end: which ones there are, which ones came, and the workers that leave them alone."""
+"""Signals that ask a process to end: their numbers, those received so far, and how worker processes ignore them."""
 
 from __future__ import annotations
 

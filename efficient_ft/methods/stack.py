@@ -177,7 +177,7 @@ def _missing(need: Needs, method: _Method, view: ModelView) -> str | None:
 
 
 def no_method(wrong: object) -> SettingError:
-    """Return the error for an object that was given in place of a method or of a list of methods."""
+    """Return the error for an argument that is neither a method nor a list of methods."""
     hint = "Make the objects first: from efficient_ft.methods import LoRA; apply_methods(model, [LoRA(rank=8)])."
     if isinstance(wrong, type) and hasattr(wrong, "apply"):
         hint = f"Make an object of the class: {wrong.__name__}()."

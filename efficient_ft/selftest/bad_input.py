@@ -62,8 +62,11 @@ def _streams(folder: Path, name: str) -> None:
     run = folder / "runs" / "run"
     returned(program, arguments(folder / "images", run, "trainer.max_steps=2"), output=folder / "trained.log")
     commands = reading(folder / "images", run, folder / "report")
-    commands.pop("figure", None)  # rejected: a figure takes the runs of its paper
+    figure = commands.pop("figure")  # needs two runs, and is rejected whatever the streams are
     commands["train"] = arguments(folder / "images", folder / "runs" / "other", "trainer.max_steps=1")
+    done = run_child(_with_streams, figure, numbers, full, output=folder / "figure.log")
+    shown = f"figure: status {done.status}\n{done.printed[-3000:]}"
+    require(done.status == 2 and "Traceback" not in done.printed, shown)
     for command, words in commands.items():
         done = run_child(_with_streams, words, numbers, full, output=folder / f"{command}.log")
         shown = f"{command}: status {done.status}\n{done.printed[-3000:]}"

@@ -66,6 +66,8 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
         assert r.on_reference == "exact" or callable(r.on_reference), (
             "the row gives no on_reference: a dense function of what the method computes, or 'exact'"
         )
+        assert set(r.models) - set(r.unreferenced), "no model is compared with the reference"
+        assert all(r.unreferenced.values()), "unreferenced names a model without the reason"
         assert (r.off is None) == bool(r.why_no_off), "a row has an off value, or the reason why there is none"
         assert r.off is None or r.instead is None, "a row with an off value needs no substitute"
         assert set(r.models) | set(r.refused) <= set(MODELS)

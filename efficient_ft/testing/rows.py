@@ -66,6 +66,8 @@ class Row:
         on_reference: what the method should compute with these settings: ``"exact"`` (the logits and gradients of the
             plain network), or a `Reference`, a dense function that computes the logits, and by autograd the gradients.
             Every row needs one.
+        unreferenced: small models that are not compared with `on_reference` (``"mobilenet"``), or not in one precision
+            (``"swinv2, bf16"``), each with the reason.
         rtol: largest relative error of a parameter's gradient (by norm) in float64. Larger than the default only for
             methods that round values: the mean over several passes is then compared, and the error is also bounded in
             the direction of the reference.
@@ -84,6 +86,7 @@ class Row:
     own_evaluation: str = ""
     initial_model: Callable[[nn.Module], nn.Module] = _itself
     on_reference: Literal["exact"] | Reference | None = None
+    unreferenced: Mapping[str, str] = field(default_factory=dict)
     rtol: float = 1e-9
     random: str = ""
 

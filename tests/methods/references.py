@@ -9,7 +9,7 @@ the value of the forward pass, the gradient of `term`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
 from efficient_ft.methods import Method
 from efficient_ft.models.view import view
@@ -334,34 +335,36 @@ def _projected(module: Any, projector: Any, tokens: Any, channels: tuple[int, in
 
 
 # ------------------------------------------------------------------------------------------------ sparse activations
-def _positions(method: Any, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name in method.applied.touched:
-        yield name, model.get_submodule(name)
-
-
 def swat(method: Any, model: nn.Module, parameters: Parameters, images: Tensor) -> Tensor:
     """Products with the largest weights; the weight's gradient, dense, from the largest values of the input."""
-    sparsity = method.settings()["sparsity"]
+    weights = [parameters[f"{name}.weight"] for name in method.applied.touched]
+    with _SparseProducts(method.settings()["sparsity"], weights, model.training):
+        return functional_call(model, parameters, (images,))
 
-    def largest(x: Tensor) -> Tensor:
-        x = x.detach()
-        smallest = x.abs().flatten().sort().values[math.floor(x.numel() * sparsity)]
-        return torch.where(x.abs() >= smallest, x, 0)
 
-    def product(module: Any, x: Tensor) -> Tensor:
-        def multiplied(x: Tensor, weight: Tensor) -> Tensor:
-            if isinstance(module, nn.Linear):
-                return F.linear(x, weight)
-            return F.conv2d(x, weight, None, module.stride, module.padding, module.dilation, module.groups)
+class _SparseProducts(TorchFunctionMode):
+    """While entered, products with `weights` have those of SWAT, in layers and where a model calls `F.linear`."""
 
-        sparse = largest(module.weight)
-        if not module.training:
-            y = multiplied(x, torch.where(sparse != 0, module.weight, 0))
+    def __init__(self, sparsity: float, weights: list[Tensor], training: bool) -> None:
+        super().__init__()
+        self.sparsity, self.training, self.weights = sparsity, training, {id(weight) for weight in weights}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (F.linear, F.conv2d):
+            return func(*args, **kwargs or {})
+        given = dict(zip(("input", "weight", "bias", "stride", "padding", "dilation", "groups"), args, strict=False))
+        given |= kwargs or {}
+        x, weight, bias = given.pop("input"), given.pop("weight"), given.pop("bias", None)
+        if id(weight) not in self.weights:
+            return func(x, weight, bias, **given)
+        sparse = self.largest(weight)
+        if self.training:
+            y = straight(func(x, sparse, **given), func(x, sparse, **given), func(self.largest(x), weight, **given))
         else:
-            y = straight(multiplied(x, sparse), multiplied(x, sparse), multiplied(largest(x), module.weight))
-        bias = module.bias
-        return y if bias is None else y + (bias if isinstance(module, nn.Linear) else bias.view(-1, 1, 1))
+            y = func(x, torch.where(sparse != 0, weight, 0), **given)
+        return y if bias is None else y + (bias if func is F.linear else bias.view(-1, 1, 1))
 
-    for _, module in _positions(method, model):
-        module.forward = partial(product, module)  # type: ignore[method-assign]
-    return functional_call(model, parameters, (images,))
+    def largest(self, x: Tensor) -> Tensor:
+        x = x.detach()
+        smallest = x.abs().flatten().sort().values[math.floor(x.numel() * self.sparsity)]
+        return torch.where(x.abs() >= smallest, x, 0)

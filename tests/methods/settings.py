@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import timm
@@ -59,6 +60,9 @@ def _selection(name: str, *models: str, **settings: Any) -> Row:
     )
 
 
+_ILL_CONDITIONED = {"swinv2, bf16": "peft's own LoRA gives a gradient that is 45 % away from the one in float64"}
+
+
 def _adapter(name: str = "lora", **settings: Any) -> Row:
     return Row(
         METHODS[name],
@@ -68,6 +72,7 @@ def _adapter(name: str = "lora", **settings: Any) -> Row:
         models=("vit", "efficientformer", "swinv2") if settings["targets"] == "attention" else USUAL,
         refused={"resnet": "no attention layers"} if settings["targets"] == "attention" else {},
         on_reference=references.lora,
+        unreferenced={} if settings["targets"] == "attention" else _ILL_CONDITIONED,
     )
 
 
@@ -168,8 +173,14 @@ _KEEP_ALL = {"sparsity": 0.0, "value_dtype": "same"}
 
 
 def _razor(*models: str, **settings: Any) -> Row:
+    operations = "the reference has the operations of ViT and ResNet"
     return Row(
-        METHODS["back_razor"], settings, off=_KEEP_ALL, models=models or USUAL, on_reference=pruned_reference.back_razor
+        METHODS["back_razor"],
+        settings,
+        off=_KEEP_ALL,
+        models=models or USUAL,
+        on_reference=pruned_reference.back_razor,
+        unreferenced=dict.fromkeys(("efficientformer", "swinv2", "mobilenet"), operations),
     )
 
 
@@ -231,7 +242,7 @@ ROWS = {
         {"input_dtype": "int8"},
         off={"input_dtype": "same"},
         on_reference="exact",
-        rtol=0.3,  # recomputed statistics of two images in BatchNorm
+        rtol=0.25,
         random=_ROUNDING,
     ),
     "checkpointing_bf16": _near("checkpointing", "the inputs are rounded", "vit", "swinv2", input_dtype="bf16"),
@@ -323,7 +334,10 @@ ROWS = {
     "moe_published": _experts("moe", "vit", top_k=1, initial=_quarter),
     "bsr_moe": _experts("bsr_moe", "vit", blocks=[1, -1], drop_at=[1, 2], keep_rate=1.0, norm_topk_prob=True),
     "mesa": _near("mesa", "8 bits are not exact", *USUAL, random=_ROUNDING),
-    "low_bit": _near("low_bit", "a few bits are not exact", *USUAL, "mobilenet", bits=8),
+    "low_bit": replace(
+        _near("low_bit", "a few bits are not exact", *USUAL, "mobilenet", bits=8),
+        unreferenced={"mobilenet": "one gradient is smaller than the errors of rounding; their mean is near zero"},
+    ),
     "low_bit_auto": _near(
         "low_bit", "a few bits are not exact", *USUAL, "mobilenet", rtol=0.2, bits="auto", budget=4.0
     ),

@@ -121,12 +121,12 @@ def test_every_phase_is_in_the_peak() -> None:
         {"evaluation_load_bytes": 10**9},
         {"examples": Forward(0, 10**9, 0)},
         {"examples_load_bytes": 10**9},
-        {"inspection_bytes": 10**9},
+        {"inspection_bytes": 2 * 10**9},  # its phase is over before the weights are there
         {"copies": 10},
         {"weights_bytes": 10**9},
     ]
     for change in changes:
-        assert predict(replace(plain, **change), 10**9, "system", "cpu").peak_bytes > peak + 4 * 10**8, change
+        assert predict(replace(plain, **change), 10**9, "system", "cpu").peak_bytes > peak + 5 * 10**8, change
     resumed = replace(plain, optimizer_bytes=10**9, step_bytes=11 * 10**8)
     assert predict(replace(resumed, resumed=True), 0, "system", "cpu").phase == "continuing"
 

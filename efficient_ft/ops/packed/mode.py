@@ -12,7 +12,8 @@ A tensor that several operations save (the input of separate q, k and v layers, 
 
 A packer that keeps state gets the tensor's name: the part of the model, the module inside it, the operation that the
 module calls, and the tensor's role in it. A module that calls an operation twice, or that runs twice, numbers its
-calls, whether they keep a tensor or not. So a name stays with its tensor in every step, no matter what else trains.
+calls, whether they keep a tensor or not. A tensor therefore has the same name in every step, also if other layers are
+frozen in some steps.
 """
 
 from __future__ import annotations
