@@ -8,7 +8,7 @@ import sys
 import threading
 
 from efficient_ft.cli.started import malformed_environment
-from efficient_ft.cli.stopping import answer_signals, while_loading
+from efficient_ft.cli.stopping import answer_after_forks, answer_signals, while_loading
 from efficient_ft.cli.streams import open_streams
 
 
@@ -26,6 +26,7 @@ def main() -> None:
         raise SystemExit(2)
     with while_loading():
         from efficient_ft.cli.main import main as run
+    answer_after_forks()
     try:
         run()
     except SystemExit as leaving:

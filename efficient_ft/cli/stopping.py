@@ -7,9 +7,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NoReturn
+from functools import partial
+from typing import Any, NoReturn, cast
 
 from efficient_ft.cli.started import first_process
 from efficient_ft.core.errors import TerminatedRun
@@ -18,6 +19,14 @@ from efficient_ft.core.stopping import answer, asked, ending
 #: Seconds within which a second signal is the same request: ``timeout`` sends one to its child, and one to its group.
 _TOGETHER = 1.0
 _last: float = -_TOGETHER
+
+#: Seconds after which a signal is answered again whose exception could not be raised.
+_LATER = 0.01
+#: Whether `answer_signals` has installed its hook for discarded exceptions.
+_hooked = False
+#: Whether this process is being forked, and the signal that came meanwhile.
+_forking = False
+_held: int | None = None
 
 
 class _Interrupted(KeyboardInterrupt):
@@ -29,17 +38,78 @@ class _Interrupted(KeyboardInterrupt):
 
 
 def answer_signals() -> None:
-    """Let SIGINT raise KeyboardInterrupt and other signals `TerminatedRun`, for what cleans up after itself."""
+    """Let SIGINT raise KeyboardInterrupt and other signals `TerminatedRun`, for what cleans up after itself.
+
+    Python discards an exception that is raised in a finalizer or in a callback. The signal is then answered again a
+    moment later.
+    """
+    global _hooked
     answer(_answer)
+    if not _hooked:
+        _hooked = True
+        sys.unraisablehook = partial(_lost, sys.unraisablehook)
+
+
+def answer_after_forks() -> None:
+    """Answer signals that come while this process is forked after the fork: callbacks of libraries hold locks there.
+
+    Call it once, when the libraries have registered their callbacks: those registered later run outside of it.
+    """
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child, after_in_parent=_after_fork)
 
 
 def _answer(number: int, frame: object) -> None:
-    global _last
+    global _last, _held
     now, _last = _last, time.monotonic()
     asked.append(number)
     if number in asked[:-1] and number != signal.SIGINT and _last - now < _TOGETHER:
         return
+    if _forking:
+        _held = number
+        return
     raise (_Interrupted() if number == signal.SIGINT else TerminatedRun(number))
+
+
+def _before_fork() -> None:
+    global _forking
+    _forking = True
+
+
+def _after_fork_in_child() -> None:
+    global _forking, _held
+    _forking, _held = False, None
+
+
+def _after_fork() -> None:
+    global _forking, _held
+    _forking = False
+    if _held is not None:
+        _answer_later(_held)
+        _held = None
+
+
+def _lost(hook: Callable[[Any], object], unraisable: Any) -> None:
+    """Answer a signal again whose exception Python has discarded; hand other errors to `hook`."""
+    error = unraisable.exc_value
+    if isinstance(error, _Interrupted):
+        _answer_later(signal.SIGINT)
+    elif isinstance(error, TerminatedRun):
+        _answer_later(int(error.code or 0) - 128)
+    else:
+        hook(unraisable)
+
+
+def _answer_later(number: int) -> None:
+    thread = threading.Timer(_LATER, _answer_again, (number,))
+    thread.daemon = True
+    thread.start()
+
+
+def _answer_again(number: int) -> None:
+    with suppress(ValueError):
+        asked.remove(number)
+    signal.pthread_kill(cast("int", threading.main_thread().ident), number)
 
 
 @contextmanager

@@ -137,3 +137,34 @@ def test_a_hang_up_that_nohup_ignores_stays_ignored() -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", STATUS)
+@pytest.mark.parametrize("place", ["before", "after_in_parent", "finalizer"])
+def test_an_exception_that_python_discards_is_raised_later(number: int, place: str) -> None:
+    """A signal during a fork used to print a traceback and was lost, and logging kept its lock."""
+    arm = "Finalized()" if place == "finalizer" else f"os.register_at_fork({place}=send)"
+    code = f"""
+        import os, signal, time
+        from efficient_ft.cli.exits import clean_exits
+        from efficient_ft.cli.stopping import answer_after_forks, answer_signals
+
+        send = lambda: signal.raise_signal({int(number)})
+        class Finalized:
+            def __del__(self):
+                send()
+        answer_signals()
+        with clean_exits():
+            {arm}
+            answer_after_forks()
+            if (child := os.fork()) == 0:
+                os._exit(0)
+            os.waitpid(child, 0)
+            time.sleep(60)
+            print("went on")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=50)
+    assert done.returncode == STATUS[signal.Signals(number)], done.stderr
+    word = "Interrupted" if number == signal.SIGINT else "Terminated"
+    assert done.stdout == ""
+    assert done.stderr == f"{word}. The same command continues from the last checkpoint.\n"
