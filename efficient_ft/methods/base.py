@@ -320,10 +320,13 @@ class Method(ABC):
         check_removal(self, model)
         self._remove(model)
         self._applied = None
+        self._stop_watching()
+        remove_mark(model, self.state_key)
+
+    def _stop_watching(self) -> None:
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
-        remove_mark(model, self.state_key)
 
     @property
     def axes(self) -> tuple[Axis, ...]:

@@ -129,6 +129,17 @@ def test_methods_without_steps_are_not_warned_about() -> None:
     assert warned(lambda: loop(model, [], steps=3)) == []
 
 
+def test_a_profile_that_is_complete_needs_no_more_steps() -> None:
+    model, method = model_of("vit"), LBPWHT(bases="lhe", profile_steps=2)
+    method.apply(model)
+    assert warned(lambda: [loop(model, [method], steps=2), loop(model, [], steps=3)]) == []
+
+    other, continued = model_of("vit"), LBPWHT(bases="lhe", profile_steps=2)
+    continued.load_state_dict(method.state_dict())
+    continued.apply(other)
+    assert warned(lambda: loop(other, [], steps=3)) == []
+
+
 def test_an_optimizer_in_the_backward_pass_is_not_warned_about() -> None:
     model, method = model_of("vit"), LISA(1)
     method.apply(model)

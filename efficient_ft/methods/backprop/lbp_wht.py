@@ -72,7 +72,6 @@ class LBPWHT(LowRankBackward):
         self.bases, self.order, self.padding = bases, order, padding
         self.as_published, self.profile_steps = as_published, profile_steps
         self.profiles, self.skip, self.fused = bases == "lhe", skip, fused
-        self.acts_per_step = self.profiles
         self._steps = 0
         self._layers: dict[str, LowRank] = {}
         self._restored: dict[str, Any] | None = None
@@ -80,6 +79,10 @@ class LBPWHT(LowRankBackward):
     @property
     def warmup_steps(self) -> int:  # type: ignore[override]
         return self.profile_steps - self._steps if self.profiles else 0
+
+    @property
+    def acts_per_step(self) -> bool:  # type: ignore[override]
+        return self.warmup_steps > 0
 
     def projector_for(self, layer: Layer) -> WalshProjector:
         return WalshProjector(
@@ -107,6 +110,7 @@ class LBPWHT(LowRankBackward):
             for how in self._layers.values():
                 how.projector = WalshProjector(self._most_energy(how.energy), self.padding)
                 how.energy = None
+            self._stop_watching()
 
     def _most_energy(self, energy: Tensor | None) -> Pairs:
         """The R bases of most energy, lowest first; those of LP_L1 for a layer that no gradient on the grid reached."""
@@ -133,6 +137,8 @@ class LBPWHT(LowRankBackward):
             return
         self._restored = state_dict  # for a model that it is applied to later
         self._steps = state_dict["steps"]
+        if not self.acts_per_step:
+            self._stop_watching()
         for name, how in self._layers.items():
             if name in state_dict["chosen"]:
                 how.projector = WalshProjector(lowest_first(tuple(p) for p in state_dict["chosen"][name]), self.padding)
