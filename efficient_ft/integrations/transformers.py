@@ -38,7 +38,6 @@ _CHECKPOINTING = "Use the method Checkpointing, which recomputes blocks together
 _REFUSED = {
     "fsdp": "Methods act on whole parameters, which FSDP shards.",
     "deepspeed": "Methods act on whole parameters, which DeepSpeed shards.",
-    "torch_compile": "Methods act on the operations of a forward pass as they run.",
     # New versions set both names if one is given.
     "gradient_checkpointing": _CHECKPOINTING,
     "activation_checkpointing": _CHECKPOINTING,

@@ -233,7 +233,8 @@ class Method(ABC):
         returns the same report.
 
         Args:
-            model: an image classifier: (B, channels, H, W) to logits (B, classes); any timm model, on any device.
+            model: an image classifier: (B, channels, H, W) to logits (B, classes); any timm model, on any device. Its
+                attribute ``image_size`` states the size of its images where no other attribute does (default: 224).
             classifier: full names of the classifier's modules, where they differ from those that the report states. By
                 default timm's classifier; in a larger module all parts around a pretrained network count as new, and
                 train under every method that freezes.

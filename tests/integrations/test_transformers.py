@@ -92,6 +92,20 @@ def test_merged_weights_are_saved_and_load_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["alast", "back_razor", "lbp_wht_lhe", "bsr"])
+def test_a_compiled_training_equals_a_plain_one(name: str, tmp_path: Path) -> None:
+    found = []
+    for options in ({}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}):
+        torch.compiler.reset()
+        model, torch._dynamo.utils.counters["frames"]["ok"] = wrapped(), 0
+        torch.manual_seed(0)
+        trainer_of(METHODS[name](), tmp_path, model, num_train_epochs=2, seed=0, **options).train()
+        found.append(model.timm_model)
+        assert bool(options) == bool(torch._dynamo.utils.counters["frames"]["ok"])
+    assert_same_weights(*found)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "alast", "moe", "bsr", "lbp_wht_lhe", "back_razor"])
 def test_equals_a_loop_of_one_s_own(name: str, tmp_path: Path) -> None:
     """Two micro-batches a step."""
@@ -263,7 +277,6 @@ def test_a_wrong_name_is_refused_with_those_there_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("torch_compile", True),
         ("activation_checkpointing", True),
         ("gradient_checkpointing", True),
         ("auto_find_batch_size", True),

@@ -151,6 +151,29 @@ def test_a_size_the_model_cannot_take_is_an_error_of_one_line():
         _ = view(timm.create_model("vit_tiny_patch16_224", depth=1), (100, 100)).layers
 
 
+class Positions(nn.Module):
+    """A network for images of 112×112, which does not say so."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.positions = nn.Conv2d(3, 8, 16, 16), nn.Parameter(torch.zeros(1, 49, 8))
+        self.layer, self.fc = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.fc(self.layer(self.stem(x).flatten(2).mT + self.positions).mean(1))
+
+
+def test_a_network_may_state_the_size_of_its_images():
+    model = Positions()
+    with pytest.raises(UserError, match=r"on images of 224×224: .*\n.* set the attribute image_size of the model first"):
+        _ = view(model).layers
+    model.image_size = 112
+    assert next(layer.tokens.grid for layer in view(model).layers if layer.name == "layer") == (7, 7)
+    model.image_size = 96
+    with pytest.raises(UserError, match=r"on images of 96×96: [^\n]*$"):
+        _ = view(model).layers
+
+
 def test_a_model_without_stages_has_no_last_stage():
     class Plain(nn.Module):
         def __init__(self):

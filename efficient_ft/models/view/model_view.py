@@ -24,6 +24,10 @@ LAST_STAGE_WITHOUT = {"EfficientFormerV2": "downsample"}
 _ATTENTION = re.compile(r"^(?!.*Block$).*(Attention|Attn|MHSA|GPSA|XCA|LiteMLA)")
 
 
+#: (H, W) of the images of a model that states none.
+_USUAL_SIZE = (224, 224)
+
+
 class ModelView:
     """A model as methods see it. All names are full module names, in forward order.
 
@@ -115,7 +119,15 @@ class ModelView:
 
     @cached_property
     def _probed(self) -> Probed:
-        return probe(self.model, self.image_size)
+        try:
+            return probe(self.model, self.image_size)
+        except UserError as error:
+            if self.image_size != _USUAL_SIZE or _stated_size(self.model) is not None:
+                raise
+            raise UserError(
+                f"{error}\nThe model does not state the size of its images. If it takes another size, set the attribute"
+                " image_size of the model first, e.g. model.image_size = 112."
+            ) from error
 
     def last_stage(self) -> tuple[str, ...]:
         """Modules of the last stage: its blocks, its downsampling (see LAST_STAGE_WITHOUT) and all that follows it.
@@ -149,6 +161,10 @@ def default_image_size(model: nn.Module) -> tuple[int, ...]:
     Where a larger module holds a pretrained network, that of the network. Of a text model (tokens,): those of its
     record, else as many as it has positions.
     """
+    return _stated_size(model) or _USUAL_SIZE
+
+
+def _stated_size(model: nn.Module) -> tuple[int, ...] | None:
     if takes_tokens(model):
         usual = (int(getattr(model.config, "max_position_embeddings", 512)),)  # type: ignore[union-attr,arg-type]
         return _as_size((getattr(model, "pretrained_cfg", None) or {}).get("input_size", usual)[-2:])
@@ -161,7 +177,7 @@ def default_image_size(model: nn.Module) -> tuple[int, ...]:
             size = getattr(owner, "image_size", None) if size is None else size
         if isinstance(size, int) or (isinstance(size, tuple | list) and len(size) == 2):
             return _as_size(size)
-    return 224, 224
+    return None
 
 
 def _as_size(size: Any) -> tuple[int, ...]:
