@@ -274,7 +274,8 @@ def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error
             if override.is_delete():
                 return UserError(f"{line}: the chosen options do not have it; leave this argument out.")
             # In the schema, but not in the chosen option: the check says why it has no place here.
-            others = [str(o.input_line) for o in parsed if o not in choices and walk(known, o.key_or_group)[1] is None]
+            fitting = [o for o in parsed if o not in choices and walk(known, o.key_or_group)[1] is None]
+            others = [str(o.input_line).lstrip("+") for o in fitting]
             try:
                 check(plain(compose(name, [*lines, *others, f"+{line}"])))
             except UserError as reason:

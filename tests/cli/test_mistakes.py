@@ -332,6 +332,8 @@ def test_a_setting_that_the_options_lack_is_named_although_a_name_has_no_default
             SettingError, match=rf"^{setting[:10].strip('+')}\S* must be left out with data=digits, .*{of}"
         ):
             composed("data=digits", setting)
+    with pytest.raises(SettingError, match=r"^data\.masks\.exif must be left out with data=digits"):
+        composed("data=digits", "data.masks.exif=auto", "+step_stats.interval=3")
 
 
 def test_information_on_settings_that_do_not_exist_is_refused_in_one_line(program: Path) -> None:
