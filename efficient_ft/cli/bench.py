@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from efficient_ft.cli.terminal import Help, add_columns_option, count, count_or_zero
+from efficient_ft.cli.terminal import Help, add_columns_option, count, count_or_zero, seed
 from efficient_ft.core.allocator import CHOICES, restart_with, use_allocator
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.files import write_text_atomically
@@ -166,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     gradient.add_argument("--classes", type=count, default=100, help="without --images (default 100)")
     gradient.add_argument("--batch", type=count, default=16, help="batch size (default 16)")
     gradient.add_argument("--batches", type=count, default=8, help="disjoint batches measured (default 8)")
-    gradient.add_argument("--seed", type=int, default=0, help="seed for images, random weights and rounding")
+    gradient.add_argument("--seed", type=seed, default=0, help="seed for images, random weights and rounding")
 
     kind("optimizer", _optimizer, 10, "steps of AdamW with moments in 8 and 4 bits, compared with 32 bits")
     return parser

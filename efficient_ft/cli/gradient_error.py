@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from efficient_ft.cli.terminal import Help, add_columns_option
+from efficient_ft.cli.terminal import Help, add_columns_option, count, seed
+from efficient_ft.config.schema import LARGEST_SIDE
 from efficient_ft.core.sheet import Cell, Column, render
 from efficient_ft.core.text import paragraph
 
@@ -43,21 +45,38 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--weights", type=Path, required=True, help="trained weights in timm's names")
     parser.add_argument("--images", type=Path, required=True, help="held-out images, FOLDER/CLASS/*; classes sorted")
     parser.add_argument("--model", default="vit_micro", help="timm name of the network (vit_micro)")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[28, 32, 56], help="image sizes in pixels")
-    parser.add_argument("--orders", type=int, nargs="+", default=[4, 6], help="orders of LP_L1 that set the cost")
-    parser.add_argument("--batch", type=int, default=64, help="images in a batch")
-    parser.add_argument("--batches", type=int, default=4, help="disjoint batches measured")
-    parser.add_argument("--profile-batches", type=int, default=4, help="other batches, from which LHE chooses")
+    parser.add_argument("--sizes", type=_side, nargs="+", default=[28, 32, 56], help="image sizes in pixels")
+    parser.add_argument("--orders", type=count, nargs="+", default=[4, 6], help="orders of LP_L1 that set the cost")
+    parser.add_argument("--batch", type=count, default=64, help="images in a batch")
+    parser.add_argument("--batches", type=count, default=4, help="disjoint batches measured")
+    parser.add_argument("--profile-batches", type=count, default=4, help="other batches, from which LHE chooses")
     parser.add_argument("--headroom", action="store_true", help="also bases calibrated on each layer's own gradients")
     parser.add_argument("--finetune", type=Path, help="also while fine-tuning on FOLDER/train, FOLDER/test")
-    parser.add_argument("--finetune-steps", type=int, default=200)
-    parser.add_argument("--finetune-batch", type=int, default=16)
-    parser.add_argument("--finetune-lr", type=float, default=3e-4)
-    parser.add_argument("--finetune-batches", type=int, default=2, help="disjoint batches measured in each state")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--finetune-steps", type=count, default=200)
+    parser.add_argument("--finetune-batch", type=count, default=16)
+    parser.add_argument("--finetune-lr", type=_rate, default=3e-4)
+    parser.add_argument("--finetune-batches", type=count, default=2, help="disjoint batches measured in each state")
+    parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE")
     add_columns_option(parser)
     return parser
+
+
+def _side(given: str) -> int:
+    side = count(given)
+    if side > LARGEST_SIDE:
+        raise argparse.ArgumentTypeError(f"must be at most {LARGEST_SIDE}, got {given}")
+    return side
+
+
+def _rate(given: str) -> float:
+    try:
+        rate = float(given)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {given}")
+    return rate
 
 
 def _study(sizes: Sequence[int], file: Path | None, columns: Sequence[str], settings: dict[str, Any]) -> None:

@@ -32,6 +32,7 @@ from efficient_ft.cli.exits import (
     of_the_system,
     report_outcome,
 )
+from efficient_ft.cli.flags import check_flags
 from efficient_ft.cli.groups import CONF, register
 from efficient_ft.cli.hydra_settings import hydra_faults
 from efficient_ft.cli.output_folder import CommandRecord, leaving_nothing, output_folder_faults
@@ -126,16 +127,17 @@ def main() -> None:
             if not dashed.startswith("-"):  # argparse reads settings in one place only
                 raise UserError(f"{dashed}: options stand before or after all settings, not between them; see --help.")
             raise UserError(f"{dashed}: there is no such option. Settings have no dashes: KEY=VALUE; see --help.")
-        if arguments.multirun and arguments.cfg:
-            raise UserError(
-                "--cfg shows the configuration of one run. Leave out -m and the values that are swept over."
-            )
+        check_flags(arguments)
         check_form(arguments.overrides)
         with output_folder_faults(arguments.overrides):
             shows = arguments.help or arguments.hydra_help or arguments.info
-            if shows and any(one.lstrip("+~").startswith("hydra") for one in arguments.overrides):
-                check_commandline(arguments)  # Hydra sets up logging before it shows anything
-            if not (shows or arguments.shell_completion):
+            # --info shows what the arguments give, and Hydra sets up logging before it shows anything.
+            if arguments.info or (shows and any(one.lstrip("+~").startswith("hydra") for one in arguments.overrides)):
+                check_commandline(arguments)
+            if arguments.help or arguments.hydra_help:  # Hydra would compose what help does not depend on
+                own = [one for one in arguments.overrides if one.startswith("hydra")]
+                sys.argv[1:] = [one for one in sys.argv[1:] if one in own or one not in arguments.overrides]
+            elif not (arguments.info or arguments.shell_completion):
                 composed = check_commandline(arguments)
                 if any(one.config.evaluate is not None for one in composed):
                     evaluate(arguments, composed)

@@ -274,10 +274,14 @@ def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error
             if override.is_delete():
                 return UserError(f"{line}: the chosen options do not have it; leave this argument out.")
             # In the schema, but not in the chosen option: the check says why it has no place here.
+            fitting = [o for o in parsed if o not in choices and walk(known, o.key_or_group)[1] is None]
+            others = [str(o.input_line).lstrip("+") for o in fitting]
             try:
-                check(plain(compose(name, [*lines, f"+{line}"])))
+                check(plain(compose(name, [*lines, *others, f"+{line}"])))
             except UserError as reason:
                 return reason
+            except (HydraException, OmegaConfBaseException, TypeError):
+                pass  # another argument, which is reported once this one is right
             return UserError(f"{line}: the chosen options do not have it; add it with a plus: +{line}")
         return unknown(loader, f"{present}.{missing}".lstrip("."), override.value(), siblings)
     return UserError(sentence(error))

@@ -235,6 +235,8 @@ def _lines(trained: Trained, options: argparse.Namespace) -> list[Item]:
             raw = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
             text = raw.decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
+            if isinstance(error, OSError):
+                raise UserError(f"{path}: {error.strerror}. A run with task=text reads files of lines.") from error
             raise UserError(f"{path} cannot be read as UTF-8 text ({first_line(error)}).") from error
         for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
             if line.strip():

@@ -95,6 +95,14 @@ def count_or_zero(given: str) -> int:
     return count(given, 0)
 
 
+def seed(given: str) -> int:
+    """Parse an option with the seed of random numbers: that of a run has the same bounds."""
+    number = count_or_zero(given)
+    if number >= 2**32:
+        raise argparse.ArgumentTypeError(f"must be below 2^32, got {given}.")
+    return number
+
+
 def add_columns_option(parser: argparse.ArgumentParser) -> None:
     """Add ``--columns NAME,...``, whose words are passed to `core.sheet.render`."""
     parser.add_argument(

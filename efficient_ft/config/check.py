@@ -137,6 +137,13 @@ def _check_task(config: Config) -> None:
     """Refuse a network or a data set of another task, and settings without meaning in this one."""
     task, data, model, trainer = config.task, config.data, config.model, config.trainer
     of_data = "segmentation" if data.masks is not None else "text" if data.text is not None else "classification"
+    for kind, of in (("masks", "images with masks"), ("text", "texts")):
+        settings = getattr(data, kind)
+        if settings is not None and data.name not in _DATA[kind]:
+            name = next(iter(settings.model_fields_set), "")
+            key = f"data.{kind}.{name}" if name else f"data.{kind}"
+            value = show(getattr(settings, name, "{}"))
+            raise SettingError(key, value, f"left out with data={data.name}", f"It belongs to data sets of {of}.")
     of_model = model.task
     if of_model != task or model.name in OWN_CLASSIFIERS:
         _check_kind(model)
@@ -158,6 +165,11 @@ def _check_task(config: Config) -> None:
         raise SettingError("trainer.cache_features", "on", f"off or auto with task={task}")
     if trainer.prefix in ("folded", "bf16"):
         raise SettingError("trainer.prefix", trainer.prefix, f"fp32 or auto with task={task}")
+    changed = data.augment.model_dump(exclude_defaults=True)
+    if changed:
+        hint = "Masks have data.masks.zoom and data.masks.flip." if task == "segmentation" else "Texts have none."
+        name = next(iter(changed))
+        raise SettingError(f"data.augment.{name}", show(changed[name]), f"left out with task={task}", hint)
     if data.masks is not None:
         _check_masks(data.name, data.masks)
     if data.text is not None:
@@ -191,6 +203,9 @@ def _is_classifier(name: str) -> bool:
 
     return name in OWN_CLASSIFIERS or timm.is_model(name.partition(".")[0])
 
+
+#: The data sets that have settings of masks, and of texts.
+_DATA = {"masks": ("mask_folder", "camvid", "cityscapes", "voc2012_aug"), "text": ("text_folder", "rte")}
 
 #: For the tasks other than classification: what its data sets and its networks are, and which there are.
 _CHOICES = {

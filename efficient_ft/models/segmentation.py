@@ -182,7 +182,7 @@ def _encoder_decoder(config: ModelConfig, classes: int, encoder: dict[str, Tenso
     except (TypeError, ValueError, AssertionError, RuntimeError, KeyError) as error:
         raise UserError(
             f"model.name={config.name} cannot be built with model.encoder={config.encoder} and {config.kwargs}:"
-            f" {first_line(error)}. Change model.encoder or model.kwargs."
+            f" {first_line(error).rstrip('.')}. Change model.encoder or model.kwargs."
         ) from error
     size = input_of_segmenter(config).size
     stride = int(getattr(network.encoder, "output_stride", 1))  # type: ignore[union-attr]

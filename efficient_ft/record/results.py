@@ -6,6 +6,7 @@ The types describe the JSON objects as they are; a run holds and returns them as
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -269,7 +270,8 @@ def read_results(run: Path, do: str = START_AGAIN) -> Results:
     """
     file = run / NAME
     try:
-        plain = json.loads(file.read_text(encoding="utf-8"), parse_constant=_not_a_number)
+        text = file.read_text(encoding="utf-8")
+        plain = json.loads(text, parse_constant=_not_a_number, parse_float=_finite)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(f"{run} holds no {NAME}: the run has not finished. {do}") from error
     except OSError as error:
@@ -281,7 +283,7 @@ def read_results(run: Path, do: str = START_AGAIN) -> Results:
         raise UserError(f"{file} cannot be read: it is not an object. {do}")
     check_format(file, plain.get("format"), do)
     try:
-        _schema().validate_python(plain)
+        _schema().validate_json(text, strict=True)  # "1" is not 1: what is returned is not converted
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))
@@ -293,6 +295,12 @@ def read_results(run: Path, do: str = START_AGAIN) -> Results:
 def _schema() -> TypeAdapter[Results]:
     """Build the validator once: it takes longer than many files."""
     return TypeAdapter(Results)
+
+
+def _finite(text: str) -> float:
+    if math.isinf(number := float(text)):
+        raise ValueError(f"{text} is no number that can be computed with")
+    return number
 
 
 def _not_a_number(name: str) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from efficient_ft.cli.terminal import Help
+from efficient_ft.cli.terminal import Help, count
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import format_seconds
 from efficient_ft.record.files import json_text, write_text_atomically
@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("promise", nargs="*", type=int, metavar="NUMBER", help="default: all of them")
     parser.add_argument("--long", action="store_true", help="all trials, not a selection")
     parser.add_argument("--only", default="", metavar="TEXT", help="only trials with TEXT in their name")
-    parser.add_argument("--jobs", type=int, default=2, help="trials at a time, each with one thread (default 2)")
+    parser.add_argument("--jobs", type=count, default=2, help="trials at a time, each with one thread (default 2)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write a record to FILE, or into it")
     parser.add_argument("--keep", action="store_true", help="keep the folders of failed trials")
     return parser
@@ -108,7 +108,7 @@ def _try(promise: Promise, trials: Sequence[Trial], options: argparse.Namespace)
     """Run the trials of one promise, those of load alone; print a line."""
     begun, outcomes = time.monotonic(), list[Outcome]()
     print(f"{promise.number:2}  {promise.title}: {len(trials)} trials …", end="", flush=True)
-    with ThreadPoolExecutor(max(1, options.jobs)) as pool:
+    with ThreadPoolExecutor(options.jobs) as pool:
         waiting = [pool.submit(_tried, promise.number, one, options.keep) for one in trials if not one.alone]
         try:
             outcomes += [done.result() for done in as_completed(waiting)]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from efficient_ft.cli import gradient_error as gradient_error_command
 from efficient_ft.cli.commands import run_command
 from efficient_ft.core.format import format_bytes
 from efficient_ft.models.prefix import FrozenPrefix
@@ -315,3 +316,18 @@ def test_low_bit_optimizers_against_32_bits(tmp_path: Path, capsys: pytest.Captu
         assert own[4]["cases"][case]["error"] >= 4 * found["error"], case
     assert own[8]["bytes_per_value"] == 1 + 4 / 128
     assert "LowBitAdamW, 8 bits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--sizes", "0"], ["--sizes", "9000"], ["--orders", "-1"], ["--batch", "0"], ["--batches", "x"],
+        ["--profile-batches", "0"], ["--finetune-steps", "0"], ["--finetune-lr", "nan"], ["--finetune-lr", "a"],
+        ["--seed", "-1"], ["--seed", "4294967296"],
+    ],
+)  # fmt: skip
+def test_numbers_of_the_gradient_error_are_checked(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        gradient_error_command.main(["--weights", "none", "--images", "none", *words])
+    assert left.value.code == 2
+    assert f"argument {words[0]}: must be" in capsys.readouterr().err

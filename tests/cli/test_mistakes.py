@@ -323,6 +323,26 @@ def test_settings_of_another_kind_of_network(arguments: list[str], said: str) ->
         composed("model=bert_base")
 
 
+def test_a_setting_that_the_options_lack_is_named_although_a_name_has_no_default() -> None:
+    words = ("task=segmentation", "data=mask_folder", "data.root=x", "model=smp", "model.name=unet")
+    with pytest.raises(SettingError, match=r"^data\.augment\.name must be left out with task=segmentation, got none"):
+        composed(*words, "model.encoder=resnet18", "data.augment.name=none")
+    for setting, of in (("data.masks.flip=true", "images with masks"), ("+data.text.label=x", "texts")):
+        with pytest.raises(
+            SettingError, match=rf"^{setting[:10].strip('+')}\S* must be left out with data=digits, .*{of}"
+        ):
+            composed("data=digits", setting)
+    with pytest.raises(SettingError, match=r"^data\.masks\.exif must be left out with data=digits"):
+        composed("data=digits", "data.masks.exif=auto", "+step_stats.interval=3")
+
+
+def test_information_on_settings_that_do_not_exist_is_refused_in_one_line(program: Path) -> None:
+    done = call(program, "optim.nope=1", "--info=config")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("optim.nope=1: there is no such setting")
+    assert call(program, "optim.lr=1", "--info=config").returncode == 0
+
+
 def test_the_configuration_of_a_sweep_is_refused_and_jobs_of_a_single_run_noted(program: Path) -> None:
     shown = call(program, "-m", "method=full", "--cfg", "job")
     assert (shown.returncode, shown.stdout) == (2, "")

@@ -56,6 +56,9 @@ def test_results_of_another_version_are_refused(tmp_path: Path, change: Any, sai
         (json.dumps(some_results()).replace("0.25", "NaN", 1), "not valid JSON. DO"),
         (json.dumps({**some_results(), "accuracy": {"best": 1}}), "accuracy.last: "),
         (json.dumps({**some_results(), "trainable_parameters": "many"}), "trainable_parameters: "),
+        (json.dumps({**some_results(), "trainable_parameters": "12"}), "trainable_parameters: "),
+        (json.dumps({**some_results(), "trainable_parameters": True}), "trainable_parameters: "),
+        (json.dumps(some_results()).replace("0.25", "1e999", 1), "not valid JSON. DO"),
     ],
 )
 def test_damaged_results_are_refused(tmp_path: Path, text: str | None, said: str) -> None:

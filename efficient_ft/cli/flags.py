@@ -1,0 +1,59 @@
+"""Hydra's own flags on the command line: which exclude each other, and what they need."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from efficient_ft.core.errors import UserError
+
+_SHELLS = ("bash", "fish", "zsh")
+_DOES = ("install", "uninstall", "query")
+
+
+def check_flags(arguments: Any) -> None:
+    """Refuse flags that Hydra refuses with a traceback, and one that runs what a file contains.
+
+    Args:
+        arguments: parsed by Hydra.
+
+    Raises:
+        UserError: the first mistake.
+    """
+    if arguments.experimental_rerun is not None:
+        raise UserError(
+            "--experimental-rerun is not supported, since it runs what a file contains. Repeat the command of the run;"
+            " it continues an interrupted run."
+        )
+    if arguments.multirun and arguments.cfg:
+        raise UserError("--cfg shows the configuration of one run. Leave out -m and the values that are swept over.")
+    flags = {
+        "--run": arguments.run,
+        "--multirun": arguments.multirun,
+        "--cfg": arguments.cfg,
+        "--info": arguments.info,
+        "--shell-completion": arguments.shell_completion,
+    }
+    given = [flag for flag, value in flags.items() if value]
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)} exclude each other. Use one of them.")
+    for flag, value in (("--resolve", arguments.resolve), ("--package", arguments.package)):
+        if value and not (arguments.cfg or arguments.help):
+            raise UserError(f"{flag} belongs to --cfg job. Add it, or leave out {flag}.")
+    if arguments.cfg == "hydra" and arguments.resolve:
+        raise UserError(
+            "--cfg hydra cannot be shown with --resolve: the folder of a run follows from its other settings. Use"
+            " --cfg all --resolve."
+        )
+    if arguments.shell_completion:
+        _check_completion(arguments.overrides)
+
+
+def _check_completion(words: list[str]) -> None:
+    """Refuse words after ``--shell-completion`` other than one of what it does, with a shell."""
+    does, _, shell = words[0].partition("=") if len(words) == 1 else ("", "", "")
+    if does not in _DOES or shell not in _SHELLS:
+        forms = " or ".join(f"install={shell}" for shell in _SHELLS)
+        raise UserError(f'--shell-completion needs {forms}: eval "$(efficient-ft --shell-completion install=bash)"')
+    if does == "query" and "COMP_LINE" not in os.environ:
+        raise UserError(f"--shell-completion {words[0]} is called by the shell. Use --shell-completion install={shell}")

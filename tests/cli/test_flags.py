@@ -1,0 +1,49 @@
+"""Flags of Hydra that exclude each other, or that need something."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hydra._internal.utils import get_args_parser
+
+from efficient_ft.cli.flags import check_flags
+from efficient_ft.core.errors import UserError
+from tests.cli.program import call
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--cfg", "job", "--info"], r"^--cfg and --info exclude each other\. Use one of them\.$"),
+        (["--shell-completion", "--run"], r"^--run and --shell-completion exclude each other"),
+        (["-m", "--info", "plugins"], r"^--multirun and --info exclude each other"),
+        (["-m", "--cfg", "job"], r"^--cfg shows the configuration of one run"),
+        (["--cfg", "hydra", "--resolve"], r"^--cfg hydra cannot be shown with --resolve: .* --cfg all --resolve\.$"),
+        (["--resolve"], r"^--resolve belongs to --cfg job"),
+        (["--package", "model", "seed=1"], r"^--package belongs to --cfg job"),
+        (["--experimental-rerun", "x"], r"^--experimental-rerun is not supported"),
+        (["--shell-completion"], r"^--shell-completion needs install=bash or install=fish or install=zsh: eval"),
+        (["--shell-completion", "install=csh"], r"^--shell-completion needs install=bash"),
+        (["--shell-completion", "install=bash", "seed=1"], r"^--shell-completion needs install=bash"),
+        (
+            ["--shell-completion", "query=zsh"],
+            r"query=zsh is called by the shell\. Use --shell-completion install=zsh$",
+        ),
+    ],
+)
+def test_flags_that_hydra_refuses_with_a_traceback(words: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        check_flags(get_args_parser().parse_args(words))
+
+
+def test_flags_are_checked_before_anything_else(program: Path) -> None:
+    done = call(program, "--cfg", "job", "--info", "all")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "--cfg and --info exclude each other. Use one of them.\n"
+
+
+def test_help_is_shown_whatever_the_settings_are(program: Path) -> None:
+    for flag in ("--help", "--hydra-help"):
+        done = call(program, "optim.nope=1", "model=nope", flag)
+        assert (done.returncode, done.stderr) == (0, "")
