@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from efficient_ft.core.errors import UserError, first_line
+
 if TYPE_CHECKING:
     import tokenizers
 
@@ -83,7 +85,13 @@ class Tokenizer:
 
     def _encode(self, texts: Sequence[Sequence[str]]) -> list[Any]:
         items = [tuple(text) if len(text) > 1 else text[0] for text in texts]
-        return self._tokenizer.encode_batch(items)  # type: ignore[arg-type]
+        try:
+            return self._tokenizer.encode_batch(items)  # type: ignore[arg-type]
+        except Exception as error:  # the library's own is of this type
+            raise UserError(
+                f"The tokenizer cannot encode a text ({first_line(error)}). Its files are damaged, or not those of one"
+                " network: use the files that were published with the weights."
+            ) from error
 
     def dumps(self) -> str:
         """The tokenizer as text, for `loads`."""

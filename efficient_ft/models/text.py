@@ -75,6 +75,8 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _NEEDED = (("config.json",), _WEIGHTS, ("tokenizer.json", "vocab.txt", "vocab.json"))
 _OPTIONAL = ("tokenizer_config.json", "special_tokens_map.json", "merges.txt", "added_tokens.json")
 
+#: A sign that hardly a vocabulary has: a tokenizer has to have a token for it, or fails in the middle of a training.
+_RARE = "\u16d4"
 #: Metadata of a run's model.safetensors: the tokenizer.
 TOKENIZER = "tokenizer"
 
@@ -225,22 +227,37 @@ def tokenizer_of(config: ModelConfig) -> Tokenizer:
     """
     auto = _transformers(config)
     source = _local(config, tokenizer=True)
-    if source.is_file():
-        return Tokenizer.loads(str(_metadata(source)[TOKENIZER]))
-    _require_plain_tokenizer(source)
     try:
-        fast = auto.AutoTokenizer.from_pretrained(
-            str(source), use_fast=True, local_files_only=True, trust_remote_code=False
-        )
-        if fast.pad_token_id is None:
-            raise ValueError("it has no token that pads")
-        return Tokenizer(
-            fast.backend_tokenizer,
-            [name for name in fast.model_input_names if name in ("input_ids", "attention_mask", "token_type_ids")],
-            (fast.pad_token_id, fast.pad_token),
-        )
-    except (*_REFUSALS, OSError, ImportError) as error:
+        if source.is_file():
+            found = Tokenizer.loads(str(_metadata(source)[TOKENIZER]))
+        else:
+            _require_plain_tokenizer(source)
+            found = _of_folder(auto, source)
+        found.measure([(_RARE,)])
+    except UserError:
+        raise
+    except Exception as error:  # the errors of the library tokenizers are of type Exception
         raise UserError(f"{source}: the tokenizer cannot be read ({first_line(error)}).") from error
+    return found
+
+
+def _of_folder(auto: Any, source: Path) -> Tokenizer:
+    """Read the tokenizer of a folder.
+
+    Raises:
+        ValueError: it has no token that pads.
+        Exception: of transformers, if the files are damaged.
+    """
+    fast = auto.AutoTokenizer.from_pretrained(
+        str(source), use_fast=True, local_files_only=True, trust_remote_code=False
+    )
+    if fast.pad_token_id is None:
+        raise ValueError("it has no token that pads")
+    return Tokenizer(
+        fast.backend_tokenizer,
+        [name for name in fast.model_input_names if name in ("input_ids", "attention_mask", "token_type_ids")],
+        (fast.pad_token_id, fast.pad_token),
+    )
 
 
 def _require_plain_tokenizer(folder: Path) -> None:

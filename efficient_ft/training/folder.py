@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +15,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from efficient_ft.config import Config, fingerprint, image_folders
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.files import refuse_link, remove_temporary
+from efficient_ft.core.parsing import parse_json
 from efficient_ft.core.terminal import shown_path
 from efficient_ft.data.contents import Contents
 from efficient_ft.record import config_file, results, step_stats
@@ -95,7 +95,7 @@ def refuse_changed_contents(folder: Path, contents: Contents) -> None:
     if not file.is_file():  # of a version that noted none
         return
     try:
-        changes = contents.changes(json.loads(file.read_text(encoding="utf-8")))
+        changes = contents.changes(parse_json(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise UserError(f"{file} is damaged. {START_AGAIN}") from error
     if changes:

@@ -281,6 +281,27 @@ def test_another_folder_of_configurations_is_looked_into_first(tmp_path: Path) -
         composed(search=tmp_path / "nix")
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"name: [", "expected the node content"),
+        (b"? [a, b]\n: 1\n", "unhashable key"),
+        (b"a: &a [*a]\n", "contains itself"),
+        (b"[" * 5000, "nested too deeply"),
+        (b"name: \xff\n", "can't decode byte"),
+        (b"name: !!python/name:os.system\n", "could not determine a constructor"),
+        (b"3\n", r"Correct the file\."),
+        (b"defaults: 3\n", ""),
+        (b"# " + b"x" * 10**6, "has .* and a configuration at most"),
+    ],
+)
+def test_a_file_of_ones_own_that_cannot_be_read_is_named(content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_bytes(content)
+    with pytest.raises(UserError, match=rf"model/mine\.yaml cannot be read as a configuration: .*{said}"):
+        composed("model=mine", "method=full", search=tmp_path)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_says_where_its_values_come_from_and_composes(recipe: str) -> None:
     paper, _, data = recipe.partition("/")
