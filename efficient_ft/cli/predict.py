@@ -236,6 +236,8 @@ def _lines(trained: Trained, options: argparse.Namespace) -> list[Item]:
             text = raw.decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path} cannot be read as UTF-8 text ({first_line(error)}).") from error
+        if "\0" in text:
+            raise UserError(f"{path} cannot be read as UTF-8 text: it holds NUL characters. Save it as UTF-8.")
         for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
             if line.strip():
                 cells = [cell.strip() for cell in line.split("\t")]

@@ -233,11 +233,14 @@ def tokenizer_of(config: ModelConfig) -> Tokenizer:
         else:
             _require_plain_tokenizer(source)
             found = _of_folder(auto, source)
-        found.measure([(_RARE,)])
     except UserError:
         raise
     except Exception as error:  # the errors of the library tokenizers are of type Exception
         raise UserError(f"{source}: the tokenizer cannot be read ({first_line(error)}).") from error
+    try:
+        found.measure([(_RARE,)])
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from error
     return found
 
 

@@ -186,7 +186,7 @@ def test_a_tokenizer_that_cannot_encode_is_refused(folder: Path, tmp_path: Path)
     copied = shutil.copytree(folder, tmp_path / "copy")
     (copied / "tokenizer.json").unlink()
     (copied / "vocab.txt").write_text("[PAD]\n[CLS]\n[SEP]\n[MASK]\napple\n")  # no [UNK]
-    with pytest.raises(UserError, match=r"copy: the tokenizer cannot be read \(WordPiece error: Missing \[UNK\]"):
+    with pytest.raises(UserError, match=r"copy: The tokenizer cannot encode a text \(WordPiece error: Missing \[UNK\]"):
         tokenizer_of(from_folder(copied))
     file = tmp_path / "run.safetensors"
     save_file({"a": torch.zeros(1)}, file, {"tokenizer": "{}"})
