@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import hydra
+import omegaconf
 from hydra._internal.config_repository import ConfigRepository
 from hydra.core.object_type import ObjectType
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult
@@ -16,6 +21,8 @@ from efficient_ft.core.parsing import parse_yaml
 #: A larger file is no configuration.
 _LARGEST = 10**6
 _load = ConfigRepository.load_config
+_LIBRARIES = tuple(Path(str(library.__file__)).parent for library in (hydra, omegaconf))
+_OURS = Path(__file__).parents[1]
 
 
 def register() -> None:
@@ -45,3 +52,27 @@ def _checked(repository: ConfigRepository, config_path: str) -> ConfigResult | N
     except Exception as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
         raise UserError(f"{file} cannot be read as a configuration: {reason}. Correct the file.") from error
+
+
+@contextmanager
+def faults_of_files(folders: Sequence[str]) -> Iterator[None]:
+    """Turn an error of Hydra's own work inside the block into a message that names the user's folders.
+
+    Args:
+        folders: of configurations of the user's own; without any nothing is changed.
+
+    Raises:
+        UserError: Hydra cannot compose their files, e.g. since one includes itself.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        places = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+        last = max((number for number, place in enumerate(places) if place.is_relative_to(_OURS)), default=0)
+        inside = any(place.is_relative_to(library) for place in places[last + 1 :] for library in _LIBRARIES)
+        if not folders or not inside:
+            raise
+        reason = "they include each other" if isinstance(error, RecursionError) else first_line(error)
+        raise UserError(f"The configurations in {' and '.join(folders)} cannot be used: {reason}.") from error
