@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.network import unreachable
-from efficient_ft.core.tokenizer import Tokenizer
+from efficient_ft.core.tokenizer import Tokenizer, made
 from efficient_ft.models.checkpoint import Contents, read_contents
 from efficient_ft.models.hub_code import read_json, refuse_code
 from efficient_ft.models.loading_report import set_loading_report
@@ -75,8 +75,6 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _NEEDED = (("config.json",), _WEIGHTS, ("tokenizer.json", "vocab.txt", "vocab.json"))
 _OPTIONAL = ("tokenizer_config.json", "special_tokens_map.json", "merges.txt", "added_tokens.json")
 
-#: A sign that hardly a vocabulary has: a tokenizer has to have a token for it, or fails in the middle of a training.
-_RARE = "\u16d4"
 #: Metadata of a run's model.safetensors: the tokenizer.
 TOKENIZER = "tokenizer"
 
@@ -227,40 +225,23 @@ def tokenizer_of(config: ModelConfig) -> Tokenizer:
     """
     auto = _transformers(config)
     source = _local(config, tokenizer=True)
-    try:
-        if source.is_file():
-            found = Tokenizer.loads(str(_metadata(source)[TOKENIZER]))
-        else:
-            _require_plain_tokenizer(source)
-            found = _of_folder(auto, source)
-    except UserError:
-        raise
-    except Exception as error:  # the errors of the library tokenizers are of type Exception
-        raise UserError(f"{source}: the tokenizer cannot be read ({first_line(error)}).") from error
-    try:
-        found.measure([(_RARE,)])
-    except UserError as error:
-        raise UserError(f"{source}: {error}") from error
-    return found
+    if source.is_file():
+        return made(source, lambda: Tokenizer.loads(str(_metadata(source)[TOKENIZER])))
+    _require_plain_tokenizer(source)
 
+    def of_folder() -> Tokenizer:
+        fast = auto.AutoTokenizer.from_pretrained(
+            str(source), use_fast=True, local_files_only=True, trust_remote_code=False
+        )
+        if fast.pad_token_id is None:
+            raise ValueError("it has no token that pads")
+        return Tokenizer(
+            fast.backend_tokenizer,
+            [name for name in fast.model_input_names if name in ("input_ids", "attention_mask", "token_type_ids")],
+            (fast.pad_token_id, fast.pad_token),
+        )
 
-def _of_folder(auto: Any, source: Path) -> Tokenizer:
-    """Read the tokenizer of a folder.
-
-    Raises:
-        ValueError: it has no token that pads.
-        Exception: of transformers, if the files are damaged.
-    """
-    fast = auto.AutoTokenizer.from_pretrained(
-        str(source), use_fast=True, local_files_only=True, trust_remote_code=False
-    )
-    if fast.pad_token_id is None:
-        raise ValueError("it has no token that pads")
-    return Tokenizer(
-        fast.backend_tokenizer,
-        [name for name in fast.model_input_names if name in ("input_ids", "attention_mask", "token_type_ids")],
-        (fast.pad_token_id, fast.pad_token),
-    )
+    return made(source, of_folder)
 
 
 def _require_plain_tokenizer(folder: Path) -> None:
