@@ -27,7 +27,7 @@ _OURS = Path(__file__).parents[1]
 
 def register() -> None:
     """Let Hydra refuse unreadable files with a message; its readers raise errors of many kinds."""
-    ConfigRepository.load_config = _checked  # type: ignore[method-assign]
+    ConfigRepository.load_config = _checked  # type: ignore[method-assign, assignment]
 
 
 def _checked(repository: ConfigRepository, config_path: str) -> ConfigResult | None:
