@@ -233,11 +233,11 @@ def _lines(trained: Trained, options: argparse.Namespace) -> list[Item]:
     for path in options.files:
         try:
             raw = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+            if b"\0" in raw:
+                raise UserError(f"{path} cannot be read as UTF-8 text: it holds NUL characters. Save it as UTF-8.")
             text = raw.decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path} cannot be read as UTF-8 text ({first_line(error)}).") from error
-        if "\0" in text:
-            raise UserError(f"{path} cannot be read as UTF-8 text: it holds NUL characters. Save it as UTF-8.")
         for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
             if line.strip():
                 cells = [cell.strip() for cell in line.split("\t")]
