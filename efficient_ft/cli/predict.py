@@ -238,6 +238,8 @@ def _lines(trained: Trained, options: argparse.Namespace) -> list[Item]:
             text = raw.decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path} cannot be read as UTF-8 text ({first_line(error)}).") from error
+        except MemoryError as error:
+            raise UserError(f"{path} does not fit into memory. Split it into several files.") from error
         for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
             if line.strip():
                 cells = [cell.strip() for cell in line.split("\t")]
