@@ -35,6 +35,7 @@ from efficient_ft.bench.projections import METHODS, Candidate, candidates, headr
 from efficient_ft.config import ModelConfig
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.files import write_text_atomically
+from efficient_ft.core.parsing import parse_json
 from efficient_ft.core.sheet import Cell
 from efficient_ft.cost import executed
 from efficient_ft.methods import LBPWHT
@@ -241,16 +242,34 @@ def run_study(study: Study, size: int, say: Callable[[str], None] = lambda text:
     return made
 
 
+def read_records(file: Path) -> dict[str, Any]:
+    """Read what `save` has written; without a file there are no records.
+
+    Raises:
+        UserError: the file cannot be read, or holds something else.
+    """
+    if not file.exists():
+        return {"runs": {}, "results": []}
+    try:
+        before: dict[str, Any] = parse_json(file.read_text(encoding="utf-8"))
+        sorted(before["runs"], key=int)
+        sorted((STATES.index(r["state"]), r["image_size"], r["order"]) for r in before["results"])
+        dict(before["runs"])
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it holds other data"
+        raise UserError(f"{file} cannot be extended: {reason}. Pass another file, or rename this one.") from error
+    return before
+
+
 def save(file: Path, study: Study, results: list[dict[str, Any]]) -> None:
     """Write the records of the sizes measured, one per line, and keep those of other sizes in the file."""
     sizes = {r["image_size"] for r in results}
     settings = {k: v.name if isinstance(v, Path) else v for k, v in asdict(study).items()}
     here = {**environment(packages=("torch", "timm", "numpy")), "precision": "fp32"}
     runs = {str(size): {"settings": settings, "environment": here} for size in sizes}
-    if file.exists():
-        before = json.loads(file.read_text(encoding="utf-8"))
-        runs = {**before["runs"], **runs}
-        results = [r for r in before["results"] if r["image_size"] not in sizes] + results
+    before = read_records(file)
+    runs = {**before["runs"], **runs}
+    results = [r for r in before["results"] if r["image_size"] not in sizes] + results
     results = sorted(results, key=lambda r: (STATES.index(r["state"]), r["image_size"], r["order"]))
     lines = ",\n".join(json.dumps(r, ensure_ascii=False) for r in results)
     about = json.dumps({k: runs[k] for k in sorted(runs, key=int)}, indent=1, ensure_ascii=False)

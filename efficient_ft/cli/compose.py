@@ -17,19 +17,21 @@ from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import open_dict
+from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from efficient_ft.cli.commands import COMMANDS
+from efficient_ft.cli.conf import CONF
 from efficient_ft.cli.evaluate import evaluation
 from efficient_ft.cli.hydra_settings import check_hydra, check_targets
 from efficient_ft.cli.mistakes import check_option, check_packages, explained, known_here, refuse_data
 from efficient_ft.cli.output_folder import check_output_folder, hydra_files
 from efficient_ft.cli.rows import EXAMPLE, NAMING, jobs_of_rows, key_of, refuse_doubled
+from efficient_ft.cli.sources import faults_of_files
 from efficient_ft.config import Config, UnknownSetting, check
 from efficient_ft.config.plain import plain
 from efficient_ft.config.renamed import refuse_renamed_setting
-from efficient_ft.core.errors import UserError, did_you_mean
+from efficient_ft.core.errors import SettingError, UserError, did_you_mean
 from efficient_ft.core.text import printable
 
 
@@ -74,9 +76,11 @@ def composed_jobs(
         path.prepend("command-line", f"file://{Path(search).resolve()}", first)
     # As hydra.main does; the public initialize_config_dir knows no second folder.
     loader = Hydra.create_main_hydra2(name, path).config_loader
+    own = [folder for folder in (search, None if conf.resolve() == CONF.resolve() else str(conf)) if folder is not None]
     try:
-        jobs = _with_rows(loader, name, _jobs(loader, overrides, sweep), sweep)
-        return [_composed(loader, name, job, sweep) for job in jobs]
+        with faults_of_files(own):
+            jobs = _with_rows(loader, name, _jobs(loader, overrides, sweep), sweep)
+            return [_composed(loader, name, job, sweep) for job in jobs]
     finally:
         GlobalHydra.instance().clear()
 
@@ -136,6 +140,8 @@ def _with_rows(loader: ConfigLoader, name: str, jobs: list[tuple[str, ...]], swe
         parsed = OverridesParser.create(config_loader=loader).parse_overrides(naming)
         raise explained(loader, name, parsed, error) from None
     table, rows = composed.get("table"), composed.get("rows")
+    if rows is not None and not OmegaConf.is_list(rows):
+        raise SettingError("rows", rows, "a list of texts, each with the settings of a run")
     if not sweep and (table is not None or rows):
         raise UserError(f"{naming[0]}: it has several runs. To run each of them add -m.")
     return [tuple(job) for job in jobs_of_rows(jobs, table, rows)]

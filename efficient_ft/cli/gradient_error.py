@@ -81,10 +81,12 @@ def _rate(given: str) -> float:
 
 def _study(sizes: Sequence[int], file: Path | None, columns: Sequence[str], settings: dict[str, Any]) -> None:
     """Measure all sizes; write after each, print at the end."""
-    from efficient_ft.bench.gradient_error import Study, group_rows, network_rows, run_study, save
+    from efficient_ft.bench.gradient_error import Study, group_rows, network_rows, read_records, run_study, save
 
     study = Study(**settings)
     results: list[dict[str, Any]] = []
+    if file is not None:
+        read_records(file)  # measuring takes minutes
     for size in sizes:
         results += run_study(study, size, _say)
         if file is not None:

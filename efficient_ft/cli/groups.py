@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from omegaconf import DictConfig, OmegaConf
 
-from efficient_ft.cli import launcher, plugins, rows
+from efficient_ft.cli import launcher, plugins, rows, sources
 from efficient_ft.cli.conf import CONF
 from efficient_ft.cli.variants import folder_of
 from efficient_ft.config import check
@@ -21,6 +21,7 @@ def register() -> None:
     """
     OmegaConf.register_new_resolver("run_folder", _run_folder, replace=True)
     launcher.register()
+    sources.register()
     rows.register()
     plugins.register(CONF)
 

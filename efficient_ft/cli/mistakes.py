@@ -186,7 +186,8 @@ def check_packages(name: str, parsed: Sequence[Override], composed: DictConfig) 
         value = override.value()
         if override.key_or_group == "method" and isinstance(value, list):
             chosen = [str(option) for option in value]
-    if len(chosen) <= len(composed.method):
+    methods = composed.get("method")
+    if not OmegaConf.is_dict(methods) or len(chosen) <= len(methods):  # no mapping: `check` says so
         return
     owner: dict[str, str] = {}
     for option in chosen:

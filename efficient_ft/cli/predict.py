@@ -233,11 +233,15 @@ def _lines(trained: Trained, options: argparse.Namespace) -> list[Item]:
     for path in options.files:
         try:
             raw = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+            if b"\0" in raw:
+                raise UserError(f"{path} cannot be read as UTF-8 text: it holds NUL characters. Save it as UTF-8.")
             text = raw.decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             if isinstance(error, OSError):
                 raise UserError(f"{path}: {error.strerror}. A run with task=text reads files of lines.") from error
             raise UserError(f"{path} cannot be read as UTF-8 text ({first_line(error)}).") from error
+        except MemoryError as error:
+            raise UserError(f"{path} does not fit into memory. Split it into several files.") from error
         for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
             if line.strip():
                 cells = [cell.strip() for cell in line.split("\t")]

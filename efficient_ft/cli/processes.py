@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import signal
@@ -20,6 +19,7 @@ import psutil
 from efficient_ft.cli.exits import INTERRUPTED, OUTCOME_FILE
 from efficient_ft.core.files import open_file
 from efficient_ft.core.format import format_seconds
+from efficient_ft.core.parsing import parse_json
 
 #: Seconds that a process which is asked to end has for it, e.g. to write a checkpoint; then it is killed.
 GRACE = 60.0
@@ -157,7 +157,7 @@ def _descendants(process: int) -> set[psutil.Process]:
 def _outcome(file: Path) -> dict[str, Any]:
     """The outcome that a job wrote; {} if it ended before or during writing."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -140,10 +140,14 @@ def _check_task(config: Config) -> None:
     for kind, of in (("masks", "images with masks"), ("text", "texts")):
         settings = getattr(data, kind)
         if settings is not None and data.name not in _DATA[kind]:
-            name = next(iter(settings.model_fields_set), "")
-            key = f"data.{kind}.{name}" if name else f"data.{kind}"
-            value = show(getattr(settings, name, "{}"))
-            raise SettingError(key, value, f"left out with data={data.name}", f"It belongs to data sets of {of}.")
+            first = next(iter(settings.model_fields_set), "")
+            key = f"data.{kind}.{first}" if first else f"data.{kind}"
+            raise SettingError(
+                key,
+                show(getattr(settings, first, "{}")),
+                f"left out with data={data.name}",
+                f"It belongs to data sets of {of}.",
+            )
     of_model = model.task
     if of_model != task or model.name in OWN_CLASSIFIERS:
         _check_kind(model)
@@ -165,11 +169,11 @@ def _check_task(config: Config) -> None:
         raise SettingError("trainer.cache_features", "on", f"off or auto with task={task}")
     if trainer.prefix in ("folded", "bf16"):
         raise SettingError("trainer.prefix", trainer.prefix, f"fp32 or auto with task={task}")
-    changed = data.augment.model_dump(exclude_defaults=True)
-    if changed:
-        hint = "Masks have data.masks.zoom and data.masks.flip." if task == "segmentation" else "Texts have none."
-        name = next(iter(changed))
-        raise SettingError(f"data.augment.{name}", show(changed[name]), f"left out with task={task}", hint)
+    augmentation = data.augment.model_dump(exclude_defaults=True)
+    if augmentation:
+        own = "Masks have data.masks.zoom and data.masks.flip." if task == "segmentation" else "Texts have none."
+        setting = next(iter(augmentation))
+        raise SettingError(f"data.augment.{setting}", show(augmentation[setting]), f"left out with task={task}", own)
     if data.masks is not None:
         _check_masks(data.name, data.masks)
     if data.text is not None:

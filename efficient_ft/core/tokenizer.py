@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from efficient_ft.core.errors import UserError, first_line
 
 if TYPE_CHECKING:
     import tokenizers
 
 #: Sequences of a batch are padded to a multiple of this, so that batches have few different lengths.
 MULTIPLE = 8
+#: A sign that hardly a vocabulary has: a tokenizer has to have a token for it, or fails in the middle of a training.
+_RARE = "\u16d4"
 
 
 class Tokenizer:
@@ -83,7 +88,13 @@ class Tokenizer:
 
     def _encode(self, texts: Sequence[Sequence[str]]) -> list[Any]:
         items = [tuple(text) if len(text) > 1 else text[0] for text in texts]
-        return self._tokenizer.encode_batch(items)  # type: ignore[arg-type]
+        try:
+            return self._tokenizer.encode_batch(items)  # type: ignore[arg-type]
+        except Exception as error:  # the library's own is of this type
+            raise UserError(
+                f"The tokenizer cannot encode a text ({first_line(error)}). Its files are damaged, or not those of one"
+                " network: use the files that were published with the weights."
+            ) from error
 
     def dumps(self) -> str:
         """The tokenizer as text, for `loads`."""
@@ -97,3 +108,26 @@ class Tokenizer:
         about = json.loads(text)
         number, name = about["pad"]
         return Tokenizer(tokenizers.Tokenizer.from_str(about["tokenizer"]), about["inputs"], (number, name))
+
+
+def made(source: Path, make: Callable[[], Tokenizer]) -> Tokenizer:
+    """Make a tokenizer, and let it encode a sign that it does not know.
+
+    Args:
+        source: the file or folder that it is read from.
+        make: returns it.
+
+    Raises:
+        UserError: its files are damaged.
+    """
+    try:
+        tokenizer = make()
+    except UserError:
+        raise
+    except Exception as error:  # the library's own is of this type
+        raise UserError(f"{source}: the tokenizer cannot be read ({first_line(error)}).") from error
+    try:
+        tokenizer.measure([(_RARE,)])
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from error
+    return tokenizer

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from efficient_ft.core.errors import UserError
+from efficient_ft.core.errors import UserError, first_line
 from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.core.text import printable
 from efficient_ft.data.below import refuse_elsewhere
@@ -87,7 +87,19 @@ def _voc(root: Path, follow_links: bool) -> MaskListing:
 
 
 def _names(file: Path) -> list[str]:
-    return [line.split()[0] for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    """The first word of each line of a list.
+
+    Raises:
+        UserError: the list cannot be read, or is empty.
+    """
+    again = "Restore this list from the data set."
+    try:
+        found = [line.split()[0] for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise UserError(f"{printable(file)} cannot be read ({first_line(error)}). {again}") from error
+    if not found:
+        raise UserError(f"{printable(file)} lists no image. {again}")
+    return found
 
 
 def _listed(root: Path, names: Sequence[str], follow_links: bool) -> MaskSamples:

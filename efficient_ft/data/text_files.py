@@ -86,6 +86,8 @@ def _bytes(path: Path) -> bytes:
         raise UserError(f"{printable(path)} is a damaged gzip file ({error}). Copy it again.") from error
     except OSError as error:
         raise UserError(f"{printable(path)} cannot be read ({error.strerror}). Check its permissions.") from error
+    except MemoryError as error:
+        raise UserError(f"{printable(path)} does not fit into memory. Split it into several files.") from error
     for first, kind in _OTHERS:
         if raw.startswith(first):
             raise UserError(f"{printable(path)} is {kind}.")

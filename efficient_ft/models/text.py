@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.network import unreachable
-from efficient_ft.core.tokenizer import Tokenizer
+from efficient_ft.core.tokenizer import Tokenizer, made
 from efficient_ft.models.checkpoint import Contents, read_contents
 from efficient_ft.models.hub_code import read_json, refuse_code
 from efficient_ft.models.loading_report import set_loading_report
@@ -226,9 +226,10 @@ def tokenizer_of(config: ModelConfig) -> Tokenizer:
     auto = _transformers(config)
     source = _local(config, tokenizer=True)
     if source.is_file():
-        return Tokenizer.loads(str(_metadata(source)[TOKENIZER]))
+        return made(source, lambda: Tokenizer.loads(str(_metadata(source)[TOKENIZER])))
     _require_plain_tokenizer(source)
-    try:
+
+    def of_folder() -> Tokenizer:
         fast = auto.AutoTokenizer.from_pretrained(
             str(source), use_fast=True, local_files_only=True, trust_remote_code=False
         )
@@ -239,8 +240,8 @@ def tokenizer_of(config: ModelConfig) -> Tokenizer:
             [name for name in fast.model_input_names if name in ("input_ids", "attention_mask", "token_type_ids")],
             (fast.pad_token_id, fast.pad_token),
         )
-    except (*_REFUSALS, OSError, ImportError) as error:
-        raise UserError(f"{source}: the tokenizer cannot be read ({first_line(error)}).") from error
+
+    return made(source, of_folder)
 
 
 def _require_plain_tokenizer(folder: Path) -> None:

@@ -10,14 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from efficient_ft.config import fingerprint
-from efficient_ft.core.errors import UserError
+from efficient_ft.core.errors import UserError, first_line
 from efficient_ft.core.files import open_file
 from efficient_ft.core.format import format_bytes, format_percent
+from efficient_ft.core.parsing import parse_json
 from efficient_ft.core.text import paragraph, table
 from efficient_ft.planning.planner import Plan
 from efficient_ft.record import config_file
 from efficient_ft.record import results as results_file
 
+#: Entries of a prediction that are read, and their types.
+_READ: dict[str, tuple[type, ...]] = {
+    "run": (str,), "name": (str,), "memory_bytes": (int, float), "process_bytes": (int, float),
+    "counted_bytes": (int, float), "step_seconds": (int, float, type(None)), "timed": (bool,),
+}  # fmt: skip
 #: The file in the folder of all runs, to which every plan adds a line per option.
 FILE = "plans.jsonl"
 
@@ -66,16 +72,31 @@ def calibration(folders: Sequence[Path]) -> list[dict[str, Any]]:
     for folder in folders:
         if not (folder / FILE).is_file():
             raise UserError(f"{folder}: no plans here ({FILE}). Plans are recorded where they are made: in outputs.")
-        predicted = {}
-        for line in (folder / FILE).read_text(encoding="utf-8").splitlines():
-            one = json.loads(line)
-            predicted[one["run"]] = one
+        predicted = _predictions(folder / FILE)
         for file in sorted(folder.rglob(results_file.NAME)):
             run = fingerprint(config_file.read_config(file.parent))
             results = results_file.read_results(file.parent)
             if run in predicted and "memory" in results:
                 name = file.parent.relative_to(folder) if folder.is_absolute() else file.parent
                 found.append(_pair(name, predicted[run], dict(results)))
+    return found
+
+
+def _predictions(file: Path) -> dict[str, dict[str, Any]]:
+    """Read the latest prediction of each run, by its fingerprint.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    found = {}
+    try:
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+            one = parse_json(line)
+            if not isinstance(one, dict) or not all(type(one.get(key)) in kinds for key, kinds in _READ.items()):
+                raise ValueError(f"line {number} is no prediction")
+            found[one["run"]] = one
+    except ValueError as error:
+        raise UserError(f"{file} is damaged ({first_line(error)}). Remove the line, or rename the file.") from error
     return found
 
 

@@ -10,6 +10,7 @@ import yaml
 from efficient_ft.config import Config, UnknownSetting, check
 from efficient_ft.config.renamed import RenamedSetting
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.parsing import parse_yaml
 from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.formats import START_AGAIN, OtherVersionError
 
@@ -35,11 +36,11 @@ def read_config(run: Path, do: str = START_AGAIN, other_version: str = START_AGA
     """
     file = run / NAME
     try:
-        plain: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
+        plain: Any = parse_yaml(file.read_text(encoding="utf-8"))
     except OSError as error:
         what = f"holds no {NAME}" if run.is_dir() else "is not a folder"
         raise UserError(f"{run} {what}. {do}") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except ValueError as error:
         raise UserError(f"{file} cannot be read: it is not valid YAML. {do}") from error
     if not isinstance(plain, dict):
         raise UserError(f"{file} cannot be read: it is not a mapping. {do}")

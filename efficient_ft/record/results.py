@@ -5,7 +5,6 @@ The types describe the JSON objects as they are; a run holds and returns them as
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from functools import cache
@@ -16,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic needs this one below Python 3.12
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.parsing import parse_json
 from efficient_ft.record.files import json_text, write_text_atomically
 from efficient_ft.record.formats import START_AGAIN, USE_ITS_VERSION, check_format
 
@@ -271,7 +271,7 @@ def read_results(run: Path, do: str = START_AGAIN) -> Results:
     file = run / NAME
     try:
         text = file.read_text(encoding="utf-8")
-        plain = json.loads(text, parse_constant=_not_a_number, parse_float=_finite)
+        plain = parse_json(text, parse_constant=_not_a_number, parse_float=_finite)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(f"{run} holds no {NAME}: the run has not finished. {do}") from error
     except OSError as error:

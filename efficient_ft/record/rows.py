@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 from pathlib import Path
 from typing import Any
 
+from efficient_ft.core.parsing import parse_json
 from efficient_ft.core.text import csv_cell
 from efficient_ft.record.files import json_text, open_file, write_text_atomically
 
@@ -32,7 +32,7 @@ class Rows:
         if self.path.is_file():
             for line in self.path.read_bytes().splitlines():
                 try:
-                    row = json.loads(line.decode("utf-8"))
+                    row = parse_json(line.decode("utf-8"))
                 except ValueError:  # not UTF-8, or not JSON
                     break
                 if not isinstance(row, dict) or not isinstance(row.get("step"), int):

@@ -25,7 +25,6 @@ that it reports is in fp32.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,6 +48,7 @@ from pydantic import (
 from typing_extensions import TypedDict  # pydantic needs this one below Python 3.12
 
 from efficient_ft.core.errors import UserError, did_you_mean
+from efficient_ft.core.parsing import parse_json, parse_yaml
 from efficient_ft.record.files import json_text, write_text_atomically
 from efficient_ft.record.formats import FORMAT, check_format
 from efficient_ft.record.results import ExecutedCost, MeasuredCost, Results, RunTotals, final_accuracy, images_digest
@@ -211,18 +211,18 @@ def read_study(folder: Path) -> Study:
     """
     file = folder / DEFINITION
     try:
-        return Study.model_validate(yaml.load(file.read_text(encoding="utf-8"), _UniqueKeys))  # a SafeLoader
+        return Study.model_validate(parse_yaml(file.read_text(encoding="utf-8"), _UniqueKeys))  # a SafeLoader
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{folder} holds no {DEFINITION}. Pass the folder of a study.") from None
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}.") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         said = "it must be a mapping" if first["type"] == "model_type" else first["msg"].removeprefix("Value error, ")
         where = ".".join(map(str, first["loc"]))
         raise UserError(f"{file} cannot be used: {where + ': ' if where else ''}{said}.") from error
+    except ValueError as error:
+        raise UserError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
 
 
 def chosen_rows(study: Study, names: Sequence[str]) -> list[str]:
@@ -256,7 +256,7 @@ class Records:
         if not self.path.is_file():
             return []
         try:
-            held = json.loads(self.path.read_text(encoding="utf-8"))
+            held = parse_json(self.path.read_text(encoding="utf-8"))
             version = held.get("format")
         except (ValueError, AttributeError) as error:
             raise UserError(f"{self.path} is damaged ({error}). {_DO}") from error

@@ -62,7 +62,7 @@ def _streams(folder: Path, name: str) -> None:
     run = folder / "runs" / "run"
     returned(program, arguments(folder / "images", run, "trainer.max_steps=2"), output=folder / "trained.log")
     commands = reading(folder / "images", run, folder / "report")
-    figure = commands.pop("figure")  # needs two runs, and is rejected whatever the streams are
+    figure = commands.pop("figure")  # needs two runs, and is rejected with any streams
     commands["train"] = arguments(folder / "images", folder / "runs" / "other", "trainer.max_steps=1")
     done = run_child(_with_streams, figure, numbers, full, output=folder / "figure.log")
     shown = f"figure: status {done.status}\n{done.printed[-3000:]}"

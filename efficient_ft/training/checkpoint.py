@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ from lightning.fabric.plugins import CheckpointIO
 
 from efficient_ft.core.errors import UserError, why_unreadable
 from efficient_ft.core.terminal import shown_path
+from efficient_ft.core.text import printable
 from efficient_ft.record.files import write_atomically
 from efficient_ft.record.formats import FORMAT, START_AGAIN, check_format
 
 log = logging.getLogger(__name__)
 
 NAME = "checkpoint.ckpt"
+#: Holds the id of a run, which is in each of its checkpoints, too.
+RUN_ID = "run_id"
 #: The key of the format number in a checkpoint.
 _FORMAT_KEY = "efficient_ft_format"
 
@@ -38,6 +42,8 @@ def exists(path: Path) -> bool:
 def read(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
     """Load the checkpoint at `path`, or the previous one with a warning if it is damaged. Runs no code from the file.
 
+    Checksums tell a single changed byte: torch compares none, and would load another name or value.
+
     Args:
         path: the checkpoint.
         map_location: as for `torch.load`.
@@ -51,6 +57,7 @@ def read(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
         if not candidate.is_file():
             continue
         try:
+            _require_checksums(candidate)
             checkpoint = torch.load(candidate, map_location=map_location, weights_only=True)
         except Exception as error:  # a damaged file raises zip, pickle, EOF, key or value errors
             failures.append(f"{candidate}: {why_unreadable(error)}")
@@ -66,6 +73,45 @@ def read(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
         return dict(checkpoint)
     found_text = "\n  ".join(failures) or f"no file {path}"
     raise UserError(f"No checkpoint can be read:\n  {found_text}\n{START_AGAIN}")
+
+
+def _require_checksums(file: Path) -> None:
+    """Compare the parts of a file with their checksums.
+
+    Raises:
+        ValueError: a part differs.
+        zipfile.BadZipFile: the file is damaged otherwise.
+    """
+    with zipfile.ZipFile(file) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise ValueError(f"the checksum of {damaged} differs")
+
+
+def noted_run(checkpoint: dict[str, Any]) -> str | None:
+    """Return the id of the run that wrote a checkpoint; None: it has none."""
+    held = checkpoint.get("callbacks")
+    states = held.values() if isinstance(held, dict) else ()
+    return next((str(state[RUN_ID]) for state in states if isinstance(state, dict) and RUN_ID in state), None)
+
+
+def refuse_another_run(path: Path, checkpoint: dict[str, Any]) -> None:
+    """Refuse a checkpoint that another run wrote.
+
+    Args:
+        path: the checkpoint's file in the run folder.
+        checkpoint: its contents.
+
+    Raises:
+        UserError: the ids of the run and of the checkpoint differ.
+    """
+    file, found = path.with_name(RUN_ID), noted_run(checkpoint)
+    noted = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
+    if found is not None and noted and noted != found:
+        raise UserError(
+            f"{path} is of another run: its run has the id {printable(found)}, and {file} has {printable(noted)}. Put"
+            f" the file of this run in its place. {START_AGAIN}"
+        )
 
 
 def _has_weights(checkpoint: Any) -> bool:
@@ -94,8 +140,10 @@ class AtomicCheckpointIO(CheckpointIO):
         write_atomically(target, write)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint with `read`."""
-        return read(Path(path), map_location or "cpu")
+        """Load a checkpoint of this run with `read`."""
+        checkpoint = read(Path(path), map_location or "cpu")
+        refuse_another_run(Path(path), checkpoint)
+        return checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove the checkpoint and the previous one."""

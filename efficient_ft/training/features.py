@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 from efficient_ft.config import Config
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.format import format_bytes, format_percent, format_seconds
+from efficient_ft.core.parsing import parse_json
 from efficient_ft.core.terminal import shown_path
 from efficient_ft.cost.executed import AUTOCAST
 from efficient_ft.cost.run_flops import FlopsCounter
@@ -276,7 +277,7 @@ def _read_choice(file: Path) -> PrefixReport:
         UserError: the file is damaged.
     """
     try:
-        report: PrefixReport = json.loads(file.read_text(encoding="utf-8"))
+        report: PrefixReport = parse_json(file.read_text(encoding="utf-8"))
         Form(report["form"])
         texts = isinstance(report["end"], str) and isinstance(report["reason"], str)
         numbers = [value for one in (report.get("seconds", {}), report.get("deviation", {})) for value in one.values()]

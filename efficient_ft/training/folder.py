@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +15,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from efficient_ft.config import Config, fingerprint, image_folders
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.files import refuse_link, remove_temporary
+from efficient_ft.core.parsing import parse_json
 from efficient_ft.core.terminal import shown_path
 from efficient_ft.data.contents import Contents
 from efficient_ft.record import config_file, results, step_stats
@@ -36,7 +36,7 @@ RECORD, LOGS = ".hydra", ("train.log",)
 #: Any of these files shows that a run was started in a folder.
 _TRACES = (results.NAME, config_file.NAME, checkpoint.NAME, export.NAME, "metrics.jsonl")
 #: What a run writes under these names; a folder in the place of one is refused before the training.
-_FILES = (*_TRACES, "metrics.csv", "run_id", IMAGES, CONTENTS, f"{checkpoint.NAME}.prev")
+_FILES = (*_TRACES, "metrics.csv", checkpoint.RUN_ID, IMAGES, CONTENTS, f"{checkpoint.NAME}.prev")
 #: What a run appends to, which a link in its place would lead elsewhere; other files replace a link.
 _APPENDED = ("metrics.jsonl", step_stats.NAME, "tensorboard", "wandb")
 
@@ -95,7 +95,7 @@ def refuse_changed_contents(folder: Path, contents: Contents) -> None:
     if not file.is_file():  # of a version that noted none
         return
     try:
-        changes = contents.changes(json.loads(file.read_text(encoding="utf-8")))
+        changes = contents.changes(parse_json(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise UserError(f"{file} is damaged. {START_AGAIN}") from error
     if changes:
@@ -180,7 +180,7 @@ class RunFolder:
 
     def _small(self) -> list[Path]:
         """Files that are written before the first step."""
-        named = [self.path / name for name in (config_file.NAME, IMAGES, CONTENTS, "run_id", *LOGS)]
+        named = [self.path / name for name in (config_file.NAME, IMAGES, CONTENTS, checkpoint.RUN_ID, *LOGS)]
         return [*named, *(self.path / RECORD).glob("*")]
 
     def _move_away(self) -> None:
@@ -274,13 +274,11 @@ def locked(folder: Path) -> Iterator[RunFolder]:
 
 def run_id(folder: Path) -> str:
     """The run's id for loggers: kept in the folder and in every checkpoint, so that a resumed run keeps it."""
-    state, file = folder / checkpoint.NAME, folder / "run_id"
+    state, file = folder / checkpoint.NAME, folder / checkpoint.RUN_ID
     if file.is_file() and (found := file.read_text(encoding="utf-8", errors="replace").strip()).isalnum():
         return found  # else it is damaged, and the checkpoint has it as well
-    if checkpoint.exists(state):
-        for held in checkpoint.read(state)["callbacks"].values():
-            if "run_id" in held:
-                return str(held["run_id"])
+    if checkpoint.exists(state) and (noted := checkpoint.noted_run(checkpoint.read(state))) is not None:
+        return noted
     created = os.urandom(4).hex()
     if rank() == 0:
         write_text_atomically(file, created + "\n")

@@ -131,6 +131,10 @@ def test_a_mistake_is_one_message_and_status_2(weights, tmp_path, capsys):
     assert "FOLDER/CLASS" in refused(*common, f"--images={tmp_path / 'empty'}")
     images = _draw(tmp_path / "images", 2)
     assert "Pass smaller --batches" in refused(*common, f"--images={images}")
+    for text in ("{", "[1]", '{"runs": {"x": 1}, "results": []}', '{"runs": {}, "results": [{}]}'):
+        (tmp_path / "old.json").write_text(text)
+        said = refused(*common, f"--images={images}", f"--json={tmp_path / 'old.json'}")
+        assert "old.json cannot be extended: it holds other data." in said, "before anything is measured"
     assert "no.safetensors" in refused(f"--weights={tmp_path / 'no.safetensors'}", f"--images={images}")
 
 

@@ -281,6 +281,51 @@ def test_another_folder_of_configurations_is_looked_into_first(tmp_path: Path) -
         composed(search=tmp_path / "nix")
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"name: [", "expected the node content"),
+        (b"? [a, b]\n: 1\n", "unhashable key"),
+        (b"a: &a [*a]\n", "contains itself"),
+        (b"[" * 5000, "nested too deeply"),
+        (b"name: \xff\n", "can't decode byte"),
+        (b"name: !!python/name:os.system\n", "could not determine a constructor"),
+        (b"3\n", r"Correct the file\."),
+        (b"defaults: 3\n", ""),
+        (b"# " + b"x" * 10**6, "has .* and a configuration at most"),
+    ],
+)
+def test_a_file_of_ones_own_that_cannot_be_read_is_named(content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_bytes(content)
+    with pytest.raises(UserError, match=rf"model/mine\.yaml cannot be read as a configuration: .*{said}"):
+        composed("model=mine", "method=full", search=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("defaults: [mine]", r"The configurations in .* cannot be used: they include each other\."),
+        ("hydra: null", r"The configurations in .* cannot be used: "),
+        ("rows: 3", "rows must be a list of texts, each with the settings of a run, got 3"),
+        ("rows: a=1", "rows must be a list of texts, each with the settings of a run, got a=1"),
+    ],
+)
+def test_an_experiment_of_ones_own_that_cannot_be_composed_is_refused(content: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{content}\n")
+    with pytest.raises(UserError, match=said):
+        composed("experiment=mine", search=tmp_path, sweep=True)
+
+
+@pytest.mark.parametrize("content", ["# @package _global_\n1: 2\n", "# @package _global_\nmethod: 3\n"])
+def test_a_method_of_ones_own_that_sets_none_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "method").mkdir()
+    (tmp_path / "method" / "mine.yaml").write_text(content)
+    with pytest.raises(UserError, match=r"^method"):
+        composed("method=[mine]", search=tmp_path)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_says_where_its_values_come_from_and_composes(recipe: str) -> None:
     paper, _, data = recipe.partition("/")

@@ -19,9 +19,9 @@ from efficient_ft.cost import (
     executed,
     felt,
     optimizer_state_bytes,
-    predict,
     predicted_growth,
 )
+from efficient_ft.cost.predict import _GROWTH
 from efficient_ft.planning import planner
 from tests.conftest import REPOSITORY
 
@@ -117,7 +117,7 @@ def test_growth_is_predicted_for_every_allocator_that_a_process_can_have():
     assert all(counted < size < 2 * counted for size in predicted.values())
     assert predicted["tcmalloc"] < predicted["mimalloc"]
     assert predicted_growth(counted, largest, allocator.KEEPING) > 3 * counted
-    assert allocator.allocator_in_use() in predict._GROWTH
+    assert allocator.allocator_in_use() in _GROWTH
 
 
 @pytest.mark.exhaustive

@@ -68,6 +68,10 @@ def test_augmented_voc(tmp_path: Path) -> None:
     assert listing.test is not None
     assert read_mask(listing.test.masks[0], listing.classes)[0].tolist() == [0, 1, 20, IGNORED, 15]
     assert class_count(config) == 21
+    for damaged, said in ((b"2007_\xc1", r"val\.txt cannot be read"), (b"\n", r"val\.txt lists no image")):
+        (lists / "val.txt").write_bytes(damaged)
+        with pytest.raises(UserError, match=said):
+            _read("voc2012_aug", tmp_path)
 
 
 def test_links_out_of_a_published_set_of_masks_are_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.data.text_files import read_text
 from tests.data.text_sets import json_lines, open_set, printed, table, write_all
 from tests.models.text_models import sentences
 
@@ -191,3 +192,14 @@ def test_the_columns_of_a_file_without_a_header_are_suggested_by_its_first_row(t
     with pytest.raises(UserError, match=r"data\.text\.names=\[label,other1,text\]"):
         open_set(tmp_path)
     assert size(open_set(tmp_path, names=["label", "other1", "text"])) == 20
+
+
+def test_a_file_that_does_not_fit_into_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_all(tmp_path, {"huge.csv": "text,label\n"})
+
+    def no_memory(path: Path) -> bytes:
+        raise MemoryError
+
+    monkeypatch.setattr(Path, "read_bytes", no_memory)
+    with pytest.raises(UserError, match=r"huge\.csv does not fit into memory\. Split it into several files\."):
+        read_text(tmp_path / "huge.csv", None)

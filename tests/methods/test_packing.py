@@ -123,7 +123,7 @@ def test_a_batch_that_is_not_finite_leaves_no_trace(method: Method, bad: float) 
     [Mesa(), BackRazor(value_dtype="int8"), LowBit(2, rounding="stochastic"), Checkpointing(input_dtype="int8")],
 )
 def test_rounding_leaves_torch_s_generator_to_dropout(method: Method) -> None:
-    """With drop path and dropout the forward pass and the generator are to the bit those of plain training."""
+    """With drop path and dropout the forward pass is that of plain training to rounding, the generator to the bit."""
     model = timm.create_model(
         "vit_tiny_patch16_224", img_size=32, depth=3, embed_dim=48, num_heads=3, num_classes=5, drop_path_rate=0.5,
         proj_drop_rate=0.3, attn_drop_rate=0.2,
@@ -138,7 +138,9 @@ def test_rounding_leaves_torch_s_generator_to_dropout(method: Method) -> None:
         y = net(torch.ones(4, 3, 32, 32))
         y.sum().backward()
         found.append((y.detach(), torch.get_rng_state()))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    (plain, state), (packed, state_packed) = found
+    torch.testing.assert_close(packed, plain, rtol=1e-5, atol=1e-6)
+    assert torch.equal(state_packed, state)
 
 
 @pytest.mark.parametrize("method", [Mesa(), LowBit(4, rounding="stochastic")], ids=repr)

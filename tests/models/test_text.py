@@ -182,6 +182,18 @@ def test_a_tokenizer_of_another_network_is_refused(folder: Path) -> None:
         require_fitting(tokenizer_of(from_folder(folder)), smaller)
 
 
+def test_a_tokenizer_that_cannot_encode_is_refused(folder: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    (copied / "tokenizer.json").unlink()
+    (copied / "vocab.txt").write_text("[PAD]\n[CLS]\n[SEP]\n[MASK]\napple\n")  # no [UNK]
+    with pytest.raises(UserError, match=r"copy: The tokenizer cannot encode a text \(WordPiece error: Missing \[UNK\]"):
+        tokenizer_of(from_folder(copied))
+    file = tmp_path / "run.safetensors"
+    save_file({"a": torch.zeros(1)}, file, {"tokenizer": "{}"})
+    with pytest.raises(UserError, match=r"run\.safetensors: the tokenizer cannot be read \('pad'\)"):
+        tokenizer_of(from_folder(file))
+
+
 def test_precision_of_the_published_weights_plays_no_part(folder: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(folder, tmp_path / "half")
     about = json.loads((copied / "config.json").read_text())

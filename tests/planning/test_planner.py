@@ -533,6 +533,13 @@ def test_what_rows_lost_comes_from_the_finished_studies() -> None:
     assert points_lost(None) == points_lost("no such row") == {}
 
 
+@pytest.mark.parametrize("line", ["{", "[]", '{"run": 3}', "[" * 100_000, "\udcff"])
+def test_damaged_records_of_plans_are_refused(line: str, tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(line.encode(errors="surrogateescape"))
+    with pytest.raises(UserError, match=r"plans\.jsonl is damaged \(.*\)\. Remove the line"):
+        calibration([tmp_path])
+
+
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("three")
 def test_predictions_stand_next_to_what_runs_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

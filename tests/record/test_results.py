@@ -53,6 +53,7 @@ def test_results_of_another_version_are_refused(tmp_path: Path, change: Any, sai
         (None, "holds no results.json: the run has not finished. DO"),
         ('{"format": 2, "acc', "not valid JSON. DO"),
         ("[1]", "not an object. DO"),
+        ("[" * 100_000, "not valid JSON. DO"),
         (json.dumps(some_results()).replace("0.25", "NaN", 1), "not valid JSON. DO"),
         (json.dumps({**some_results(), "accuracy": {"best": 1}}), "accuracy.last: "),
         (json.dumps({**some_results(), "trainable_parameters": "many"}), "trainable_parameters: "),
@@ -98,6 +99,13 @@ def test_renamed_and_removed_settings_show_another_version(tmp_path: Path, chang
     assert said in str(caught.value)
     assert "version of efficient-ft (it " in str(caught.value)
     assert "Choose another hydra.run.dir, or resume=never" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[" * 5000, "a: &a [*a]", "seed: 2001-99-99", "a: !!int ''"])
+def test_a_damaged_configuration_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"config\.yaml cannot be read: it is not valid YAML\. DO"):
+        read_config(tmp_path, "DO")
 
 
 def test_no_configuration_at_all(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +21,7 @@ from efficient_ft.models import factory
 from efficient_ft.record.formats import OtherVersionError
 from efficient_ft.training import checkpoint, folder
 from efficient_ft.training.run import run
+from tests.conftest import REPOSITORY
 
 
 def test_a_finished_run_is_shown_not_trained(finished, capsys):
@@ -67,48 +67,58 @@ def test_the_same_command_twice_at_once_is_refused(tmp_path, configuration):
 
 
 # ---------------------------------------------------------------------------------------------- one rename
-#: Move a run away in FOLDER; stop before number AT (from 1) of the events that change files.
+#: For numbers from 1 on: copy the run FINISHED to FOLDER/number/run and move it away there, in a process that is killed
+#: before event number at of those which change files. Ends with the number that has no such event.
 _KILLED = """
-import os, signal, sys
+import os, shutil, signal, sys
 from pathlib import Path
 from efficient_ft.config import check
 from efficient_ft.training import folder
 from tests.training.runs import plain_config
-place, at, seen = Path(sys.argv[1]), int(sys.argv[2]), []
-def watch(event, arguments):
-    if event in ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.move") or (
-        event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)):
-        if os.fspath(arguments[0]).startswith(str(place)):
-            seen.append(event)
-            if len(seen) == at:
-                os.kill(os.getpid(), signal.SIGKILL)
-with folder.locked(place) as held:
-    held.trains = True  # what is written is kept
-    sys.addaudithook(watch)
-    held.begin(check(plain_config(resume="never")), {"images": "0"}, lambda: None)
-print(len(seen))
+
+def move_away(place, at):
+    seen = []
+    def watch(event, arguments):
+        if event in ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.move") or (
+            event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)):
+            if os.fspath(arguments[0]).startswith(str(place)):
+                seen.append(event)
+                if len(seen) == at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+    with folder.locked(place) as held:
+        held.trains = True  # what is written is kept
+        sys.addaudithook(watch)
+        held.begin(check(plain_config(resume="never")), {"images": "0"}, lambda: None)
+    assert len(seen) == at - 1
+
+status, at = -signal.SIGKILL, 0
+while status == -signal.SIGKILL:
+    at += 1
+    place = Path(sys.argv[2]) / str(at) / "run"
+    shutil.copytree(sys.argv[1], place)
+    child = os.fork()
+    if not child:
+        move_away(place, at)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+sys.exit(status)
 """
 
 
 def test_a_kill_while_resume_never_moves_a_run_away_never_splits_it(tmp_path, finished):
     old = {f.name: f.read_bytes() for f in finished[0].iterdir() if f.name != ".lock"}
-    number = 0
-    while True:
-        number += 1
-        place = tmp_path / str(number) / "run"
-        shutil.copytree(finished[0], place)
-        done = subprocess.run([sys.executable, "-c", _KILLED, str(place), str(number)], capture_output=True, text=True)
-        moved = place.with_name("run.1")
-        whole = place if not moved.is_dir() else moved
+    command = [sys.executable, "-c", _KILLED, str(finished[0]), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    numbers = sorted(tmp_path.iterdir())
+    assert len(numbers) > 5
+    for number in numbers:
+        place, moved = number / "run", number / "run.1"
+        whole = moved if moved.is_dir() else place
         assert {f.name: f.read_bytes() for f in whole.iterdir() if f.name != ".lock"} == old, number
-        if whole is moved and place.is_dir():
+        if whole is moved and place.is_dir() and number.name != str(len(numbers)):
             left = {f.name for f in place.iterdir() if not f.name.startswith(".efficient_ft.")}  # temporary folders
             assert left <= {".lock", "config.yaml", "contents.json", "images"}, number
-        if done.returncode == 0:
-            break
-        assert done.returncode == -signal.SIGKILL, done.stderr
-    assert number > 4
-    assert number == int(done.stdout.split()[-1]) + 1
 
 
 def test_a_rejected_resume_never_brings_the_earlier_run_back(tmp_path, configuration, finished):

@@ -185,6 +185,31 @@ def test_damaged_checkpoints_end_in_one_clear_message(tmp_path, configuration, f
         run(configuration(), folder)
 
 
+@pytest.mark.parametrize("changed", [b"weight_of_a_layer", bytes(99)], ids=["name", "value"])
+def test_a_single_changed_byte_in_a_checkpoint_is_noticed(changed, tmp_path):
+    """torch compares no checksums: it would load another name, or another value."""
+    file, io = tmp_path / checkpoint.NAME, checkpoint.AtomicCheckpointIO()
+    for step in (1, 2):
+        io.save_checkpoint({"state_dict": {"weight_of_a_layer": torch.zeros(99)}, "global_step": step}, file)
+    content = bytearray(file.read_bytes())
+    content[content.index(changed)] += 1
+    file.write_bytes(content)
+    assert checkpoint.read(file)["global_step"] == 1, "the previous one"
+    checkpoint.previous(file).unlink()
+    with pytest.raises(UserError, match=r"checkpoint\.ckpt: the checksum of .* differs\n.*resume=never"):
+        checkpoint.read(file)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    file, io = tmp_path / checkpoint.NAME, checkpoint.AtomicCheckpointIO()
+    io.save_checkpoint({"state_dict": {}, "callbacks": {"Recorder": {"run_id": "a1b2"}}}, file)
+    (tmp_path / "run_id").write_text("a1b2\n")
+    io.load_checkpoint(file)
+    (tmp_path / "run_id").write_text("c3d4\n")
+    with pytest.raises(UserError, match=r"checkpoint\.ckpt is of another run.* a1b2, .*c3d4\. Put.*resume=never"):
+        io.load_checkpoint(file)
+
+
 def test_a_checkpoint_with_one_entry_per_method_is_refused(tmp_path, configuration, finished):
     """As earlier versions wrote it: Lightning would ignore the entries and start without the methods' state."""
     folder = tmp_path / "run"

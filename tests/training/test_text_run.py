@@ -116,6 +116,9 @@ def test_lines_are_predicted(
         predict.main([str(folder), str(tmp_path / "lines.txt")])
     with pytest.raises(UserError, match=r"task=segmentation"):
         predict.main([str(folder), str(tmp_path / "lines.txt"), "--overlay"])
+    (tmp_path / "lines.txt").write_text("the zinc", encoding="utf-16-le")
+    with pytest.raises(UserError, match=r"lines\.txt cannot be read as UTF-8 text: it holds NUL characters"):
+        predict.main([str(folder), str(tmp_path / "lines.txt")])
 
 
 @pytest.mark.slow

@@ -1,0 +1,86 @@
+"""JSON and YAML of files from others. Any fault of a text raises `ValueError`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import yaml
+
+from efficient_ft.core.errors import first_line
+
+#: Values that a YAML text may have once its references are written out: a text of 300 bytes can have billions.
+MOST_VALUES = 1_000_000
+_TOO_DEEP = "it is nested too deeply"
+
+
+def parse_json(
+    text: str | bytes,
+    parse_constant: Callable[[str], Any] | None = None,
+    parse_float: Callable[[str], float] | None = None,
+) -> Any:
+    """Parse a JSON text.
+
+    Args:
+        text: the text.
+        parse_constant, parse_float: as for `json.loads`.
+
+    Raises:
+        ValueError: it is not JSON, not UTF-8, or nested too deeply.
+    """
+    try:
+        return json.loads(text, parse_constant=parse_constant, parse_float=parse_float)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+
+
+def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
+    """Parse a YAML text of one document without tags that name code.
+
+    Args:
+        text: the text.
+        loader: a safe one.
+
+    Raises:
+        ValueError: it is not YAML, a value cannot be read, it is nested too deeply, contains itself, or has more than
+            `MOST_VALUES` values once its references are written out.
+    """
+    try:
+        reader = loader(text)
+        try:
+            node = reader.get_single_node()
+            if node is None:
+                return None
+            if _values(node, {}) > MOST_VALUES:
+                raise ValueError(f"its references stand for more than {MOST_VALUES:,} values")
+            return reader.construct_document(node)
+        finally:
+            reader.dispose()
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    except (LookupError, TypeError, AttributeError, OverflowError) as error:  # of values such as `!!int ''`
+        raise ValueError(f"it holds a value that cannot be read: {first_line(error)}") from error
+
+
+def _values(node: yaml.Node, known: dict[int, int]) -> int:
+    """Return the number of values of a node with its references written out.
+
+    Args:
+        node: the node.
+        known: numbers of nodes that have been counted, by identity; 0: a node that is being counted.
+
+    Raises:
+        ValueError: the node contains itself.
+    """
+    found = known.get(id(node))
+    if found == 0:
+        raise ValueError("it contains itself")
+    if found is None:
+        known[id(node)] = 0
+        held = node.value if isinstance(node, yaml.CollectionNode) else []
+        inner = [one for pair in held for one in pair] if isinstance(node, yaml.MappingNode) else held
+        found = known[id(node)] = 1 + sum(_values(one, known) for one in inner)
+    return found
