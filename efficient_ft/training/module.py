@@ -15,11 +15,11 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torchmetrics import MeanMetric
 
 from efficient_ft.core.errors import DivergedError
 from efficient_ft.core.seeding import seed_of, seed_step
 from efficient_ft.models.tasks import tasks_of
+from efficient_ft.task.metrics import MeanLoss
 from efficient_ft.training.console import say
 from efficient_ft.training.optimizer import build_optimizer, lr_factor, warmup_steps
 from efficient_ft.training.run_task import run_task
@@ -82,7 +82,7 @@ class FineTuner(L.LightningModule):
         self.task = run_task(config)
         # One metric per data set; as modules, so that Lightning moves them to the device.
         self.scores: Any = nn.ModuleList(self.task.scores(n) for n in counts)
-        self.eval_loss: Any = nn.ModuleList(MeanMetric(nan_strategy="disable") for _ in counts)
+        self.eval_loss: Any = nn.ModuleList(MeanLoss() for _ in counts)
         #: The last evaluation; with several tasks the mean, and each task's.
         self.evaluated: Evaluation | None = None
         self.evaluated_tasks: dict[str, Evaluation] = {}
@@ -127,12 +127,15 @@ class FineTuner(L.LightningModule):
 
     def _share(self, labels: Tensor) -> Tensor:
         """Factor of this process's mean loss, so that the mean over the processes is that over all their items."""
-        own = self.task.labeled(labels)
-        if own is None:
-            own = torch.tensor(len(labels), device=labels.device)
+        own = self._items(labels)
         total = own.clone()
         torch.distributed.all_reduce(total)
         return own * self.trainer.world_size / total.clamp(min=1)
+
+    def _items(self, labels: Tensor) -> Tensor:
+        """Number of items that the mean loss of a batch is taken over, on its device."""
+        items = self.task.labeled(labels)
+        return torch.full((), len(labels), device=labels.device) if items is None else items
 
     def _input(self, images: Tensor, more: Sequence[Any]) -> AbstractContextManager[Tensor]:
         """Yield the network's input for a batch, inside a ``with`` block."""
@@ -288,7 +291,7 @@ class FineTuner(L.LightningModule):
             logits = self.task.evaluation_logits(self.model, x).float()
         self.scores[dataloader_idx].update(logits, labels)
         self._keep_range(dataloader_idx, logits.argmax(1), labels)
-        self.eval_loss[dataloader_idx].update(self.task.loss(logits, labels), weight=len(labels))
+        self.eval_loss[dataloader_idx].update(self.task.loss(logits, labels), self._items(labels))
 
     def on_validation_epoch_end(self) -> None:
         scores, losses = [one.compute() for one in self.scores], [float(one.compute()) for one in self.eval_loss]
