@@ -95,8 +95,11 @@ class FineTuner(L.LightningModule):
         #: Warnings of the training, for results.json.
         self.warnings: list[str] = []
         self._constant = False  # whether the last evaluation predicted one class for all images
-        self._unread: list[Tensor] = []  # losses still on the device
-        self._sums = {"epoch": [0.0, 0], "window": [0.0, 0]}  # sum and count of the losses read
+        #: Of the present batch: the items of its loss in all processes, and what the other processes add to the mean.
+        self._weight = torch.ones(())
+        self._elsewhere: Tensor | None = None
+        self._unread: list[tuple[Tensor, Tensor]] = []  # losses and their items, still on the device
+        self._sums = {"epoch": [0.0, 0], "window": [0.0, 0]}  # of the items read: sum of their losses, and number
 
     # ------------------------------------------------------------------ training
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -123,14 +126,19 @@ class FineTuner(L.LightningModule):
         with self._input(images, more) as x:
             logits = self.task.logits(self.model, x)
         loss = self.task.loss(logits, labels, self.config.optim.label_smoothing)
-        return loss if self.trainer.world_size == 1 else loss * self._share(labels)
+        items = self._items(labels)
+        self._weight, self._elsewhere = items.clamp(min=1), None
+        return loss if self.trainer.world_size == 1 else self._share(loss, items)
 
-    def _share(self, labels: Tensor) -> Tensor:
-        """Factor of this process's mean loss, so that the mean over the processes is that over all their items."""
-        own = self._items(labels)
-        total = own.clone()
-        torch.distributed.all_reduce(total)
-        return own * self.trainer.world_size / total.clamp(min=1)
+    def _share(self, loss: Tensor, items: Tensor) -> Tensor:
+        """Scale this process's mean loss so that the mean over the processes is that over all their items."""
+        sums = torch.stack([items.double(), loss.detach().double() * items])
+        torch.distributed.all_reduce(sums)
+        total, added = sums
+        self._weight = total.clamp(min=1)
+        share = loss * (items * self.trainer.world_size / self._weight).to(loss.dtype)
+        self._elsewhere = added / self._weight - share.detach()
+        return share
 
     def _items(self, labels: Tensor) -> Tensor:
         """Number of items that the mean loss of a batch is taken over, on its device."""
@@ -154,8 +162,12 @@ class FineTuner(L.LightningModule):
         return accumulated / left if left and in_last_step else 1.0
 
     def on_total_loss(self, loss: Tensor) -> None:
-        """Keep the loss of a micro-batch, those of methods included: called by `MethodCallback`."""
-        self._unread.append(loss.detach())
+        """Keep the loss of a micro-batch, those of methods included: called by `MethodCallback`.
+
+        It is the mean over the items of all processes; of the methods' own losses it has those of this process.
+        """
+        own = loss.detach()
+        self._unread.append((own if self._elsewhere is None else own + self._elsewhere, self._weight))
         if loss.device.type == "cpu" or len(self._unread) >= READ_EVERY:
             self.read_losses(self.trainer.fit_loop.batch_idx)
 
@@ -178,7 +190,7 @@ class FineTuner(L.LightningModule):
         """
         if not self._unread:
             return
-        values = torch.stack(self._unread).tolist() if len(self._unread) > 1 else [self._unread[0].item()]
+        values, weights = (torch.stack(of).tolist() for of in zip(*self._unread, strict=True))
         self._unread.clear()
         for back, value in enumerate(reversed(values)):
             if not math.isfinite(value):
@@ -186,8 +198,8 @@ class FineTuner(L.LightningModule):
         if self._first_loss is None:
             self._first_loss = values[0]
         for sums in self._sums.values():
-            sums[0] += sum(values)
-            sums[1] += len(values)
+            sums[0] += sum(value * weight for value, weight in zip(values, weights, strict=True))
+            sums[1] += sum(weights)
 
     def _stop_training(self, loss: float, batch_idx: int) -> None:
         accumulated = self.config.trainer.grad_accum_steps
@@ -267,7 +279,7 @@ class FineTuner(L.LightningModule):
         return tries
 
     def loss_so_far(self) -> float | None:
-        """Return the mean training loss of the epoch so far, over the losses read; None if none has been read."""
+        """Return the mean training loss of the epoch so far, over the items read; None if none has been read."""
         total, count = self._sums["epoch"]
         return total / count if count else None
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.record.environment import cpu_name
+from efficient_ft.task import TASKS
 from efficient_ft.training import checkpoint
 from efficient_ft.training.module import FineTuner, likely_causes
 from efficient_ft.training.run import run
@@ -106,6 +111,31 @@ def test_the_last_step_of_an_epoch_is_the_mean_over_the_batches_that_it_has(
         run(config, tmp_path)
     assert (len(batches), len(errors)) == (12, 2)
     assert max(errors) < (1e-4 if precision == "fp32" else 0.1)
+
+
+@pytest.mark.parametrize("task", ["classification", "segmentation"])
+def test_the_loss_recorded_is_the_mean_over_the_items_trained_on(configuration, monkeypatch, task):
+    """Batches of 5, 5 and 2, in which different shares of the pixels have a label, and some image none."""
+    monkeypatch.setattr("efficient_ft.training.module.run_task", lambda config: TASKS[task])
+    generator = torch.Generator().manual_seed(0)
+    shape = (12,) if task == "classification" else (12, 6, 5)
+    logits = 3 * torch.randn(12, 4, *shape[1:], generator=generator)
+    labels = torch.randint(0, 4, shape, generator=generator)
+    if task == "segmentation":
+        labels[torch.rand(shape, generator=generator) < torch.linspace(0, 1, 12).view(-1, 1, 1)] = IGNORED
+        labels[10:] = IGNORED
+    module = FineTuner(nn.Identity(), configuration(optim__label_smoothing=0.1), 4, 10)
+    trainer: Any = SimpleNamespace(world_size=1, fit_loop=SimpleNamespace(batch_idx=0))
+    module._trainer = trainer
+    assert module.mean_loss("epoch") is None
+    for batch in zip(logits.split(5), labels.split(5), strict=True):
+        module.on_total_loss(module.training_step(batch, 0))
+    flat, own = logits.double().movedim(1, -1).reshape(-1, 4).log_softmax(1), labels.flatten()
+    flat, own = flat[own != IGNORED], own[own != IGNORED]
+    exact = (-0.9 * flat.gather(1, own[:, None])[:, 0] - 0.1 * flat.mean(1)).mean().item()
+    # a batch without labels counts as a single pixel
+    assert module.loss_so_far() == pytest.approx(exact, rel=1e-6 if task == "classification" else 0.02)
+    assert module.mean_loss("epoch") == module.mean_loss("window") != module.mean_loss("epoch") is None
 
 
 @pytest.mark.parametrize("parts", [1, 2])
