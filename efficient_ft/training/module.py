@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from efficient_ft.core.errors import DivergedError
+from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.core.seeding import seed_of, seed_step
 from efficient_ft.models.tasks import tasks_of
 from efficient_ft.task.metrics import MeanLoss
@@ -35,6 +36,8 @@ DIVERGED = 10.0
 
 #: On an accelerator the losses are read, which synchronizes, once per this many batches; on a CPU in each.
 READ_EVERY = 50
+#: Larger than the number of any class.
+NO_CLASS = 2**31
 #: Optimizer steps before which equal predictions for all samples are no sign of a mistake.
 MEANINGFUL_STEPS = 50
 
@@ -88,8 +91,8 @@ class FineTuner(L.LightningModule):
         self.evaluated_tasks: dict[str, Evaluation] = {}
         #: The metric of each class in the last evaluation, by class number; empty with several tasks.
         self.evaluated_classes: dict[int, float] = {}
-        #: By task: smallest and largest class predicted, and of the labels, in the present evaluation.
-        self._classes: dict[int, list[Tensor]] = {}
+        #: By task: see `_keep_range`; of the present evaluation.
+        self._classes: dict[int, Tensor] = {}
         self._chance = math.log(max(counts))  # the loss of equal probabilities
         self._first_loss: float | None = None
         #: Warnings of the training, for results.json.
@@ -319,11 +322,11 @@ class FineTuner(L.LightningModule):
         self._warn_if_constant()
 
     def _keep_range(self, task: int, predicted: Tensor, labels: Tensor) -> None:
-        """Keep the extremes of the predicted classes and of the labels, without reading them from the device."""
-        found = [predicted.min(), predicted.max(), labels.min(), labels.max()]
-        pick = (torch.minimum, torch.maximum) * 2
-        before = self._classes.get(task, found)
-        self._classes[task] = [of(a, b) for of, a, b in zip(pick, before, found, strict=True)]
+        """Keep the smallest and the negative largest class predicted, and of the labels, all on their device."""
+        labeled = labels != IGNORED
+        first, last = labels.where(labeled, NO_CLASS).min(), -labels.where(labeled, -NO_CLASS).max()
+        found = torch.stack([predicted.min(), -predicted.max(), first, last])
+        self._classes[task] = torch.minimum(self._classes.get(task, found), found)
 
     def _warn_if_constant(self) -> None:
         """Warn when an evaluation gives all images one class, and name what likely caused it.
@@ -331,9 +334,12 @@ class FineTuner(L.LightningModule):
         Before the end of the warmup and of `MEANINGFUL_STEPS` optimizer steps, this is normal: a network that starts
         from random weights or has a new classifier has not learned anything yet. There is no warning then.
         """
-        ranges = [torch.stack(values).tolist() for values in self._classes.values()]
+        none = torch.full((4,), NO_CLASS, device=self.device)  # a process may have no image of a task
+        ranges = torch.stack([self._classes.get(task, none) for task in range(len(self.scores))])
+        if self.trainer.world_size > 1:
+            torch.distributed.all_reduce(ranges, op=torch.distributed.ReduceOp.MIN)
         self._classes = {}
-        constant = [low for low, high, first, last in ranges if low == high and first != last]
+        constant = [low for low, high, first, last in ranges.tolist() if low == -high and first < -last]
         least = max(MEANINGFUL_STEPS, warmup_steps(self.config.optim, self.total_steps))
         constant = constant if self.trainer.global_step >= least else []
         if constant and not self._constant:
