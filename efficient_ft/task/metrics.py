@@ -29,6 +29,27 @@ class _Counts(Metric):
         return self.right, self.support
 
 
+class MeanLoss(Metric):
+    """The mean loss of all items, from the means of batches that differ in size."""
+
+    # torchmetrics' own MeanMetric takes no notice of weights where it is told to keep NaN.
+    total: Tensor
+    items: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+        self.add_state("items", torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
+
+    def update(self, mean: Tensor, items: Tensor | int) -> None:
+        """Add a batch: the mean of its items, and their number."""
+        self.total += mean * items
+        self.items += items
+
+    def compute(self) -> Tensor:
+        return self.total / self.items.clamp(min=1)
+
+
 class Accuracy(Scores):
     """The share of images whose class is predicted."""
 

@@ -69,7 +69,9 @@ def channel_axis(block: nn.Module, dims: int) -> int:
     return 1 if dims == 4 and isinstance(first, nn.Conv2d) else dims - 1
 
 
-def relative_magnitude(io: BlockIO, prefix: int, axis: int) -> tuple[Tensor, Tensor] | None:
+def relative_magnitude(
+    io: BlockIO, prefix: int, axis: int, present: Tensor | None = None
+) -> tuple[Tensor, Tensor] | None:
     """‖f(x)‖ / ‖f(x) + x‖, and the number of tokens compared.
 
     Norms are taken over channels, in single precision or higher; tokens whose output is zero are left out.
@@ -78,6 +80,7 @@ def relative_magnitude(io: BlockIO, prefix: int, axis: int) -> tuple[Tensor, Ten
         io: input and output of the block.
         prefix: the number of the model's prefix tokens.
         axis: the channel axis.
+        present: (B, N), 0 for padding, which is left out; None: there is none.
 
     Returns:
         The mean over images and tokens, and the tokens per image in that mean: two scalars on the block's device. None
@@ -91,6 +94,8 @@ def relative_magnitude(io: BlockIO, prefix: int, axis: int) -> tuple[Tensor, Ten
     added = torch.linalg.vector_norm(y.to(wide) - x.to(wide), dim=axis)
     whole = torch.linalg.vector_norm(y, dim=axis, dtype=wide)
     valid = (whole > 0) & valid
+    if present is not None and present.shape == valid.shape:
+        valid = valid & (present != 0)
     count = valid.sum()
     return torch.where(valid, added / whole, 0).sum() / count, count.to(wide) / len(y)
 

@@ -15,11 +15,12 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torchmetrics import MeanMetric
 
 from efficient_ft.core.errors import DivergedError
+from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.core.seeding import seed_of, seed_step
 from efficient_ft.models.tasks import tasks_of
+from efficient_ft.task.metrics import MeanLoss
 from efficient_ft.training.console import say
 from efficient_ft.training.optimizer import build_optimizer, lr_factor, warmup_steps
 from efficient_ft.training.run_task import run_task
@@ -35,6 +36,8 @@ DIVERGED = 10.0
 
 #: On an accelerator the losses are read, which synchronizes, once per this many batches; on a CPU in each.
 READ_EVERY = 50
+#: Larger than the number of any class.
+NO_CLASS = 2**31
 #: Optimizer steps before which equal predictions for all samples are no sign of a mistake.
 MEANINGFUL_STEPS = 50
 
@@ -82,21 +85,24 @@ class FineTuner(L.LightningModule):
         self.task = run_task(config)
         # One metric per data set; as modules, so that Lightning moves them to the device.
         self.scores: Any = nn.ModuleList(self.task.scores(n) for n in counts)
-        self.eval_loss: Any = nn.ModuleList(MeanMetric(nan_strategy="disable") for _ in counts)
+        self.eval_loss: Any = nn.ModuleList(MeanLoss() for _ in counts)
         #: The last evaluation; with several tasks the mean, and each task's.
         self.evaluated: Evaluation | None = None
         self.evaluated_tasks: dict[str, Evaluation] = {}
         #: The metric of each class in the last evaluation, by class number; empty with several tasks.
         self.evaluated_classes: dict[int, float] = {}
-        #: By task: smallest and largest class predicted, and of the labels, in the present evaluation.
-        self._classes: dict[int, list[Tensor]] = {}
+        #: By task: see `_keep_range`; of the present evaluation.
+        self._classes: dict[int, Tensor] = {}
         self._chance = math.log(max(counts))  # the loss of equal probabilities
         self._first_loss: float | None = None
         #: Warnings of the training, for results.json.
         self.warnings: list[str] = []
         self._constant = False  # whether the last evaluation predicted one class for all images
-        self._unread: list[Tensor] = []  # losses still on the device
-        self._sums = {"epoch": [0.0, 0], "window": [0.0, 0]}  # sum and count of the losses read
+        #: Of the present batch: the items of its loss in all processes, and what the other processes add to the mean.
+        self._weight = torch.ones(())
+        self._elsewhere: Tensor | None = None
+        self._unread: list[tuple[Tensor, Tensor]] = []  # losses and their items, still on the device
+        self._sums = {"epoch": [0.0, 0], "window": [0.0, 0]}  # of the items read: sum of their losses, and number
 
     # ------------------------------------------------------------------ training
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -123,16 +129,24 @@ class FineTuner(L.LightningModule):
         with self._input(images, more) as x:
             logits = self.task.logits(self.model, x)
         loss = self.task.loss(logits, labels, self.config.optim.label_smoothing)
-        return loss if self.trainer.world_size == 1 else loss * self._share(labels)
+        items = self._items(labels)
+        self._weight, self._elsewhere = items.clamp(min=1), None
+        return loss if self.trainer.world_size == 1 else self._share(loss, items)
 
-    def _share(self, labels: Tensor) -> Tensor:
-        """Factor of this process's mean loss, so that the mean over the processes is that over all their items."""
-        own = self.task.labeled(labels)
-        if own is None:
-            own = torch.tensor(len(labels), device=labels.device)
-        total = own.clone()
-        torch.distributed.all_reduce(total)
-        return own * self.trainer.world_size / total.clamp(min=1)
+    def _share(self, loss: Tensor, items: Tensor) -> Tensor:
+        """Scale this process's mean loss so that the mean over the processes is that over all their items."""
+        sums = torch.stack([items.double(), loss.detach().double() * items])
+        torch.distributed.all_reduce(sums)
+        total, added = sums
+        self._weight = total.clamp(min=1)
+        share = loss * (items * self.trainer.world_size / self._weight).to(loss.dtype)
+        self._elsewhere = added / self._weight - share.detach()
+        return share
+
+    def _items(self, labels: Tensor) -> Tensor:
+        """Number of items that the mean loss of a batch is taken over, on its device."""
+        items = self.task.labeled(labels)
+        return torch.full((), len(labels), device=labels.device) if items is None else items
 
     def _input(self, images: Tensor, more: Sequence[Any]) -> AbstractContextManager[Tensor]:
         """Yield the network's input for a batch, inside a ``with`` block."""
@@ -151,8 +165,12 @@ class FineTuner(L.LightningModule):
         return accumulated / left if left and in_last_step else 1.0
 
     def on_total_loss(self, loss: Tensor) -> None:
-        """Keep the loss of a micro-batch, those of methods included: called by `MethodCallback`."""
-        self._unread.append(loss.detach())
+        """Keep the loss of a micro-batch, those of methods included: called by `MethodCallback`.
+
+        It is the mean over the items of all processes; of the methods' own losses it has those of this process.
+        """
+        own = loss.detach()
+        self._unread.append((own if self._elsewhere is None else own + self._elsewhere, self._weight))
         if loss.device.type == "cpu" or len(self._unread) >= READ_EVERY:
             self.read_losses(self.trainer.fit_loop.batch_idx)
 
@@ -175,7 +193,7 @@ class FineTuner(L.LightningModule):
         """
         if not self._unread:
             return
-        values = torch.stack(self._unread).tolist() if len(self._unread) > 1 else [self._unread[0].item()]
+        values, weights = (torch.stack(of).tolist() for of in zip(*self._unread, strict=True))
         self._unread.clear()
         for back, value in enumerate(reversed(values)):
             if not math.isfinite(value):
@@ -183,8 +201,8 @@ class FineTuner(L.LightningModule):
         if self._first_loss is None:
             self._first_loss = values[0]
         for sums in self._sums.values():
-            sums[0] += sum(values)
-            sums[1] += len(values)
+            sums[0] += sum(value * weight for value, weight in zip(values, weights, strict=True))
+            sums[1] += sum(weights)
 
     def _stop_training(self, loss: float, batch_idx: int) -> None:
         accumulated = self.config.trainer.grad_accum_steps
@@ -264,7 +282,7 @@ class FineTuner(L.LightningModule):
         return tries
 
     def loss_so_far(self) -> float | None:
-        """Return the mean training loss of the epoch so far, over the losses read; None if none has been read."""
+        """Return the mean training loss of the epoch so far, over the items read; None if none has been read."""
         total, count = self._sums["epoch"]
         return total / count if count else None
 
@@ -288,7 +306,7 @@ class FineTuner(L.LightningModule):
             logits = self.task.evaluation_logits(self.model, x).float()
         self.scores[dataloader_idx].update(logits, labels)
         self._keep_range(dataloader_idx, logits.argmax(1), labels)
-        self.eval_loss[dataloader_idx].update(self.task.loss(logits, labels), weight=len(labels))
+        self.eval_loss[dataloader_idx].update(self.task.loss(logits, labels), self._items(labels))
 
     def on_validation_epoch_end(self) -> None:
         scores, losses = [one.compute() for one in self.scores], [float(one.compute()) for one in self.eval_loss]
@@ -304,11 +322,11 @@ class FineTuner(L.LightningModule):
         self._warn_if_constant()
 
     def _keep_range(self, task: int, predicted: Tensor, labels: Tensor) -> None:
-        """Keep the extremes of the predicted classes and of the labels, without reading them from the device."""
-        found = [predicted.min(), predicted.max(), labels.min(), labels.max()]
-        pick = (torch.minimum, torch.maximum) * 2
-        before = self._classes.get(task, found)
-        self._classes[task] = [of(a, b) for of, a, b in zip(pick, before, found, strict=True)]
+        """Keep the smallest and the negative largest class predicted, and of the labels, all on their device."""
+        labeled = labels != IGNORED
+        first, last = labels.where(labeled, NO_CLASS).min(), -labels.where(labeled, -NO_CLASS).max()
+        found = torch.stack([predicted.min(), -predicted.max(), first, last])
+        self._classes[task] = torch.minimum(self._classes.get(task, found), found)
 
     def _warn_if_constant(self) -> None:
         """Warn when an evaluation gives all images one class, and name what likely caused it.
@@ -316,9 +334,12 @@ class FineTuner(L.LightningModule):
         Before the end of the warmup and of `MEANINGFUL_STEPS` optimizer steps, this is normal: a network that starts
         from random weights or has a new classifier has not learned anything yet. There is no warning then.
         """
-        ranges = [torch.stack(values).tolist() for values in self._classes.values()]
+        none = torch.full((4,), NO_CLASS, device=self.device)  # a process may have no image of a task
+        ranges = torch.stack([self._classes.get(task, none) for task in range(len(self.scores))])
+        if self.trainer.world_size > 1:
+            torch.distributed.all_reduce(ranges, op=torch.distributed.ReduceOp.MIN)
         self._classes = {}
-        constant = [low for low, high, first, last in ranges if low == high and first != last]
+        constant = [low for low, high, first, last in ranges.tolist() if low == -high and first < -last]
         least = max(MEANINGFUL_STEPS, warmup_steps(self.config.optim, self.total_steps))
         constant = constant if self.trainer.global_step >= least else []
         if constant and not self._constant:

@@ -154,6 +154,7 @@ class Recorder(L.Callback):
         module.read_losses(batch_idx)  # raises for a NaN: such weights never replace good ones
         module.require_finite()
         require_folder(self.folder)
+        self.totals.gather()
         trainer.save_checkpoint(self.folder / checkpoint.NAME)
         self._saved = time.monotonic()
 
@@ -197,7 +198,8 @@ class Recorder(L.Callback):
             self._leave(stop)
 
     def _so_far(self) -> dict[str, float]:
-        """Images, FLOPs, seconds and joules (where the machine tells them) of the training so far."""
+        """Images, FLOPs, seconds and joules (where the machine tells them) of the training so far. Collective."""
+        self.totals.gather()
         values: Any = self.totals.values()
         return {key: values[key] for key in ("images", "flops", "seconds", "joules") if values[key] is not None}
 

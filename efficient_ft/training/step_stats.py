@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -81,15 +81,17 @@ class StepStats(L.Callback):
         }
         for method in self.methods:
             self._row.update(method.step_stats())
+        inputs = batch[0]
+        present = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
         self._observing.enter_context(
-            observe_blocks(network, self._blocks, lambda index, io: self._observe(network, index, io))
+            observe_blocks(network, self._blocks, lambda index, io: self._observe(network, index, io, present))
         )
 
-    def _observe(self, network: nn.Module, index: int, io: BlockIO) -> None:
+    def _observe(self, network: nn.Module, index: int, io: BlockIO, present: Tensor | None) -> None:
         y = io.y
         axis = channel_axis(network.get_submodule(self._blocks[index]), y.dim())
         positions = y.numel() // (y.shape[0] * y.shape[axis])
-        self._observed[index] = positions, relative_magnitude(io, self._prefix, axis)
+        self._observed[index] = positions, relative_magnitude(io, self._prefix, axis, present)
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         self._observing.close()

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as L
+import torch
 
+from efficient_ft.core.distributed import all_reduce_sum
 from efficient_ft.cost.run_flops import RunFlops
 from efficient_ft.methods.base import Method
 from efficient_ft.record.energy import EnergyMeter
@@ -47,6 +49,8 @@ class Totals(L.Callback):
         self._flops = RunFlops(batches, same_each_step(methods))
         self._energy = EnergyMeter()
         self._images = self._batches = self._steps = 0
+        #: Images of this process since the last `gather`.
+        self._own_images = 0
         self._world = 1
         self._started: float | None = None
         #: Before a resume.
@@ -65,7 +69,7 @@ class Totals(L.Callback):
             joules = round(joules + self._joules_before, 1)
         return {
             "steps": self._steps,
-            "images": self._images,
+            "images": self._images + self._own_images * self._world,
             "flops": float(self._flops.total * self._world),
             "batches": self._batches,
             "counted_batches": self._flops.counted,
@@ -74,6 +78,11 @@ class Totals(L.Callback):
             "joules": None if self._joules_before is None else joules,
             "energy_source": self._energy.source,
         }
+
+    def gather(self) -> None:
+        """Count the images of the other processes, which `values` takes for as many as this one's since. Collective."""
+        self._images += int(all_reduce_sum(torch.tensor(self._own_images)))
+        self._own_images = 0
 
     # ------------------------------------------------------------------ steps
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -87,7 +96,7 @@ class Totals(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         inputs, targets, *task = batch
-        self._images += len(targets) * self._world
+        self._own_images += len(targets)
         shape = tensors_of(inputs)[0].shape
         self._flops.begin(self._batches, " ".join([*map(str, shape), *map(str, task)]))
         self._batch_started = time.perf_counter()

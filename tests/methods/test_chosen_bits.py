@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 import itertools
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError
 from efficient_ft.cost import executed
 from efficient_ft.methods import BSR, LBPWHT, LowBit, apply_methods
+from efficient_ft.methods.memory import chosen_bits
 from efficient_ft.methods.memory.chosen_bits import ChosenBits, bits_per_value, choose_forms
 from efficient_ft.testing import MODELS, batch_of, gradients, model_of
 from efficient_ft.testing.steps import warm_up
@@ -257,3 +259,33 @@ def test_wrong_settings_say_what_to_do(settings: dict[str, Any], text: str) -> N
     with pytest.raises(SettingError) as error:
         LowBit(**settings)
     assert text in str(error.value)
+
+
+def test_processes_with_batches_of_different_sizes_choose_the_same_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts padded to 16 and to 256 tokens: attention's share of the values differs."""
+
+    def one(tokens: int) -> ChosenBits:
+        chosen = ChosenBits(budget=4.5)
+        chosen.values = {"attention": 8 * tokens**2, "linear": 64 * tokens}
+        chosen._step = {
+            name: {form: 4.0 ** -form[0] for form in chosen.all_forms if form[0] < 8} for name in chosen.values
+        }
+        return chosen
+
+    def add_up(tensors: Iterator[Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda own: next(tensors).clone()
+
+    given: list[list[Tensor]] = []
+    for tokens in (16, 256):
+        given.append([])
+        monkeypatch.setattr(chosen_bits, "all_reduce_sum", lambda own: given[-1].append(own) or own)
+        one(tokens).step_end()
+    forms = []
+    for tokens in (16, 256):
+        sums = iter([a + b for a, b in zip(*given, strict=True)])
+        monkeypatch.setattr(chosen_bits, "all_reduce_sum", add_up(sums))
+        process = one(tokens)
+        process.step_end()
+        forms.append(process.forms)
+    assert forms[0] == forms[1]
+    assert len(set(forms[0].values())) == 2, "the smaller tensor gets more bits"

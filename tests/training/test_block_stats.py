@@ -17,6 +17,23 @@ from efficient_ft.training.block_stats import BlockIO, channel_axis, observe_blo
 from tests.training.test_step_stats import ALAST_SETTINGS, BSR_SETTINGS, VIT
 
 
+def test_padding_is_left_out_of_the_mean() -> None:
+    """Texts of 7, 3 and 1 tokens: each token counts the same, and what is computed on padding plays no part."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(3, 7, 5, generator=generator, dtype=torch.float64) for _ in range(2))
+    lengths = (7, 3, 1)
+    present = torch.tensor([[1] * n + [0] * (7 - n) for n in lengths])
+    ratios = [
+        (y[b, t] - x[b, t]).square().sum().sqrt() / y[b, t].square().sum().sqrt()
+        for b, n in enumerate(lengths)
+        for t in range(n)
+    ]
+    found = relative_magnitude(BlockIO(x, None, y, None), 0, 2, present)
+    assert found is not None
+    assert float(found[0]) == pytest.approx(sum(map(float, ratios)) / 11)
+    assert float(found[1]) == pytest.approx(11 / 3)
+
+
 @pytest.mark.parametrize("method", [None, BSR(**BSR_SETTINGS), ALaST(**ALAST_SETTINGS)], ids=["plain", "bsr", "alast"])
 def test_nothing_more_is_kept_for_the_backward_pass_and_recomputing_is_not_seen(method):
     torch.manual_seed(0)

@@ -7,10 +7,14 @@ import shutil
 import pytest
 import torch
 import yaml
+from torch import nn
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.record.formats import OtherVersionError
+from efficient_ft.task import TASKS
 from efficient_ft.training.evaluate import evaluate, mean_accuracies
+from efficient_ft.training.module import FineTuner
 from efficient_ft.training.run import run
 
 
@@ -101,3 +105,26 @@ def test_a_run_of_an_earlier_version_is_refused(tmp_path, configuration, finishe
 def test_the_mean_is_over_the_splits_that_all_tasks_have():
     found = {"a": {"val": 0.5, "test": 1.0}, "b": {"val": 1.0}}
     assert mean_accuracies(found) == {"val": 0.75}
+
+
+@pytest.mark.parametrize("task", ["classification", "segmentation"])
+def test_the_loss_of_an_evaluation_is_the_mean_over_its_items(configuration, monkeypatch, task):
+    """Batches of 5, 5 and 2, in which different shares of the pixels have a label, and some image none."""
+    monkeypatch.setattr("efficient_ft.training.module.run_task", lambda config: TASKS[task])
+    monkeypatch.setattr(FineTuner, "_warn_if_constant", lambda self: None)
+    generator = torch.Generator().manual_seed(0)
+    shape = (12,) if task == "classification" else (12, 6, 5)
+    logits = 3 * torch.randn(12, 4, *shape[1:], generator=generator)
+    labels = torch.randint(0, 4, shape, generator=generator)
+    if task == "segmentation":
+        labels[torch.rand(shape, generator=generator) < torch.linspace(0, 1, 12).view(-1, 1, 1)] = IGNORED
+        labels[10:] = IGNORED
+    module = FineTuner(nn.Identity(), configuration(), 4, 10)
+    for _ in range(2):  # the second evaluation starts again
+        for batch in zip(logits.split(5), labels.split(5), strict=True):
+            module.validation_step(batch, 0)
+        module.on_validation_epoch_end()
+        flat, own = logits.double().movedim(1, -1).reshape(-1, 4), labels.flatten()
+        counted = own != IGNORED
+        exact = flat[counted].logsumexp(1) - flat[counted].gather(1, own[counted, None])[:, 0]
+        assert module.evaluated.loss == pytest.approx(exact.mean().item(), rel=1e-6)

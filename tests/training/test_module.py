@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.record.environment import cpu_name
+from efficient_ft.task import TASKS
 from efficient_ft.training import checkpoint
 from efficient_ft.training.module import FineTuner, likely_causes
 from efficient_ft.training.run import run
@@ -108,6 +113,32 @@ def test_the_last_step_of_an_epoch_is_the_mean_over_the_batches_that_it_has(
     assert max(errors) < (1e-4 if precision == "fp32" else 0.1)
 
 
+@pytest.mark.parametrize("task", ["classification", "segmentation"])
+def test_the_loss_recorded_is_the_mean_over_the_items_trained_on(configuration, monkeypatch, task):
+    """Batches of 5, 5 and 2, in which different shares of the pixels have a label, and some image none."""
+    monkeypatch.setattr("efficient_ft.training.module.run_task", lambda config: TASKS[task])
+    generator = torch.Generator().manual_seed(0)
+    shape = (12,) if task == "classification" else (12, 6, 5)
+    logits = 3 * torch.randn(12, 4, *shape[1:], generator=generator)
+    labels = torch.randint(0, 4, shape, generator=generator)
+    if task == "segmentation":
+        labels[torch.rand(shape, generator=generator) < torch.linspace(0, 1, 12).view(-1, 1, 1)] = IGNORED
+        labels[10:] = IGNORED
+    module = FineTuner(nn.Identity(), configuration(optim__label_smoothing=0.1), 4, 10)
+    trainer: Any = SimpleNamespace(world_size=1, fit_loop=SimpleNamespace(batch_idx=0))
+    module._trainer = trainer
+    assert module.mean_loss("epoch") is None
+    for batch in zip(logits.split(5), labels.split(5), strict=True):
+        module.on_total_loss(module.training_step(batch, 0))
+    flat, own = logits.double().movedim(1, -1).reshape(-1, 4).log_softmax(1), labels.flatten()
+    flat, own = flat[own != IGNORED], own[own != IGNORED]
+    exact = (-0.9 * flat.gather(1, own[:, None])[:, 0] - 0.1 * flat.mean(1)).mean().item()
+    if task == "segmentation":
+        exact *= len(own) / (len(own) + 1)  # a batch without labels counts as a single pixel
+    assert module.loss_so_far() == pytest.approx(exact, rel=1e-6)
+    assert module.mean_loss("epoch") == module.mean_loss("window") != module.mean_loss("epoch") is None
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 def test_gradients_are_freed_before_the_next_forward_pass(tmp_path, configuration, parts):
     """Only those of earlier micro-batches of the same step are there."""
@@ -194,6 +225,28 @@ def test_frozen_batch_norm_statistics_come_first_among_the_likely_causes(configu
     assert "optim.lr=0.01" in last
     network[0].requires_grad_(False)  # only the classifier trains: its statistics are right
     assert "frozen_bn" not in " ".join(likely_causes(module))
+
+
+@pytest.mark.parametrize("elsewhere", [None, 0, 1])
+@pytest.mark.parametrize("label", [0, 1])
+def test_equal_predictions_are_those_of_all_labeled_pixels_in_all_processes(
+    configuration, monkeypatch, label, elsewhere
+):
+    """Every pixel here is predicted as class 0; `elsewhere`: as what another process predicts its own pixel."""
+
+    def with_the_other(ranges, op):
+        assert op is torch.distributed.ReduceOp.MIN
+        ranges.copy_(torch.minimum(ranges, torch.tensor([elsewhere, -elsewhere, 0, 0])))
+
+    monkeypatch.setattr("torch.distributed.all_reduce", with_the_other)
+    module = FineTuner(nn.Identity(), configuration(), 2, 100)
+    trainer: Any = SimpleNamespace(world_size=1 if elsewhere is None else 2, global_step=100, current_epoch=0)
+    module._trainer = trainer
+    labels = torch.tensor([[0, label, IGNORED]])
+    module._keep_range(0, torch.zeros_like(labels), labels)
+    module._keep_range(0, torch.zeros_like(labels), torch.full_like(labels, IGNORED))
+    module._warn_if_constant()
+    assert bool(module.warnings) == (label == 1 and elsewhere != 1)
 
 
 @pytest.mark.slow

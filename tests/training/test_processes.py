@@ -25,6 +25,7 @@ from tests.training.runs import (
     killed_process,
     method_states,
     plain_config,
+    rows_of,
     run_by_torchrun,
     run_in_processes,
 )
@@ -38,6 +39,18 @@ pytestmark = pytest.mark.slow
 QUIET: dict[str, Any] = {"model__drop_rate": 0.0, "model__drop_path_rate": 0.0, "model__frozen_bn": True}
 
 
+def same_rows(two: Path, one: Path) -> None:
+    """The losses and the number of images recorded are those of all images, not of a half."""
+    rows = [rows_of(folder) for folder in (two, one)]
+    values = [
+        [(row["step"], k, v) for row in of for k, v in row.items() if "loss" in k or k == "images"] for of in rows
+    ]
+    assert len(values[0]) == len(values[1]) > 2
+    for (*place, found), (*other, expected) in zip(*values, strict=True):
+        assert place == other
+        assert found == pytest.approx(expected, rel=1e-4 if "loss" in place[1] else 0), place
+
+
 def test_uneven_halves_of_the_last_batch_count_by_their_images(tmp_path, configuration):
     """1,293 images: the last batch of 48 has 45, of which one process has 23 and the other 22."""
     quiet = {**QUIET, "trainer__epochs": 1, "optim__warmup_steps": 0, "optim__name": "sgd"}
@@ -45,6 +58,7 @@ def test_uneven_halves_of_the_last_batch_count_by_their_images(tmp_path, configu
     run(configuration(**quiet, data__batch_size=48), tmp_path / "one")
     two, one = (checkpoint.read(tmp_path / folder / checkpoint.NAME) for folder in ("two", "one"))
     assert two["global_step"] == one["global_step"] == 27
+    same_rows(tmp_path / "two", tmp_path / "one")
     for key, value in one["state_dict"].items():
         torch.testing.assert_close(two["state_dict"][key], value, rtol=1e-4, atol=1e-6)
 
@@ -98,6 +112,7 @@ def same_weights_and_scores(tmp_path: Path, one: dict[str, Any], two: dict[str, 
     """Train `one` in a process and `two` in two processes, and compare them."""
     for name, plain in (("one", one), ("two", two)):
         run_in_processes(plain, tmp_path / name)
+    same_rows(tmp_path / "two", tmp_path / "one")
     weights = [checkpoint.read(tmp_path / name / checkpoint.NAME)["state_dict"] for name in ("one", "two")]
     for key, value in weights[0].items():
         torch.testing.assert_close(weights[1][key], value, rtol=1e-4, atol=1e-5, msg=key)

@@ -15,9 +15,11 @@ from efficient_ft.cli import predict
 from efficient_ft.config import Config, check
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.models import factory
+from efficient_ft.record.step_stats import step_stats_file
 from efficient_ft.training import export
 from efficient_ft.training.costs import cost_only
 from efficient_ft.training.evaluate import evaluate
+from efficient_ft.training.module import FineTuner
 from efficient_ft.training.run import run
 from tests.models.text_models import write_model, write_texts
 from tests.training.runs import assert_same_run, interrupted_at, plain_config
@@ -65,6 +67,25 @@ def trained(
     folder = tmp_path_factory.mktemp("trained") / "run"
     config = text_run(trainer__epochs=12, optim__lr=3e-3, optim__warmup_steps=0, method={"full": {}})
     return folder, config, run(config, folder)
+
+
+@pytest.mark.usefixtures("without_cost")
+def test_step_statistics_compare_no_padding(
+    tmp_path: Path, text_run: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, tokens = FineTuner.training_step, []
+
+    def count(self: FineTuner, batch: Any, batch_idx: int) -> Any:
+        mask = batch[0]["attention_mask"]
+        tokens.append(int(mask.sum()) / len(mask))
+        assert not mask.all()
+        return step(self, batch, batch_idx)
+
+    monkeypatch.setattr(FineTuner, "training_step", count)
+    config = text_run(step_stats__interval=1, trainer__max_steps=2, method={"full": {}})
+    run(config, tmp_path / "run")
+    rows = step_stats_file(tmp_path / "run").read()
+    assert [row["compared"] for row in rows] == [[pytest.approx(n, rel=1e-5)] * 4 for n in tokens]
 
 
 @pytest.mark.slow

@@ -188,7 +188,10 @@ class ChosenBits(PackingState):
                 before = self.changes.get(name, {})
                 self.changes[name] = {f: before.get(f, 0.0) + change for f, change in zip(forms, row, strict=True)}
         if self.steps == self.profile_steps or self.in_vain == _IN_VAIN:
-            measured = {name: n for name, n in sorted(self.values.items()) if any(self.changes.get(name, {}).values())}
+            # A last batch has more samples in one process than in another, and texts are padded to other lengths.
+            counts = all_reduce_sum(torch.tensor([self.values[name] for name in names])).tolist()
+            found_at = dict(zip(names, counts, strict=True))
+            measured = {name: n for name, n in found_at.items() if any(self.changes.get(name, {}).values())}
             self.forms = choose_forms(measured, self.changes, self.budget, self.all_forms)
 
     def note(self) -> str | None:
