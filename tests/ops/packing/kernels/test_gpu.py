@@ -228,7 +228,7 @@ def test_groups_equal_the_reference(bits):
 @settings(max_examples=60)
 @given(
     n=st.integers(1, 3000),
-    scale=st.sampled_from([1.0, 1e-7, 1e-40, 1e5]),
+    scale=st.sampled_from([1.0, 1e-7, 1e-30, 1e5]),  # not below float32's normal numbers: a process may flush those
     dtype=st.sampled_from(DTYPES),
     bits=st.sampled_from(groups.BITS),
     group=st.integers(1, 40).map(lambda k: 8 * k),
