@@ -141,10 +141,14 @@ def _classification(draw: random.Random, data: Path) -> list[str]:
     name = draw.choice(list(_CLASSIFIERS))
     side = draw.choice((60, 200, 500, 1000, 3000, 6000))
     _write_images(data, draw, 12 if side > 1000 else 40, side)
+    batch, size, method = draw.choice((2, 4, 8, 16)), draw.choice(_CLASSIFIERS[name]), draw.choice(_METHODS)
+    if method == "lora" and name == "resnet18":  # nothing in it can be adapted
+        method = "bitfit"
+    no_attention = method == "lora" and not name.startswith(("vit", "deit"))
     return [
-        "data=folder", f"data.root={data}", f"data.batch_size={draw.choice((2, 4, 8, 16))}", "data.val_fraction=0.3",
-        "model=timm", f"model.name={name}", "model.pretrained=false",
-        f"model.image_size={draw.choice(_CLASSIFIERS[name])}", f"method={draw.choice(_METHODS)}",
+        "data=folder", f"data.root={data}", f"data.batch_size={batch}", "data.val_fraction=0.3",
+        "model=timm", f"model.name={name}", "model.pretrained=false", f"model.image_size={size}", f"method={method}",
+        *(["method.lora.targets=all"] if no_attention else []),
         f"data.keep_decoded={draw.choice(('off', 'auto'))}", f"data.decoded_folder={data.parent / 'decoded'}",
     ]  # fmt: skip
 
