@@ -32,7 +32,7 @@ class _Counts(Metric):
 class MeanLoss(Metric):
     """The mean loss of all items, from the means of batches that differ in size."""
 
-    # torchmetrics' own MeanMetric takes no notice of weights where it is told to keep NaN.
+    # MeanMetric of torchmetrics ignores weights with nan_strategy="disable".
     total: Tensor
     items: Tensor
 
@@ -47,6 +47,7 @@ class MeanLoss(Metric):
         self.items += items
 
     def compute(self) -> Tensor:
+        """Return the mean loss of all items so far."""
         return self.total / self.items.clamp(min=1)
 
 
