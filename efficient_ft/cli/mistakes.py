@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -187,7 +188,7 @@ def check_packages(name: str, parsed: Sequence[Override], composed: DictConfig) 
         if override.key_or_group == "method" and isinstance(value, list):
             chosen = [str(option) for option in value]
     methods = composed.get("method")
-    if not OmegaConf.is_dict(methods) or len(chosen) <= len(methods):  # no mapping: `check` says so
+    if not OmegaConf.is_dict(methods) or len(chosen) <= len(methods):  # another type is an error of `check`
         return
     owner: dict[str, str] = {}
     for option in chosen:
@@ -278,11 +279,11 @@ def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error
             fitting = [o for o in parsed if o not in choices and walk(known, o.key_or_group)[1] is None]
             others = [str(o.input_line).lstrip("+") for o in fitting]
             try:
-                check(plain(compose(name, [*lines, *others, f"+{line}"])))
+                # Another argument may be wrong as well. It is reported once this one is right.
+                with suppress(HydraException, OmegaConfBaseException, TypeError):
+                    check(plain(compose(name, [*lines, *others, f"+{line}"])))
             except UserError as reason:
                 return reason
-            except (HydraException, OmegaConfBaseException, TypeError):
-                pass  # another argument, which is reported once this one is right
             return UserError(f"{line}: the chosen options do not have it; add it with a plus: +{line}")
         return unknown(loader, f"{present}.{missing}".lstrip("."), override.value(), siblings)
     return UserError(sentence(error))

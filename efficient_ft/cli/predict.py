@@ -236,9 +236,9 @@ def _lines(trained: Trained, options: argparse.Namespace) -> list[Item]:
             if b"\0" in raw:
                 raise UserError(f"{path} cannot be read as UTF-8 text: it holds NUL characters. Save it as UTF-8.")
             text = raw.decode("utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            if isinstance(error, OSError):
-                raise UserError(f"{path}: {error.strerror}. A run with task=text reads files of lines.") from error
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}. A run with task=text reads files of lines.") from error
+        except UnicodeDecodeError as error:
             raise UserError(f"{path} cannot be read as UTF-8 text ({first_line(error)}).") from error
         except MemoryError as error:
             raise UserError(f"{path} does not fit into memory. Split it into several files.") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import sys
@@ -40,8 +41,8 @@ class _Interrupted(KeyboardInterrupt):
 def answer_signals() -> None:
     """Let SIGINT raise KeyboardInterrupt and other signals `TerminatedRun`, for what cleans up after itself.
 
-    Python discards an exception that is raised in a finalizer or in a callback. The signal is then answered again a
-    moment later.
+    Python discards an exception that is raised in a finalizer or in the callback of a weak reference. The exception is
+    then raised again shortly after.
     """
     global _hooked
     answer(_answer)
@@ -51,9 +52,10 @@ def answer_signals() -> None:
 
 
 def answer_after_forks() -> None:
-    """Answer signals that come while this process is forked after the fork: callbacks of libraries hold locks there.
+    """Defer signals that arrive during a fork until the fork is complete.
 
-    Call it once, when the libraries have registered their callbacks: those registered later run outside of it.
+    Libraries hold locks in their callbacks of a fork, and Python discards an exception that is raised there. Call this
+    function once, after the libraries are imported: it does not cover callbacks that are registered later.
     """
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child, after_in_parent=_after_fork)
@@ -109,7 +111,10 @@ def _answer_later(number: int) -> None:
 def _answer_again(number: int) -> None:
     with suppress(ValueError):
         asked.remove(number)
-    signal.pthread_kill(cast("int", threading.main_thread().ident), number)
+    if hasattr(signal, "pthread_kill"):
+        signal.pthread_kill(cast("int", threading.main_thread().ident), number)
+    else:  # Windows
+        _thread.interrupt_main(signal.Signals(number))
 
 
 @contextmanager

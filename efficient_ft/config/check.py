@@ -157,7 +157,7 @@ def _check_task(config: Config) -> None:
                 raise SettingError("task", task, f"{of} with {what}", f"Add task={of}.")
         return
     data_of, model_of = _CHOICES[task]
-    if task == "text" and data.name in ("text_folder", "rte") and data.text is None:
+    if task == "text" and data.name in _DATA["text"] and data.text is None:
         raise SettingError("data.text", "null", "a mapping with columns and label")
     if of_data != task:
         raise SettingError("data.name", data.name, f"a data set {data_of[0]} with task={task}", data_of[1])
@@ -209,19 +209,19 @@ def _is_classifier(name: str) -> bool:
 
 
 #: The data sets that have settings of masks, and of texts.
-_DATA = {"masks": ("mask_folder", "camvid", "cityscapes", "voc2012_aug"), "text": ("text_folder", "rte")}
+_DATA = {"masks": ("camvid", "cityscapes", "voc2012_aug", "mask_folder"), "text": ("rte", "text_folder")}
 
 #: For the tasks other than classification: what its data sets and its networks are, and which there are.
 _CHOICES = {
     "segmentation": (
-        ("with masks", "Choose data=camvid, cityscapes, voc2012_aug or mask_folder."),
+        ("with masks", f"Choose data={', '.join(_DATA['masks'][:-1])} or {_DATA['masks'][-1]}."),
         (
             "a segmentation network",
             "Choose model=segformer_b0, model=deeplabv3_mobilenetv2, or model=smp with model.encoder=NAME.",
         ),
     ),
     "text": (
-        ("of texts", "Choose data=rte or text_folder."),
+        ("of texts", f"Choose data={' or '.join(_DATA['text'])}."),
         (
             "a text classifier",
             "Choose model=bert_base, distilbert_base, bert_tiny, or model=text with model.name=bert model.weights=DIR.",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 #: Sequences of a batch are padded to a multiple of this, so that batches have few different lengths.
 MULTIPLE = 8
-#: A sign that hardly a vocabulary has: a tokenizer has to have a token for it, or fails in the middle of a training.
+#: A character that most vocabularies do not contain. A tokenizer without an unknown token fails at it.
 _RARE = "\u16d4"
 
 
@@ -110,12 +110,12 @@ class Tokenizer:
         return Tokenizer(tokenizers.Tokenizer.from_str(about["tokenizer"]), about["inputs"], (number, name))
 
 
-def made(source: Path, make: Callable[[], Tokenizer]) -> Tokenizer:
-    """Make a tokenizer, and let it encode a sign that it does not know.
+def checked_tokenizer(source: Path, make: Callable[[], Tokenizer]) -> Tokenizer:
+    """Make a tokenizer and check that it encodes an unknown character.
 
     Args:
-        source: the file or folder that it is read from.
-        make: returns it.
+        source: the file or folder that the tokenizer is read from.
+        make: returns the tokenizer.
 
     Raises:
         UserError: its files are damaged.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.network import unreachable
-from efficient_ft.core.tokenizer import Tokenizer, made
+from efficient_ft.core.tokenizer import Tokenizer, checked_tokenizer
 from efficient_ft.models.checkpoint import Contents, read_contents
 from efficient_ft.models.hub_code import read_json, refuse_code
 from efficient_ft.models.loading_report import set_loading_report
@@ -226,7 +226,7 @@ def tokenizer_of(config: ModelConfig) -> Tokenizer:
     auto = _transformers(config)
     source = _local(config, tokenizer=True)
     if source.is_file():
-        return made(source, lambda: Tokenizer.loads(str(_metadata(source)[TOKENIZER])))
+        return checked_tokenizer(source, lambda: Tokenizer.loads(str(_metadata(source)[TOKENIZER])))
     _require_plain_tokenizer(source)
 
     def of_folder() -> Tokenizer:
@@ -241,7 +241,7 @@ def tokenizer_of(config: ModelConfig) -> Tokenizer:
             (fast.pad_token_id, fast.pad_token),
         )
 
-    return made(source, of_folder)
+    return checked_tokenizer(source, of_folder)
 
 
 def _require_plain_tokenizer(folder: Path) -> None:

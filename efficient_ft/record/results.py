@@ -299,7 +299,7 @@ def _schema() -> TypeAdapter[Results]:
 
 def _finite(text: str) -> float:
     if math.isinf(number := float(text)):
-        raise ValueError(f"{text} is no number that can be computed with")
+        raise ValueError(f"{text} is not a finite number")
     return number
 
 

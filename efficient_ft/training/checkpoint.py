@@ -42,7 +42,7 @@ def exists(path: Path) -> bool:
 def read(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
     """Load the checkpoint at `path`, or the previous one with a warning if it is damaged. Runs no code from the file.
 
-    Checksums tell a single changed byte: torch compares none, and would load another name or value.
+    The checksums of the file are compared, which `torch.load` does not do: it would load a changed value.
 
     Args:
         path: the checkpoint.
@@ -109,8 +109,8 @@ def refuse_another_run(path: Path, checkpoint: dict[str, Any]) -> None:
     noted = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
     if found is not None and noted and noted != found:
         raise UserError(
-            f"{path} is of another run: its run has the id {printable(found)}, and {file} has {printable(noted)}. Put"
-            f" the file of this run in its place. {START_AGAIN}"
+            f"{path} belongs to another run: its id is {printable(found)}, and {file} contains {printable(noted)}."
+            f" Put back the checkpoint of this run. {START_AGAIN}"
         )
 
 

@@ -322,7 +322,10 @@ class FineTuner(L.LightningModule):
         self._warn_if_constant()
 
     def _keep_range(self, task: int, predicted: Tensor, labels: Tensor) -> None:
-        """Keep the smallest and the negative largest class predicted, and of the labels, all on their device."""
+        """Keep the smallest and the negated largest class of the predictions and of the labels, on their device.
+
+        With the largest negated, one minimum combines batches and processes.
+        """
         labeled = labels != IGNORED
         first, last = labels.where(labeled, NO_CLASS).min(), -labels.where(labeled, -NO_CLASS).max()
         found = torch.stack([predicted.min(), -predicted.max(), first, last])

@@ -198,7 +198,10 @@ class Recorder(L.Callback):
             self._leave(stop)
 
     def _so_far(self) -> dict[str, float]:
-        """Images, FLOPs, seconds and joules (where the machine tells them) of the training so far. Collective."""
+        """Images, FLOPs, seconds and joules (where the machine tells them) of the training so far.
+
+        Every process has to call it.
+        """
         self.totals.gather()
         values: Any = self.totals.values()
         return {key: values[key] for key in ("images", "flops", "seconds", "joules") if values[key] is not None}

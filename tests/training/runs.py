@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from efficient_ft.config import Config
+from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.selftest.runs import with_changes
 from efficient_ft.training import checkpoint
 
@@ -177,3 +179,18 @@ def run_by_torchrun(plain: dict[str, Any], folder: Path, nodes: int = 2) -> list
         out, err = agent.communicate(timeout=600)
         ended.append(subprocess.CompletedProcess(agent.args, agent.returncode, out, err))
     return ended
+
+
+def uneven_batches(task: str) -> tuple[Tensor, Tensor]:
+    """Logits and labels of 12 samples with 4 classes. The shares of labeled pixels differ; some images have none.
+
+    Split by 5, the last batch is smaller.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shape = (12,) if task == "classification" else (12, 6, 5)
+    logits = 3 * torch.randn(12, 4, *shape[1:], generator=generator)
+    labels = torch.randint(0, 4, shape, generator=generator)
+    if task == "segmentation":
+        labels[torch.rand(shape, generator=generator) < torch.linspace(0, 1, 12).view(-1, 1, 1)] = IGNORED
+        labels[10:] = IGNORED
+    return logits, labels

@@ -16,6 +16,7 @@ from efficient_ft.task import TASKS
 from efficient_ft.training.evaluate import evaluate, mean_accuracies
 from efficient_ft.training.module import FineTuner
 from efficient_ft.training.run import run
+from tests.training.runs import uneven_batches
 
 
 def test_the_accuracy_on_every_split(configuration, finished, capsys):
@@ -112,13 +113,7 @@ def test_the_loss_of_an_evaluation_is_the_mean_over_its_items(configuration, mon
     """Batches of 5, 5 and 2, in which different shares of the pixels have a label, and some image none."""
     monkeypatch.setattr("efficient_ft.training.module.run_task", lambda config: TASKS[task])
     monkeypatch.setattr(FineTuner, "_warn_if_constant", lambda self: None)
-    generator = torch.Generator().manual_seed(0)
-    shape = (12,) if task == "classification" else (12, 6, 5)
-    logits = 3 * torch.randn(12, 4, *shape[1:], generator=generator)
-    labels = torch.randint(0, 4, shape, generator=generator)
-    if task == "segmentation":
-        labels[torch.rand(shape, generator=generator) < torch.linspace(0, 1, 12).view(-1, 1, 1)] = IGNORED
-        labels[10:] = IGNORED
+    logits, labels = uneven_batches(task)
     module = FineTuner(nn.Identity(), configuration(), 4, 10)
     for _ in range(2):  # the second evaluation starts again
         for batch in zip(logits.split(5), labels.split(5), strict=True):

@@ -18,6 +18,7 @@ from efficient_ft.training.module import FineTuner, likely_causes
 from efficient_ft.training.run import run
 from efficient_ft.training.trainer import build_trainer
 from tests.conftest import unwrapped
+from tests.training.runs import uneven_batches
 
 pytestmark = pytest.mark.usefixtures("without_cost")
 
@@ -117,13 +118,7 @@ def test_the_last_step_of_an_epoch_is_the_mean_over_the_batches_that_it_has(
 def test_the_loss_recorded_is_the_mean_over_the_items_trained_on(configuration, monkeypatch, task):
     """Batches of 5, 5 and 2, in which different shares of the pixels have a label, and some image none."""
     monkeypatch.setattr("efficient_ft.training.module.run_task", lambda config: TASKS[task])
-    generator = torch.Generator().manual_seed(0)
-    shape = (12,) if task == "classification" else (12, 6, 5)
-    logits = 3 * torch.randn(12, 4, *shape[1:], generator=generator)
-    labels = torch.randint(0, 4, shape, generator=generator)
-    if task == "segmentation":
-        labels[torch.rand(shape, generator=generator) < torch.linspace(0, 1, 12).view(-1, 1, 1)] = IGNORED
-        labels[10:] = IGNORED
+    logits, labels = uneven_batches(task)
     module = FineTuner(nn.Identity(), configuration(optim__label_smoothing=0.1), 4, 10)
     trainer: Any = SimpleNamespace(world_size=1, fit_loop=SimpleNamespace(batch_idx=0))
     module._trainer = trainer

@@ -206,7 +206,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     (tmp_path / "run_id").write_text("a1b2\n")
     io.load_checkpoint(file)
     (tmp_path / "run_id").write_text("c3d4\n")
-    with pytest.raises(UserError, match=r"checkpoint\.ckpt is of another run.* a1b2, .*c3d4\. Put.*resume=never"):
+    with pytest.raises(UserError, match=r"checkpoint\.ckpt belongs to another run: .*a1b2,.*c3d4\. Put.*resume=never"):
         io.load_checkpoint(file)
 
 
