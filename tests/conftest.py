@@ -14,6 +14,12 @@ os.environ.setdefault("WANDB_MODE", "offline")
 
 import pytest
 import torch
+from hypothesis import settings
+
+# The same examples every time, so that a check fails for what was changed; new ones: pytest --hypothesis-profile=random.
+settings.register_profile("same", derandomize=True)
+settings.register_profile("random", derandomize=False)
+settings.load_profile("same")
 
 torch.set_num_threads(1)
 
