@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-# The same examples every time, so that a check fails for what was changed; new ones: pytest --hypothesis-profile=random.
+# The same examples every time, so that a failure comes from a change. --hypothesis-profile=random draws new ones.
 settings.register_profile("same", derandomize=True)
 settings.register_profile("random", derandomize=False)
 settings.load_profile("same")
