@@ -18,7 +18,8 @@ from typing import Any
 import hydra
 import yaml
 from hydra._internal.utils import get_args_parser
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from efficient_ft.cli import jobs, slurm
 from efficient_ft.cli.commands import COMMANDS, run_command
@@ -163,6 +164,8 @@ def check_commandline(arguments: Any) -> list[ComposedJob]:
     conf = Path(arguments.config_path or CONF)
     composed = composed_jobs(conf, name, arguments.overrides, sweep=_sweeps(arguments), search=arguments.config_dir)
     if arguments.cfg:
+        if arguments.package and composed:
+            _check_package(arguments, composed[0].config)
         return composed
     if slurm.LAUNCHER in arguments.overrides and shutil.which("srun") is None:
         asked = "trainer=slurm" if "trainer=slurm" in arguments.overrides else slurm.LAUNCHER
@@ -190,6 +193,20 @@ def check_commandline(arguments: Any) -> list[ComposedJob]:
             sys.stderr,
         )
     return composed
+
+
+def _check_package(arguments: Any, config: Config) -> None:
+    """Refuse ``--cfg job --package NAME`` where the configuration has no entry NAME."""
+    shown = config.model_dump(mode="json")
+    try:
+        found = OmegaConf.select(OmegaConf.create(shown), arguments.package)
+    except OmegaConfBaseException:  # not the form of a name
+        found = None
+    if found is None and arguments.package != "_global_" and arguments.cfg == "job":
+        groups = ", ".join(key for key, value in shown.items() if isinstance(value, dict))
+        raise UserError(
+            f"--package {arguments.package}: there is no such entry, or it is null. The groups are {groups}."
+        )
 
 
 def without_folder(arguments: Any, composed: Sequence[ComposedJob]) -> list[str]:

@@ -185,7 +185,8 @@ def _constraint(node: dict[str, Any], whole: dict[str, Any]) -> str:
             each = f"each {items[0]}" if len(set(items)) == 1 else ", ".join(items)
             return f"a list of {len(items)} values, {each}"
         case "array":
-            return f"a list, each value {_constraint(resolved(node.get('items', {}), whole), whole)}"
+            words = "a non-empty list" if node.get("minItems") else "a list"
+            return f"{words}, each value {_constraint(resolved(node.get('items', {}), whole), whole)}"
         case "object":
             below = node.get("additionalProperties")
             words = "a non-empty mapping" if node.get("minProperties") else "a mapping"

@@ -44,6 +44,8 @@ def read_config(run: Path, do: str = START_AGAIN, other_version: str = START_AGA
         raise UserError(f"{file} cannot be read: it is not valid YAML. {do}") from error
     if not isinstance(plain, dict):
         raise UserError(f"{file} cannot be read: it is not a mapping. {do}")
+    if missing := [name for name, field in Config.model_fields.items() if field.is_required() and name not in plain]:
+        raise UserError(f"{file} cannot be read: it is incomplete, without the entry {missing[0]}. {do}")
     try:
         return check(plain)
     except RenamedSetting as error:

@@ -25,6 +25,7 @@ that it reports is in fp32.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ from pydantic import (
 )
 from typing_extensions import TypedDict  # pydantic needs this one below Python 3.12
 
+from efficient_ft.config.explain import mistake
 from efficient_ft.core.errors import UserError, did_you_mean
 from efficient_ft.core.parsing import parse_json, parse_yaml
 from efficient_ft.record.files import json_text, write_text_atomically
@@ -122,7 +124,7 @@ class Tune(_Strict):
     """
 
     setting: str
-    values: list[Annotated[float, Field(allow_inf_nan=False)]] = Field(min_length=1)
+    values: list[float] = Field(min_length=1)
     seed: StrictInt
     ignore: list[str] = []
 
@@ -131,6 +133,8 @@ class Tune(_Strict):
     def _numbers(cls, values: Any) -> Any:
         if isinstance(values, list) and any(isinstance(value, bool) for value in values):
             raise ValueError("must be numbers, got a truth value")
+        if isinstance(values, list) and any(isinstance(value, float) and not math.isfinite(value) for value in values):
+            raise ValueError("must be finite numbers")
         return values
 
     @field_validator("values")
@@ -209,20 +213,37 @@ def read_study(folder: Path) -> Study:
     Raises:
         UserError: there is none, or it cannot be read.
     """
-    file = folder / DEFINITION
+    file, plain = folder / DEFINITION, None
     try:
-        return Study.model_validate(parse_yaml(file.read_text(encoding="utf-8"), _UniqueKeys))  # a SafeLoader
+        plain = parse_yaml(file.read_text(encoding="utf-8"), _UniqueKeys)  # a SafeLoader
+        return Study.model_validate(plain)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{folder} holds no {DEFINITION}. Pass the folder of a study.") from None
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}.") from error
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        said = "it must be a mapping" if first["type"] == "model_type" else first["msg"].removeprefix("Value error, ")
-        where = ".".join(map(str, first["loc"]))
-        raise UserError(f"{file} cannot be used: {where + ': ' if where else ''}{said}.") from error
+        raise UserError(f"{file} cannot be used: {_said(plain, error)}") from error
     except ValueError as error:
         raise UserError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def _said(plain: Any, error: ValidationError) -> str:
+    """The sentence for the first mistake in the contents `plain` of a study.yaml."""
+    first = error.errors(include_url=False)[0]
+    if not isinstance(plain, dict):
+        return "it must be a mapping."
+    where = ".".join(str(part) for part in first["loc"] if part != "[key]")
+    match first["type"]:
+        case "value_error":
+            return f"{where + ': ' if where else ''}{first['msg'].removeprefix('Value error, ')}."
+        case "missing":
+            return f"{where} is missing."
+        case "extra_forbidden":
+            known = Tune.model_fields if first["loc"][0] == "tune" else Study.model_fields
+            return f"{where} is not an entry of a study.{did_you_mean(str(first['loc'][-1]), known)}"
+        case "string_type" if first["loc"][-1] == "[key]":
+            return f"{where}: a name must be a string; quote it."
+    return str(mistake(Study, plain, "", first["loc"], first["type"]))
 
 
 def chosen_rows(study: Study, names: Sequence[str]) -> list[str]:

@@ -95,6 +95,12 @@ def evaluate(run: Path, config: Config | None = None) -> Evaluated:
 
 def _refuse_changes(run: Path, stored: Config, config: Config) -> None:
     """Refuse another model, methods or tasks, and splits that could evaluate on training images."""
+    had, got = ("+".join(one.method) for one in (stored, config))
+    if had != got:
+        raise UserError(
+            f"evaluate={run}: method={got} (the run has {had}): evaluation uses the methods of the run. Leave out"
+            " method."
+        )
     old, new = _fixed(stored, config), _fixed(config, stored)
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     if changed:

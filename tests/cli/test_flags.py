@@ -47,3 +47,9 @@ def test_help_is_shown_whatever_the_settings_are(program: Path) -> None:
     for flag in ("--help", "--hydra-help"):
         done = call(program, "optim.nope=1", "model=nope", flag)
         assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_entry_that_the_configuration_lacks(program: Path) -> None:
+    done = call(program, "--cfg", "job", "--package", "optmi")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("--package optmi: there is no such entry, or it is null. The groups are")

@@ -210,11 +210,14 @@ def test_a_diverged_run_is_a_finding_and_never_the_best(folder: Path) -> None:
         (STUDY + "  b: [method=head, optim.lr=0.5]", r"row b sets optim\.lr=0\.5, which the study sets"),
         (STUDY + "  b: [method=head, seed=9]", "row b sets seed=9"),
         (STUDY + "  b: [method=full]", "rows full and b have the same settings"),
-        (STUDY.replace("1.0e-2]", ".nan]"), "finite number"),
+        (STUDY.replace("1.0e-2]", ".nan]"), "must be finite numbers"),
         (STUDY.replace("1.0e-2]", "yes]"), "must be numbers, got a truth value"),
-        (STUDY.replace("seeds: [0, 1]", "seeds: [0, yes]"), "seeds.1: Input should be a valid integer"),
-        ("title: a", "Field required"),
-        (STUDY + "extra: 1", "extra: Extra inputs are not permitted"),
+        (STUDY.replace("seeds: [0, 1]", "seeds: [0, yes]"), "seeds must be a non-empty list, each value an integer"),
+        (STUDY.replace("seeds: [0, 1]", "seeds: []"), r"seeds must be a non-empty list, .*, got \[\]"),
+        ("title: a", "settings is missing"),
+        (STUDY + "seed: 1", "seed is not an entry of a study. Did you mean 'seeds'"),
+        (STUDY + "  1: [method=head]", "rows.1: a name must be a string; quote it"),
+        (STUDY + "  b: method=head", "rows.b must be a list, each value a string, got method=head"),
     ],
 )
 def test_a_study_that_cannot_be_read_is_refused(tmp_path: Path, text: str | None, said: str) -> None:

@@ -307,8 +307,15 @@ def test_results_of_an_earlier_version_are_refused(tmp_path, configuration, fini
         run(configuration(), place)
 
 
-@pytest.mark.parametrize("text", ["[1, 2]", "model: {name: [", "method: 3", ""])
+@pytest.mark.parametrize("text", ["[1, 2]", "model: {name: [", "method: 3", "", "task: text"])
 def test_a_damaged_configuration_is_refused(tmp_path, configuration, text):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(UserError, match=r"config\.yaml cannot be read.*resume=never"):
+        run(configuration(), tmp_path)
+
+
+def test_a_configuration_that_was_cut_off_is_refused(tmp_path, configuration, finished):
+    text = (finished[0] / "config.yaml").read_text()
+    (tmp_path / "config.yaml").write_text(text[: text.index("optim:")])
+    with pytest.raises(UserError, match=r"it is incomplete, without the entry optim\. .*resume=never"):
         run(configuration(), tmp_path)
