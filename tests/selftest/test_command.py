@@ -53,6 +53,13 @@ def test_trials_are_counted_and_measured_by_promise(tmp_path: Path, capsys: pyte
     assert record["promises"]["1"]["environment"]["torch"]
 
 
+@pytest.mark.parametrize("jobs", ["0", "two"])
+def test_a_number_of_jobs_that_cannot_be_used_is_refused(jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["--jobs", jobs])
+    assert f"argument --jobs: must be an integer >= 1, got {jobs}" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("two_promises")
 def test_a_broken_promise_is_named_and_the_others_stay_in_the_record(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
