@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -17,15 +18,15 @@ from efficient_ft.optim import LowBitAdamW, state_tensors
 BASELINE = "torch AdamW, 32 bits"
 #: Values of a row: two blocks of the low-bit form, one of torchao's 8-bit form.
 _WIDTH = 256
-#: Steps of a case without and with a pause.
-_STEPS, _LONG = 60, 240
+#: Steps of a case without a pause, with one, and of the longest.
+_STEPS, _PAUSED, _LONG = 60, 240, 3000
 _LR = 1e-3
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 
 
 def measure_optimizers(device: torch.device | str = "cpu", *, rounds: int = 10, warmup: int = 2) -> dict[str, Any]:
-    """Compare optimizers on gradients that are spread within a block, and on channels that pause.
+    """Compare optimizers on gradients that are spread within a block, on channels that pause, and over many steps.
 
     torchao and bitsandbytes take part if they are installed; torchao runs without its compiler.
 
@@ -36,7 +37,8 @@ def measure_optimizers(device: torch.device | str = "cpu", *, rounds: int = 10, 
 
     Returns:
         The report, for JSON and `tables.report_text`. For each optimizer and case, ``largest`` is the largest step
-        relative to AdamW's largest, and ``error`` the relative error of all steps.
+        relative to AdamW's largest, ``error`` the relative error of all steps, and ``size`` the norm of the last tenth
+        of the steps, relative to AdamW's.
     """
     makers = optimizers()
     torch.compiler.set_stance("force_eager")  # torchao's compiler needs minutes, and on a CPU a C++ compiler
@@ -79,7 +81,8 @@ def optimizers() -> dict[str, Make]:
 def _cases() -> dict[str, Callable[[], Iterator[Tensor]]]:
     """Return the gradients of each case."""
     spreads = {f"spread 1e{d}": lambda d=d: _spread(d, _STEPS) for d in (2, 3, 4, 6)}
-    return {**spreads, "late": lambda: _late(False), "late, one sign": lambda: _late(True)}
+    late = {"late": lambda: _late(False), "late, one sign": lambda: _late(True)}
+    return {**spreads, **late, f"{_LONG:,} steps": lambda: _spread(1, _LONG)}
 
 
 def _spread(decades: float, steps: int) -> Iterator[Tensor]:
@@ -91,20 +94,21 @@ def _spread(decades: float, steps: int) -> Iterator[Tensor]:
 
 def _late(one_sign: bool) -> Iterator[Tensor]:
     """Yield gradients, every seventh channel of which is 0 in three quarters of the steps."""
-    for step, gradient in enumerate(_spread(2, _LONG)):
+    for step, gradient in enumerate(_spread(2, _PAUSED)):
         if one_sign:
             gradient[:, ::7] = torch.logspace(0, -2, _WIDTH)[::7]
-        gradient[:, ::7] *= step >= _LONG * 3 // 4
+        gradient[:, ::7] *= step >= _PAUSED * 3 // 4
         yield gradient
 
 
 def _compare(
     makers: dict[str, Make], gradients: Callable[[], Iterator[Tensor]], device: torch.device
 ) -> dict[str, dict[str, float]]:
-    """Return the largest step and the error of each optimizer, relative to the baseline's."""
+    """Return the largest step, the error and the size of the last steps of each optimizer, relative to the baseline."""
     weights = {name: nn.Parameter(torch.zeros(64, _WIDTH, device=device)) for name in makers}
     built = {name: make([weights[name]]) for name, make in makers.items()}
     largest, errors, total = dict.fromkeys(makers, 0.0), dict.fromkeys(makers, 0.0), 0.0
+    norms: dict[str, list[float]] = {name: [] for name in makers}
     for gradient in gradients():
         steps = {}
         for name, optimizer in built.items():
@@ -113,14 +117,17 @@ def _compare(
             optimizer.step()
             steps[name] = weights[name].detach().double() / _LR
             largest[name] = max(largest[name], float(steps[name].abs().max()))
+            norms[name].append(float(steps[name].norm()))
         total += float(steps[BASELINE].square().sum())
         for name in makers:
             errors[name] += float((steps[name] - steps[BASELINE]).square().sum())
+    last = {name: math.hypot(*of[-(len(of) // 10) :]) for name, of in norms.items()}
     return {
         name: {
             "largest": largest[name] / largest[BASELINE],
             "largest_step": largest[name],
             "error": (errors[name] / total) ** 0.5,
+            "size": last[name] / last[BASELINE],
         }
         for name in makers
     }

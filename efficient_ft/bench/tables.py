@@ -242,12 +242,13 @@ def _optimizer(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
     for case in cases:
         columns.append((f"error, {case}", 9, [f"{o['cases'][case]['error']:.3f}" for o in every.values()]))
     columns += [
+        (f"last steps, {case}", 3, [f"{o['cases'][case]['size']:.2f}×" for o in every.values()]),
         ("bytes / value", 1, [f"{o['bytes_per_value']:.3f}" for o in every.values()]),
         ("step, ms", 2, [_ms(o["measured"]["step"]) for o in every.values()]),
     ]
     title = (
         f"Largest step / largest step of {report['baseline']} on the same gradients; error: relative, over all steps;"
-        " ms: a parameter of 768×3072"
+        " last steps: the norm of the last tenth, relative to the baseline; ms: a parameter of 768×3072"
     )
     return f"{paragraph(title)}\n\n{_table(columns, chosen)}"
 

@@ -27,7 +27,7 @@ class LowBitAdamW(Optimizer):
 
     No step exceeds the bound of AdamW's own steps, however far the gradients of a block are spread: the state holds the
     ratio m / √v, and √v in steps of nearly equal relative size. Entries of the state of a parameter in blocks:
-    ``ratio`` and ``root`` (codes, uint8), ``ratio_scale`` (float32, one per block) and ``root_range`` (int16, two).
+    ``ratio`` and ``root`` (codes, uint8), ``ratio_scale`` (float32, one per block) and ``root_range`` (int16, three).
 
     Source of blocks: Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", ICLR 2022.
 
@@ -124,10 +124,10 @@ class LowBitAdamW(Optimizer):
             UserError: the state is of other bits, of another optimizer or of an earlier form.
         """
         states = plain_states(self, state_dict)
-        if any(_OLD in state or hasattr(state.get("exp_avg"), "codes") for state in states.values()):
+        if any(map(_is_of_another_form, states.values())):
             raise UserError(
-                "The optimizer's state has an earlier form, or torchao's, in which small second moments can become 0"
-                f" and steps too large. {type(self).__name__} cannot continue it. Finish the training with the version"
+                "The optimizer's state has an earlier form, or torchao's, in which steps can become far too large or"
+                f" too small. {type(self).__name__} cannot continue it. Finish the training with the version"
                 " that began it. Or start again: pass resume=never for a run, which then trains from the beginning;"
                 " leave out load_state_dict in a loop, which keeps the weights."
             )
@@ -145,6 +145,12 @@ class LowBitAdamW(Optimizer):
                 name: t.detach().clone() if name == "step" else t.detach().to(p.device, copy=True)
                 for name, t in state.items()
             }
+
+
+def _is_of_another_form(state: dict[str, Any]) -> bool:
+    """Return whether the state of a parameter has a form before this one, or is torchao's."""
+    range_ = state.get("root_range")
+    return _OLD in state or hasattr(state.get("exp_avg"), "codes") or (range_ is not None and range_.shape[-1] != 3)
 
 
 class LowBitAdam(LowBitAdamW):

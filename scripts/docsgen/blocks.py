@@ -89,14 +89,17 @@ def optimizer_states(page: Path) -> str:
     """Low-bit AdamW: largest steps, errors and bytes, relative to AdamW in 32 bits."""
     data = records.load("optimizer_states")
     cases = list(next(iter(data["optimizers"].values()))["cases"])
+    shown = (cases[0], cases[-2], cases[-1])
     rows = []
     for name, record in data["optimizers"].items():
         largest = [
             f"{size:.2f}×" if (size := record["cases"][case]["largest"]) < 100 else f"{size:,.0f}×" for case in cases
         ]
-        errors = [f"{record['cases'][case]['error']:.2g}" for case in (cases[0], cases[-1])]
-        rows.append([name, *largest, *errors, f"{record['bytes_per_value']:.3f}"])
-    head = ["optimizer", *(f"largest step, {case}" for case in cases), f"error, {cases[0]}", f"error, {cases[-1]}"]
+        errors = [f"{record['cases'][case]['error']:.2g}" for case in shown]
+        rows.append([name, *largest, *errors, f"{record['cases'][cases[-1]]['size']:.2f}×"])
+        rows[-1].append(f"{record['bytes_per_value']:.3f}")
+    head = ["optimizer", *(f"largest step, {case}" for case in cases), *(f"error, {case}" for case in shown)]
+    head.append(f"last steps, {cases[-1]}")
     return f"{table([*head, 'bytes per value'], rows)}\n\n{records.conditions('optimizer_states')}"
 
 

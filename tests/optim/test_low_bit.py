@@ -68,7 +68,7 @@ def test_its_state_is_as_small_as_it_says(bits: int) -> None:
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     held = sum(t.untyped_storage().nbytes() for t in state_tensors(optimizer))
-    assert held == weight.numel() * (2 * bits / 8 + 8 / 128) + 4  # and the number of the step
+    assert held == weight.numel() * (2 * bits / 8 + 10 / 128) + 4  # and the number of the step
     assert bits == 4 or held / weight.numel() / 2 <= 1.04
 
 
@@ -285,6 +285,18 @@ def test_a_state_of_the_earlier_form_is_rejected(bits: int) -> None:
         optimizer.load_state_dict(earlier(bits, model))
     assert not optimizer.state, "nothing is changed"
     train(model, optimizer, 1)
+
+
+def test_a_state_without_shifts_is_rejected() -> None:
+    model = net()
+    optimizer = LowBitAdamW(model.parameters())
+    train(model, optimizer, 1)
+    state_dict = optimizer.state_dict()
+    for state in state_dict["state"].values():
+        if "root_range" in state:
+            state["root_range"] = state["root_range"][:, :2]
+    with pytest.raises(UserError, match=r"earlier form, or torchao's.*resume=never"):
+        LowBitAdamW(model.parameters()).load_state_dict(state_dict)
 
 
 def test_a_state_of_torchao_is_rejected() -> None:

@@ -6,8 +6,11 @@ a code of its own. The ratio, which no spread affects, is a signed square of its
 keeps Adam's bound on a step: an error of the root changes m and √v by the same factor.
 
 v changes by a thousandth per step (beta2 = 0.999), which rounding to nearest would lose. Codes are therefore rounded at
-random, from a hash of position and step: the same in every run. The ratio has no bias; the root is rounded up slightly
-more often, so that coarse codes make steps smaller rather than larger.
+random, from a hash of position and step: the same in every run. The ratio has no bias. The root is rounded up slightly
+more often, so that coarse codes make steps smaller rather than larger. Over thousands of steps this would add up until
+steps vanish. A block therefore stores the mean rounding error of its roots (the shift), which decoding adds to each
+root. The errors that remain make the mean of 1 / √v larger, by about a quarter of the octaves between two codes: a step
+divides by that much more.
 
 Source of blocks: Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", ICLR 2022.
 """
@@ -27,6 +30,10 @@ BLOCK = 128
 MIN_SIZE = 4096
 #: Float32 numbers in a unit of the codes' distance, by bits.
 UNIT = {8: 256, 4: 4096}
+#: The shift of a block is a multiple of this share of the codes' distance.
+SHIFT = 2.0**-14
+#: What a step adds to its divisor, relative to the root, for each float32 number between two codes; at most a half.
+MORE = 2.0**-25
 #: The largest root, √(2^128), as an integer; larger ones and NaN are stored as this.
 LARGEST = 0x5F7FFFFF
 #: The smallest largest ratio of a block.
@@ -40,7 +47,8 @@ class Moments(NamedTuple):
         ratio: (n · bits / 8,) uint8, codes of m / √v; in 4 bits two in a byte, the first in the high half.
         ratio_scale: (blocks,) float32, the ratio at code 1.
         root: (n · bits / 8,) uint8, codes of √v; 0 is exactly 0.
-        root_range: (blocks, 2) int16: upper half of the smallest positive root's bits, distance of the codes in units.
+        root_range: (blocks, 3) int16: upper half of the smallest positive root's bits, distance of the codes in units,
+            and the shift.
     """
 
     ratio: Tensor
@@ -61,7 +69,7 @@ def empty_moments(size: int, bits: int, device: torch.device | None = None) -> M
         torch.zeros(codes, dtype=torch.uint8, device=device),
         torch.zeros(blocks, dtype=torch.float32, device=device),
         torch.zeros(codes, dtype=torch.uint8, device=device),
-        torch.zeros(blocks, 2, dtype=torch.int16, device=device),
+        torch.zeros(blocks, 3, dtype=torch.int16, device=device),
     )
 
 
@@ -93,12 +101,20 @@ def quantize(m: Tensor, root: Tensor, bits: int, step: int) -> Moments:
 def dequantize(moments: Moments, bits: int) -> tuple[Tensor, Tensor]:
     """Return m and v, (n,) float32."""
     ratio, roots = (_from_bytes(codes, bits) for codes in (moments.ratio, moments.root))
-    low, distance = moments.root_range.int().unbind(1)
-    integers = (low << 16)[:, None] + (roots - 1) * (distance * UNIT[bits])[:, None]
-    root = integers.clamp_(max=LARGEST).view(torch.float32).mul_(roots > 0)
+    low, distance, shift = moments.root_range.int().unbind(1)
+    one = distance * UNIT[bits]
+    shifted = (low << 16) + (shift.float() * one.float() * SHIFT).int()
+    integers = ((roots - 1) * one[:, None]).add_(shifted[:, None]).clamp_(1, LARGEST)
+    root = integers.view(torch.float32).mul_(roots > 0)
     signed = ratio - 2 ** (bits - 1)
     m = (signed * signed.abs()).float() * moments.ratio_scale[:, None] * root
     return m.view(-1), (root * root).view(-1)
+
+
+def divisors(moments: Moments, bits: int) -> Tensor:
+    """Return by how much more than the root a step divides, (n,) float32: 1 without rounding errors, at most 1.5."""
+    one = (moments.root_range[:, 1].int() * UNIT[bits]).float()
+    return (one * MORE).clamp_max_(0.5).add_(1).repeat_interleave(BLOCK)
 
 
 def _ratio_codes(ratio: Tensor, bits: int, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,7 +145,9 @@ def _root_codes(root: Tensor, bits: int, noise: Tensor) -> tuple[Tensor, Tensor]
     # More often up than in proportion, the more octaves (2^23 numbers) are between two codes.
     up = noise < rest + (one * 2.0**-22).clamp_max_(1) * (rest - rest * rest)
     code = (code + up).clamp_(0, top).int() + 1
-    return torch.where(positive, code, 0), torch.stack((low, distance), 1).short()
+    down = torch.where(positive, (rest * (1 / SHIFT)).int() - up * round(1 / SHIFT), 0)
+    shift = down.sum(1) // positive.sum(1).clamp_min(1)
+    return torch.where(positive, code, 0), torch.stack((low, distance, shift), 1).short()
 
 
 def _to_bytes(codes: Tensor, bits: int) -> Tensor:

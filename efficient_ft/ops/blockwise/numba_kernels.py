@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 from numba import carray, float32, int16, int32, njit, uint8, uint32
 
-from efficient_ft.ops.blockwise.form import BLOCK, LARGEST, UNIT, levels
+from efficient_ft.ops.blockwise.form import BLOCK, LARGEST, MORE, SHIFT, UNIT, levels
 from efficient_ft.ops.packing.kernels.numba_kernels import _address, _noise, _take, as_job
 
 # Division as the processor does it: by 0 it is infinite, and the loop is vectorized.
 _jit: Any = njit(nogil=True, boundscheck=False, error_model="numpy")
 _LARGEST, _FINITE = np.int32(LARGEST), np.finfo(np.float32).max
+_MORE, _SHIFT, _SHIFTS = np.float32(MORE), np.float32(SHIFT), np.int32(1 / SHIFT)
 
 
 @_jit
@@ -27,15 +28,15 @@ def _decode(ratio, root, scale, low, one, zero, m, v_bits):
     for i in range(len(m)):
         signed = int32(ratio[i]) - zero
         m[i] = float32(int32(signed * abs(signed))) * scale
-        bits = min(int32(low + int32(int32(root[i]) - int32(1)) * one), _LARGEST)
+        bits = min(max(int32(low + int32(int32(root[i]) - int32(1)) * one), int32(1)), _LARGEST)
         v_bits[i] = bits if root[i] != uint8(0) else int32(0)
 
 
 @_jit
-def _step(p, grad, m, v, factors):
+def _step(p, grad, m, v, divisor, factors):
     """Update p; replace m by its ratio to √v, and v by √v."""
     l2, decay, beta1, rest1 = factors[0], factors[1], factors[2], factors[3]
-    beta2, rest2, correction, eps, rate = factors[4], factors[5], factors[6], factors[7], factors[8]
+    beta2, rest2, correction, eps, rate = factors[4], factors[5], factors[6] * divisor, factors[7], factors[8]
     for i in range(len(p)):
         g = grad[i] if l2 == float32(0) else p[i] * l2 + grad[i]
         new = m[i] * v[i] * beta1 + g * rest1
@@ -60,15 +61,21 @@ def _bounds(m_bits, v_bits, largest, low, high):
 
 @_jit
 def _encode(m, v_bits, inverse, low, one, tops, base, ratio, root):
+    """Write the codes to ratio and root; return the shift."""
     ratio_top, root_top, zero = tops
+    down, positive = int32(0), int32(0)
     closer, unit = float32(1) / float32(one), min(float32(one) * float32(2.0**-22), float32(1))
     for i in range(len(m)):
         noise = _noise(i, base)
         place = float32(int32(v_bits[i] - low)) * closer
         code = int32(place)
         rest = place - float32(code)
-        code = int32(code + int32(noise < rest + unit * (rest - rest * rest)))
-        root[i] = uint8(min(code, root_top) + int32(1)) if v_bits[i] > int32(0) else uint8(0)
+        up = int32(noise < rest + unit * (rest - rest * rest))
+        code = int32(code + up)
+        some = int32(v_bits[i] > int32(0))
+        root[i] = uint8((min(code, root_top) + int32(1)) * some)
+        down += int32((int32(rest * float32(_SHIFTS)) - up * _SHIFTS) * some)
+        positive += some
 
         noise = noise * float32(4096)
         noise = noise - float32(int32(noise))
@@ -77,6 +84,7 @@ def _encode(m, v_bits, inverse, low, one, tops, base, ratio, root):
         whole = float32(code)
         code = min(int32(code + int32(noise * (float32(2) * whole + float32(1)) < size - whole * whole)), ratio_top)
         ratio[i] = uint8(zero + (int32(-code) if m[i] < float32(0) else code))
+    return int16(down // max(positive, int32(1)))
 
 
 @_jit
@@ -107,7 +115,7 @@ def adam_step(bits: int) -> Any:
         blocks = n // BLOCK
         p, grad = carray(_address(job[4]), (blocks, BLOCK), float32), carray(_address(job[5]), (blocks, BLOCK), float32)
         ratio, root = carray(_address(job[6]), (blocks, of), uint8), carray(_address(job[8]), (blocks, of), uint8)
-        scale, range_ = carray(_address(job[7]), (blocks,), float32), carray(_address(job[9]), (blocks, 2), int16)
+        scale, range_ = carray(_address(job[7]), (blocks,), float32), carray(_address(job[9]), (blocks, 3), int16)
         factors = carray(_address(job[10]), (10,), float32)
         smallest = factors.view(np.int32)[9]
         m, v = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
@@ -124,8 +132,10 @@ def adam_step(bits: int) -> Any:
                     _spread(ratio[b], ratio_codes)
                     _spread(root[b], root_codes)
                 low, one = int32(int32(range_[b, 0]) << int32(16)), int32(int32(range_[b, 1]) * unit)
+                low = int32(low + int32(float32(range_[b, 2]) * float32(one) * _SHIFT))
+                divisor = float32(1) + min(float32(one) * _MORE, float32(0.5))
                 _decode(ratio_codes, root_codes, scale[b], low, one, zero, m, v_bits)
-                _step(p[b], grad[b], m, v, factors)
+                _step(p[b], grad[b], m, v, divisor, factors)
                 largest.view(np.int32)[0], low, high = _bounds(m_bits, v_bits, smallest, _LARGEST, int32(0))
                 low = int32(low >> int32(16))
                 distance = max(int32(int32(high - int32(low << int32(16)) + least - int32(1)) // least), int32(1))
@@ -133,7 +143,8 @@ def adam_step(bits: int) -> Any:
                 scale[b] = largest[0] * part
                 low, one, inverse = int32(low << int32(16)), int32(distance * unit), float32(1) / scale[b]
                 base = uint32(seed + uint32(b * BLOCK))
-                _encode(m, v_bits, inverse, low, one, (ratio_top, root_top, zero), base, ratio_codes, root_codes)
+                tops = (ratio_top, root_top, zero)
+                range_[b, 2] = _encode(m, v_bits, inverse, low, one, tops, base, ratio_codes, root_codes)
                 if bits == 4:
                     _join(ratio_codes, ratio[b])
                     _join(root_codes, root[b])

@@ -39,6 +39,7 @@ def _store_codes(codes, at, code, row, blocks, BITS: tl.constexpr, ROWS: tl.cons
 def adam_step(
     p, grad, ratio, scale, root, range_, factors, seed, blocks, BITS: tl.constexpr, ROWS: tl.constexpr,
     SIZE: tl.constexpr, RATIO_TOP: tl.constexpr, ROOT_TOP: tl.constexpr, UNIT: tl.constexpr, LARGEST: tl.constexpr,
+    SHIFTS: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
     """Compute `blockwise.adam_step` for ROWS blocks of SIZE values."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -50,10 +51,13 @@ def adam_step(
     beta2, rest2, correction = tl.load(factors + 4), tl.load(factors + 5), tl.load(factors + 6)
     eps, rate, smallest = tl.load(factors + 7), tl.load(factors + 8), tl.load(factors + 9)
 
-    low = tl.load(range_ + 2 * row, mask=inside, other=0).to(tl.int32) << 16
-    one = tl.load(range_ + 2 * row + 1, mask=inside, other=0).to(tl.int32) * UNIT
+    low = tl.load(range_ + 3 * row, mask=inside, other=0).to(tl.int32) << 16
+    one = tl.load(range_ + 3 * row + 1, mask=inside, other=0).to(tl.int32) * UNIT
+    shift = tl.load(range_ + 3 * row + 2, mask=inside, other=0).to(tl.float32)
+    low += (shift * one.to(tl.float32) * (1 / SHIFTS)).to(tl.int32)
+    divisor = 1 + tl.minimum(one.to(tl.float32) * MORE, 0.5)
     code = _load_codes(root, at, mask, BITS)
-    bits = tl.minimum(low[:, None] + (code - 1) * one[:, None], LARGEST)
+    bits = tl.minimum(tl.maximum(low[:, None] + (code - 1) * one[:, None], 1), LARGEST)
     s = tl.where(code > 0, bits, 0).to(tl.float32, bitcast=True)
     signed = _load_codes(ratio, at, mask, BITS) - ZERO
     m = (signed * tl.abs(signed)).to(tl.float32) * tl.load(scale + row, mask=inside, other=0)[:, None] * s
@@ -63,7 +67,7 @@ def adam_step(
     g = tl.where(l2 == 0, g, x * l2 + g)
     m = m * beta1 + g * rest1
     s = tl.sqrt_rn(s * s * beta2 + g * g * rest2)
-    tl.store(p + at, x * decay - tl.div_rn(m, s * correction + eps) * rate, mask=mask)
+    tl.store(p + at, x * decay - tl.div_rn(m, s * (correction * divisor)[:, None] + eps) * rate, mask=mask)
 
     u = tl.div_rn(m, s)
     u = tl.where(tl.abs(u) <= 3.4028234663852886e38, u, 0.0)
@@ -74,14 +78,19 @@ def adam_step(
     low = tl.min(tl.where(bits > 0, bits, LARGEST), 1) >> 16
     span = tl.max(bits, 1) - (low << 16)
     distance = tl.where(span > 0, (span + (ROOT_TOP * UNIT - 1)) // (ROOT_TOP * UNIT), 1)
-    tl.store(range_ + 2 * row, low.to(tl.int16), mask=inside)
-    tl.store(range_ + 2 * row + 1, distance.to(tl.int16), mask=inside)
+    tl.store(range_ + 3 * row, low.to(tl.int16), mask=inside)
+    tl.store(range_ + 3 * row + 1, distance.to(tl.int16), mask=inside)
 
     one = (distance * UNIT).to(tl.float32)[:, None]
     place = (bits - (low << 16)[:, None]).to(tl.float32) * tl.div_rn(1.0, one)
     rest = place - tl.floor(place)
-    up = noise < rest + tl.minimum(one * 2.384185791015625e-07, 1.0) * (rest - rest * rest)
-    code = tl.minimum(tl.floor(place).to(tl.int32) + up.to(tl.int32), ROOT_TOP) + 1
+    up = (noise < rest + tl.minimum(one * 2.384185791015625e-07, 1.0) * (rest - rest * rest)).to(tl.int32)
+    code = tl.minimum(tl.floor(place).to(tl.int32) + up, ROOT_TOP) + 1
+    down = tl.sum(tl.where(bits > 0, (rest * SHIFTS).to(tl.int32) - up * SHIFTS, 0), 1)
+    positive = tl.maximum(tl.sum((bits > 0).to(tl.int32), 1), 1)
+    # Rounded down, also where it is negative.
+    shift = tl.where(down < 0, -((positive - 1 - down) // positive), down // positive)
+    tl.store(range_ + 3 * row + 2, shift.to(tl.int16), mask=inside)
     _store_codes(root, at, tl.where(bits > 0, code, 0), row, blocks, BITS, ROWS, SIZE)
 
     noise = noise * 4096 - tl.floor(noise * 4096)

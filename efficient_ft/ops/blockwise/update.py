@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from efficient_ft.ops.blockwise import kernels
-from efficient_ft.ops.blockwise.form import Moments, dequantize, quantize
+from efficient_ft.ops.blockwise.form import Moments, dequantize, divisors, quantize
 
 
 class AdamStep(NamedTuple):
@@ -68,13 +68,15 @@ def adam_step(p: Tensor, grad: Tensor, moments: Moments, bits: int, step: AdamSt
 def adam_step_reference(p: Tensor, grad: Tensor, moments: Moments, bits: int, step: AdamStep) -> None:
     """Compute `adam_step` in plain torch."""
     m, v = dequantize(moments, bits)
-    root = dense_step(p, grad, m, v, step)
+    root = dense_step(p, grad, m, v, step, divisors(moments, bits))
     for held, new in zip(moments, quantize(m, root, bits, step.step), strict=True):
         held.copy_(new)
 
 
-def dense_step(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: AdamStep) -> Tensor:
+def dense_step(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: AdamStep, divisor: Tensor | None = None) -> Tensor:
     """Update a parameter and its moments m and v, all float32 of one shape, in place; return the root of v.
+
+    The step divides by `divisor` times the root; None: by the root.
 
     Every product is rounded before it is added, as in the kernel; ``add_(x, alpha=a)`` and ``lerp_`` round once.
     """
@@ -84,5 +86,6 @@ def dense_step(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: AdamStep) ->
     m.mul_(beta1).add_(grad * rest1)
     v.mul_(beta2).add_((grad * grad).mul_(rest2))
     root = v.sqrt()
-    p.mul_(decay).sub_((m / (root * correction).add_(eps)).mul_(rate))
+    divided = root * (correction if divisor is None else divisor * correction)
+    p.mul_(decay).sub_((m / divided.add_(eps)).mul_(rate))
     return root

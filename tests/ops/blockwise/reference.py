@@ -25,8 +25,9 @@ def adam(
     eps: float,
     decay: float,
     decoupled: bool,
+    divisor: Any = 1.0,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """Return the parameter and the moments after step t, all float64."""
+    """Return the parameter and the moments after step t, all float64; the root of v is multiplied by `divisor`."""
     p, m, v, g = (np.asarray(x, np.float64) for x in (p, m, v, g))
     if decoupled:
         p = p - lr * decay * p
@@ -35,7 +36,7 @@ def adam(
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * g**2
     m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
-    return p - lr * m_hat / (np.sqrt(v_hat) + eps), m, v
+    return p - lr * m_hat / (divisor * np.sqrt(v_hat) + eps), m, v
 
 
 def bound(t: int, beta1: float, beta2: float) -> float:
@@ -56,6 +57,19 @@ def ratio_values(largest: float, bits: int) -> np.ndarray:
     """Return the ratios that a block with this largest magnitude can hold: signed squares."""
     codes = np.arange(-(2 ** (bits - 1)) + 1, 2 ** (bits - 1))
     return np.sign(codes) * largest * (codes / codes[-1]) ** 2
+
+
+def more(range_: np.ndarray, bits: int) -> np.ndarray:
+    """Return the divisor of every value: 1, and a quarter of the octaves between two codes (at most a half)."""
+    octaves = range_[:, 1].astype(np.float64) * {8: 256, 4: 4096}[bits] / 2**23
+    return np.repeat(1 + np.minimum(octaves / 4, 0.5), BLOCK)
+
+
+def without_shift(roots: np.ndarray, range_: np.ndarray, bits: int) -> np.ndarray:
+    """Return the roots at the codes of one block, from decoded ones: these are shifted by a share of the distance."""
+    distance = int(range_[1]) * {8: 256, 4: 4096}[bits]
+    integers = roots.astype(np.float32).view(np.int32).astype(np.int64) - int(int(range_[2]) * distance / 2**14)
+    return np.where(roots > 0, integers.astype(np.int32).view(np.float32).astype(np.float64), 0)
 
 
 def root_values(roots: np.ndarray, bits: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from efficient_ft.ops.blockwise import BLOCK, dequantize, is_blockwise, quantize
 from efficient_ft.ops.blockwise.form import LARGEST, Moments
-from tests.ops.blockwise.reference import neighbors, ratio_values, root_values
+from tests.ops.blockwise.reference import neighbors, ratio_values, root_values, without_shift
 
 
 def values_of(moments: Moments, bits: int) -> tuple[np.ndarray, np.ndarray]:
@@ -33,15 +33,16 @@ def test_every_value_becomes_one_of_its_two_neighbors(
     root = (scale * np.exp(spread * chance.uniform(-1, 1, n)) * (chance.random(n) >= zeros)).astype(np.float32)
     m = (chance.standard_normal(n) * root).astype(np.float32)
     moments = quantize(torch.from_numpy(m), torch.from_numpy(root), bits, step)
-    assert [t.numel() for t in moments] == [n * bits // 8, blocks, n * bits // 8, 2 * blocks]
+    assert [t.numel() for t in moments] == [n * bits // 8, blocks, n * bits // 8, 3 * blocks]
     ratios, roots = values_of(moments, bits)
     for b in range(blocks):
         of = slice(b * BLOCK, (b + 1) * BLOCK)
         positive = root[of] > 0
         assert ((roots[of] > 0) == positive).all(), "a positive root never becomes 0, and 0 stays 0"
         low, high = neighbors(root[of][positive], root_values(root[of], bits))
-        assert (roots[of][positive] >= low * (1 - 1e-6)).all()
-        assert (roots[of][positive] <= high * (1 + 1e-6)).all()
+        coded = without_shift(roots[of], moments.root_range[b].numpy(), bits)[positive]
+        assert (coded >= low * (1 - 1e-5)).all()
+        assert (coded <= high * (1 + 1e-5)).all()
         exact = np.divide(m[of], root[of], out=np.zeros(BLOCK), where=positive)
         low, high = neighbors(exact, ratio_values(max(np.abs(exact).max(), 1e-30), bits))
         slack = 1e-5 * np.abs(exact).max() + 1e-12
@@ -52,7 +53,7 @@ def test_every_value_becomes_one_of_its_two_neighbors(
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_rounding_has_no_bias_over_steps(bits: int) -> None:
-    """The mean ratio is exact. The root is between its value and a slightly larger one: it is rounded up more often."""
+    """The mean ratio is exact. So is the mean root of a block; that of a value is within a quarter of the distance."""
     chance = torch.Generator().manual_seed(0)
     root = torch.rand(BLOCK, generator=chance).add(0.5)
     ratio = torch.randn(BLOCK, generator=chance)
@@ -65,9 +66,8 @@ def test_the_rounding_has_no_bias_over_steps(bits: int) -> None:
     assert (np.abs(ratios - ratio.numpy()) <= 4 * (high - low) / 2 / np.sqrt(steps) + 1e-6).all()
     low, high = neighbors(root.numpy(), root_values(root.numpy(), bits))
     exact, noise = root.numpy(), 4 * (high - low) / 2 / np.sqrt(steps) + 1e-6
-    assert (roots >= exact - noise).all()
-    assert (roots <= exact + 0.25 * (high - low) + noise).all()
-    assert (roots - exact).mean() / (high - low).mean() <= (0.01 if bits == 8 else 0.1)
+    assert (np.abs(roots - exact) <= 0.25 * (high - low) + noise).all()
+    assert abs((roots - exact).mean() / (high - low).mean()) <= 0.01
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -105,7 +105,7 @@ def test_a_value_that_is_not_finite_leaves_the_others_alone(bits: int, bad: floa
     assert v[3] >= 1e37, "the largest root: no step"
     assert ((v[BLOCK:].sqrt() - root[BLOCK:]).abs() < (0.01 if bits == 8 else 0.1)).all(), "another block"
     others = torch.arange(BLOCK) != 3
-    assert (v[:BLOCK][others].sqrt() >= 1 - 1e-6).all(), "larger roots only, so smaller steps"
+    assert (v[:BLOCK][others].sqrt() >= (0.97 if bits == 8 else 0.7)).all(), "the shift, a share of the codes' distance"
     assert torch.tensor(LARGEST, dtype=torch.int32).view(torch.float32).square().isfinite()
 
 
