@@ -64,8 +64,8 @@ def test_the_optimizer_by_hand():
     assert plain.optimizer_bytes == layers * (2 * one + 4)
     low = [counted(lambda p, bits=bits: LowBitAdamW(p, bits=bits)) for bits in (8, 4)]
     assert [count.optimizer_bytes for count in low] == [
-        layers * (2 * (one // 4) + 8 * side * side // 128 + 4),
-        layers * (2 * (one // 8) + 8 * side * side // 128 + 4),
+        layers * (2 * (one // 4) + 10 * side * side // 128 + 4),
+        layers * (2 * (one // 8) + 10 * side * side // 128 + 4),
     ]
     ordinary = executed(model, batch, (16, 16), in_chans=1)
     assert ordinary.optimizer_bytes is None

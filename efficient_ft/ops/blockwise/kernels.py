@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from efficient_ft.ops.blockwise.form import BLOCK, LARGEST, MORE, SHIFT, SMALLEST, UNIT, Moments, levels, seed_of
+from efficient_ft.ops.blockwise.form import BLOCK, LARGEST, SHIFT, SMALLEST, UNIT, Moments, levels, seed_of
 from efficient_ft.ops.packing.kernels.cpu import _run as run_in_threads
 
 _AT_A_TIME = 1 << 14  # values that a thread of a CPU updates at a time
@@ -47,7 +47,6 @@ def _on_gpu(p: Tensor, grad: Tensor, moments: Moments, bits: int, factors: Seque
         _kernels("cuda").adam_step[(-(-blocks // _ROWS),)](
             p, grad, *moments, numbers, seed - (seed >> 31 << 32), blocks, BITS=bits, ROWS=_ROWS, SIZE=BLOCK,
             RATIO_TOP=ratio_top, ROOT_TOP=root_top, UNIT=UNIT[bits], LARGEST=LARGEST, SHIFTS=round(1 / SHIFT),
-            MORE=MORE,
         )  # fmt: skip
 
 

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from numba import carray, float32, int16, int32, njit, uint8, uint32
 
-from efficient_ft.ops.blockwise.form import BLOCK, LARGEST, MORE, SHIFT, UNIT, levels
+from efficient_ft.ops.blockwise.form import BLOCK, LARGEST, SHIFT, UNIT, levels
 from efficient_ft.ops.packing.kernels.numba_kernels import _address, _noise, _take, as_job
 
 # Division as the processor does it: by 0 it is infinite, and the loop is vectorized.
 _jit: Any = njit(nogil=True, boundscheck=False, error_model="numpy")
 _LARGEST, _FINITE = np.int32(LARGEST), np.finfo(np.float32).max
-_MORE, _SHIFT, _SHIFTS = np.float32(MORE), np.float32(SHIFT), np.int32(1 / SHIFT)
+_SHIFT, _SHIFTS = np.float32(SHIFT), np.int32(1 / SHIFT)
 
 
 @_jit
@@ -33,10 +33,10 @@ def _decode(ratio, root, scale, low, one, zero, m, v_bits):
 
 
 @_jit
-def _step(p, grad, m, v, divisor, factors):
+def _step(p, grad, m, v, factors):
     """Update p; replace m by its ratio to √v, and v by √v."""
     l2, decay, beta1, rest1 = factors[0], factors[1], factors[2], factors[3]
-    beta2, rest2, correction, eps, rate = factors[4], factors[5], factors[6] * divisor, factors[7], factors[8]
+    beta2, rest2, correction, eps, rate = factors[4], factors[5], factors[6], factors[7], factors[8]
     for i in range(len(p)):
         g = grad[i] if l2 == float32(0) else p[i] * l2 + grad[i]
         new = m[i] * v[i] * beta1 + g * rest1
@@ -133,9 +133,8 @@ def adam_step(bits: int) -> Any:
                     _spread(root[b], root_codes)
                 low, one = int32(int32(range_[b, 0]) << int32(16)), int32(int32(range_[b, 1]) * unit)
                 low = int32(low + int32(float32(range_[b, 2]) * float32(one) * _SHIFT))
-                divisor = float32(1) + min(float32(one) * _MORE, float32(0.5))
                 _decode(ratio_codes, root_codes, scale[b], low, one, zero, m, v_bits)
-                _step(p[b], grad[b], m, v, divisor, factors)
+                _step(p[b], grad[b], m, v, factors)
                 largest.view(np.int32)[0], low, high = _bounds(m_bits, v_bits, smallest, _LARGEST, int32(0))
                 low = int32(low >> int32(16))
                 distance = max(int32(int32(high - int32(low << int32(16)) + least - int32(1)) // least), int32(1))

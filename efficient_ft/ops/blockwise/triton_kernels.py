@@ -39,7 +39,7 @@ def _store_codes(codes, at, code, row, blocks, BITS: tl.constexpr, ROWS: tl.cons
 def adam_step(
     p, grad, ratio, scale, root, range_, factors, seed, blocks, BITS: tl.constexpr, ROWS: tl.constexpr,
     SIZE: tl.constexpr, RATIO_TOP: tl.constexpr, ROOT_TOP: tl.constexpr, UNIT: tl.constexpr, LARGEST: tl.constexpr,
-    SHIFTS: tl.constexpr, MORE: tl.constexpr,
+    SHIFTS: tl.constexpr,
 ):  # fmt: skip
     """Compute `blockwise.adam_step` for ROWS blocks of SIZE values."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -55,7 +55,6 @@ def adam_step(
     one = tl.load(range_ + 3 * row + 1, mask=inside, other=0).to(tl.int32) * UNIT
     shift = tl.load(range_ + 3 * row + 2, mask=inside, other=0).to(tl.float32)
     low += (shift * one.to(tl.float32) * (1 / SHIFTS)).to(tl.int32)
-    divisor = 1 + tl.minimum(one.to(tl.float32) * MORE, 0.5)
     code = _load_codes(root, at, mask, BITS)
     bits = tl.minimum(tl.maximum(low[:, None] + (code - 1) * one[:, None], 1), LARGEST)
     s = tl.where(code > 0, bits, 0).to(tl.float32, bitcast=True)
@@ -67,7 +66,7 @@ def adam_step(
     g = tl.where(l2 == 0, g, x * l2 + g)
     m = m * beta1 + g * rest1
     s = tl.sqrt_rn(s * s * beta2 + g * g * rest2)
-    tl.store(p + at, x * decay - tl.div_rn(m, s * (correction * divisor)[:, None] + eps) * rate, mask=mask)
+    tl.store(p + at, x * decay - tl.div_rn(m, s * correction + eps) * rate, mask=mask)
 
     u = tl.div_rn(m, s)
     u = tl.where(tl.abs(u) <= 3.4028234663852886e38, u, 0.0)

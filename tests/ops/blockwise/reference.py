@@ -59,12 +59,6 @@ def ratio_values(largest: float, bits: int) -> np.ndarray:
     return np.sign(codes) * largest * (codes / codes[-1]) ** 2
 
 
-def more(range_: np.ndarray, bits: int) -> np.ndarray:
-    """Return the divisor of every value: 1, and a quarter of the octaves between two codes (at most a half)."""
-    octaves = range_[:, 1].astype(np.float64) * {8: 256, 4: 4096}[bits] / 2**23
-    return np.repeat(1 + np.minimum(octaves / 4, 0.5), BLOCK)
-
-
 def without_shift(roots: np.ndarray, range_: np.ndarray, bits: int) -> np.ndarray:
     """Return the roots at the codes of one block, from decoded ones: these are shifted by a share of the distance."""
     distance = int(range_[1]) * {8: 256, 4: 4096}[bits]

@@ -13,15 +13,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from efficient_ft.ops.blockwise import BLOCK, AdamStep, Moments, adam_step, dequantize, empty_moments, kernels
-from efficient_ft.ops.blockwise.form import seed_of
+from efficient_ft.ops.blockwise.form import DIVISOR, seed_of
 from efficient_ft.ops.blockwise.update import adam_step_reference
-from tests.ops.blockwise.reference import adam, bound, more
+from tests.ops.blockwise.reference import adam, bound
 
 SETTINGS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
 
 
 def by_kernel(run: Callable[..., None], p: Any, grad: Any, moments: Moments, bits: int, step: AdamStep) -> None:
-    run(p, grad, moments, bits, step.factors(), seed_of(step.step))
+    run(p, grad, moments, bits, step.factors(DIVISOR[bits]), seed_of(step.step))
 
 
 def form_of(name: str) -> Callable[..., None]:
@@ -60,9 +60,8 @@ def test_a_step_equals_float64(
     update = form_of(form)
     for t, grad in enumerate(gradients(n, step, spread), 1):
         before = p.double().numpy().copy(), *(x.double().numpy() for x in dequantize(moments, bits))
-        divisor = more(moments.root_range.numpy(), bits)
         update(p, grad, moments, bits, AdamStep(1e-2, beta1, beta2, eps, decay, decoupled, t))
-        exact, _, v = adam(*before, grad.numpy(), t, 1e-2, beta1, beta2, eps, decay, decoupled, divisor)
+        exact, _, v = adam(*before, grad.numpy(), t, 1e-2, beta1, beta2, eps, decay, decoupled, DIVISOR[bits])
         rounding = 2.0**-23 * np.maximum(np.abs(before[0]), np.abs(exact))  # of the parameter, which is float32
         error = np.abs(p.double().numpy() - exact)
         assert (error <= 2e-4 * np.abs(exact - before[0]) + rounding + 1e-6).all()
