@@ -127,8 +127,27 @@ def test_every_phase_is_in_the_peak() -> None:
     ]
     for change in changes:
         assert predict(replace(plain, **change), 10**9, "system", "cpu").peak_bytes > peak + 5 * 10**8, change
-    resumed = replace(plain, optimizer_bytes=10**9, step_bytes=11 * 10**8)
-    assert predict(replace(resumed, resumed=True), 0, "system", "cpu").phase == "continuing"
+
+
+def test_every_phase_can_be_the_largest() -> None:
+    """All but loading the weights, which are loaded again at the end, next to the network."""
+    plain = Demand(10**8, 10**8, 0, 10**8, 10**6, 0, evaluation=Forward(0, 10**7, 10**6))
+    large = Forward(0, 10**10, 0)
+    changes: dict[str, dict[str, Any]] = {
+        "inspecting the data": {"inspection_bytes": 10**10},
+        "training": {"step_bytes": 10**10},
+        "reading training batches": {"load_bytes": 10**10},
+        "evaluation": {"evaluation": large, "copies": 2},
+        "reading evaluation batches": {"evaluation_load_bytes": 10**10, "optimizer_bytes": 10**9},
+        "loading the saved weights": {"weights_bytes": 10**10},
+        "evaluating the saved weights": {"evaluation": large},
+        "predicting examples": {"examples": large},
+        "counting the cost": {"weights_bytes": 10**10, "copies": 10},
+        "continuing": {"resumed": True, "optimizer_bytes": 10**9, "step_bytes": 11 * 10**8},
+    }
+    for name, change in changes.items():
+        assert predict(replace(plain, **change), 10**9, "system", "cpu").phase == name
+    assert replace(plain, resumed=True).phases("system").keys() - changes.keys() == {"loading the weights"}
 
 
 @pytest.mark.slow
