@@ -118,8 +118,11 @@ def test_a_second_signal_at_the_same_time_is_the_same_request(capsys: pytest.Cap
 
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1", "SIGXCPU"])
 def test_other_signals_that_ask_to_end_have_their_own_status(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def unanswered(*_: object) -> None:
+        pytest.fail(f"{name} is not answered")
+
     number = getattr(signal, name)
-    before = signal.signal(number, signal.SIG_DFL)  # nohup ignores SIGHUP
+    before = signal.signal(number, unanswered)  # nohup ignores SIGHUP, and the default would end all tests
     core_stopping.answer(stopping._answer)
     try:
         with pytest.raises(SystemExit) as left, clean_exits():
