@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -208,7 +209,6 @@ def test_a_run_is_stopped_when_it_passes_its_budget(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_guard_stops_between_two_operations_and_leaves_nothing_behind() -> None:
-    import signal
     import threading
 
     before = signal.getsignal(memory_watch._SIGNAL)
@@ -223,6 +223,26 @@ def test_the_guard_stops_between_two_operations_and_leaves_nothing_behind() -> N
         work()
     assert signal.getsignal(memory_watch._SIGNAL) is before
     assert not any(thread.name == "memory budget" for thread in threading.enumerate())
+
+
+def test_a_request_to_stop_that_comes_while_the_watch_ends_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block may end by an error of its own, such as the message about the data."""
+    config, join = of_run(memory="1MB"), memory_watch._Watch.join
+
+    def late(watch: memory_watch._Watch) -> None:
+        signal.raise_signal(memory_watch._SIGNAL)
+        join(watch)
+
+    monkeypatch.setattr(memory_watch._Watch, "join", late)
+
+    def read() -> None:
+        with within_budget(config, torch.device("cpu"), armed=False):
+            time.sleep(0.3)
+            memory_watch.stop_from_now_on(config)
+
+    with pytest.raises(UserError, match="while the data were read"):
+        read()
+    assert memory_watch._Watch.running is None
 
 
 @pytest.mark.parametrize(("live", "stopped"), [(90, False), (98, False), (105, True)])
