@@ -78,7 +78,7 @@ def within_budget(config: Config, device: torch.device, *, armed: bool = True) -
     watch = _Watch(budget, armed)
 
     def stop(number: int, frame: Any) -> None:
-        if watch.seen:
+        if watch.seen and not watch.ended:
             raise _PassedError
 
     before = signal.signal(_SIGNAL, stop)
@@ -101,9 +101,9 @@ def stop_from_now_on(config: Config) -> None:
     """
     watch = _Watch.running
     if watch is not None:
-        watch.armed = True
         if watch.seen:
             raise _passed(config, watch.seen, "taken by the process while the data were read")
+        watch.armed = True
 
 
 def _passed(config: Config, size: int, how: str) -> UserError:
@@ -147,6 +147,11 @@ class _Watch(threading.Thread):
                     _thread.interrupt_main(_SIGNAL)
                     if self._ended.wait(_AGAIN):
                         return
+
+    @property
+    def ended(self) -> bool:
+        """Whether the block is over: a request that is still on its way has no effect."""
+        return self._ended.is_set()
 
     def end(self) -> None:
         """Stop looking."""

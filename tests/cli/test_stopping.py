@@ -118,8 +118,11 @@ def test_a_second_signal_at_the_same_time_is_the_same_request(capsys: pytest.Cap
 
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1", "SIGXCPU"])
 def test_other_signals_that_ask_to_end_have_their_own_status(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def unanswered(*_: object) -> None:
+        pytest.fail(f"{name} is not answered")
+
     number = getattr(signal, name)
-    before = signal.signal(number, signal.SIG_DFL)  # nohup ignores SIGHUP
+    before = signal.signal(number, unanswered)  # nohup ignores SIGHUP, and the default would end all tests
     core_stopping.answer(stopping._answer)
     try:
         with pytest.raises(SystemExit) as left, clean_exits():
@@ -168,3 +171,32 @@ def test_an_exception_that_python_discards_is_raised_later(number: int, place: s
     word = "Interrupted" if number == signal.SIGINT else "Terminated"
     assert done.stdout == ""
     assert done.stderr == f"{word}. The same command continues from the last checkpoint.\n"
+
+
+@pytest.mark.parametrize("number", STATUS)
+def test_a_signal_during_a_fork_leaves_no_lock_held(number: int) -> None:
+    """Libraries release their locks in callbacks after a fork, which an exception would cut short."""
+    code = f"""
+        import os, signal, threading, time
+        from efficient_ft.cli.exits import clean_exits
+        from efficient_ft.cli.stopping import answer_after_forks, answer_signals
+
+        lock = threading.Lock()
+        def after():
+            signal.raise_signal({int(number)})
+            lock.release()
+        answer_signals()
+        with clean_exits():
+            os.register_at_fork(before=lock.acquire, after_in_parent=after, after_in_child=lock.release)
+            answer_after_forks()
+            if (child := os.fork()) == 0:
+                os._exit(0)
+            os.waitpid(child, 0)
+            try:
+                time.sleep(60)
+            finally:
+                print("held" if lock.locked() else "released")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=50)
+    assert done.returncode == STATUS[signal.Signals(number)], done.stderr
+    assert done.stdout == "released\n"

@@ -92,3 +92,19 @@ def test_of_a_long_file_pieces_are_read(tmp_path: Path) -> None:
         assert contents._of_file(str(file)) != before
     file.write_bytes(bytes((3 << 20) - 1))
     assert contents._of_file(str(file)) != before
+
+
+def test_a_file_that_is_not_long_and_weights_of_any_length_are_read_whole(tmp_path: Path) -> None:
+    def noticed(size: int, whole: bool) -> bool:
+        found, file = [], tmp_path / "file"
+        for value in (0, 1):
+            data = bytearray(size)
+            data[100_000] = value  # between two pieces
+            file.write_bytes(data)
+            hashes = contents.files_contents("x", [file]).hashes["x"] if whole else contents._of_file(str(file))
+            found.append(hashes)
+        return found[0] != found[1]
+
+    assert noticed(1 << 20, whole=False)
+    assert not noticed(3 << 20, whole=False)
+    assert noticed(3 << 20, whole=True)

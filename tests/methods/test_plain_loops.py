@@ -116,10 +116,11 @@ def test_a_loop_that_begins_only_the_first_step_is_warned(optimizer: Any, kernel
 
 
 @pytest.mark.parametrize("make", [lambda: ALaST(2), lambda: TopLayers(1)])
-def test_a_loop_that_never_ends_a_step_is_warned(make: Any) -> None:
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_a_loop_that_never_ends_a_step_is_warned(make: Any, micro_batches: int) -> None:
     model, method = model_of("vit"), make()
     method.apply(model)
-    (text,) = warned(lambda: loop(model, [method], ends=False))
+    (text,) = warned(lambda: loop(model, [method], ends=False, micro_batches=micro_batches))
     assert "step_end() was not called after the optimizer's step" in text
 
 
@@ -140,10 +141,14 @@ def test_a_profile_that_is_complete_needs_no_more_steps() -> None:
     assert warned(lambda: loop(other, [], steps=3)) == []
 
 
-def test_an_optimizer_in_the_backward_pass_is_not_warned_about() -> None:
+@pytest.mark.parametrize("built_first", [False, True])
+def test_an_optimizer_in_the_backward_pass_is_not_warned_about(built_first: bool) -> None:
     model, method = model_of("vit"), LISA(1)
-    method.apply(model)
+    if not built_first:
+        method.apply(model)
     optimizer = step_in_backward(torch.optim.SGD([{"params": [p], "lr": 1e-3} for p in trained(model)]))
+    if built_first:  # its hooks come first, and free the gradients
+        method.apply(model)
 
     def steps() -> None:
         for step in range(3):
@@ -159,6 +164,8 @@ def test_the_hook_that_watches_goes_with_the_method_and_not_with_copies() -> Non
     model, method = model_of("vit"), LISA(1)
     before = [p._post_accumulate_grad_hooks for p in model.parameters()]
     method.apply(model)
+    method.step_begin(0)
+    backward(model)
     twin, other = copy.deepcopy((model, method))
     pickle.loads(pickle.dumps((model, method)))
     assert warned(lambda: [backward(twin) for _ in range(3)]) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -127,8 +128,27 @@ def test_every_phase_is_in_the_peak() -> None:
     ]
     for change in changes:
         assert predict(replace(plain, **change), 10**9, "system", "cpu").peak_bytes > peak + 5 * 10**8, change
-    resumed = replace(plain, optimizer_bytes=10**9, step_bytes=11 * 10**8)
-    assert predict(replace(resumed, resumed=True), 0, "system", "cpu").phase == "continuing"
+
+
+def test_every_phase_can_be_the_largest() -> None:
+    """All but loading the weights, which are loaded again at the end, next to the network."""
+    plain = Demand(10**8, 10**8, 0, 10**8, 10**6, 0, evaluation=Forward(0, 10**7, 10**6))
+    large = Forward(0, 10**10, 0)
+    changes: dict[str, dict[str, Any]] = {
+        "inspecting the data": {"inspection_bytes": 10**10},
+        "training": {"step_bytes": 10**10},
+        "reading training batches": {"load_bytes": 10**10},
+        "evaluation": {"evaluation": large, "copies": 2},
+        "reading evaluation batches": {"evaluation_load_bytes": 10**10, "optimizer_bytes": 10**9},
+        "loading the saved weights": {"weights_bytes": 10**10},
+        "evaluating the saved weights": {"evaluation": large},
+        "predicting examples": {"examples": large},
+        "counting the cost": {"weights_bytes": 10**10, "copies": 10},
+        "continuing": {"resumed": True, "optimizer_bytes": 10**9, "step_bytes": 11 * 10**8},
+    }
+    for name, change in changes.items():
+        assert predict(replace(plain, **change), 10**9, "system", "cpu").phase == name
+    assert replace(plain, resumed=True).phases("system").keys() - changes.keys() == {"loading the weights"}
 
 
 @pytest.mark.slow
@@ -189,7 +209,6 @@ def test_a_run_is_stopped_when_it_passes_its_budget(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_guard_stops_between_two_operations_and_leaves_nothing_behind() -> None:
-    import signal
     import threading
 
     before = signal.getsignal(memory_watch._SIGNAL)
@@ -204,6 +223,26 @@ def test_the_guard_stops_between_two_operations_and_leaves_nothing_behind() -> N
         work()
     assert signal.getsignal(memory_watch._SIGNAL) is before
     assert not any(thread.name == "memory budget" for thread in threading.enumerate())
+
+
+def test_a_request_to_stop_that_comes_while_the_watch_ends_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block may end by an error of its own, such as the message about the data."""
+    config, join = of_run(memory="1MB"), memory_watch._Watch.join
+
+    def late(watch: memory_watch._Watch) -> None:
+        signal.raise_signal(memory_watch._SIGNAL)
+        join(watch)
+
+    monkeypatch.setattr(memory_watch._Watch, "join", late)
+
+    def read() -> None:
+        with within_budget(config, torch.device("cpu"), armed=False):
+            time.sleep(0.3)
+            memory_watch.stop_from_now_on(config)
+
+    with pytest.raises(UserError, match="while the data were read"):
+        read()
+    assert memory_watch._Watch.running is None
 
 
 @pytest.mark.parametrize(("live", "stopped"), [(90, False), (98, False), (105, True)])

@@ -288,8 +288,9 @@ def test_a_resumed_run_keeps_the_form_that_was_chosen(
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", "null", '{"form": "fp33"}', '{"form": "fp32"}', '{"form": 3}', "\x00",
-             '{"form": "fp32", "end": 1, "reason": ""}', '{"form": "fp32", "end": "", "reason": "", "seconds": 3}'],
+    "text", ["", "[]", "{}", "null", '{"form": "fp33", "end": "", "reason": ""}', '{"form": "fp32"}', '{"form": 3}',
+             "\x00", '{"form": "fp32", "end": 1, "reason": ""}',
+             '{"form": "fp32", "end": "", "reason": "", "seconds": 3}'],
 )  # fmt: skip
 def test_a_damaged_choice_of_the_form_is_one_message(tmp_path: Path, text: str) -> None:
     file = tmp_path / features_module.PREFIX
