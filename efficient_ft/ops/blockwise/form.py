@@ -9,8 +9,8 @@ v changes by a thousandth per step (beta2 = 0.999), which rounding to nearest wo
 random, from a hash of position and step: the same in every run. The ratio has no bias. The root is rounded up slightly
 more often, so that coarse codes make steps smaller rather than larger. Over thousands of steps this would add up until
 steps vanish. A block therefore stores the mean rounding error of its roots (the shift), which decoding adds to each
-root. The errors that remain are a fifth of a root in 4 bits; they make the mean of 1 / √v larger by their square, 5 %,
-and a step divides by that much more.
+root. The errors that remain grow within some sixty steps to a fifth of a root in 4 bits. They make the mean of 1 / √v
+larger by their square, 5 %, and a step divides by that much more.
 
 Source of blocks: Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", ICLR 2022.
 """
@@ -32,8 +32,8 @@ MIN_SIZE = 4096
 UNIT = {8: 256, 4: 4096}
 #: The shift of a block is a multiple of this share of the codes' distance.
 SHIFT = 2.0**-14
-#: What the root is multiplied by in the divisor of a step, by bits.
-DIVISOR = {8: 1.0, 4: 1.05}
+#: How much larger than the root the divisor becomes within some sixty steps, by bits.
+MORE = {8: 0.0, 4: 0.05}
 #: The largest root, √(2^128), as an integer; larger ones and NaN are stored as this.
 LARGEST = 0x5F7FFFFF
 #: The smallest largest ratio of a block.
