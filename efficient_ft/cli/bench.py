@@ -184,7 +184,7 @@ def _set_up(options: argparse.Namespace) -> str:
 
     if options.threads:
         most = _THREADS_PER_PROCESSOR * (os.cpu_count() or 1)
-        if options.threads > most:  # the libraries of torch end the process if they cannot start so many
+        if options.threads > most:  # the libraries of torch end the process if they cannot start them all
             raise SettingError("--threads", options.threads, f"an integer from 1 to {most} on this machine")
         torch.set_num_threads(options.threads)
     _require_device(options.device)
