@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import sys
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 # Nothing heavy is imported before the arguments are parsed: help answers at once.
 
 PROG = "efficient-ft bench"
+
+#: --threads may be this many times the number of processors.
+_THREADS_PER_PROCESSOR = 16
 
 #: Entries of a record of `bench memory` that a report of `bench step` holds.
 PROCESS_KEYS = ("interpreter_bytes", "with_model_bytes", "optimizer", "optimizer_bytes", "counted_bytes", "felt")
@@ -179,6 +183,9 @@ def _set_up(options: argparse.Namespace) -> str:
     import torch
 
     if options.threads:
+        most = _THREADS_PER_PROCESSOR * (os.cpu_count() or 1)
+        if options.threads > most:  # the libraries of torch end the process if they cannot start them all
+            raise SettingError("--threads", options.threads, f"an integer from 1 to {most} on this machine")
         torch.set_num_threads(options.threads)
     _require_device(options.device)
     return allocator
@@ -222,6 +229,9 @@ def _require_device(name: str) -> None:
         device = torch.device(name)
     except RuntimeError:
         raise SettingError("--device", name, "cpu, cuda or cuda:N") from None
+    accelerator = torch.accelerator.current_accelerator()
+    if device.type not in ("cpu", "cuda") and (accelerator is None or device.type != accelerator.type):
+        raise SettingError("--device", name, "cpu, cuda or cuda:N")  # meta: a device without values
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SettingError("--device", name, "cpu on this machine", "There is no CUDA device.")
 

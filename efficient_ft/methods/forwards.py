@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import nn
+
+from efficient_ft.core.errors import UserError
 
 
 class OwnForward:
@@ -49,6 +52,17 @@ class OwnForward:
             found.append(inner)
             inner = inner.inner
         return found
+
+
+def refuse_export(what: str, instead: str) -> None:
+    """Raise UserError while a model is exported: by ``torch.export``, ``torch.jit.trace`` or to ONNX.
+
+    Args:
+        what: a sentence that says why it cannot be exported.
+        instead: a sentence that says what to do.
+    """
+    if torch.compiler.is_exporting() or torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():
+        raise UserError(f"{what} {instead}")
 
 
 _Kind = TypeVar("_Kind", bound=OwnForward)

@@ -41,25 +41,29 @@ class Thresholds(PackingState):
 
     Attributes:
         sparsity: share of the values dropped.
-        refresh: thresholds are computed again in every step whose number is a multiple of this.
+        refresh: thresholds are computed again in every step whose number is a multiple of this. A threshold that was
+            not used in such a step, because its layer was frozen, is computed again when it is used next.
         step: number of optimizer steps done.
         by_name: threshold by parameter name, or by the name of an input's `PackContext`.
+        computed: the step in which each of them was computed.
     """
 
     sparsity: float = 0.8
     refresh: int = 10
     step: int = 0
     by_name: dict[str, float] = field(default_factory=dict)
+    computed: dict[str, int] = field(default_factory=dict)
 
     def in_training(self, name: str, x: Tensor) -> float:
         """Return the threshold of x in a training step, refreshed if it is due."""
         if isinstance(x, FakeTensor):
             return 0.0
-        due = name not in self.by_name or self.step % self.refresh == 0
+        last = self.computed.get(name)
+        due = last is None or self.step % self.refresh == 0 or last // self.refresh != self.step // self.refresh
         if due and not bool(x.isfinite().all()):  # leaves no trace
             return self.by_name[name] if name in self.by_name else self._compute(x)
         if due:
-            self.by_name[name] = self._compute(x)
+            self.by_name[name], self.computed[name] = self._compute(x), self.step
         return self.by_name[name]
 
     def in_evaluation(self, name: str, x: Tensor) -> float:
@@ -81,7 +85,7 @@ class Thresholds(PackingState):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step and the thresholds."""
-        return {"step": self.step, "of": dict(self.by_name)}
+        return {"step": self.step, "of": dict(self.by_name), "computed": dict(self.computed)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the step and the thresholds.
@@ -91,6 +95,8 @@ class Thresholds(PackingState):
         """
         refuse_earlier(has_counted_names(state_dict["of"]))
         self.step, self.by_name = state_dict["step"], dict(state_dict["of"])
+        # Checkpoints written before steps were recorded: all thresholds hold until the next refresh.
+        self.computed = {**dict.fromkeys(self.by_name, self.step), **state_dict.get("computed", {})}
 
 
 def largest(threshold: float, x: Tensor) -> Tensor:

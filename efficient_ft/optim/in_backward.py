@@ -37,7 +37,7 @@ def step_in_backward(optimizer: Optimizer) -> SteppedInBackward:
 
     Raises:
         SettingError: several processes train.
-        UserError: in the backward pass: a second one in the same step.
+        UserError: in the backward pass: a second one in the same step; in ``GradScaler.step``.
     """
     return SteppedInBackward(optimizer)
 
@@ -104,6 +104,19 @@ class SteppedInBackward(Optimizer):
         self.optimizer.step()
         self._updated.clear()
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Refuse to be stepped by ``torch.amp.GradScaler``, which alone reads this.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(
+            "An optimizer that steps inside the backward pass cannot be used with a GradScaler: it has already updated"
+            " the parameters from the scaled gradients. Load the weights again, and train with bf16 or fp32 and without"
+            " a GradScaler, or without step_in_backward."
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients to None, or to zero, and end a step."""

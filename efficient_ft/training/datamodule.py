@@ -217,9 +217,12 @@ class RunDataModule(L.LightningDataModule):
 
     Attributes:
         features: stored features that are loaded instead of images; None: there are none.
+        repeated: indices of the evaluation loaders that have no sample for this process, and repeat another's, which
+            must not count.
     """
 
     features: RunFeatures | None = None
+    repeated: frozenset[int] = frozenset()
 
     def __init__(self, images: RunData) -> None:
         super().__init__()
@@ -244,8 +247,21 @@ class RunDataModule(L.LightningDataModule):
     def val_dataloader(self) -> DataLoader | Sequence[DataLoader]:
         trainer = self.trainer
         assert trainer is not None
-        place = trainer.global_rank, trainer.world_size
+        own = self._eval_loaders(trainer.global_rank)
+        self.repeated = frozenset(index for index, loader in enumerate(own) if not len(loader))
+        # Lightning would skip the whole evaluation here, and the other processes would wait for its scores.
+        of_first = self._eval_loaders(0) if self.repeated else own
+        loaders = [of_first[i] if i in self.repeated else loader for i, loader in enumerate(own)]
+        return loaders if isinstance(self.images, RoundRobinData) else loaders[0]
+
+    def _eval_loaders(self, rank: int) -> Sequence[DataLoader]:
+        """Return the evaluation loaders of a process, one for each data set of the run."""
+        trainer, images = self.trainer, self.images
+        assert trainer is not None
+        place = rank, trainer.world_size
+        if isinstance(images, RoundRobinData):
+            return images.eval_loader(images.best_split, *place)
         if self.features is None:
-            return self.images.eval_loader(self.images.best_split, *place)
-        assert isinstance(self.images, ImageData)
-        return self.images.eval_loader(self.images.best_split, *place, wrap=self.features.evaluation)
+            return [images.eval_loader(images.best_split, *place)]
+        assert isinstance(images, ImageData)
+        return [images.eval_loader(images.best_split, *place, wrap=self.features.evaluation)]

@@ -299,6 +299,8 @@ class FineTuner(L.LightningModule):
     # ------------------------------------------------------------------ evaluation
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Update the metrics of the task whose loader this is."""
+        if dataloader_idx in getattr(self.trainer.datamodule, "repeated", ()):  # type: ignore[attr-defined]
+            return
         images, labels, *more = batch
         if self.tasks is not None:
             self.tasks.active = self.tasks.names[dataloader_idx]

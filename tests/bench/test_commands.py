@@ -267,6 +267,8 @@ def test_a_loop_that_reads_stored_features(
         ("layer --shape 3,4", "--shape must be of the form C_IN,C_OUT,HxW, got 3,4."),
         ("layer --orders 2,16", "--orders must be integers from 1 to 15, got 16."),
         ("layer --device warp", "--device must be cpu, cuda or cuda:N, got warp."),
+        ("memory --model vit_digits --device meta full", "--device must be cpu, cuda or cuda:N, got meta."),
+        ("step --model vit_digits --threads 100000 full", "on this machine, got 100000."),
         ("loop --job no_such_model", "no_such_model"),
         ("loop --job default --images no_such_folder", "no_such_folder"),
         ("loop --job default --set data.num_workers=2", "data.num_workers must be 0, got 2. Loading is timed in one"),

@@ -17,6 +17,7 @@ from efficient_ft.methods import LBPDCT, LBPWHT, Full, LastStage, apply_methods
 from efficient_ft.methods.backprop.low_rank import LowRankConv2d, LowRankLinear
 from efficient_ft.models.view import Reason, view
 from efficient_ft.ops.projection import WalshProjector, low_pass_l1
+from efficient_ft.testing import batch_of, model_of
 
 # The layers the paper projects (and no others), by model.
 NAMED = {
@@ -328,3 +329,16 @@ def test_frozen_layers_below_the_lowest_trained_one_run_plain():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)) or t, lambda t: t):
         model.blocks[0](model.norm_pre(torch.randn(4, 50, 192)))
     assert saved == []
+
+
+@pytest.mark.parametrize("method", [LBPWHT(padding="ortho"), LBPDCT(order=4)], ids=lambda method: method.name)
+def test_gradients_do_not_depend_on_the_memory_format(method):
+    plain, found = model_of("resnet"), []
+    for form in (torch.contiguous_format, torch.channels_last):
+        model = copy.deepcopy(plain).to(memory_format=form)
+        apply_methods(model, [Full(), type(method)(**method.settings())])
+        images, labels = batch_of("resnet")
+        torch.nn.functional.cross_entropy(model(images.to(memory_format=form)), labels).backward()
+        found.append([p.grad for p in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)

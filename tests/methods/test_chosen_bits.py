@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError
 from efficient_ft.cost import executed
-from efficient_ft.methods import BSR, LBPWHT, LowBit, apply_methods
+from efficient_ft.methods import BSR, LBPWHT, LowBit, UniformLayers, apply_methods
 from efficient_ft.methods.memory import chosen_bits
 from efficient_ft.methods.memory.chosen_bits import ChosenBits, bits_per_value, choose_forms
 from efficient_ft.testing import MODELS, batch_of, gradients, model_of
@@ -215,6 +215,36 @@ def test_steps_without_a_gradient_are_not_counted() -> None:
     assert chosen(method).forms == {}
     assert "all tensors in 3 bits, groups of 64" in method.applied.details()
     gradients(model, "vit")
+
+
+def test_a_block_that_pauses_in_the_profile_is_not_measured_there() -> None:
+    """Its own gradient has no part in what is measured: with the fewest bits it would be the worst when it trains."""
+    model, bits, selection = model_of("vit"), LowBit("auto", 3.5), UniformLayers(1, seed=0)
+    exact = copy.deepcopy(model)
+    apply_methods(model, [selection, bits])
+    selection.step_begin(0)
+    (trained,) = selection.step_stats()["trained"]
+    found(model, "vit")
+    for method in (selection, bits):
+        method.step_end()
+    parts = {name.partition("/")[0] for name in chosen(bits).forms or {}}
+    assert {part for part in parts if part.startswith("blocks.")} == {trained}
+    # All blocks train: those that paused have the error of equal bits.
+    equal = model_of("vit")
+    LowBit(3).apply(equal)
+    true, ours, equals = (found(net, "vit") for net in (exact, model, equal))
+    for block in {f"blocks.{i}" for i in range(4)} - {trained}:
+        errors = [relative_change(of, {n: g for n, g in true.items() if block in n}, []) for of in (ours, equals)]
+        assert errors[0] < 1.5 * errors[1], block
+
+
+def test_a_block_that_never_trains_is_measured() -> None:
+    model, bits = model_of("vit"), LowBit("auto", 3.5)
+    model.get_submodule("blocks.2").requires_grad_(False)
+    bits.apply(model)
+    found(model, "vit")
+    bits.step_end()
+    assert any(name.startswith("blocks.2/") for name in chosen(bits).forms or {})
 
 
 @pytest.mark.slow

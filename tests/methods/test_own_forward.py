@@ -16,6 +16,7 @@ from efficient_ft.methods import (
     BSR,
     LBPWHT,
     LISA,
+    SWAT,
     ALaST,
     BackRazor,
     BSRMoE,
@@ -24,6 +25,7 @@ from efficient_ft.methods import (
     HeadOnly,
     LoRA,
     Method,
+    MoE,
     ToMe,
 )
 from tests.methods.settings import small_vit
@@ -110,11 +112,40 @@ def test_functions_that_need_all_tokens_are_rejected_until_the_method_is_removed
 
 
 @pytest.mark.parametrize("method", [ToMe(4), EViT([1])], ids=lambda method: method.name)
-def test_an_export_to_onnx_is_rejected(method: Method, tmp_path: Path) -> None:
+def test_an_export_to_onnx_by_torchscript_is_rejected(method: Method, tmp_path: Path) -> None:
     model = small_vit("vit_tiny_patch16_224").eval()
     type(method)(**method.settings()).apply(model)
-    with pytest.raises(UserError, match=r"ONNX has no operators .* Remove it first"):
+    with pytest.raises(UserError, match=r"has no operators .* Use dynamo=True"):
         torch.onnx.export(model, (pictures(),), str(tmp_path / "x.onnx"), dynamo=False)
+
+
+@pytest.mark.parametrize("method", [ToMe(4), EViT([1])], ids=lambda method: method.name)
+def test_an_export_computes_the_same_and_to_onnx_without_a_stable_sort(
+    method: Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ONNX has no operator for it, and the order of its TopK is stable."""
+    model = small_vit("vit_tiny_patch16_224").eval()
+    type(method)(**method.settings()).apply(model)
+    other = 2 - pictures()
+    sorts = []
+    for onnx in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.onnx, "is_in_onnx_export", lambda onnx=onnx: onnx)
+            exported = torch.export.export(model, (pictures(),))
+        graphs = [m.graph for m in exported.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
+        sorts.append(any("sort.stable" in str(node.target) for graph in graphs for node in graph.nodes))
+        torch.testing.assert_close(exported.module()(other), model(other))
+    assert sorts == [True, False]
+
+
+@pytest.mark.parametrize("method", [SWAT(), MoE(num_experts=2, top_k=1, blocks=[1])], ids=lambda method: method.name)
+def test_an_export_that_would_be_silently_wrong_is_rejected(method: Method) -> None:
+    """Dense weights instead of sparse ones; for each expert as many tokens as in the example."""
+    model = small_vit("vit_tiny_patch16_224").eval()
+    type(method)(**method.settings()).apply(model)
+    for export in (torch.export.export, torch.jit.trace):
+        with pytest.raises(UserError, match=rf"method {method.name}: .* exported network would"):
+            export(model, (pictures(),))
 
 
 @pytest.mark.parametrize("make", [BackRazor, LBPWHT, HeadOnly, LoRA, LISA])

@@ -79,6 +79,21 @@ def test_thresholds_hold_until_the_step_in_which_they_are_refreshed() -> None:
     assert set(seen[0]) == {"w0", "r/linear/input"}
 
 
+def test_the_threshold_of_a_layer_that_was_frozen_is_not_that_of_long_ago() -> None:
+    """A layer that pauses in the step of a refresh is given a new threshold when it trains again, and holds it."""
+    thresholds, (x, w) = Thresholds(sparsity=0.5, refresh=4), tensors((2, 8, 6), (5, 6))
+    seen = {}
+    for step in range(12):
+        thresholds.step = step
+        w.requires_grad_(step not in (3, 4, 5))
+        with around(thresholds, w):
+            F.linear(x * (1 + step), w)
+        thresholds.end_step()
+        seen[step] = thresholds.by_name["r/linear/input"] / thresholds.by_name["w0"]
+    base = seen[0]
+    assert seen == pytest.approx({step: base * (1 if step < 6 else 7 if step < 8 else 9) for step in range(12)})
+
+
 def _from(x: Tensor, threshold: float) -> Tensor:
     return (x * (x.abs() > threshold * (1 - 1e-9))).detach()
 
@@ -139,5 +154,6 @@ def test_thresholds_travel() -> None:
     other = Thresholds(sparsity=0.5)
     other.load_state_dict(one.state_dict())
     assert (other.step, other.by_name) == (7, {"a": 0.1 + 0.2})
+    assert other.computed == {"a": 7}, "an earlier version did not record it"
     one.by_name["a"] = 0.0
     assert other.by_name["a"] == 0.1 + 0.2

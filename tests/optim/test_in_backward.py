@@ -149,6 +149,18 @@ def test_a_second_backward_pass_in_a_step_is_refused() -> None:
         model(torch.ones(1, 64)).sum().backward()
 
 
+def test_a_grad_scaler_is_refused() -> None:
+    model = net()
+    optimizer, scaler = step_in_backward(LowBitAdamW(model.parameters())), torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(4, 64)).square().sum()).backward()
+    with pytest.raises(UserError, match="cannot be used with a GradScaler"):
+        scaler.step(optimizer)
+    step(model, optimizer, 0)
+    off = torch.amp.GradScaler("cpu", enabled=False)  # as loops have it that choose fp16 by a setting
+    off.scale(model(torch.ones(4, 64)).square().sum()).backward()
+    off.step(optimizer)
+
+
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)

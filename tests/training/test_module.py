@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.record.environment import cpu_name
 from efficient_ft.task import TASKS
 from efficient_ft.training import checkpoint
+from efficient_ft.training.datamodule import RunDataModule
 from efficient_ft.training.module import FineTuner, likely_causes
 from efficient_ft.training.run import run
 from efficient_ft.training.trainer import build_trainer
@@ -248,3 +250,20 @@ def test_equal_predictions_are_those_of_all_labeled_pixels_in_all_processes(
 def test_a_run_that_learns_is_not_warned_about(finished, tmp_path, configuration, capsys):
     run(configuration(), tmp_path / "run")
     assert "warning" not in capsys.readouterr().out
+
+
+def test_a_process_without_images_of_an_evaluation_repeats_those_of_the_first() -> None:
+    """Lightning would skip the evaluation in this process alone, or end the run with a traceback."""
+
+    def loaders(counts: list[int], rank: int) -> list[DataLoader]:
+        return [DataLoader(range(count)[rank::2]) for count in counts]  # type: ignore[arg-type]
+
+    images: Any = SimpleNamespace(best_split="val", eval_loader=lambda split, rank, world: loaders([1], rank)[0])
+    data = RunDataModule(images)
+    for rank, repeated in ((0, frozenset()), (1, {0})):
+        data.trainer = SimpleNamespace(global_rank=rank, world_size=2)  # type: ignore[assignment]
+        (batch,) = data.val_dataloader()
+        assert batch.tolist() == [0]
+        assert data.repeated == repeated
+    module: Any = SimpleNamespace(trainer=SimpleNamespace(datamodule=data))
+    assert FineTuner.validation_step(module, None, 0) is None  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ from efficient_ft.training import checkpoint, export
 from efficient_ft.training.run import run
 from tests.conftest import unwrapped
 from tests.data.mask_pictures import VOID, write_folder
+from tests.data.pictures import save
 from tests.training.runs import (
     assert_same_run,
     killed_process,
@@ -61,6 +62,20 @@ def test_uneven_halves_of_the_last_batch_count_by_their_images(tmp_path, configu
     same_rows(tmp_path / "two", tmp_path / "one")
     for key, value in one["state_dict"].items():
         torch.testing.assert_close(two["state_dict"][key], value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_process_without_a_validation_image_evaluates_as_the_others_do(tmp_path):
+    """One image to validate on: the other process repeats it, and its copy does not count."""
+    for split, count in (("train", 9), ("val", 1), ("test", 1)):
+        for k in range(count):
+            save(tmp_path / "images" / split / "ab"[k % 2] / f"{k}.png", 1000 * (k % 2) + k)
+    quiet = {**QUIET, "trainer__epochs": 2, "optim__warmup_steps": 0, "optim__name": "sgd"}
+    for name, devices, batch in (("one", 1, 4), ("two", 2, 2)):
+        data = {"name": "folder", "root": str(tmp_path / "images"), "batch_size": batch, "num_workers": 0}
+        run_in_processes(plain_config(**quiet, trainer__devices=devices, data=data), tmp_path / name)
+    same_rows(tmp_path / "two", tmp_path / "one")
+    found = [json.loads((tmp_path / name / "results.json").read_text())["accuracy"] for name in ("one", "two")]
+    assert found[0] == found[1]
 
 
 @pytest.mark.exhaustive  # numba compiles twenty kernels in each of five processes

@@ -22,7 +22,14 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.blocks import blocks_at, check_indices
 from efficient_ft.methods.declarations import Adds, Axis, Needs
-from efficient_ft.methods.forwards import OwnForward, foreign_forward, forwards_of, put_inside, take_away
+from efficient_ft.methods.forwards import (
+    OwnForward,
+    foreign_forward,
+    forwards_of,
+    put_inside,
+    refuse_export,
+    take_away,
+)
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import ranges, trained
 from efficient_ft.models.tasks import Tasks, for_each_task, tasks_of
@@ -61,6 +68,11 @@ class _ExpertsForward(OwnForward):
 
     @torch.compiler.disable  # the number of tokens per expert depends on values
     def __call__(self, x: Tensor) -> Tensor:
+        refuse_export(
+            "method moe: the number of tokens of each expert depends on the images, and an exported network would keep"
+            " that of the example.",
+            "Run the network in PyTorch, or train it without experts.",
+        )
         # Packing is per image, but an expert's tokens come from several images.
         with packing_suspended():
             return self._mixed(x.flatten(0, -2)).unflatten(0, x.shape[:-1])

@@ -245,8 +245,7 @@ class LowRankBackward(Method):
             projection = self.projector_for(layer).projection(tokens.grid, tokens.prefix, layer.channels)
         except ValueError as error:
             raise UserError(
-                f"method {self.name}: {layer.name} on a {tokens.grid[0]}×{tokens.grid[1]} grid: {error}"
-                "; use padding=ortho or zero."
+                f"method {self.name}: {layer.name} on a {tokens.grid[0]}×{tokens.grid[1]} grid: {error}."
             ) from error
         exact, low_rank = backward_flops(projection, layer.channels)
         if self.as_published or low_rank < exact:

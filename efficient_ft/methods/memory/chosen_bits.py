@@ -11,6 +11,10 @@ proportional to the squared rounding error, which is measured too and gives the 
 trained small ViT the sum is within 5 % of the change when all are rounded.) Bits are then spent where they lower the
 sum most.
 
+A part that pauses in a step of the profile (`lisa`, `uniform_layers`) is not measured in it: what its tensors do to the
+gradients of other parts says nothing of what they do to its own. Tensors measured in no step get the bits that the
+budget has for all alike.
+
 ActNN (Chen et al., ICML 2021) and GACT (Liu et al., ICML 2022) choose bits by the sensitivity of the gradient's
 variance to them; measured changes, and relative to each part, are ours.
 """
@@ -85,8 +89,9 @@ class ChosenBits(PackingState):
     values: dict[str, int] = field(default_factory=dict)
     changes: dict[str, dict[Form, float]] = field(default_factory=dict)
     forms: dict[str, Form] | None = None
-    #: Of this step: the part of each parameter, by its id, and the changes measured.
+    #: Of this step: the part of each parameter, by its id, the parts in which nothing trains, and the changes measured.
     _part_of: dict[int, str] = field(default_factory=dict)
+    _frozen: dict[str, nn.Module] = field(default_factory=dict)
     _step: dict[str, dict[Form, float]] = field(default_factory=dict)
     #: The tensor rounded in the backward pass that is running, and its squared rounding errors by form.
     _trial: str | None = None
@@ -130,6 +135,8 @@ class ChosenBits(PackingState):
     def begin_part(self, name: str, module: nn.Module) -> None:
         """Note that a part of the model runs in a step of the profile."""
         self._part_of.update((id(p), name) for p in module.parameters())
+        if not _trains(module):
+            self._frozen[name] = module
 
     def measure(self, part: str, output: GradientEdge, g: Tensor) -> None:
         """Measure the changes for the tensors of a part, in the backward pass; once in a step.
@@ -177,8 +184,11 @@ class ChosenBits(PackingState):
         if self.forms is not None or not self.values:
             return
         names, forms = sorted(self.values), [form for form in self.all_forms if form[0] < _EXACT]
-        found = [[self._step.get(name, {}).get(form, 0.0) for form in forms] for name in names]
-        self._part_of, self._step = {}, {}
+        # Selections have ended their step: what pauses has `requires_grad` again, what never trains has not.
+        paused = {part for part, module in self._frozen.items() if _trains(module)}
+        measured_now = {name: of for name, of in self._step.items() if _part(name) not in paused}
+        found = [[measured_now.get(name, {}).get(form, 0.0) for form in forms] for name in names]
+        self._part_of, self._frozen, self._step = {}, {}, {}
         sums = all_reduce_sum(torch.tensor(found, dtype=torch.float64)).tolist()
         if not 0 < sum(map(sum, sums)) < math.inf:
             self.in_vain += 1
@@ -338,6 +348,10 @@ def _parameters_below(node: Any) -> list[Tensor]:
 def _part(name: str) -> str:
     """Return the part of the model that a packed tensor belongs to; its later calls in a forward pass have a number."""
     return name.partition("/")[0].partition("(")[0]
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
 
 
 def _squared_norm(tensors: list[Tensor]) -> float:

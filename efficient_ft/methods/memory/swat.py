@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from efficient_ft.core.errors import SettingError
 from efficient_ft.methods.declarations import Adds
-from efficient_ft.methods.forwards import forwards_of
+from efficient_ft.methods.forwards import forwards_of, refuse_export
 from efficient_ft.methods.memory.base import MemoryForward, refuse_recomputation
 from efficient_ft.methods.memory.packing import DENSE_FORWARD, PartwiseMethod
 from efficient_ft.methods.registry import register
@@ -43,6 +43,10 @@ class _SparseForward(MemoryForward):
         x = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
         if x is None or not x.numel():
             return self.within(*args, **kwargs)
+        refuse_export(
+            "method swat: an exported network would compute with dense weights.",
+            "Remove the method first: swat.remove(model). The weights that it dropped are then zero.",
+        )
         names = {id(weight): name for name, weight in self.weights().items()}
         modules = None
         if self.training and torch.is_grad_enabled():

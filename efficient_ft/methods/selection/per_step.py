@@ -204,8 +204,8 @@ class TopLayers(LayersPerStep):
     """Train the K blocks that matter most, found in a short profile: "FT top-K" of the ALaST paper.
 
     In the first steps everything trains. A block matters by the size of its gradient relative to its weights,
-    ‖g‖ / ‖w‖, each step counting as a share of 1 (our choice: the paper says "exploration"). The blocks chosen are
-    part of the checkpoint.
+    ‖g‖ / ‖w‖, each step counting as a share of 1 (our choice: the paper says "exploration"). Steps whose gradients are
+    not finite do not count. The blocks chosen are part of the checkpoint.
 
     Args:
         num_layers: K.
@@ -249,7 +249,9 @@ class TopLayers(LayersPerStep):
         found = iter(torch.stack([_gradient_size(parameters) for parameters in blocks if parameters]).tolist())
         sizes = [next(found) if parameters else 0.0 for parameters in blocks]
         total = sum(sizes)
-        shares = [size / total if 0 < total < math.inf else 0.0 for size in sizes]
+        if not math.isfinite(total):
+            return  # an overflow in fp16: the optimizer skips this step, and the profile takes another one
+        shares = [size / total if total else 0.0 for size in sizes]
         self._shares = [a + b for a, b in zip(self._shares or [0.0] * len(shares), shares, strict=True)]
         self._steps += 1
         if self._steps == self.profile_steps:

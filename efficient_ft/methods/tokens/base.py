@@ -296,11 +296,12 @@ _ALL_TOKENS = ("forward_intermediates", "get_intermediate_layers")
 
 
 def refuse_onnx(method_name: str) -> None:
-    """Raise UserError while a model is exported to ONNX."""
-    if torch.onnx.is_in_onnx_export():
+    """Raise UserError while a model is exported to ONNX by TorchScript."""
+    if torch.onnx.is_in_onnx_export() and not torch.compiler.is_exporting():
         raise UserError(
-            f"method {method_name}: ONNX has no operators for the tokens that it drops or merges. Remove it first:"
-            f" {method_name}.remove(model). The exported model then computes on all tokens."
+            f"method {method_name}: torch.onnx.export with dynamo=False has no operators for the tokens that it drops"
+            f" or merges. Use dynamo=True. Or remove the method first: {method_name}.remove(model). The exported model"
+            " then computes on all tokens."
         )
 
 

@@ -75,7 +75,10 @@ def padded_axis(size: int, reflect: bool) -> np.ndarray:
     """
     before, after = pad_before_after(size)
     if reflect and before >= size:
-        raise ValueError(f"reflect padding needs {before} mirrored rows, but an axis of {size} has {size - 1}")
+        raise ValueError(
+            f"reflect padding needs {before} mirrored rows, but an axis of {size} has {size - 1}; use padding=ortho or"
+            " zero"
+        )
     matrix = np.eye(before + size + after, size, -before)
     if reflect:
         for k in range(before):

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from efficient_ft.ops.tokens.order import largest_first
+
 
 def num_kept(count: int, keep_rate: float) -> int:
     """Return ⌈keep_rate · count⌉, with `keep_rate` as it is written: .1 of 30 is 3, not 4."""
@@ -31,7 +33,7 @@ def drop(x_BNC: Tensor, scores_BL: Tensor, prefix: int, kept: int, fuse: bool) -
         Tokens (B, P + K (+ 1), C), and the indices (B, K) of the kept patch tokens, from 0 to L − 1.
     """
     patches_BLC = x_BNC[:, prefix:]
-    order_BL = scores_BL.argsort(dim=1, descending=True, stable=True)
+    order_BL = largest_first(scores_BL)
     index_BK = order_BL[:, :kept]
     parts = [x_BNC[:, :prefix], take(patches_BLC, index_BK)]
     if fuse and kept < scores_BL.shape[1]:

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from efficient_ft.ops.autocast import autocast_disabled
 from efficient_ft.ops.tokens.dropping import over_channels
+from efficient_ft.ops.tokens.order import largest_first
 
 
 @torch.no_grad()
@@ -38,7 +39,7 @@ def match(metric_BNC: Tensor, r: int, prefix: int) -> Tensor:
     similarity_BAB[:, :of_a] = -math.inf
     similarity_BAB[:, :, :of_b] = -math.inf
     best_BA, target_BA = similarity_BAB.max(-1)
-    order_BA = best_BA.argsort(dim=1, descending=True, stable=True)
+    order_BA = largest_first(best_BA)
     source_BR, stay_BU = order_BA[:, :r], order_BA[:, r:].sort(1).values
     u, j = (torch.arange(n, device=metric.device) for n in (stay_BU.shape[1], metric.shape[1] // 2))
     index_of_u = torch.where(u < of_a, 2 * u, u + of_b)
