@@ -44,8 +44,6 @@ def read_config(run: Path, do: str = START_AGAIN, other_version: str = START_AGA
         raise UserError(f"{file} cannot be read: it is not valid YAML. {do}") from error
     if not isinstance(plain, dict):
         raise UserError(f"{file} cannot be read: it is not a mapping. {do}")
-    if missing := [name for name, field in Config.model_fields.items() if field.is_required() and name not in plain]:
-        raise UserError(f"{file} cannot be read: it is incomplete, without the entry {missing[0]}. {do}")
     try:
         return check(plain)
     except RenamedSetting as error:
@@ -55,4 +53,7 @@ def read_config(run: Path, do: str = START_AGAIN, other_version: str = START_AGA
             file, f"it has the setting {error.setting}, unknown to this version", other_version, "another"
         ) from error
     except (UserError, TypeError, AttributeError) as error:
+        missing = [name for name, field in Config.model_fields.items() if field.is_required() and name not in plain]
+        if missing:
+            raise UserError(f"{file} cannot be read: it is incomplete, without the entry {missing[0]}. {do}") from error
         raise UserError(f"{file} cannot be read: {error} {do}") from error

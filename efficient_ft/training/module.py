@@ -297,9 +297,16 @@ class FineTuner(L.LightningModule):
         return total / count if count else None
 
     # ------------------------------------------------------------------ evaluation
+    #: Indices of the evaluation loaders whose batches do not count in this process: `RunDataModule.repeated`.
+    _repeated: frozenset[int] = frozenset()
+
+    def on_validation_start(self) -> None:
+        """Ask the data which loaders repeat the samples of another process."""
+        self._repeated = getattr(self.trainer.datamodule, "repeated", frozenset())  # type: ignore[attr-defined]
+
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Update the metrics of the task whose loader this is."""
-        if dataloader_idx in getattr(self.trainer.datamodule, "repeated", ()):  # type: ignore[attr-defined]
+        if dataloader_idx in self._repeated:
             return
         images, labels, *more = batch
         if self.tasks is not None:

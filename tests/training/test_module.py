@@ -266,4 +266,5 @@ def test_a_process_without_images_of_an_evaluation_repeats_those_of_the_first() 
         assert batch.tolist() == [0]
         assert data.repeated == repeated
     module: Any = SimpleNamespace(trainer=SimpleNamespace(datamodule=data))
+    FineTuner.on_validation_start(module)
     assert FineTuner.validation_step(module, None, 0) is None  # type: ignore[arg-type]
