@@ -17,8 +17,8 @@ import torch
 from hypothesis import settings
 
 # The same examples every time, so that a failure comes from a change. --hypothesis-profile=random draws new ones.
-settings.register_profile("same", derandomize=True)
-settings.register_profile("random", derandomize=False)
+settings.register_profile("same", derandomize=True, deadline=None)
+settings.register_profile("random", derandomize=False, deadline=None)
 settings.load_profile("same")
 
 torch.set_num_threads(1)
