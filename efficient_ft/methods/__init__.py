@@ -1,10 +1,11 @@
 """Methods: small parts, each on one axis of a training step, that can be stacked.
 
-Every class of every method can be imported from here (``from efficient_ft.methods import LBPWHT, BackRazor``);
-`METHODS` has them by the name they have on the command line.
+Every class of every method can be imported from here (``from efficient_ft.methods import LBPWHT, BackRazor``).
+`METHODS` maps the names on the command line to these classes. A class is imported on first use; editors and type
+checkers read the imports below ``TYPE_CHECKING``.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from efficient_ft.methods.base import Applied, Method, apply_methods, in_order, plain_state_dict
 from efficient_ft.methods.declarations import Adds, Axis, Exactness, Needs, PlanCandidate
@@ -13,18 +14,69 @@ from efficient_ft.methods.registry import METHODS, own_classes, register
 from efficient_ft.methods.stack import check_stack
 from efficient_ft.models.view import ModelView, Reason, Skipped
 
+if TYPE_CHECKING:
+    from efficient_ft.methods.adapters.lora import LoRA
+    from efficient_ft.methods.adapters.lora_fa import LoRAFA
+    from efficient_ft.methods.adapters.moe import MoE
+    from efficient_ft.methods.adapters.repnet import RepNet
+    from efficient_ft.methods.adapters.tinytl import TinyTL
+    from efficient_ft.methods.backprop.lbp_dct import LBPDCT
+    from efficient_ft.methods.backprop.lbp_wht import LBPWHT
+    from efficient_ft.methods.memory.back_razor import BackRazor
+    from efficient_ft.methods.memory.checkpointing import Checkpointing
+    from efficient_ft.methods.memory.compact import Compact
+    from efficient_ft.methods.memory.low_bit import LowBit
+    from efficient_ft.methods.memory.mesa import Mesa
+    from efficient_ft.methods.memory.swat import SWAT
+    from efficient_ft.methods.patches.patch_dropout import PatchDropout
+    from efficient_ft.methods.recipes.alast import ALaST
+    from efficient_ft.methods.recipes.bsr import BSR
+    from efficient_ft.methods.recipes.bsr_moe import BSRMoE
+    from efficient_ft.methods.selection.per_step import LISA, TopLayers, UniformLayers
+    from efficient_ft.methods.selection.static import BitFit, Blocks, Full, HeadOnly, LastStage, NormLast
+    from efficient_ft.methods.tokens.evit import EViT
+    from efficient_ft.methods.tokens.tome import ToMe
+
 __all__ = [
+    "BSR",
+    "LBPDCT",
+    "LBPWHT",
+    "LISA",
     "METHODS",
+    "SWAT",
+    "ALaST",
     "Adds",
     "Applied",
     "Axis",
+    "BSRMoE",
+    "BackRazor",
+    "BitFit",
+    "Blocks",
+    "Checkpointing",
+    "Compact",
+    "EViT",
     "Exactness",
+    "Full",
+    "HeadOnly",
+    "LastStage",
+    "LoRA",
+    "LoRAFA",
+    "LowBit",
+    "Mesa",
     "Method",
+    "MoE",
     "ModelView",
     "Needs",
+    "NormLast",
+    "PatchDropout",
     "PlanCandidate",
     "Reason",
+    "RepNet",
     "Skipped",
+    "TinyTL",
+    "ToMe",
+    "TopLayers",
+    "UniformLayers",
     "apply_methods",
     "check_optimizer",
     "check_stack",
