@@ -10,7 +10,7 @@ import pytest
 from efficient_ft.cli import plan as command
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.planning import planner
-from tests.planning.test_planner import SETTINGS, few
+from tests.planning.common import SETTINGS, few
 
 
 @pytest.fixture(autouse=True)

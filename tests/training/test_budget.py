@@ -27,7 +27,7 @@ from efficient_ft.training.memory_watch import within_budget
 from efficient_ft.training.run import run
 from tests.conftest import unwrapped
 from tests.data.mask_pictures import write_folder
-from tests.planning.test_planner import SETTINGS, configure
+from tests.planning.common import SETTINGS, configure
 from tests.training.test_segmentation_run import plain_segmentation
 from tests.training.test_text_run import plain_text, write_place
 
