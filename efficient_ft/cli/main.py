@@ -164,8 +164,8 @@ def check_commandline(arguments: Any) -> list[ComposedJob]:
     conf = Path(arguments.config_path or CONF)
     composed = composed_jobs(conf, name, arguments.overrides, sweep=_sweeps(arguments), search=arguments.config_dir)
     if arguments.cfg:
-        if arguments.package and composed:
-            _check_package(arguments, composed[0].config)
+        if arguments.cfg == "job" and arguments.package not in (None, "_global_") and composed:
+            _require_entry(composed[0].config, arguments.package)
         return composed
     if slurm.LAUNCHER in arguments.overrides and shutil.which("srun") is None:
         asked = "trainer=slurm" if "trainer=slurm" in arguments.overrides else slurm.LAUNCHER
@@ -195,18 +195,16 @@ def check_commandline(arguments: Any) -> list[ComposedJob]:
     return composed
 
 
-def _check_package(arguments: Any, config: Config) -> None:
-    """Refuse ``--cfg job --package NAME`` where the configuration has no entry NAME."""
+def _require_entry(config: Config, name: str) -> None:
+    """Refuse ``--cfg job --package NAME`` where the configuration has no entry of this name."""
     shown = config.model_dump(mode="json")
     try:
-        found = OmegaConf.select(OmegaConf.create(shown), arguments.package)
+        found = OmegaConf.select(OmegaConf.create(shown), name)
     except OmegaConfBaseException:  # not the form of a name
         found = None
-    if found is None and arguments.package != "_global_" and arguments.cfg == "job":
+    if found is None:
         groups = ", ".join(key for key, value in shown.items() if isinstance(value, dict))
-        raise UserError(
-            f"--package {arguments.package}: there is no such entry, or it is null. The groups are {groups}."
-        )
+        raise UserError(f"--package {name}: there is no such entry, or it is null. The groups are {groups}.")
 
 
 def without_folder(arguments: Any, composed: Sequence[ComposedJob]) -> list[str]:

@@ -32,8 +32,10 @@ MIN_SIZE = 4096
 UNIT = {8: 256, 4: 4096}
 #: The shift of a block is a multiple of this share of the codes' distance.
 SHIFT = 2.0**-14
-#: How much larger than the root the divisor becomes within some sixty steps, by bits.
-MORE = {8: 0.0, 4: 0.05}
+#: Relative growth of a step's divisor as rounding errors build up, by bits.
+GROWTH = {8: 0.0, 4: 0.05}
+#: Share of this growth that each step leaves to the later ones.
+GROWTH_LEFT = 0.97
 #: The largest root, √(2^128), as an integer; larger ones and NaN are stored as this.
 LARGEST = 0x5F7FFFFF
 #: The smallest largest ratio of a block.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from efficient_ft.ops.blockwise import kernels
-from efficient_ft.ops.blockwise.form import MORE, Moments, dequantize, quantize
+from efficient_ft.ops.blockwise.form import GROWTH, GROWTH_LEFT, Moments, dequantize, quantize
 
 
 class AdamStep(NamedTuple):
@@ -34,11 +34,11 @@ class AdamStep(NamedTuple):
     decoupled: bool
     step: int
 
-    def factors(self, more: float = 0.0) -> tuple[float, ...]:
+    def factors(self, growth: float = 0.0) -> tuple[float, ...]:
         """Return what the formulas multiply by, in the order of `kernels.adam_step`.
 
         Args:
-            more: how much larger than the root the divisor becomes.
+            growth: of the divisor, relative, as rounding errors build up (`form.GROWTH`).
         """
         return (
             0.0 if self.decoupled else self.weight_decay,
@@ -47,7 +47,7 @@ class AdamStep(NamedTuple):
             1 - self.beta1,
             self.beta2,
             1 - self.beta2,
-            (1 + more * (1 - 0.97**self.step)) * (1 - self.beta2**self.step) ** -0.5,
+            (1 + growth * (1 - GROWTH_LEFT**self.step)) * (1 - self.beta2**self.step) ** -0.5,
             self.eps,
             self.lr / (1 - self.beta1**self.step),
         )
@@ -64,7 +64,7 @@ def adam_step(p: Tensor, grad: Tensor, moments: Moments, bits: int, step: AdamSt
         step: the numbers of the step.
     """
     if kernels.supports(p):
-        kernels.adam_step(p, grad, moments, bits, step.factors(MORE[bits]), step.step)
+        kernels.adam_step(p, grad, moments, bits, step.factors(GROWTH[bits]), step.step)
     else:
         adam_step_reference(p, grad, moments, bits, step)
 
@@ -72,18 +72,18 @@ def adam_step(p: Tensor, grad: Tensor, moments: Moments, bits: int, step: AdamSt
 def adam_step_reference(p: Tensor, grad: Tensor, moments: Moments, bits: int, step: AdamStep) -> None:
     """Compute `adam_step` in plain torch."""
     m, v = dequantize(moments, bits)
-    root = dense_step(p, grad, m, v, step, MORE[bits])
+    root = dense_step(p, grad, m, v, step, GROWTH[bits])
     for held, new in zip(moments, quantize(m, root, bits, step.step), strict=True):
         held.copy_(new)
 
 
-def dense_step(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: AdamStep, more: float = 0.0) -> Tensor:
+def dense_step(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: AdamStep, growth: float = 0.0) -> Tensor:
     """Update a parameter and its moments m and v, all float32 of one shape, in place; return the root of v.
 
-    For `more` see `AdamStep.factors`. Every product is rounded before it is added, as in the kernel;
+    For `growth` see `AdamStep.factors`. Every product is rounded before it is added, as in the kernel;
     ``add_(x, alpha=a)`` and ``lerp_`` round once.
     """
-    l2, decay, beta1, rest1, beta2, rest2, correction, eps, rate = step.factors(more)
+    l2, decay, beta1, rest1, beta2, rest2, correction, eps, rate = step.factors(growth)
     if l2:
         grad = p * l2 + grad
     m.mul_(beta1).add_(grad * rest1)

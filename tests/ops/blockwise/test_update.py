@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from efficient_ft.ops.blockwise import BLOCK, AdamStep, Moments, adam_step, dequantize, empty_moments, kernels
-from efficient_ft.ops.blockwise.form import MORE, seed_of
+from efficient_ft.ops.blockwise.form import GROWTH, seed_of
 from efficient_ft.ops.blockwise.update import adam_step_reference
 from tests.ops.blockwise.reference import adam, bound
 
@@ -21,7 +21,7 @@ SETTINGS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay"
 
 
 def by_kernel(run: Callable[..., None], p: Any, grad: Any, moments: Moments, bits: int, step: AdamStep) -> None:
-    run(p, grad, moments, bits, step.factors(MORE[bits]), seed_of(step.step))
+    run(p, grad, moments, bits, step.factors(GROWTH[bits]), seed_of(step.step))
 
 
 def form_of(name: str) -> Callable[..., None]:
