@@ -13,5 +13,5 @@ except PackageNotFoundError:  # a checkout that was not installed
 def __getattr__(name: str) -> Any:
     """Load `plan` when it is first asked for: importing the package alone loads nothing heavy."""
     if name == "plan":
-        return importlib.import_module("efficient_ft.cli.plan").plan
+        return importlib.import_module("efficient_ft.cli.commands.plan").plan
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

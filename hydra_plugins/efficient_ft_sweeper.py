@@ -11,7 +11,7 @@ class RowsSweeper(BasicSweeper):
         self, overrides: list[Override], max_batch_size: int | None
     ) -> list[list[list[str]]]:
         """Return the arguments of every job, in batches of at most `max_batch_size`."""
-        from efficient_ft.cli.rows import jobs_of_rows
+        from efficient_ft.cli.hydra.rows import jobs_of_rows
 
         assert self.config is not None
         (products,) = BasicSweeper.split_arguments(overrides, None)

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import yaml
 
-from efficient_ft.cli.compose import configurations
-from efficient_ft.cli.groups import CONF, register
-from efficient_ft.cli.plan import OF_A_PLAN
-from efficient_ft.cli.rows import zipped
+from efficient_ft.cli.commands.plan import OF_A_PLAN
+from efficient_ft.cli.hydra.compose import configurations
+from efficient_ft.cli.hydra.groups import CONF, register
+from efficient_ft.cli.hydra.rows import zipped
 from efficient_ft.config import setting_names
 from tests.conftest import REPOSITORY
 

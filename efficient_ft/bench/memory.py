@@ -21,7 +21,7 @@ from efficient_ft.methods.base import Method, apply_methods
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.task import TASKS
-from efficient_ft.training.libraries import libraries, load
+from efficient_ft.training.memory.libraries import libraries, load
 from efficient_ft.training.optimizer import build_optimizer
 
 

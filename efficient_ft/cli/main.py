@@ -21,9 +21,7 @@ from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from efficient_ft.cli import jobs, slurm
 from efficient_ft.cli.commands import COMMANDS, run_command
-from efficient_ft.cli.compose import ComposedJob, check_form, composed_jobs
 from efficient_ft.cli.exits import (
     INTERRUPTED,
     INTERRUPTED_TEXT,
@@ -33,15 +31,17 @@ from efficient_ft.cli.exits import (
     of_the_system,
     report_outcome,
 )
-from efficient_ft.cli.flags import check_flags
-from efficient_ft.cli.groups import CONF, register
-from efficient_ft.cli.hydra_settings import hydra_faults
-from efficient_ft.cli.output_folder import CommandRecord, leaving_nothing, output_folder_faults
-from efficient_ft.cli.rows import zipped
+from efficient_ft.cli.hydra import jobs, slurm
+from efficient_ft.cli.hydra.compose import ComposedJob, check_form, composed_jobs
+from efficient_ft.cli.hydra.flags import check_flags
+from efficient_ft.cli.hydra.groups import CONF, register
+from efficient_ft.cli.hydra.output_folder import CommandRecord, leaving_nothing, output_folder_faults
+from efficient_ft.cli.hydra.rows import zipped
+from efficient_ft.cli.hydra.settings import hydra_faults
+from efficient_ft.cli.hydra.variants import not_as_published
 from efficient_ft.cli.started import first_process, started_processes
 from efficient_ft.cli.stopping import signals_first, while_loading
 from efficient_ft.cli.terminal import fitted_help
-from efficient_ft.cli.variants import not_as_published
 from efficient_ft.config import Config, check
 from efficient_ft.config.plain import plain
 from efficient_ft.core.allocator import restart_with, use_allocator

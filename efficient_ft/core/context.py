@@ -20,7 +20,7 @@ class Context(threading.local):
     """The fields and their defaults, one set for each thread.
 
     Attributes:
-        packing: the innermost packing mode (`efficient_ft.ops.packed.PackedOperations`); None: no mode is entered.
+        packing: the innermost packing mode (`efficient_ft.ops.saving.PackedOperations`); None: no mode is entered.
         tokens: the record (`efficient_ft.ops.tokens.Tokens`) of the tokens that the current layer takes; None: all.
         token_reduction_suspended: blocks neither drop nor merge tokens.
         local_only: this process takes steps that the other processes do not take.

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from efficient_ft.methods.memory.low_bit import LowBit
     from efficient_ft.methods.memory.mesa import Mesa
     from efficient_ft.methods.memory.swat import SWAT
-    from efficient_ft.methods.patches.patch_dropout import PatchDropout
-    from efficient_ft.methods.recipes.alast import ALaST
-    from efficient_ft.methods.recipes.bsr import BSR
-    from efficient_ft.methods.recipes.bsr_moe import BSRMoE
     from efficient_ft.methods.selection.per_step import LISA, TopLayers, UniformLayers
     from efficient_ft.methods.selection.static import BitFit, Blocks, Full, HeadOnly, LastStage, NormLast
     from efficient_ft.methods.tokens.evit import EViT
+    from efficient_ft.methods.tokens.patch_dropout import PatchDropout
     from efficient_ft.methods.tokens.tome import ToMe
+    from efficient_ft.methods.two_axes.alast import ALaST
+    from efficient_ft.methods.two_axes.bsr import BSR
+    from efficient_ft.methods.two_axes.bsr_moe import BSRMoE
 
 __all__ = [
     "BSR",

@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from efficient_ft.ops.autocast import current_autocast
-from efficient_ft.ops.packed import load, save
-from efficient_ft.ops.packing import PackContext, Packer
+from efficient_ft.ops.saving import load, save
+from efficient_ft.ops.storage import PackContext, Packer
 
 
 def recompute(

@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from efficient_ft.ops.packed import PackedOperations, PackingState, Policy, packed_operation
-from efficient_ft.ops.packed.mode import has_counted_names, refuse_earlier
-from efficient_ft.ops.packed.table import name_of
-from efficient_ft.ops.packing import Dense, PackContext, Packed, bitmap_bytes, magnitude_bits, pack_bits, unpack_bits
+from efficient_ft.ops.saving import PackedOperations, PackingState, Policy, packed_operation
+from efficient_ft.ops.saving.mode import has_counted_names, refuse_earlier
+from efficient_ft.ops.saving.table import name_of
+from efficient_ft.ops.storage import Dense, PackContext, Packed, bitmap_bytes, magnitude_bits, pack_bits, unpack_bits
 
 _PRODUCTS = (F.linear, F.conv2d, torch.conv2d)
 #: The other operations are not sparse in SWAT; these have a packed form with an unchanged result that keeps less.

@@ -10,8 +10,8 @@ from efficient_ft.config import Config
 from efficient_ft.cost import Demand
 from efficient_ft.models import factory
 from efficient_ft.planning.counting import Counted
-from efficient_ft.training.budget import Predictor
 from efficient_ft.training.datamodule import missing_images, open_images
+from efficient_ft.training.memory.budget import Predictor
 
 
 class RunPhases:

@@ -36,7 +36,7 @@ from efficient_ft.planning.phases import RunPhases
 from efficient_ft.planning.studies import points_lost
 from efficient_ft.planning.timing import Trial, step_seconds
 from efficient_ft.training.datamodule import missing_images, open_images, run_length
-from efficient_ft.training.libraries import LibrarySizes, libraries
+from efficient_ft.training.memory.libraries import LibrarySizes, libraries
 from efficient_ft.training.trainer import on_device
 
 #: Returns the checked configuration of a run with further settings, as on the command line.

@@ -53,7 +53,7 @@ def upload(found: Collection, *, project: str, entity: str | None, offline: bool
         import wandb
     except ModuleNotFoundError as error:
         raise UserError('dashboard needs wandb. Install it: pip install "efficient-ft[wandb]"') from error
-    from efficient_ft.training.loggers import define_metrics, summary_of
+    from efficient_ft.training.output.loggers import define_metrics, summary_of
 
     out.mkdir(parents=True, exist_ok=True)
     names = names_of(found.runs)

@@ -18,8 +18,8 @@ from efficient_ft.methods.build import build_methods
 from efficient_ft.models.view import view
 from efficient_ft.report.figures import Drawing
 from efficient_ft.report.record import block_labels
-from efficient_ft.training import checkpoint, export
-from efficient_ft.training.block_stats import BlockIO, observe_blocks
+from efficient_ft.training.callbacks.block_stats import BlockIO, observe_blocks
+from efficient_ft.training.output import checkpoint, export
 
 #: Columns of the figure: of more blocks that drop tokens, some are left out evenly, never the last one.
 MAX_DROPS = 5

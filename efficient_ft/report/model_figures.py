@@ -20,7 +20,7 @@ from efficient_ft.ops.projection import block_energy
 from efficient_ft.papers.rules import CountSettings, count_cost
 from efficient_ft.report.charts import Chart, Panel, Series
 from efficient_ft.report.record import block_labels
-from efficient_ft.training.block_stats import channel_axis, observe_blocks, relative_magnitude
+from efficient_ft.training.callbacks.block_stats import channel_axis, observe_blocks, relative_magnitude
 
 #: Images in the batch.
 IMAGES = 16

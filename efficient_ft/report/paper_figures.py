@@ -312,7 +312,7 @@ def accuracy_and_memory(runs: Runs) -> Chart:
 def embeddings_before_and_after(runs: Runs) -> Chart:
     """BSR, Figure 4: distributions of patch embedding, positions and class token, pretrained and fine-tuned."""
     from efficient_ft.models import factory
-    from efficient_ft.training import export
+    from efficient_ft.training.output import export
 
     run = runs.found.runs[0]
     if not (run.path / export.NAME).is_file():

@@ -34,7 +34,7 @@ from efficient_ft.record.results import final_accuracy, flatten
 from efficient_ft.record.rows import MetricsFile
 from efficient_ft.report.record import read
 from efficient_ft.task import TASKS
-from efficient_ft.training.predict_masks import EXAMPLES
+from efficient_ft.training.output.predict_masks import EXAMPLES
 
 #: Points of a curve, at most: 200 runs fit into a page that opens at once.
 MAX_POINTS = 120

@@ -16,7 +16,7 @@ from efficient_ft.selftest.children import Child, returned, run_child
 from efficient_ft.selftest.methods import method_cases
 from efficient_ft.selftest.runs import SAVED_AFTER, STEPS, configuration, require_same_run, train, write_images
 from efficient_ft.selftest.trial import Trial, require
-from efficient_ft.training import checkpoint
+from efficient_ft.training.output import checkpoint
 
 #: Words of cases that the short form tries too: methods with modules, choices or thresholds of their own.
 _ALSO_SHORT = {"bsr", "bsr_moe", "lhe", "swat", "lora", "lora_fa", "tinytl", "repnet", "stack"}

@@ -206,9 +206,9 @@ def _read_settings(run: Path, todo: list[tuple[str, dict[str, Any]]], folder: Pa
 
 def _quick_commands(run: Path, settings: dict[str, Any], folder: Path) -> str | None:
     """Write `settings` into a copy of `run` and read it with evaluate, predict, report, collect and a resumed run."""
-    from efficient_ft.cli import collect, predict, report
-    from efficient_ft.cli.compose import configurations
-    from efficient_ft.cli.groups import CONF, register
+    from efficient_ft.cli.commands import collect, predict, report
+    from efficient_ft.cli.hydra.compose import configurations
+    from efficient_ft.cli.hydra.groups import CONF, register
     from efficient_ft.core.errors import UserError
     from efficient_ft.training.run import run as train
 

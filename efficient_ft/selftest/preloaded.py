@@ -12,7 +12,7 @@ import os
 from efficient_ft.methods import METHODS
 
 _MODULES = (
-    "efficient_ft.selftest.runs", "efficient_ft.cli.entry", "efficient_ft.cli.main", "efficient_ft.cli.evaluate",
+    "efficient_ft.selftest.runs", "efficient_ft.cli.entry", "efficient_ft.cli.main", "efficient_ft.cli.hydra.evaluate",
     "efficient_ft.training.run", "efficient_ft.task.metrics", "sklearn.datasets", "sklearn.datasets.data",
     "sklearn.datasets.descr", "timm", "omegaconf", "hydra", "hydra._internal.utils", "numba.typed", "peft",
     "torch._inductor.decomposition",

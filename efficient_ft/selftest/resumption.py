@@ -12,7 +12,7 @@ from efficient_ft.selftest.children import returned, run_child
 from efficient_ft.selftest.methods import method_cases
 from efficient_ft.selftest.runs import configuration, require_same_run, train, write_images
 from efficient_ft.selftest.trial import Trial, require
-from efficient_ft.training import checkpoint
+from efficient_ft.training.output import checkpoint
 
 #: By where a run of two epochs of 3 steps is killed: the interruption, its number, and the step of the last checkpoint.
 _PLACES = {"at the end of an epoch": ("epoch", 1, 3), "in the middle of an epoch": ("SIGKILL", 5, 4)}

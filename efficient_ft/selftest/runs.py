@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from efficient_ft.cli.rows import merged
+from efficient_ft.cli.hydra.rows import merged
 from efficient_ft.config import check
 from efficient_ft.selftest.methods import methods_of, network_of
 from efficient_ft.selftest.trial import require
-from efficient_ft.training import checkpoint, export, recorder
 from efficient_ft.training import run as training_run
+from efficient_ft.training.callbacks import recorder
+from efficient_ft.training.output import checkpoint, export
 
 #: Optimizer steps of a run: two epochs.
 STEPS = 6

@@ -117,7 +117,7 @@ def _trained_in_two(folder: Path, plain: dict[str, Any], name: str) -> list[str]
 
 def _train_and_digest(plain: dict[str, Any], folder: Path) -> str:
     """Run `plain` and return a digest of the weights of this process."""
-    from efficient_ft.training.recorder import Recorder
+    from efficient_ft.training.callbacks.recorder import Recorder
 
     rank_zero: Any = rank_zero_only
     rank_zero.rank = int(os.environ["LOCAL_RANK"])  # Lightning reads it when it is imported

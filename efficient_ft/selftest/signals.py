@@ -15,7 +15,8 @@ from pathlib import Path
 from efficient_ft.selftest.children import Child, returned, wait_until
 from efficient_ft.selftest.runs import arguments, program, require_same_run, write_images
 from efficient_ft.selftest.trial import Trial, require
-from efficient_ft.training import checkpoint, recorder
+from efficient_ft.training.callbacks import recorder
+from efficient_ft.training.output import checkpoint
 
 _STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 #: Signals that reach a whole process group: of a terminal, ``timeout``, a scheduler, a service manager.

@@ -19,9 +19,9 @@ from efficient_ft.models import factory
 from efficient_ft.models.tasks import tasks_of
 from efficient_ft.record.results import CostReport, ExecutedCost, StepCost
 from efficient_ft.task import TASKS
-from efficient_ft.training.console import cost_table, say
-from efficient_ft.training.memory_watch import budget_of
+from efficient_ft.training.memory.watch import budget_of
 from efficient_ft.training.optimizer import build_optimizer
+from efficient_ft.training.output.console import cost_table, say
 from efficient_ft.training.run_task import run_task
 
 #: Number of classes for `cost_only` if the data set is not there to count them: that of ImageNet.

@@ -32,7 +32,7 @@ from efficient_ft.models.text import tokenizer_of
 from efficient_ft.training.optimizer import WARMUP_AT_MOST
 
 if TYPE_CHECKING:
-    from efficient_ft.training.features import RunFeatures
+    from efficient_ft.training.features.prefix import RunFeatures
 
 
 #: The data of a run: one data set, or several in turn.

@@ -24,9 +24,9 @@ from efficient_ft.record.config_file import read_config
 from efficient_ft.record.formats import PASS_A_RUN, USE_ITS_VERSION
 from efficient_ft.record.results import DataReport, flatten
 from efficient_ft.task import TASKS, Task, moved
-from efficient_ft.training import export
-from efficient_ft.training.console import say
 from efficient_ft.training.datamodule import RunData, missing_images, open_images, summaries, summary_text
+from efficient_ft.training.output import export
+from efficient_ft.training.output.console import say
 from efficient_ft.training.run_task import run_task
 from efficient_ft.training.trainer import use_channels_last
 

@@ -21,13 +21,13 @@ from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.core.seeding import seed_of, seed_step
 from efficient_ft.models.tasks import tasks_of
 from efficient_ft.task.metrics import MeanLoss
-from efficient_ft.training.console import say
 from efficient_ft.training.optimizer import build_optimizer, lr_factor, warmup_steps
+from efficient_ft.training.output.console import say
 from efficient_ft.training.run_task import run_task
 
 if TYPE_CHECKING:
     from efficient_ft.config import Config
-    from efficient_ft.training.features import PrefixInput, RunFeatures
+    from efficient_ft.training.features.prefix import PrefixInput, RunFeatures
 
 __all__ = ["Evaluation", "FineTuner", "build_optimizer", "lr_factor"]
 

@@ -19,7 +19,7 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment as Tor
 
 from efficient_ft.config import Config
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.training.console import rank, say
+from efficient_ft.training.output.console import rank, say
 
 #: Environment variables with the number of a process, in the order in which Lightning looks for them.
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")

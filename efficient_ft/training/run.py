@@ -50,9 +50,10 @@ from efficient_ft.record.results import (
     read_results,
     write_results,
 )
-from efficient_ft.training import checkpoint, export
-from efficient_ft.training.budget import require_within_budget
-from efficient_ft.training.console import quiet_lightning, rank, results_text, say
+from efficient_ft.training.callbacks.progress import ProgressBar
+from efficient_ft.training.callbacks.recorder import Recorder, rows_every, stop_on_interrupt
+from efficient_ft.training.callbacks.step_stats import StepStats
+from efficient_ft.training.callbacks.totals import Totals
 from efficient_ft.training.costs import cost_only, cost_report
 from efficient_ft.training.datamodule import (
     RunData,
@@ -68,9 +69,17 @@ from efficient_ft.training.datamodule import (
     summary_text,
 )
 from efficient_ft.training.evaluate import data_report, evaluate
-from efficient_ft.training.faults import faults_of_the_system
-from efficient_ft.training.features import FeatureCallback
-from efficient_ft.training.folder import (
+from efficient_ft.training.features.prefix import FeatureCallback
+from efficient_ft.training.memory.budget import require_within_budget
+from efficient_ft.training.memory.measured import MemoryMeter, accumulated_gradients
+from efficient_ft.training.memory.out_of_memory import out_of_memory
+from efficient_ft.training.memory.watch import budget_of, stop_from_now_on, within_budget
+from efficient_ft.training.module import FineTuner
+from efficient_ft.training.optimizer import warmup_steps
+from efficient_ft.training.output import checkpoint, export
+from efficient_ft.training.output.console import quiet_lightning, rank, results_text, say
+from efficient_ft.training.output.faults import faults_of_the_system
+from efficient_ft.training.output.folder import (
     CONTENTS,
     IMAGES,
     RunFolder,
@@ -81,20 +90,11 @@ from efficient_ft.training.folder import (
     refuse_split_run,
     run_id,
 )
-from efficient_ft.training.loggers import close_loggers, start_loggers, write_summary
-from efficient_ft.training.memory import MemoryMeter, accumulated_gradients
-from efficient_ft.training.memory_watch import budget_of, stop_from_now_on, within_budget
-from efficient_ft.training.module import FineTuner
-from efficient_ft.training.optimizer import warmup_steps
-from efficient_ft.training.out_of_memory import out_of_memory
-from efficient_ft.training.predict_masks import write_examples
+from efficient_ft.training.output.loggers import close_loggers, start_loggers, write_summary
+from efficient_ft.training.output.predict_masks import write_examples
+from efficient_ft.training.output.samples import samples_of
 from efficient_ft.training.processes import SameStart, connect, from_first, world_size
-from efficient_ft.training.progress import ProgressBar
-from efficient_ft.training.recorder import Recorder, rows_every, stop_on_interrupt
 from efficient_ft.training.run_task import run_task
-from efficient_ft.training.samples import samples_of
-from efficient_ft.training.step_stats import StepStats
-from efficient_ft.training.totals import Totals
 from efficient_ft.training.trainer import build_trainer, on_device, use_channels_last
 
 #: The signal that Lightning has answered, by whether it is SIGTERM.

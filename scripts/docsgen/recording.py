@@ -112,8 +112,8 @@ def counted() -> dict[str, tuple[int, dict[str, tuple[str, ...]]]]:
 
 def record_counts() -> Path:
     """Count every recipe of `counted` with `efficient_ft.cost.executed`; returns the file written."""
-    from efficient_ft.cli.compose import configurations
-    from efficient_ft.cli.groups import CONF, register
+    from efficient_ft.cli.hydra.compose import configurations
+    from efficient_ft.cli.hydra.groups import CONF, register
     from efficient_ft.cost import executed
     from efficient_ft.methods.base import apply_methods
     from efficient_ft.methods.build import build_methods
@@ -234,7 +234,7 @@ def record_published() -> Path:
 
 def record_costs() -> Path:
     """Count every printed cost of every table, by its rule and as executed; returns the file written."""
-    from efficient_ft.cli.table_costs import cost_cells
+    from efficient_ft.cli.commands.table_costs import cost_cells
     from efficient_ft.papers.published import published_table, table_names
 
     cells = []

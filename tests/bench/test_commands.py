@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from efficient_ft.cli import gradient_error as gradient_error_command
+from efficient_ft.cli.commands import gradient_error as gradient_error_command
 from efficient_ft.cli.commands import run_command
 from efficient_ft.core.format import format_bytes
 from efficient_ft.models.prefix import FrozenPrefix
@@ -128,7 +128,7 @@ def test_steps_come_with_the_memory_of_each_recipes_process(tmp_path: Path, caps
 def test_a_recipe_whose_process_is_killed_is_a_row_without_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    from efficient_ft.cli import processes
+    from efficient_ft.cli.hydra import processes
 
     start = processes.run
     killed = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
@@ -296,7 +296,7 @@ def test_help_answers_without_torch():
 import importlib, sys
 for name in ("bench", "report", "gradient_error"):
     try:
-        importlib.import_module(f"efficient_ft.cli.{name}").main(["--help"])
+        importlib.import_module(f"efficient_ft.cli.commands.{name}").main(["--help"])
     except SystemExit as stopped:
         assert stopped.code == 0
 heavy = {"torch", "timm", "lightning", "matplotlib", "numpy", "hydra"} & set(sys.modules)

@@ -22,7 +22,7 @@ from efficient_ft.bench.gradient_error import STATES, Study, groups, measure, sa
 from efficient_ft.bench.gradients import error_and_cosine, step_gradients
 from efficient_ft.bench.images import image_folder, shuffled_batches
 from efficient_ft.bench.projections import METHODS, Candidate, candidates, headroom
-from efficient_ft.cli import gradient_error as command
+from efficient_ft.cli.commands import gradient_error as command
 from efficient_ft.cli.commands import run_command
 from efficient_ft.config import ModelConfig
 from efficient_ft.core.errors import UserError

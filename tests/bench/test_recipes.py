@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from efficient_ft.bench.recipes import parse_recipe, parse_recipes
-from efficient_ft.cli.groups import CONF
+from efficient_ft.cli.hydra.groups import CONF
 from efficient_ft.core.errors import UserError
 
 

@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from efficient_ft.cli.compose import configurations
-from efficient_ft.cli.groups import CONF, register
+from efficient_ft.cli.hydra.compose import configurations
+from efficient_ft.cli.hydra.groups import CONF, register
 from efficient_ft.config import Config
 from tests.conftest import unwrapped
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from efficient_ft.cli import cache as command
-from efficient_ft.cli.compose import configurations
-from efficient_ft.cli.groups import CONF
+from efficient_ft.cli.commands import cache as command
+from efficient_ft.cli.hydra.compose import configurations
+from efficient_ft.cli.hydra.groups import CONF
 from efficient_ft.core.errors import UserError
 
 SETTINGS = [

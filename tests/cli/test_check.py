@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from efficient_ft.cli.check import main, with_task
+from efficient_ft.cli.commands.check import main, with_task
 from efficient_ft.core.errors import UserError
 from tests.data.conftest import folders  # noqa: F401  (a fixture)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from efficient_ft.cli.groups import CONF
+from efficient_ft.cli.hydra.groups import CONF
 from efficient_ft.core.errors import UserError
 from tests.cli.program import composed
 

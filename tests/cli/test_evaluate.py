@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from efficient_ft.cli.compose import configurations
-from efficient_ft.cli.groups import CONF
+from efficient_ft.cli.hydra.compose import configurations
+from efficient_ft.cli.hydra.groups import CONF
 from efficient_ft.config import Config, ModelConfig
 from efficient_ft.core.errors import UserError
 from tests.cli.program import composed as composed_jobs

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from efficient_ft.cli import jobs, processes
 from efficient_ft.cli.exits import OUTCOME_FILE
+from efficient_ft.cli.hydra import jobs, processes
 from tests.cli.program import REPOSITORY, call, composed, runs_of
 from tests.record.some import some_results
 

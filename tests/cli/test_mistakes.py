@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from efficient_ft.cli.commands import COMMANDS
+from efficient_ft.cli.hydra.rows import zipped
 from efficient_ft.cli.main import main
-from efficient_ft.cli.rows import zipped
 from efficient_ft.core.errors import SettingError, UserError
 from tests.cli.program import call, composed
 from tests.conftest import unwrapped

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from efficient_ft.cli.output_folder import output_folder_faults
+from efficient_ft.cli.hydra.output_folder import output_folder_faults
 from efficient_ft.core.errors import UserError
 from tests.cli.program import REPOSITORY, call, composed, runs_of, write_program
 

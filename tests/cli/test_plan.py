@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from efficient_ft.cli import plan as command
+from efficient_ft.cli.commands import plan as command
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.planning import planner
 from tests.planning.common import SETTINGS, few

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from efficient_ft.bench.recipes import parse_recipe
-from efficient_ft.cli import plugins
-from efficient_ft.cli.groups import CONF
+from efficient_ft.cli.hydra import plugins
+from efficient_ft.cli.hydra.groups import CONF
 from efficient_ft.core.errors import UserError
 from efficient_ft.methods import METHODS, Applied, Axis, Method, build
 from tests.cli.program import composed

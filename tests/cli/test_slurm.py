@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from efficient_ft.cli import slurm
+from efficient_ft.cli.hydra import slurm
 from efficient_ft.cli.main import main as main_of_command
 from efficient_ft.config import check
 from efficient_ft.core.errors import SettingError

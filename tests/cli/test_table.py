@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from efficient_ft.cli import needs, table, table_costs
-from efficient_ft.cli.table_costs import cost_cells
+from efficient_ft.cli.commands import table, table_costs
+from efficient_ft.cli.commands import table_needs as needs
+from efficient_ft.cli.commands.table_costs import cost_cells
 from efficient_ft.core.errors import UserError
 from efficient_ft.papers.published import chosen_rows, published_table, table_names
 from tests.cli.program import REPOSITORY, composed
@@ -166,7 +167,7 @@ def test_a_report_has_published_and_obtained_side_by_side(
     """Over the seeds that are there, never over runs of other settings; and it says what is missing."""
     monkeypatch.chdir(tmp_path)
     chosen = chosen_rows(published_table("alast/7"), ["deit_t.alast"])[0].cells["acc_flowers"].arguments
-    from efficient_ft.cli.variants import folder_of
+    from efficient_ft.cli.hydra.variants import folder_of
 
     for best, more in ((0.70, ["seed=0"]), (0.74, ["seed=1"]), (0.10, ["seed=2", "optim.lr=0.5"])):
         (config,) = composed(*chosen, *more)
@@ -198,7 +199,7 @@ def test_a_report_has_published_and_obtained_side_by_side(
 def test_a_report_takes_the_accuracy_on_the_test_images_and_names_what_it_cannot_read(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from efficient_ft.cli.variants import folder_of
+    from efficient_ft.cli.hydra.variants import folder_of
 
     monkeypatch.chdir(tmp_path)
     chosen = chosen_rows(published_table("alast/7"), ["deit_t.alast"])[0].cells["acc_flowers"].arguments
@@ -244,9 +245,9 @@ def test_settings_of_the_data_hold_for_every_data_set_of_a_row(capsys: pytest.Ca
 @pytest.mark.parametrize("name", [name for name in table_names() if any(r.runs for r in published_table(name).rows)])
 def test_the_sweep_of_a_table_is_the_same_grid(name: str) -> None:
     """``-m table=NAME`` composes, and has the runs of ``table NAME --run``, those of every cell, each in its folder."""
-    from efficient_ft.cli.compose import composed_jobs
-    from efficient_ft.cli.groups import CONF, register
-    from efficient_ft.cli.variants import folder_of
+    from efficient_ft.cli.hydra.compose import composed_jobs
+    from efficient_ft.cli.hydra.groups import CONF, register
+    from efficient_ft.cli.hydra.variants import folder_of
 
     register()
     jobs = composed_jobs(CONF, "train", [f"table={name}", "data.root=DIR"], sweep=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from efficient_ft.cli.conf import CONF
-from efficient_ft.cli.variants import folder_of, not_as_published, variant
+from efficient_ft.cli.hydra.conf import CONF
+from efficient_ft.cli.hydra.variants import folder_of, not_as_published, variant
 from efficient_ft.core.packages import method_of
 from tests.cli.program import composed
 

@@ -15,9 +15,19 @@ import pytest
 
 from efficient_ft.bench import gradient_error as gradients
 from efficient_ft.bench.tables import report_text
-from efficient_ft.cli import collect, figure, gradient_error, jobs, plan, predict, study, table, table_costs
-from efficient_ft.cli.commands import COMMANDS
+from efficient_ft.cli.commands import (
+    COMMANDS,
+    collect,
+    figure,
+    gradient_error,
+    plan,
+    predict,
+    study,
+    table,
+    table_costs,
+)
 from efficient_ft.cli.exits import fail
+from efficient_ft.cli.hydra import jobs
 from efficient_ft.config import check
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.text import display_width

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from efficient_ft.core.context import context, is_recomputing, set_context
 from efficient_ft.core.distributed import all_reduce_sum, local_only
-from efficient_ft.ops.packed import PackedOperations, PackingState, Policy, current_packing, packing_suspended
-from efficient_ft.ops.packing import Dense
+from efficient_ft.ops.saving import PackedOperations, PackingState, Policy, current_packing, packing_suspended
+from efficient_ft.ops.storage import Dense
 from efficient_ft.ops.tokens import (
     Tokens,
     current_tokens,

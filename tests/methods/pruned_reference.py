@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from efficient_ft.ops.packing.sparse import sparse_pack_reference, sparse_unpack_reference, values_kept
+from efficient_ft.ops.storage.sparse import sparse_pack_reference, sparse_unpack_reference, values_kept
 from tests.methods.references import Parameters, straight
 
 

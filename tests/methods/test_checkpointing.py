@@ -15,8 +15,8 @@ from efficient_ft.methods import (
     TinyTL,
     apply_methods,
 )
-from efficient_ft.ops.packing import Dense, Overflow, PackContext, Ranges
 from efficient_ft.ops.recompute import recompute
+from efficient_ft.ops.storage import Dense, Overflow, PackContext, Ranges
 from efficient_ft.testing import MODELS, gradients, largest_difference, model_of
 
 

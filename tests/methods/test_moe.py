@@ -36,7 +36,7 @@ from efficient_ft.methods import (
 from efficient_ft.models.tasks import give_heads
 from efficient_ft.models.view import Reason, view
 from efficient_ft.testing import batch_of, gradients, largest_difference, model_of
-from efficient_ft.training import export
+from efficient_ft.training.output import export
 
 
 def with_experts(gates: float = 1.0, name: str = "vit", **settings: Any) -> tuple[Any, MoE]:

@@ -24,8 +24,8 @@ from efficient_ft.methods import LISA, ALaST, LoRA, Method, TopLayers, UniformLa
 from efficient_ft.methods.build import build_methods
 from efficient_ft.methods.selection.per_step import LayersPerStep
 from efficient_ft.testing import MODELS, batch_of, gradients, model_of
-from efficient_ft.training import checkpoint
 from efficient_ft.training.module import FineTuner, build_optimizer
+from efficient_ft.training.output import checkpoint
 from efficient_ft.training.run import run
 from tests.methods.by_hand import DEPTH
 from tests.training.conftest import plain_config

@@ -35,7 +35,7 @@ from efficient_ft.methods import (
 from efficient_ft.methods.adapters.lite import LiteResidual
 from efficient_ft.models.view import view
 from efficient_ft.testing import batch_of, gradients, largest_difference, model_of
-from efficient_ft.training import export
+from efficient_ft.training.output import export
 from tests.methods.settings import RESNET50
 
 

@@ -21,7 +21,7 @@ from efficient_ft.methods import LBPWHT, BackRazor, Blocks, HeadOnly, LoRA, Tiny
 from efficient_ft.methods.adapters.lite import LiteResidual
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 from efficient_ft.models.view import view
-from efficient_ft.training import export
+from efficient_ft.training.output import export
 
 
 def mobile(**changes) -> nn.Module:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from efficient_ft.ops.swat import LargestOfBatch, SparseProducts, Thresholds
-from tests.ops.packed.cases import (
+from tests.ops.saving.cases import (
     EXACT,
     bytes_of,
     gradients,
@@ -20,7 +20,7 @@ from tests.ops.packed.cases import (
     tensors,
     upstream,
 )
-from tests.ops.packed.formulas import by_hand_conv, by_hand_linear
+from tests.ops.saving.formulas import by_hand_conv, by_hand_linear
 
 
 def top(x: Tensor, sparsity: float) -> Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from efficient_ft.cli.compose import configurations
-from efficient_ft.cli.groups import CONF, register
+from efficient_ft.cli.hydra.compose import configurations
+from efficient_ft.cli.hydra.groups import CONF, register
 from efficient_ft.config import Config
 from efficient_ft.planning import Plan, make_plan
 from efficient_ft.planning.candidates import candidates

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from efficient_ft.cli import collect as command
+from efficient_ft.cli.commands import collect as command
 from efficient_ft.config import check
 from efficient_ft.core.errors import UserError
 from efficient_ft.record.collection import (

@@ -153,7 +153,7 @@ def test_the_numbers_of_the_table_are_those_of_the_record(recorded):
 
 def test_kept_tokens_are_where_the_network_keeps_them(recorded):
     """BSR as it evaluates; ALaST by the checkpoint's budgets, though it evaluates with all tokens."""
-    from efficient_ft.training import checkpoint
+    from efficient_ft.training.output import checkpoint
 
     folder = recorded("bsr")
     kept = kept_tokens(folder, describe(folder, read(folder))[1], 3)

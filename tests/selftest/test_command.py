@@ -16,7 +16,7 @@ from efficient_ft.selftest import command, promises
 from efficient_ft.selftest.methods import method_cases, methods_of
 from efficient_ft.selftest.runs import require_close, require_same_run
 from efficient_ft.selftest.trial import BrokenPromiseError, Promise, Trial, require
-from efficient_ft.training import checkpoint
+from efficient_ft.training.output import checkpoint
 
 
 def _holds(folder: Path, value: float) -> dict[str, float]:

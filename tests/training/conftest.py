@@ -20,7 +20,7 @@ __all__ = ["plain_config"]
 def _often():
     """Rows of training loss at a pace that fits runs of 22 steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("efficient_ft.training.recorder.RECORD_EVERY", 4)
+        patch.setattr("efficient_ft.training.callbacks.recorder.RECORD_EVERY", 4)
         patch.setattr("efficient_ft.training.run.COST_SECONDS", 120.0)
         yield
 

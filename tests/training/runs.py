@@ -19,7 +19,7 @@ from torch import Tensor
 from efficient_ft.config import Config
 from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.selftest.runs import with_changes
-from efficient_ft.training import checkpoint
+from efficient_ft.training.output import checkpoint
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -32,7 +32,7 @@ import torch
 torch.set_num_threads(1)
 from efficient_ft.cli.exits import clean_exits
 from efficient_ft.config import check
-from efficient_ft.training import recorder
+from efficient_ft.training.callbacks import recorder
 from efficient_ft.training.run import run
 plain, folder, at = json.loads(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 ranks = [int(rank) for rank in sys.argv[4:]]
@@ -105,7 +105,7 @@ def method_states(folder: Path) -> dict[str, dict[str, Any]]:
 
 def interrupted_at(step: int, config: Config, folder: Path, number: signal.Signals = signal.SIGINT) -> None:
     """Run until Ctrl-C, or another signal, comes in optimizer step `step`."""
-    from efficient_ft.training.recorder import Recorder
+    from efficient_ft.training.callbacks.recorder import Recorder
     from efficient_ft.training.run import run
 
     end = Recorder.on_train_batch_end

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from efficient_ft.methods import BSR, ALaST, Checkpointing
 from efficient_ft.models.view import view
 from efficient_ft.ops.tokens import Tokens
-from efficient_ft.training.block_stats import BlockIO, channel_axis, observe_blocks, relative_magnitude
+from efficient_ft.training.callbacks.block_stats import BlockIO, channel_axis, observe_blocks, relative_magnitude
 from tests.training.test_step_stats import ALAST_SETTINGS, BSR_SETTINGS, VIT
 
 

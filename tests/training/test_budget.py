@@ -20,10 +20,11 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.process_memory import HighWaterMark, lifetime_peak_bytes, release_freed_memory, resident_bytes
 from efficient_ft.cost import Demand, Forward, Prediction, predict
 from efficient_ft.models import factory
-from efficient_ft.training import budget, memory_watch
-from efficient_ft.training.budget import Predictor
 from efficient_ft.training.datamodule import open_images
-from efficient_ft.training.memory_watch import within_budget
+from efficient_ft.training.memory import budget
+from efficient_ft.training.memory import watch as memory_watch
+from efficient_ft.training.memory.budget import Predictor
+from efficient_ft.training.memory.watch import within_budget
 from efficient_ft.training.run import run
 from tests.conftest import unwrapped
 from tests.data.mask_pictures import write_folder

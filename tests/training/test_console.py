@@ -7,7 +7,7 @@ import copy
 import pytest
 
 from efficient_ft.core.text import table
-from efficient_ft.training.console import (
+from efficient_ft.training.output.console import (
     cost_table,
     results_text,
 )

@@ -23,7 +23,7 @@ from efficient_ft.data import Decoding, Transform
 from efficient_ft.methods import LBPWHT, EViT, HeadOnly, LoRA, LowBit, Method, apply_methods
 from efficient_ft.methods.base import plain_state_dict
 from efficient_ft.record.formats import OtherVersionError
-from efficient_ft.training import export
+from efficient_ft.training.output import export
 from efficient_ft.training.run import run
 
 

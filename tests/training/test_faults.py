@@ -16,8 +16,9 @@ import pytest
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.record import config_file
-from efficient_ft.training import checkpoint, recorder
-from efficient_ft.training.faults import faults_of_the_system
+from efficient_ft.training.callbacks import recorder
+from efficient_ft.training.output import checkpoint
+from efficient_ft.training.output.faults import faults_of_the_system
 from efficient_ft.training.run import run
 from tests.training.runs import REPOSITORY, plain_config
 
@@ -29,7 +30,7 @@ import torch
 torch.set_num_threads(1)
 from efficient_ft.config import check
 from efficient_ft.core.errors import UserError
-from efficient_ft.training import recorder
+from efficient_ft.training.callbacks import recorder
 from efficient_ft.training.run import run
 recorder.RECORD_EVERY, recorder.STEP_CHECKPOINT_SECONDS = 2, 0.0
 end = recorder.Recorder.on_train_batch_end

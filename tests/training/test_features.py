@@ -14,8 +14,8 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.data import row_store
 from efficient_ft.data.row_store import RowStore, StoreFullError
 from efficient_ft.models.prefix_form import Form
-from efficient_ft.training import checkpoint
-from efficient_ft.training import features as features_module
+from efficient_ft.training.features import prefix as features_module
+from efficient_ft.training.output import checkpoint
 from efficient_ft.training.run import run
 from tests.training.runs import assert_same_run, interrupted_at, plain_config, rows_of
 

@@ -19,7 +19,7 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import format_percent
 from efficient_ft.models import factory
 from efficient_ft.record.formats import OtherVersionError
-from efficient_ft.training import checkpoint, folder
+from efficient_ft.training.output import checkpoint, folder
 from efficient_ft.training.run import run
 from tests.conftest import REPOSITORY
 
@@ -73,7 +73,7 @@ _KILLED = """
 import os, shutil, signal, sys
 from pathlib import Path
 from efficient_ft.config import check
-from efficient_ft.training import folder
+from efficient_ft.training.output import folder
 from tests.training.runs import plain_config
 
 def move_away(place, at):

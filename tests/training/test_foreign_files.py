@@ -16,12 +16,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from efficient_ft.cli import collect, predict, report
+from efficient_ft.cli.commands import collect, predict, report
 from efficient_ft.config import ModelConfig
 from efficient_ft.core.errors import UserError
 from efficient_ft.models import factory
-from efficient_ft.training import checkpoint, export
 from efficient_ft.training.evaluate import evaluate
+from efficient_ft.training.output import checkpoint, export
 from efficient_ft.training.run import run
 
 

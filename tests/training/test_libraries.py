@@ -9,7 +9,7 @@ import pytest
 
 from efficient_ft.methods import Checkpointing, Compact, LoRA, LowBit, Mesa
 from efficient_ft.methods.base import Method
-from efficient_ft.training.libraries import libraries
+from efficient_ft.training.memory.libraries import libraries
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_each_is_measured_once_in_a_new_process() -> None:
     pytest.importorskip("numba")
     code = (
         "import efficient_ft.training.run, sys\n"
-        "from efficient_ft.training.libraries import LibrarySizes\n"
+        "from efficient_ft.training.memory.libraries import LibrarySizes\n"
         "assert not {'peft', 'numba'} & set(sys.modules)\n"
         "sizes = LibrarySizes()\n"
         "both = sizes(['numba', 'peft'])\n"

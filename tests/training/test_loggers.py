@@ -13,8 +13,8 @@ import yaml
 from efficient_ft.config import check
 from efficient_ft.core.errors import UserError
 from efficient_ft.models import factory
-from efficient_ft.training import loggers
-from efficient_ft.training.recorder import Recorder, rows_every
+from efficient_ft.training.callbacks.recorder import Recorder, rows_every
+from efficient_ft.training.output import loggers
 from efficient_ft.training.run import run
 from tests.cli.program import composed
 from tests.training.runs import REPOSITORY, plain_config, rows_of

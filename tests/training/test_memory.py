@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from efficient_ft.record.results import read_results, write_results
-from efficient_ft.training.console import memory_table, results_text
-from efficient_ft.training.loggers import summary_of
-from efficient_ft.training.memory import STEPS, WARMUP, MemoryMeter, accumulated_gradients
+from efficient_ft.training.memory.measured import STEPS, WARMUP, MemoryMeter, accumulated_gradients
+from efficient_ft.training.output.console import memory_table, results_text
+from efficient_ft.training.output.loggers import summary_of
 from efficient_ft.training.run import run
 from tests.training.runs import interrupted_at
 

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.record.environment import cpu_name
 from efficient_ft.task import TASKS
-from efficient_ft.training import checkpoint
 from efficient_ft.training.datamodule import RunDataModule
 from efficient_ft.training.module import FineTuner, likely_causes
+from efficient_ft.training.output import checkpoint
 from efficient_ft.training.run import run
 from efficient_ft.training.trainer import build_trainer
 from tests.conftest import unwrapped

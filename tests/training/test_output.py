@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from efficient_ft.core.text import spelled
-from efficient_ft.training import progress
+from efficient_ft.training.callbacks import progress
 from tests.models.text_models import write_model, write_texts
 from tests.training.runs import REPOSITORY
 

@@ -16,11 +16,11 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from efficient_ft.cli import predict as command
+from efficient_ft.cli.commands import predict as command
 from efficient_ft.core.format import format_percent
 from efficient_ft.core.text import display_width
 from efficient_ft.data import Transform, read_image
-from efficient_ft.training import export
+from efficient_ft.training.output import export
 from tests.conftest import unwrapped
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "predict.py"

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from efficient_ft.training import checkpoint, export
+from efficient_ft.training.output import checkpoint, export
 from efficient_ft.training.run import run
 from tests.conftest import unwrapped
 from tests.data.mask_pictures import VOID, write_folder

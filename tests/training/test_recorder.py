@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from efficient_ft.training.recorder import stop_on_interrupt
+from efficient_ft.training.callbacks.recorder import stop_on_interrupt
 
 
 def test_a_process_that_inherits_the_handler_leaves_ctrl_c_to_its_parent(

@@ -13,7 +13,7 @@ from PIL import Image
 
 from efficient_ft.core.errors import TerminatedRun, UserError
 from efficient_ft.record.formats import FORMAT, OtherVersionError
-from efficient_ft.training import checkpoint
+from efficient_ft.training.output import checkpoint
 from efficient_ft.training.run import run
 from tests.data.publishers import write_pets
 from tests.training.runs import assert_same_run, interrupted_at, killed_at, method_states, plain_config
@@ -150,7 +150,7 @@ def test_stepping_in_backward_trains_as_an_ordinary_run(tmp_path, configuration)
 # ---------------------------------------------------------------------------------------------- damaged checkpoints
 @pytest.mark.slow
 def test_a_truncated_checkpoint_falls_back_to_the_previous_one(tmp_path, configuration, finished, caplog, monkeypatch):
-    monkeypatch.setattr("efficient_ft.training.recorder.EPOCH_CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr("efficient_ft.training.callbacks.recorder.EPOCH_CHECKPOINT_SECONDS", 0.0)
     folder = tmp_path / "run"
     run(configuration(), folder)
     (folder / "results.json").unlink()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from efficient_ft.core.errors import UserError
-from efficient_ft.training.row_form import FORMS, RowForm
+from efficient_ft.training.features.row_form import FORMS, RowForm
 
 
 @settings(max_examples=30, deadline=None)

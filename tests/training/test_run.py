@@ -20,7 +20,7 @@ from efficient_ft.core.errors import DivergedError, SettingError, UserError
 from efficient_ft.data.digits import read_digits
 from efficient_ft.record.formats import FORMAT
 from efficient_ft.record.results import read_results
-from efficient_ft.training import checkpoint
+from efficient_ft.training.output import checkpoint
 from efficient_ft.training.run import run
 from tests.training.runs import rows_of
 

@@ -16,16 +16,16 @@ import pytest
 import torch
 from PIL import Image
 
-from efficient_ft.cli import predict
+from efficient_ft.cli.commands import predict
 from efficient_ft.config import Config, check
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.record.results import read_results
 from efficient_ft.record.rows import MetricsFile
 from efficient_ft.report import write_runs_page
 from efficient_ft.task import Segmentation
-from efficient_ft.training import export
 from efficient_ft.training.evaluate import evaluate
-from efficient_ft.training.predict_masks import EXAMPLES
+from efficient_ft.training.output import export
+from efficient_ft.training.output.predict_masks import EXAMPLES
 from efficient_ft.training.run import run
 from tests.data.mask_pictures import BACKGROUND, DISK, SQUARE, write_folder
 from tests.training.runs import assert_same_run, interrupted_at, plain_config

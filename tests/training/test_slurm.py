@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from efficient_ft.training import checkpoint
+from efficient_ft.training.output import checkpoint
 from tests.training.runs import REPOSITORY, assert_same_run, rows_of, run_by_torchrun, run_in_processes
 from tests.training.slurm import cluster
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import efficient_ft.models.small  # noqa: F401  registers vit_digits
 from efficient_ft.methods import ALaST
 from efficient_ft.record.step_stats import step_stats_file
+from efficient_ft.training.callbacks.step_stats import StepStats
 from efficient_ft.training.module import FineTuner
 from efficient_ft.training.run import run
-from efficient_ft.training.step_stats import StepStats
 from tests.training import test_tasks
 from tests.training.runs import assert_same_run, interrupted_at, method_states
 

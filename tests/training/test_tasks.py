@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from efficient_ft.config import Config, check
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods import Full
-from efficient_ft.training import checkpoint, export
 from efficient_ft.training.module import FineTuner
+from efficient_ft.training.output import checkpoint, export
 from efficient_ft.training.run import run
 from tests.conftest import unwrapped
 from tests.training.runs import assert_same_run, interrupted_at, killed_at, plain_config, rows_of
@@ -171,7 +171,7 @@ def test_a_method_s_own_loss_is_minimized_and_recorded(tmp_path: Path, folders: 
     for method in (Full(), _Doubled()):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("efficient_ft.training.run.build_methods", lambda config, method=method: [method])
-            patch.setattr("efficient_ft.training.recorder.RECORD_EVERY", 1)
+            patch.setattr("efficient_ft.training.callbacks.recorder.RECORD_EVERY", 1)
             config = config_of(folders, model__drop_rate=0.0, model__drop_path_rate=0.0, trainer__max_steps=1)
             folder = tmp_path / type(method).__name__
             run(config, folder)

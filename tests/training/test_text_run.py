@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from efficient_ft.cli import predict
+from efficient_ft.cli.commands import predict
 from efficient_ft.config import Config, check
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.models import factory
 from efficient_ft.record.step_stats import step_stats_file
-from efficient_ft.training import export
 from efficient_ft.training.costs import cost_only
 from efficient_ft.training.evaluate import evaluate
 from efficient_ft.training.module import FineTuner
+from efficient_ft.training.output import export
 from efficient_ft.training.run import run
 from tests.models.text_models import write_model, write_texts
 from tests.training.runs import assert_same_run, interrupted_at, plain_config

@@ -15,8 +15,8 @@ from efficient_ft.cost import executed
 from efficient_ft.cost.run_flops import FlopsCounter
 from efficient_ft.methods import LBPWHT, LISA, SWAT, ALaST, BackRazor, BitFit, Full
 from efficient_ft.record import energy
+from efficient_ft.training.callbacks.totals import same_each_step
 from efficient_ft.training.run import run
-from efficient_ft.training.totals import same_each_step
 from tests.training.runs import interrupted_at, rows_of
 
 #: Each step trains one of the two blocks, and nothing below it.

@@ -17,7 +17,7 @@ from efficient_ft.methods.forwards import OwnForward, put_inside, take_away
 from efficient_ft.methods.registry import register
 from efficient_ft.models.view import Layer, ModelView, Reason, Skipped
 from efficient_ft.ops.frozen_convolution import frozen_conv2d
-from efficient_ft.ops.packed import current_packing
+from efficient_ft.ops.saving import current_packing
 
 
 class _FrozenForward(OwnForward):

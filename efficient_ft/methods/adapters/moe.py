@@ -34,7 +34,7 @@ from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import ranges, trained
 from efficient_ft.models.tasks import Tasks, for_each_task, tasks_of
 from efficient_ft.models.view import ModelView, Reason, Skipped
-from efficient_ft.ops.packed import packing_suspended
+from efficient_ft.ops.saving import packing_suspended
 
 #: Feed-forward networks that process each token separately.
 _STANDARD = (Mlp, GluMlp, SwiGLU)

@@ -17,8 +17,8 @@ from efficient_ft.methods.memory.packing import DENSE_FORWARD, ActivationPacking
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.skip import is_skipped, refuse_skip
 from efficient_ft.models.view import ModelView, Reason, Skipped
-from efficient_ft.ops.packed import Policy
-from efficient_ft.ops.packing import Dense, EightBits, Half, Packer, Sparse
+from efficient_ft.ops.saving import Policy
+from efficient_ft.ops.storage import Dense, EightBits, Half, Packer, Sparse
 
 VALUES = ("fp16", "bf16", "same", "int8")
 

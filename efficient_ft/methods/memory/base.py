@@ -12,7 +12,7 @@ from efficient_ft.methods.base import Method
 from efficient_ft.methods.declarations import Axis
 from efficient_ft.methods.forwards import OwnForward, take_away
 from efficient_ft.models.frozen_batch_norm import FROZEN
-from efficient_ft.ops.packed import PackingState
+from efficient_ft.ops.saving import PackingState
 
 
 class MemoryForward(OwnForward):

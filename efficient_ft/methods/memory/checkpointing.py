@@ -20,9 +20,9 @@ from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod, refuse
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import ranges
 from efficient_ft.models.view import ModelView, Reason, Skipped
-from efficient_ft.ops.packed import PackingState
-from efficient_ft.ops.packing import Dense, EightBits, GroupBits, Half, PackContext, Packer
 from efficient_ft.ops.recompute import recompute
+from efficient_ft.ops.saving import PackingState
+from efficient_ft.ops.storage import Dense, EightBits, GroupBits, Half, PackContext, Packer
 from efficient_ft.ops.tokens import Tokens, attach_tokens, pop_tokens
 
 #: How a block's input is kept, by `Checkpointing.input_dtype`.

@@ -35,9 +35,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from efficient_ft.core.distributed import all_reduce_sum
 from efficient_ft.methods.memory.packing import PackedForward
-from efficient_ft.ops.packed import PackingState
-from efficient_ft.ops.packed.mode import has_counted_names, refuse_earlier
-from efficient_ft.ops.packing import BITS, GroupBits, PackContext, Packed, group_length, group_pack, group_unpack
+from efficient_ft.ops.saving import PackingState
+from efficient_ft.ops.saving.mode import has_counted_names, refuse_earlier
+from efficient_ft.ops.storage import BITS, GroupBits, PackContext, Packed, group_length, group_pack, group_unpack
 from efficient_ft.ops.tokens import attach_tokens, pop_tokens
 
 #: How a tensor is packed: bits of a value, values of a group.

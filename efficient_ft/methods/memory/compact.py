@@ -18,8 +18,8 @@ from efficient_ft.methods.base import Applied
 from efficient_ft.methods.memory.packing import ActivationPacking
 from efficient_ft.methods.registry import register
 from efficient_ft.models.view import ModelView
-from efficient_ft.ops.packed import Policy
-from efficient_ft.ops.packing import Dense, Half, Packer
+from efficient_ft.ops.saving import Policy
+from efficient_ft.ops.storage import Dense, Half, Packer
 
 #: With ``attention=mixed`` attention is computed again in every block whose number is a multiple of this.
 _EVERY = 4

@@ -16,8 +16,8 @@ from efficient_ft.methods.base import Applied
 from efficient_ft.methods.memory.chosen_bits import ChosenBits, ChosenBitsPacker, ProfiledForward, bits_per_value
 from efficient_ft.methods.memory.packing import ActivationPacking
 from efficient_ft.methods.registry import register
-from efficient_ft.ops.packed import PackingState, Policy
-from efficient_ft.ops.packing import BITS, GroupBits, Packer
+from efficient_ft.ops.saving import PackingState, Policy
+from efficient_ft.ops.storage import BITS, GroupBits, Packer
 
 #: The largest group.
 _LARGEST = 2**16

@@ -10,8 +10,8 @@ from typing import Literal
 from efficient_ft.core.errors import SettingError
 from efficient_ft.methods.memory.packing import ActivationPacking
 from efficient_ft.methods.registry import register
-from efficient_ft.ops.packed import Policy
-from efficient_ft.ops.packing import EightBits
+from efficient_ft.ops.saving import Policy
+from efficient_ft.ops.storage import EightBits
 
 
 @register

@@ -22,7 +22,7 @@ from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod, refuse
 from efficient_ft.methods.summary import count, left, within
 from efficient_ft.models.view import ModelView, Reason, Skipped, is_norm
 from efficient_ft.models.view.probe import BATCH, call, fake_copy
-from efficient_ft.ops.packed import (
+from efficient_ft.ops.saving import (
     DenseKept,
     PackedOperations,
     PackingState,
@@ -30,7 +30,7 @@ from efficient_ft.ops.packed import (
     packed_operation,
     packing_suspended,
 )
-from efficient_ft.ops.packing import Dense, GroupBits, Sparse
+from efficient_ft.ops.storage import Dense, GroupBits, Sparse
 
 #: Why a method that changes the forward pass of layers cannot be stacked with low-rank backward.
 DENSE_FORWARD = "low-rank layers have a dense forward pass of their own and keep their projected input"

@@ -19,7 +19,7 @@ from efficient_ft.methods.memory.base import MemoryForward, refuse_recomputation
 from efficient_ft.methods.memory.packing import DENSE_FORWARD, PartwiseMethod
 from efficient_ft.methods.registry import register
 from efficient_ft.models.view import ModelView, Reason, Skipped
-from efficient_ft.ops.packed import PackingState
+from efficient_ft.ops.saving import PackingState
 from efficient_ft.ops.swat import SparseProducts, Thresholds, largest
 
 

@@ -23,7 +23,7 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.methods.forwards import OwnForward, foreign_forward, put_inside, take_away
 from efficient_ft.models.marks import added_modules, marks_of
 from efficient_ft.models.view import ModelView
-from efficient_ft.ops.packed import current_packing, packing_suspended
+from efficient_ft.ops.saving import current_packing, packing_suspended
 from efficient_ft.ops.tokens import (
     Tokens,
     attach_tokens,

@@ -31,7 +31,7 @@ from efficient_ft.methods.tokens.base import (
     take_forwards,
 )
 from efficient_ft.models.view import ModelView, Reason, Skipped
-from efficient_ft.ops.packed import packing_suspended
+from efficient_ft.ops.saving import packing_suspended
 from efficient_ft.ops.tokens import (
     Tokens,
     is_token_reduction_suspended,

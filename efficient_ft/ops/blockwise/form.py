@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from efficient_ft.ops.packing.eight_bits import uniform
+from efficient_ft.ops.storage.eight_bits import uniform
 
 #: Values in a block.
 BLOCK = 128

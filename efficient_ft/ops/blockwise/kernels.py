@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from efficient_ft.ops.blockwise.form import BLOCK, LARGEST, SHIFT, SMALLEST, UNIT, Moments, levels, seed_of
-from efficient_ft.ops.packing.kernels.cpu import _run as run_in_threads
+from efficient_ft.ops.storage.kernels.cpu import _run as run_in_threads
 
 _AT_A_TIME = 1 << 14  # values that a thread of a CPU updates at a time
 _ROWS = 8  # blocks that a program of a GPU updates

@@ -14,7 +14,7 @@ import numpy as np
 from numba import carray, float32, int16, int32, njit, uint8, uint32
 
 from efficient_ft.ops.blockwise.form import BLOCK, LARGEST, SHIFT, UNIT, levels
-from efficient_ft.ops.packing.kernels.numba_kernels import _address, _noise, _take, as_job
+from efficient_ft.ops.storage.kernels.numba_kernels import _address, _noise, _take, as_job
 
 # Division as the processor does it: by 0 it is infinite, and the loop is vectorized.
 _jit: Any = njit(nogil=True, boundscheck=False, error_model="numpy")

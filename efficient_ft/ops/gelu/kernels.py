@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from efficient_ft.ops.packing.kernels.cpu import _run as run_in_threads
+from efficient_ft.ops.storage.kernels.cpu import _run as run_in_threads
 
 _AT_A_TIME = 1 << 14  # values that a thread takes at a time
 _PIECES = 64  # of a map, each with sums of its own: a number that does not depend on the threads

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numba import carray, float32, int32, njit
 
-from efficient_ft.ops.packing.kernels.numba_kernels import _address, _take, as_job
+from efficient_ft.ops.storage.kernels.numba_kernels import _address, _take, as_job
 
 # `contract`: a product and a sum become one operation where the processor has it. A vector and the elements that are
 # left over must be computed alike, so nothing else is relaxed.

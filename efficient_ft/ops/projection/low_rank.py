@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from efficient_ft.ops.autocast import to_autocast_dtype
-from efficient_ft.ops.packed import current_packing, load, save
-from efficient_ft.ops.packing import Packed
 from efficient_ft.ops.projection.projection import Constants, Projection, SubsetProjection
+from efficient_ft.ops.saving import current_packing, load, save
+from efficient_ft.ops.storage import Packed
 
 
 @torch.compiler.disable  # layers share x̂ as they run, by the identity of its source

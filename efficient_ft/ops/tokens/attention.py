@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from efficient_ft.ops.autocast import autocast_disabled
-from efficient_ft.ops.packed import current_packing, load, save
+from efficient_ft.ops.saving import current_packing, load, save
 
 
 def class_attention(q_BHND: Tensor, k_BHND: Tensor, prefix: int, scale: float | None = None) -> Tensor:

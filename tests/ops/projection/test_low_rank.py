@@ -20,8 +20,8 @@ from efficient_ft.ops.projection import (
     low_rank_linear,
 )
 from tests.ops import reference
-from tests.ops.packed.cases import Counting, everywhere, packed, tensors
-from tests.ops.packed.cases import gradients as packed_gradients
+from tests.ops.saving.cases import Counting, everywhere, packed, tensors
+from tests.ops.saving.cases import gradients as packed_gradients
 
 GRIDS = [(7, 7), (8, 8), (14, 14), (5, 9), (16, 16)]
 SELECT = {"l1": low_pass_l1, "linf": low_pass_linf}

@@ -1,0 +1,47 @@
+"""Further commands: ``efficient-ft bench``, ``report``, ``predict``, ...: each in its own module."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from efficient_ft.cli.exits import clean_exits
+from efficient_ft.cli.terminal import quiet_libraries
+from efficient_ft.core.errors import replace_unprintable, single_values
+
+#: First word of the command line, and the module whose ``main(arguments)`` runs it. Imported only when asked for.
+COMMANDS = {
+    "check": "efficient_ft.cli.commands.check",
+    "plan": "efficient_ft.cli.commands.plan",
+    "cache": "efficient_ft.cli.commands.cache",
+    "predict": "efficient_ft.cli.commands.predict",
+    "report": "efficient_ft.cli.commands.report",
+    "table": "efficient_ft.cli.commands.table",
+    "collect": "efficient_ft.cli.commands.collect",
+    "figure": "efficient_ft.cli.commands.figure",
+    "dashboard": "efficient_ft.cli.commands.dashboard",
+    "study": "efficient_ft.cli.commands.study",
+    "bench": "efficient_ft.cli.commands.bench",
+    "gradient-error": "efficient_ft.cli.commands.gradient_error",
+    "selftest": "efficient_ft.selftest.command",
+}
+
+
+def run_command(name: str, arguments: Sequence[str] | None = None) -> None:
+    """Run the command `name`.
+
+    Args:
+        name: a key of `COMMANDS`.
+        arguments: what follows the name on the command line; default: that of this process.
+
+    Raises:
+        SystemExit: with the status that the command returns, if it is not 0; 2 after a mistake of the user.
+    """
+    replace_unprintable()
+    quiet_libraries()
+    with clean_exits("Interrupted."), single_values():
+        main = importlib.import_module(COMMANDS[name]).main
+        status = main(list(sys.argv[1:] if arguments is None else arguments))
+    if status:
+        raise SystemExit(status)

@@ -1,0 +1,468 @@
+"""``efficient-ft bench``: measure recipes against each other."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from efficient_ft.cli.terminal import Help, add_columns_option, count, count_or_zero, seed
+from efficient_ft.core.allocator import CHOICES, restart_with, use_allocator
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.files import write_text_atomically
+from efficient_ft.core.text import paragraph
+from efficient_ft.record.files import json_text
+
+if TYPE_CHECKING:
+    from efficient_ft.bench.recipes import Recipe
+    from efficient_ft.config import Config
+
+# Nothing heavy is imported before the arguments are parsed: help answers at once.
+
+PROG = "efficient-ft bench"
+
+#: --threads may be this many times the number of processors.
+_THREADS_PER_PROCESSOR = 16
+
+#: Entries of a record of `bench memory` that a report of `bench step` holds.
+PROCESS_KEYS = ("interpreter_bytes", "with_model_bytes", "optimizer", "optimizer_bytes", "counted_bytes", "felt")
+
+DESCRIPTION = """\
+Compare recipes: they are measured in turn, in one process, after a warm-up. No round is left out. The process memory of
+each recipe is measured in a separate process.
+
+    efficient-ft bench step --model efficientformer_l1 --batch 32 last_stage lbp_wht lbp_wht:order=2
+    efficient-ft bench memory --model deit_small --batch 16 full back_razor checkpointing
+    efficient-ft bench layer
+    efficient-ft bench loop
+    efficient-ft bench gradient --model vit_micro --weights FILE --images DIR back_razor mesa
+    efficient-ft bench optimizer
+
+step measures training steps of a model, by their parts. On a CPU, all recipes except the baseline use the channels-last
+memory format for convolutional maps, like runs. memory compares the memory of a training process with the count: its
+growth over the size before the first step, and the counted peak without model and batch, both with the optimizer's
+state. layer measures the backward pass of one linear layer, exact and low-rank. loop measures how much time the
+framework adds to a bare PyTorch loop per step. gradient compares the gradients of each recipe with the exact ones of
+the same network and batch, and counts the bytes that each recipe saves for the backward pass. optimizer compares the
+steps of AdamW with moments in 8 and 4 bits with those in 32 bits, on gradients that are spread or pause; torchao and
+bitsandbytes take part if they are installed.
+
+A recipe is METHOD[:KEY=VALUE,...][+METHOD...] with the names and settings of the command line. NAME=RECIPE renames it.
+A key with a dot is the full name of any setting (full:trainer.precision=bf16). The first recipe is the baseline. Times
+are medians with quartiles. A ratio is recipe / baseline ("0.50x the time"): the median over the rounds, each of which
+measures both. FLOPs and bytes are counted from executed operations; on CUDA, peaks are measured from the allocator.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what `arguments` (default: the command line's) ask for, print tables, and write JSON if asked to.
+
+    Raises:
+        UserError: a recipe, model, file or device that cannot be used.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if not hasattr(options, "run"):
+        parser.print_help()
+        return
+    if getattr(options, "alone", False):
+        _measure_alone(options)
+    else:
+        _measure(options, arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=PROG, description=DESCRIPTION, formatter_class=Help)
+    kinds = parser.add_subparsers(metavar="step|memory|layer|loop|gradient|optimizer")
+
+    def kind(name: str, run: Callable[..., dict[str, Any]], rounds: int | None, text: str) -> argparse.ArgumentParser:
+        sub = kinds.add_parser(name, help=text, description=text, formatter_class=Help)
+        sub.set_defaults(run=run)
+        if rounds is not None:
+            sub.add_argument("--rounds", type=count, default=rounds, help=f"timed rounds (default {rounds})")
+            sub.add_argument("--warmup", type=count, default=2, help="rounds before these, not timed (default 2)")
+        sub.add_argument("--threads", type=count, help="CPU threads (default: torch's)")
+        sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1")
+        sub.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="fp32, or autocast to it")
+        sub.add_argument(
+            "--allocator", choices=CHOICES, default="auto", help="as the setting of runs: see conf/train.yaml (auto)"
+        )
+        sub.add_argument("--json", type=Path, metavar="FILE", help="also write the report to FILE")
+        add_columns_option(sub)
+        return sub
+
+    step = kind("step", _step, 10, "training steps of a model, by their parts")
+    step.add_argument("recipes", nargs="*", metavar="RECIPE", help="default: last_stage lbp_wht")
+    step.add_argument("--model", default="efficientformer_l1", help="a model of conf/model or of timm")
+    step.add_argument("--batch", type=count, default=32, help="batch size (default 32)")
+    step.add_argument("--size", type=count, help="pixels (default: the model's)")
+    step.add_argument("--classes", type=count, default=100, help="default 100")
+    step.add_argument("--unfused", action="store_true", help="attention in its parts (timm's default: fused)")
+    step.add_argument(
+        "--memory-steps",
+        type=count_or_zero,
+        default=3,
+        metavar="N",
+        help="steps over which each recipe's process is measured, in a process of its own (default 3; 0: not measured)",
+    )
+
+    memory = kind(
+        "memory", _memory, None, "counted and process memory of training steps, each recipe in its own process"
+    )
+    memory.add_argument("recipes", nargs="+", metavar="RECIPE")
+    memory.add_argument("--model", default="deit_small", help="a model of conf/model or of timm (default deit_small)")
+    memory.add_argument("--batch", type=count, default=16, help="batch size (default 16)")
+    memory.add_argument("--size", type=count, help="pixels (default: the model's)")
+    memory.add_argument("--classes", type=count, default=100, help="default 100")
+    memory.add_argument("--unfused", action="store_true", help="attention in its parts (timm's default: fused)")
+    memory.add_argument("--optim", default="adamw", help="an optimizer of conf/optim (default adamw)")
+    memory.add_argument("--steps", type=count, default=3, help="steps measured (default 3)")
+    memory.add_argument("--warmup", type=count_or_zero, default=2, help="steps before these (default 2)")
+    # Of the process that measures one recipe.
+    memory.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
+    memory.add_argument("--default-layout", action="store_true", help=argparse.SUPPRESS)
+
+    layer = kind("layer", _layer, 30, "the backward pass of one linear layer, exact and low-rank")
+    layer.add_argument(
+        "--shape",
+        action="append",
+        metavar="C_IN,C_OUT,HxW",
+        help="may be repeated (default: the four layers in Table 5 of the LBP-WHT paper)",
+    )
+    layer.add_argument("--batch", type=count, default=32, help="batch size (default 32)")
+    layer.add_argument("--orders", default="2,4,6,8,15", help="default 2,4,6,8,15")
+    layer.add_argument("--projector", choices=("wht", "dct"), default="wht")
+    layer.add_argument(
+        "--padding",
+        choices=("ortho", "zero", "reflect"),
+        default="ortho",
+        help="padding of the WHT projector (default ortho)",
+    )
+    layer.add_argument("--profile", action="store_true", help="also print where the time of a backward pass goes")
+    layer.add_argument("--layout", choices=("tokens", "map"), default="tokens", help="linear, or 1×1 convolution")
+
+    loop = kind("loop", _loop, 60, "a step of the framework and of a bare PyTorch loop")
+    loop.add_argument(
+        "--job",
+        action="append",
+        metavar="NAME",
+        help="default: the default job; or a model of conf/model, trained whole. May be repeated (default: both of"
+        " default and deit_small)",
+    )
+    loop.add_argument("--batch", type=count, help="batch size (default: the job's own; 8 for a model)")
+    loop.add_argument("--images", type=Path, metavar="DIR", help="images in folders (default: the digits)")
+    loop.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of all jobs")
+
+    gradient = kind("gradient", _gradient, None, "gradients of recipes compared with the exact ones, on one network")
+    gradient.add_argument("recipes", nargs="+", metavar="RECIPE")
+    gradient.add_argument("--model", default="deit_tiny", help="a model of conf/model or of timm")
+    gradient.add_argument("--weights", metavar="FILE", help="its weights, in timm's names (default: random ones)")
+    gradient.add_argument("--images", type=Path, metavar="DIR", help="DIR/CLASS/* (default: noise)")
+    gradient.add_argument("--size", type=count, help="pixels (default: the model's)")
+    gradient.add_argument("--classes", type=count, default=100, help="without --images (default 100)")
+    gradient.add_argument("--batch", type=count, default=16, help="batch size (default 16)")
+    gradient.add_argument("--batches", type=count, default=8, help="disjoint batches measured (default 8)")
+    gradient.add_argument("--seed", type=seed, default=0, help="seed for images, random weights and rounding")
+
+    kind("optimizer", _optimizer, 10, "steps of AdamW with moments in 8 and 4 bits, compared with 32 bits")
+    return parser
+
+
+def _set_up(options: argparse.Namespace) -> str:
+    """Set up the allocator, the threads and the device of this process; returns the allocator's name."""
+    restart_with(options.allocator, "--allocator")
+    allocator = use_allocator(options.allocator, "--allocator")  # before the first tensor
+    import torch
+
+    if options.threads:
+        most = _THREADS_PER_PROCESSOR * (os.cpu_count() or 1)
+        if options.threads > most:  # the libraries of torch end the process if they cannot start them all
+            raise SettingError("--threads", options.threads, f"an integer from 1 to {most} on this machine")
+        torch.set_num_threads(options.threads)
+    _require_device(options.device)
+    return allocator
+
+
+def _measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
+    """Run the benchmark; print and write its report."""
+    allocator = _set_up(options)
+    from efficient_ft.bench.tables import report_text
+    from efficient_ft.record.environment import busy_note, environment
+
+    here = {**environment(options.device), "allocator": allocator}
+    about = (
+        f"{here['device']}, {here['threads']} threads, torch {here['torch']}, allocator: {allocator}, {here['date']}"
+    )
+    for line in (about, busy_note(here)):
+        if line:
+            print(paragraph(f"# {line}", "#   "))
+    report = {"command": _command(arguments, options.json), "environment": here, **options.run(options)}
+    print(f"\n{report_text(report, options.columns)}")
+    if options.json is not None:
+        write_text_atomically(options.json, json_text(report, indent=2) + "\n")
+        print(f"\nwritten: {options.json}")
+
+
+def _command(arguments: Sequence[str], file: Path | None) -> str:
+    """The command for the report: the file's path relative to the working folder, which no other machine has."""
+    words = [*PROG.split(), *arguments]
+    if file is not None and file.is_absolute():
+        here = Path.cwd()
+        name = file.relative_to(here) if file.is_relative_to(here) else Path(file.name)
+        words = [word.replace(str(file), str(name)) for word in words]
+    return shlex.join(words)
+
+
+def _require_device(name: str) -> None:
+    """Refuse a device that torch does not know or this machine does not have."""
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise SettingError("--device", name, "cpu, cuda or cuda:N") from None
+    accelerator = torch.accelerator.current_accelerator()
+    if device.type not in ("cpu", "cuda") and (accelerator is None or device.type != accelerator.type):
+        raise SettingError("--device", name, "cpu, cuda or cuda:N")  # meta: a device without values
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SettingError("--device", name, "cpu on this machine", "There is no CUDA device.")
+
+
+def _configure(model: str | None, overrides: Sequence[str]) -> Config:
+    """The checked configuration of a run on random weights, see `efficient_ft.bench.recipes.Configure`."""
+    from efficient_ft.cli.hydra.compose import configurations
+    from efficient_ft.cli.hydra.groups import CONF, register
+    from efficient_ft.cli.hydra.rows import merged
+
+    register()
+    chosen = []
+    if model is not None:
+        known = (CONF / "model" / f"{model}.yaml").is_file()
+        chosen = [f"model={model}"] if known else ["model=timm", f"model.name={model}"]
+        chosen.append("model.pretrained=false")
+        chosen += _task_of(CONF / "model" / f"{model}.yaml", overrides) if known else []
+    return configurations(CONF, "train", merged(*chosen, *overrides), sweep=False)[0]
+
+
+#: The task and data of the networks that are no classifiers of images; no data are read.
+_TASKS = {
+    "segmentation": ["task=segmentation", "data=mask_folder", "data.root=none"],
+    "text": ["task=text", "data=text_folder", "data.root=none"],
+}
+
+
+def _task_of(option: Path, overrides: Sequence[str]) -> list[str]:
+    """Settings of the task of a model's option, unless `overrides` name it."""
+    from efficient_ft.config import ModelConfig
+
+    # Not checked: the option may leave the name to the user.
+    task = ModelConfig.model_construct(**yaml.safe_load(option.read_text(encoding="utf-8"))).task
+    return [] if any(word.startswith("task=") for word in overrides) else _TASKS.get(task, [])
+
+
+def _step(options: argparse.Namespace) -> dict[str, Any]:
+    from efficient_ft.bench.recipes import parse_recipes
+    from efficient_ft.bench.step import measure_steps
+    from efficient_ft.cli.hydra.groups import CONF
+
+    texts = options.recipes or ["last_stage", "lbp_wht"]
+    recipes = parse_recipes(texts, CONF)
+    # First, while this process is small: all recipes are held at once to be timed in turn.
+    felt = {}
+    if options.memory_steps:
+        settings = {**vars(options), "optim": "adamw", "steps": options.memory_steps, "warmup": 2}
+        _check(recipes, settings)
+        for number, (text, recipe) in enumerate(zip(texts, recipes, strict=True)):
+            felt[recipe.name] = _in_own_process(text, recipe.name, {**settings, "default_layout": number == 0})
+    report = measure_steps(
+        recipes,
+        _configure,
+        model=options.model,
+        batch_size=options.batch,
+        image_size=options.size,
+        num_classes=options.classes,
+        precision=options.dtype,
+        device=options.device,
+        unfused=options.unfused,
+        rounds=options.rounds,
+        warmup=options.warmup,
+    )
+    for name, record in felt.items():
+        if "failure" in record:
+            report["notes"].append(f"{name}: memory of the process not measured: {record['failure']}")
+        else:
+            report["recipes"][name]["process"] = {key: record[key] for key in PROCESS_KEYS}
+    return report
+
+
+def _memory(options: argparse.Namespace) -> dict[str, Any]:
+    from efficient_ft.bench.memory import memory_report
+    from efficient_ft.bench.recipes import parse_recipes
+    from efficient_ft.cli.hydra.groups import CONF
+
+    recipes = parse_recipes(options.recipes, CONF)
+    _check(recipes, vars(options))
+    records = {
+        recipe.name: _in_own_process(text, recipe.name, vars(options))
+        for text, recipe in zip(options.recipes, recipes, strict=True)
+    }
+    return memory_report(options.model, options.batch, options.dtype, options.unfused, records)
+
+
+def _check(recipes: Sequence[Recipe], options: Mapping[str, Any]) -> None:
+    """Refuse recipes with wrong settings, before the first one is measured for minutes."""
+    from efficient_ft.methods.build import build_methods
+
+    size = [] if options["size"] is None else [f"model.image_size={options['size']}"]
+    for recipe in recipes:
+        build_methods(_configure(options["model"], [*size, f"optim={options['optim']}", *recipe.overrides]))
+
+
+def _in_own_process(text: str, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Measure the memory of one recipe in a process of its own, started with the same options.
+
+    Returns:
+        The record of `efficient_ft.bench.memory.measure_memory`; ``{"failure": REASON}`` if the process failed.
+
+    Raises:
+        UserError: a recipe or model that cannot be used.
+    """
+    from efficient_ft.cli.hydra import processes
+
+    print(paragraph(f"# measuring the memory of {name}", "#   "), flush=True)
+    arguments = [text, "--alone"]
+    shared = (
+        "model",
+        "batch",
+        "size",
+        "classes",
+        "threads",
+        "device",
+        "dtype",
+        "optim",
+        "steps",
+        "warmup",
+        "allocator",
+    )
+    for key in shared:
+        if options[key] is not None:
+            arguments += [f"--{key}", str(options[key])]
+    flags = ("unfused", "default_layout")
+    arguments += [f"--{key.replace('_', '-')}" for key in flags if options[key]]
+    ended = processes.run([sys.executable, "-m", "efficient_ft", "bench", "memory", *arguments], environment={})
+    if ended.results is None:
+        print(ended.printed, end="", file=sys.stderr)
+        return {"failure": ended.failure or "it reported nothing"}
+    if "mistake" in ended.results:
+        raise UserError(ended.results["mistake"])
+    return ended.results
+
+
+def _measure_alone(options: argparse.Namespace) -> None:
+    """Measure the memory of one recipe in this process, and hand its record to the process that started this one."""
+    from efficient_ft.cli.exits import report_outcome
+
+    try:
+        _set_up(options)
+        from efficient_ft.bench.memory import measure_memory
+        from efficient_ft.bench.recipes import parse_recipe
+        from efficient_ft.cli.hydra.groups import CONF
+
+        (text,) = options.recipes
+        record = measure_memory(
+            parse_recipe(text, CONF),
+            _configure,
+            model=options.model,
+            batch_size=options.batch,
+            image_size=options.size,
+            num_classes=options.classes,
+            precision=options.dtype,
+            device=options.device,
+            unfused=options.unfused,
+            optim=options.optim,
+            channels_last=not options.default_layout,
+            steps=options.steps,
+            warmup=options.warmup,
+        )
+    except UserError as error:
+        record = {"mistake": str(error)}
+    report_outcome(results=record)
+
+
+def _layer(options: argparse.Namespace) -> dict[str, Any]:
+    from efficient_ft.bench.layer import TABLE_5, LayerShape, measure_layers
+
+    if not re.fullmatch(r"\d+(,\d+)*", options.orders):
+        raise SettingError("--orders", options.orders, "integers separated by commas", "For example 2,4,6.")
+    orders = [int(order) for order in options.orders.split(",")]
+    for order in orders:
+        if not 1 <= order <= 15:
+            raise SettingError("--orders", order, "integers from 1 to 15")
+    return measure_layers(
+        [LayerShape.parse(text) for text in options.shape or TABLE_5],
+        orders,
+        batch_size=options.batch,
+        projector=options.projector,
+        padding=options.padding,
+        layout=options.layout,
+        precision=options.dtype,
+        device=options.device,
+        rounds=options.rounds,
+        warmup=options.warmup,
+        profile=options.profile,
+    )
+
+
+def _loop(options: argparse.Namespace) -> dict[str, Any]:
+    from efficient_ft.bench.loop import DEFAULT_JOB, measure_loops
+    from efficient_ft.cli.hydra.rows import refuse_doubled
+
+    refuse_doubled(options.set)
+    return measure_loops(
+        options.job or (DEFAULT_JOB, "deit_small"),
+        _configure,
+        batch_size=options.batch,
+        precision=options.dtype,
+        device=options.device,
+        rounds=options.rounds,
+        warmup=options.warmup,
+        images=options.images,
+        settings=options.set,
+    )
+
+
+def _gradient(options: argparse.Namespace) -> dict[str, Any]:
+    from efficient_ft.bench.gradient import measure_gradients
+    from efficient_ft.bench.recipes import parse_recipes
+    from efficient_ft.cli.hydra.groups import CONF
+
+    return measure_gradients(
+        parse_recipes(options.recipes, CONF),
+        _configure,
+        model=options.model,
+        weights=options.weights,
+        images=options.images,
+        image_size=options.size,
+        num_classes=options.classes,
+        batch_size=options.batch,
+        batches=options.batches,
+        precision=options.dtype,
+        device=options.device,
+        seed=options.seed,
+    )
+
+
+def _optimizer(options: argparse.Namespace) -> dict[str, Any]:
+    from efficient_ft.bench.optimizer import measure_optimizers
+
+    if options.dtype != "fp32":
+        raise SettingError("--dtype", options.dtype, "fp32", "Optimizers compute in float32.")
+    return measure_optimizers(options.device, rounds=options.rounds, warmup=options.warmup)

@@ -1,0 +1,51 @@
+"""``efficient-ft cache KEY=VALUE...``: compute and store the features of a run's frozen prefix ahead of it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from efficient_ft.cli.hydra.compose import configurations
+from efficient_ft.cli.hydra.groups import CONF, register
+from efficient_ft.cli.terminal import Help
+from efficient_ft.core.allocator import restart_with, use_allocator
+
+DESCRIPTION = """\
+Compute and store the features that the frozen part of a run's network computes from its images.
+
+    efficient-ft cache method=lbp_wht model=efficientformer_l1 data=cifar100 trainer.views=4
+
+The settings are those of the run. Every run with the same frozen part, images, augmentation, seed and number of views
+then reads the features instead of computing them: pass trainer.cache_features=on (or auto) to the run, or to a sweep
+over settings of the trained part. The same command continues after an interruption. Without this command the first run
+stores the features.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Store the features of the run that `arguments` (default: the command line's) describe.
+
+    Raises:
+        UserError: a setting that cannot be used, missing weights or images, or no features that can be stored.
+    """
+    parser = argparse.ArgumentParser(prog="efficient-ft cache", description=DESCRIPTION, formatter_class=Help)
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of the run")
+    settings = parser.parse_intermixed_args(arguments).settings
+    register()
+    (config,) = configurations(CONF, "train", settings, sweep=False)
+    restart_with(config.allocator)
+    use_allocator(config.allocator)
+    from efficient_ft.core.format import format_bytes
+    from efficient_ft.core.terminal import show, shown_path
+    from efficient_ft.training.features.fill import fill_features
+    from efficient_ft.training.memory.watch import within_budget
+    from efficient_ft.training.trainer import on_device
+
+    with within_budget(config, on_device(config)):
+        features = fill_features(config)
+    report, store = features.report(), features.store
+    missing = store.missing()
+    show(
+        f"{report['computed']} computed, {store.rows - missing - report['computed']} were there, {missing} missing:"
+        f" {format_bytes(report['bytes'])} in {shown_path(store.folder)}"
+    )

@@ -1,0 +1,201 @@
+"""``efficient-ft check KEY=VALUE...``: check a data set before training."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from efficient_ft.cli.terminal import Help
+from efficient_ft.core.errors import SettingError, UserError
+
+if TYPE_CHECKING:
+    from efficient_ft.config import Config
+    from efficient_ft.data.summary import Summary
+    from efficient_ft.training.datamodule import RunData
+
+DESCRIPTION = """\
+Check the data of a run without training.
+
+    efficient-ft check data=folder data.root=DIR
+    efficient-ft check data=mask_folder data.root=DIR --html
+    efficient-ft check data=text_folder data.root=FILE.csv model=text model.name=bert model.weights=DIR
+
+The command prints the report of a run in more depth: it decodes every file, lists unreadable files, and searches for
+duplicates within and across the splits. A contact sheet shows training samples as the network sees them: augmented
+images with their labels, masks over their images, truncated texts. The settings are those of the run; without model=,
+images are shown at 224x224. The exit status is 1 if training would reject the data.
+"""
+
+#: Maximum number of reasons in the output, and of unusable samples for each.
+_SHOWN, _EXAMPLES = 10, 3
+#: The default model by task, whose input is used if none is given.
+_MODELS = {"classification": "deit_tiny", "segmentation": "deeplabv3_mobilenetv2"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check the data of the run that `arguments` (default: the command line's) describe.
+
+    Returns:
+        1 if training would reject the data, else 0.
+
+    Raises:
+        UserError: a setting cannot be used.
+    """
+    options = _parser().parse_intermixed_args(arguments)
+    for word in options.settings:
+        if word.startswith("evaluate="):
+            raise SettingError("evaluate", word[9:], "unset with check", "The command checks data, not a run.")
+    words, note = with_task(options.settings)
+    config = _configure(words)
+
+    from efficient_ft.models import factory
+    from efficient_ft.training.datamodule import missing_images, open_images, summaries, summary_text
+    from efficient_ft.training.output.console import say
+
+    missing = missing_images(config)
+    if missing:
+        raise UserError("\n".join(missing))
+    spec = factory.input_of(config.model)
+    try:
+        data = open_images(_without_stopping(config), spec)
+        found = summaries(data, thorough=True)
+    except SettingError:
+        raise
+    except UserError as error:
+        say(f"{error}\n\nTraining would reject this data set.")
+        return 1
+    text = summary_text(found)
+    say(text)
+    rejected = _print_problems(config, found)
+    if note:
+        say(note)
+    _write(data, spec, options, text, found)
+    if rejected:
+        say("Training would reject this data set.")
+    return int(rejected)
+
+
+def with_task(words: Sequence[str]) -> tuple[list[str], str]:
+    """Return the settings of a run on the data that `words` name, with its task and a model, and a note on the model.
+
+    Args:
+        words: settings of the command line.
+    """
+    from efficient_ft.data.published_masks import MASK_SETS
+    from efficient_ft.data.published_texts import TEXT_SETS
+
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    data = given.get("data", "digits")
+    masks, texts = data in ("mask_folder", *MASK_SETS), data in ("text_folder", *TEXT_SETS)
+    task = given.get("task") or ("segmentation" if masks else "text" if texts else "classification")
+    more = [] if "task" in given or task == "classification" else [f"task={task}"]
+    if "model" in given or data == "digits" or "tasks" in given:
+        return [*words, *more], ""
+    if task not in _MODELS:
+        raise UserError(
+            f"data={data} needs a model, whose tokenizer reads the texts. Add model=bert_base, or model=text"
+            " model.name=bert model.weights=DIR."
+        )
+    return [*words, *more, f"model={_MODELS[task]}"], f"No model is given: samples are prepared for {_MODELS[task]}."
+
+
+def _configure(words: Sequence[str]) -> Config:
+    from efficient_ft.cli.hydra.compose import configurations
+    from efficient_ft.cli.hydra.groups import CONF, register
+
+    register()
+    (config,) = configurations(CONF, "train", words, sweep=False)
+    return config
+
+
+def _without_stopping(config: Config) -> Config:
+    """Return the configuration that lists unusable texts instead of stopping; the inspection decodes the images."""
+    on_corrupt = "skip" if config.task == "text" else "stop"
+    return config.model_copy(update={"data": config.data.model_copy(update={"on_corrupt": on_corrupt})})
+
+
+def _print_problems(config: Config, found: dict[str, Summary]) -> bool:
+    """Print the samples that cannot be used; return True if training would stop at them."""
+    from efficient_ft.core.text import printable
+    from efficient_ft.data.counts import counted
+    from efficient_ft.training.output.console import say
+
+    problems = {path: why for one in found.values() for path, why in {**one.inspection.problems, **one.skipped}.items()}
+    if not problems:
+        return False
+    stops = config.data.on_corrupt == "stop"
+    do = "Correct them, or set data.on_corrupt=skip to skip them." if stops else "They are skipped."
+    say(f"{counted(len(problems), 'sample')} cannot be used. {do}")
+    groups: dict[str, dict[str, str]] = {}
+    for path, why in problems.items():
+        reason = why.removeprefix(printable(path)).removeprefix(": ")
+        groups.setdefault(re.sub(r"\d+", "#", reason), {})[printable(path)] = reason
+    for of_reason in sorted(groups.values(), key=len, reverse=True)[:_SHOWN]:
+        path, reason = next(iter(of_reason.items()))
+        if len(of_reason) == 1:
+            say(f"  {path}: {reason}")
+            continue
+        say(f"  {len(of_reason):,} × {reason}")
+        for path in list(of_reason)[:_EXAMPLES]:
+            say(f"    {path}")
+        if len(of_reason) > _EXAMPLES:
+            say(f"    … and {len(of_reason) - _EXAMPLES:,} more")
+    if len(groups) > _SHOWN:
+        say(f"  … and {counted(len(groups) - _SHOWN, 'more reason')}.")
+    if len(problems) > _EXAMPLES:
+        say("  The file check.json lists all of them.")
+    return stops
+
+
+def _write(data: RunData, spec: Any, options: argparse.Namespace, text: str, found: dict[str, Summary]) -> None:
+    """Write the contact sheets and the report."""
+    from efficient_ft.data import RoundRobinData
+    from efficient_ft.record.files import json_text, write_text_atomically
+    from efficient_ft.report.contact_sheet import contact_sheet
+    from efficient_ft.training.output.console import say
+
+    parts = data.parts if isinstance(data, RoundRobinData) else {"": data}
+    out: Path = options.out
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be created ({error.strerror}). Choose another folder.") from error
+    files = []
+    for task, part in parts.items():
+        try:
+            sheet = contact_sheet(part, spec, options.samples)
+        except UserError as error:
+            say(f"No contact sheet is written: {error}")
+            continue
+        stem = f"{task}_samples" if task else "samples"
+        files.append(out / f"{stem}.png")
+        sheet.write_image(files[-1])
+        if options.html:
+            files.append(out / f"{stem}.html")
+            sheet.write_html(files[-1], text.splitlines())
+    record = {
+        task: {**one.record(), "problems": {**one.inspection.problems, **one.skipped}} for task, one in found.items()
+    }
+    files.append(out / "check.json")
+    write_text_atomically(files[-1], json_text(record, indent=1) + "\n")
+    say(f"Written: {', '.join(map(str, files))}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="efficient-ft check", description=DESCRIPTION, formatter_class=Help)
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of the run")
+    parser.add_argument("--html", action="store_true", help="also write the contact sheet as an HTML page")
+    parser.add_argument("--samples", type=_count, default=24, metavar="N", help="samples on the sheet (default 24)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("outputs/check"), metavar="DIR", help="folder of the files (outputs/check)"
+    )
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 1000:
+        raise argparse.ArgumentTypeError(f"must be an integer from 1 to 1000, got {text}.")
+    return int(text)

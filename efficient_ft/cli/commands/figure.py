@@ -1,0 +1,76 @@
+"""``efficient-ft figure PAPER/figure_N RUN|DIR...|KEY=VALUE...``: a figure of a paper, from runs or from a model."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from efficient_ft.cli.terminal import Help
+from efficient_ft.cli.terminal import note as say_note
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.sheet import render
+from efficient_ft.core.text import plain_line
+
+DESCRIPTION = """\
+Draw a figure of a paper as PNG, with its data as CSV, from finished runs or from a model and images. Without arguments
+the command lists the figures.
+
+    efficient-ft -m experiment=alast_layers model=deit_tiny data=flowers102 step_stats.interval=1
+    efficient-ft figure alast/figure_8 outputs/flowers102
+    efficient-ft figure alast/figure_2 model=deit_small data=folder data.root=DIR
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Draw the figure that `arguments` (default: the command line's) name, and print the files written.
+
+    Raises:
+        UserError: no such figure, runs that lack what it shows, or matplotlib is missing.
+    """
+    parser = argparse.ArgumentParser(prog="efficient-ft figure", description=DESCRIPTION, formatter_class=Help)
+    parser.add_argument("figure", nargs="?", metavar="FIGURE", help="PAPER/figure_N, for example alast/figure_8")
+    parser.add_argument(
+        "of", nargs="*", metavar="RUN|DIR|KEY=VALUE", help="run folders, folders of runs; or the model and images"
+    )
+    parser.add_argument("--out", type=Path, default=Path("figures"), metavar="FOLDER", help="default: figures")
+    options = parser.parse_intermixed_args(arguments)
+
+    from efficient_ft.papers.published import figures
+
+    if options.figure is None:
+        rows = []
+        for one in figures():
+            words = (
+                None if one.command is None else one.command.split()[3:]
+            )  # after the program, the command, the figure
+            rows.append([one.name, one.title, f"no: {one.reason}" if words is None else " ".join(words) or "–"])
+        print("Usage: efficient-ft figure FIGURE FROM\n")
+        print(render(["figure", "about", "from"], rows, "text", left=3))
+        return
+
+    from efficient_ft.record.collection import notes
+    from efficient_ft.report import model_figures, paper_figures
+    from efficient_ft.report.charts import write_chart
+    from efficient_ft.report.runs import collect_paths
+
+    if options.figure in model_figures.FIGURES:
+        from efficient_ft.cli.hydra.compose import configurations
+        from efficient_ft.cli.hydra.groups import CONF, register
+
+        register()
+        (config,) = configurations(CONF, "train", options.of, sweep=False)
+        chart = model_figures.model_figure(options.figure, config)
+    elif options.figure in paper_figures.FIGURES:
+        if not options.of:
+            raise UserError(f"{options.figure} is drawn from runs: pass run folders, or a folder of runs.")
+        found = collect_paths([Path(one) for one in options.of])
+        for sentence in notes(found, means=True):
+            say_note(sentence)
+        chart = paper_figures.paper_figure(options.figure, found)
+    else:
+        raise SettingError("figure", options.figure, [figure.name for figure in figures()])
+    for sentence in chart.notes:
+        say_note(sentence)
+    for file in write_chart(chart, options.out / options.figure.replace("/", "_")):
+        print(plain_line(str(file)))

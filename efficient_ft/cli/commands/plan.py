@@ -1,0 +1,247 @@
+"""``efficient-ft plan KEY=VALUE... memory=SIZE``: which recipes of a run fit, what they cost, and what they lose."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from efficient_ft.cli.hydra.rows import refuse_doubled
+from efficient_ft.cli.terminal import Help, add_columns_option, status
+from efficient_ft.core.allocator import restart_with, use_allocator
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.files import write_text_atomically
+from efficient_ft.core.format import format_bytes
+from efficient_ft.core.text import plain_line, terminal_width, wrapped
+from efficient_ft.core.units import parse_bytes, parse_seconds
+from efficient_ft.record.files import json_text
+
+if TYPE_CHECKING:
+    from efficient_ft.config import Config
+    from efficient_ft.planning import Examined, Plan, Trial
+
+DESCRIPTION = """\
+Find the recipes of a run that fit a memory budget, and recommend one.
+
+    efficient-ft plan model=vit_base data=folder data.root=DIR memory=4GB
+    efficient-ft plan model=deit_small data=cifar100 memory=3GiB time=2h loss=1 split=true
+    efficient-ft plan method=lora model=vit_base memory=2GB     every recipe keeps this method
+    efficient-ft plan --calibration outputs                     compare predictions with measurements
+
+memory is the budget of the training process, including interpreter and libraries; on a GPU, it is the budget of the
+reserved GPU memory. Data loader workers use additional memory. time is the budget of the whole training. loss is the
+number of points of test accuracy that may be lost against full fine-tuning (default 1). split=true allows splitting the
+batch into micro-batches. All other settings are those of the run.
+
+The plan counts recipes without weights: the smallest ones first (head, last_stage), then the most useful ones, until
+--planning-time is over. It times some of them on this machine, on random images, and tries the recommended recipe for a
+few steps in a separate process. If the weights and images of the run are available, the plan compares the gradients of
+recipes with the exact gradients, unless all their methods are declared exact. The class of methods that you name is
+unknown until then.
+
+The plan recommends the fastest recipe of the best class within all limits. The classes are exact, near exact,
+approximate, and training a part. A run with the setting memory= stops before it exceeds the budget.
+"""
+
+#: Settings of a plan itself.
+OF_A_PLAN = ("memory", "time", "loss", "split")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Plan the run that `arguments` (default: the command line's) describe, and print the plan.
+
+    Raises:
+        UserError: a setting that cannot be used.
+        SystemExit: with status 1 if nothing fits, or nothing is within the limits.
+    """
+    options = _parser().parse_intermixed_args(arguments)
+    if options.calibration is not None:
+        from efficient_ft.planning.calibration import calibration_text
+
+        print(calibration_text(options.calibration))
+        return
+    if options.trial is not None:
+        _try_alone(options.settings, *options.trial)
+        return
+    for word in options.settings:
+        if not word.partition("=")[1] or word.startswith("="):
+            raise UserError(f"{word}: settings have the form KEY=VALUE; see efficient-ft plan --help.")
+    refuse_doubled(options.settings)
+    own = dict(word.split("=", 1) for word in options.settings if word.partition("=")[0] in OF_A_PLAN)
+    settings = [word for word in options.settings if word.partition("=")[0] not in OF_A_PLAN]
+    if "memory" not in own:
+        raise UserError("Pass the budget: memory=SIZE, for example memory=4GB.")
+    parse_bytes("memory", own["memory"])  # a mistake is found before anything is loaded
+    if "time" in own:
+        parse_seconds("time", own["time"])
+    loss, split = _number("loss", own.get("loss", "1")), _flag("split", own.get("split", "false"))
+
+    parse_seconds("--planning-time", options.planning_time)
+    _set_allocator(settings)
+    found = plan(
+        *settings,
+        memory=own["memory"],
+        time=own.get("time"),
+        loss=loss,
+        split=split,
+        planning_time=options.planning_time,
+        say=status,
+        ready=_print_examined,
+    )
+    status("")
+    from efficient_ft.planning.calibration import record
+    from efficient_ft.planning.text import plan_text
+
+    record(found, Path("outputs"))
+    print("\n" + plan_text(found, every=options.all, columns=options.columns))
+    if options.json is not None:
+        write_text_atomically(options.json, json_text(found.as_dict(), indent=1) + "\n")
+    if options.figure is not None:
+        from efficient_ft.report.charts import write_chart
+        from efficient_ft.report.plan_figure import plan_chart
+
+        for file in write_chart(plan_chart(found), options.figure.with_suffix("")):
+            print(plain_line(str(file)))
+    if found.recommended is None:
+        raise SystemExit(1)
+
+
+def _print_examined(one: Examined) -> None:
+    """Print a recipe as soon as it is examined."""
+    status("")
+    if one.number == 1:
+        print("Recipes examined, and the budget that each needs:", flush=True)
+    needs = "" if one.needed_bytes is None else format_bytes(one.needed_bytes)
+    verdict = "fits" if one.fits else "above the budget" if one.needed_bytes is not None else "not possible"
+    start = f"{one.number:>{len(str(one.of))}}/{one.of}  {needs:>8}  {verdict:<16}  "
+    print("\n".join(wrapped(start + one.name, terminal_width(), " " * len(start))), flush=True)
+
+
+def _set_allocator(settings: Sequence[str]) -> None:
+    """Use the allocator that a run with these settings has, before the first tensor."""
+    allocator = next((word.partition("=")[2] for word in settings if word.startswith("allocator=")), "auto")
+    restart_with(allocator)
+    use_allocator(allocator)
+
+
+def plan(
+    *settings: str,
+    memory: str,
+    time: str | None = None,
+    loss: float = 1.0,
+    split: bool = False,
+    planning_time: str = "60s",
+    say: Callable[[str], None] = lambda text: None,
+    ready: Callable[[Examined], None] = lambda examined: None,
+) -> Plan:
+    """Find the recipes of a run that fit a memory budget; ``efficient_ft.plan`` and the command are this function.
+
+    Args:
+        settings: of the run, as on the command line (``"model=deit_small", "data=cifar100"``). With ``method=...``
+            every recipe keeps these methods.
+        memory: the budget with its unit, e.g. ``"4GB"``: of the process, interpreter and libraries included; on a GPU
+            what is reserved on it.
+        time: the budget of training time with its unit, e.g. ``"2h"``; None: none.
+        loss: points of test accuracy that may be lost against full fine-tuning.
+        split: the batch may be split into micro-batches whose gradients are added up.
+        planning_time: the planning time with its unit; the smallest recipes are always examined.
+        say: reports the current step.
+        ready: called with each recipe when it is examined.
+
+    Returns:
+        The options, what is excluded and why, and the recommended option, see `efficient_ft.planning.Plan`.
+
+    Raises:
+        UserError: a setting that cannot be used.
+    """
+    memory_bytes = parse_bytes("memory", memory)
+    seconds = None if time is None else parse_seconds("time", time)
+    planning_seconds = parse_seconds("--planning-time", planning_time)
+    from efficient_ft.planning import make_plan
+
+    return make_plan(
+        settings,
+        _configure,
+        memory_bytes=memory_bytes,
+        max_seconds=seconds,
+        loss=loss,
+        split_batch=split,
+        chosen=_methods(settings),
+        attempt=_attempt,
+        planning_seconds=planning_seconds,
+        say=say,
+        ready=ready,
+    )
+
+
+def _configure(words: Sequence[str]) -> Config:
+    """The checked configuration of a run."""
+    from efficient_ft.cli.hydra.compose import configurations
+    from efficient_ft.cli.hydra.groups import CONF, register
+
+    register()
+    (config,) = configurations(CONF, "train", words, sweep=False)
+    return config
+
+
+def _attempt(arguments: Sequence[str], num_classes: int, max_seconds: float) -> Trial:
+    """Try a recipe in a process of its own, see `efficient_ft.planning.planner.Attempt`."""
+    from efficient_ft.cli.hydra import processes
+    from efficient_ft.planning import Trial
+
+    words = ["plan", *arguments, "--trial", str(num_classes), str(max_seconds)]
+    ended = processes.run([sys.executable, "-m", "efficient_ft", *words], environment={})
+    if ended.results is None:
+        raise UserError(ended.failure or "it reported nothing")
+    return Trial(**ended.results)
+
+
+def _try_alone(settings: Sequence[str], num_classes: float, max_seconds: float) -> None:
+    """Try a recipe in this process, and hand what it took to the process that started this one."""
+    _set_allocator(settings)
+    from efficient_ft.cli.exits import report_outcome
+    from efficient_ft.planning.timing import try_recipe
+
+    report_outcome(results=asdict(try_recipe(_configure(settings), int(num_classes), max_seconds)))
+
+
+def _methods(settings: Sequence[str]) -> list[str]:
+    """The options of the group ``method`` that the settings choose."""
+    values = [word.partition("=")[2] for word in settings if word.startswith("method=")]
+    return [name.strip() for name in values[-1].strip("[]").split(",") if name.strip()] if values else []
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="efficient-ft plan", description=DESCRIPTION, formatter_class=Help)
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="memory=SIZE, and settings of the run")
+    parser.add_argument("--all", action="store_true", help="print every recipe that fits, not only the front")
+    parser.add_argument(
+        "--planning-time",
+        default="60s",
+        metavar="TIME",
+        help="time after which no further recipe is examined, e.g. 5m (default 60s)",
+    )
+    add_columns_option(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to FILE")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="also draw peak and step time: FILE.png, FILE.csv")
+    parser.add_argument("--trial", nargs=2, type=float, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--calibration", type=Path, nargs="+", metavar="DIR", help="summarize what runs with memory= measured"
+    )
+    return parser
+
+
+def _number(setting: str, text: str) -> float:
+    if not re.fullmatch(r"\d+(\.\d+)?|\.\d+", text):
+        raise SettingError(setting, text, "a number of points >= 0", "For example loss=1.")
+    return float(text)
+
+
+def _flag(setting: str, text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise SettingError(setting, text, ("true", "false"))
+    return text.lower() == "true"

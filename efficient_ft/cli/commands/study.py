@@ -1,0 +1,202 @@
+"""``efficient-ft study FOLDER``: compare methods on one network and data set, each at its best learning rate."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from efficient_ft.cli.terminal import Help, add_columns_option, words
+from efficient_ft.core.errors import UserError, did_you_mean
+from efficient_ft.core.format import format_bytes, format_number, format_seconds
+from efficient_ft.core.sheet import Column, render
+from efficient_ft.core.text import paragraph, plain_line
+
+if TYPE_CHECKING:
+    from efficient_ft.config import Config
+    from efficient_ft.record.study import Records, StudyRun
+
+DESCRIPTION = """\
+Run a study. FOLDER/study.yaml names the rows (methods), the setting that is tuned for each of them, and the seeds.
+
+    efficient-ft study                                list the studies below this folder
+    efficient-ft study results/deit_tiny_caltech101 data.root=DIR model.weights=FILE jobs=2
+    efficient-ft study results/deit_tiny_caltech101 --report
+
+The command starts the unfinished runs; the same command continues an interrupted study. --report starts no run and
+prints the table of the finished runs. KEY=VALUE settings apply to this machine only (the folder of the images, the
+number of jobs at a time) and are not recorded. FOLDER/records.json contains a record of every finished run.
+"""
+
+#: Settings that do not change what a study finds, or the beginnings of their names.
+OF_THIS_MACHINE = ("data.root", "data.download", "data.num_workers", "model.weights", "jobs", "job_timeout",
+                   "trainer.accelerator", "trainer.progress", "logger")  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run or report the study that `arguments` (default: the command line's) name.
+
+    Raises:
+        UserError: there is no study in the folder, an unknown row, or a setting that cannot be used.
+        SystemExit: with status 1 if a run has failed.
+    """
+    from efficient_ft.cli.hydra.rows import refuse_doubled
+
+    options = _parser().parse_intermixed_args(arguments)
+    if options.folder is None:
+        print(_studies())
+        return
+    for word in options.settings:
+        key, equals, _ = word.partition("=")
+        if not equals:
+            raise UserError(f"{word}: settings have the form KEY=VALUE; rows follow --rows.")
+        if not key.startswith(OF_THIS_MACHINE) and not re.fullmatch(r"tasks\.\w+\.(root|download|num_workers)", key):
+            raise UserError(
+                f"{key} changes the runs of the study, so it belongs into {options.folder / 'study.yaml'}. On the"
+                f" command line only {', '.join(OF_THIS_MACHINE)} may be set, which are not recorded."
+            )
+    refuse_doubled(options.settings)
+
+    from efficient_ft.record.study import Records, chosen_rows
+
+    records = Records(options.folder)
+    rows = chosen_rows(records.study, options.rows)
+    _refuse_unknown_ignored(records.study.tune.ignore)
+    failed = False
+    if not options.report:
+        tried: set[StudyRun] = set()  # failed runs are not repeated
+        while runs := [run for run in records.tuning_runs(rows) if run not in tried]:
+            tried.update(runs)
+            failed = _run(records, runs, options.settings) or failed
+        if not options.tune_only:
+            failed = _run(records, records.seed_runs(rows), options.settings) or failed
+    print(report(records, rows, options.columns))
+    if failed:
+        raise SystemExit(1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="efficient-ft study", description=DESCRIPTION, formatter_class=Help)
+    parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help="contains study.yaml")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of this machine")
+    parser.add_argument("--rows", type=words, default=[], metavar="ROW,...", help="only these rows (default: all)")
+    parser.add_argument("--tune-only", action="store_true", help="run the tuning, not the further seeds")
+    parser.add_argument("--report", action="store_true", help="start no run; print the table")
+    add_columns_option(parser)
+    return parser
+
+
+def _studies() -> str:
+    """Return the text of the command without a folder: the studies below the current folder."""
+    from efficient_ft.record.study import DEFINITION
+
+    found = sorted(file.parent for depth in ("*", "*/*") for file in Path().glob(f"{depth}/{DEFINITION}"))
+    if not found:
+        return "Usage: efficient-ft study FOLDER\nNo study.yaml was found here, up to two levels of subfolders deep."
+    return "\n".join(
+        ["Usage: efficient-ft study FOLDER", "Studies here:", *(f"  {plain_line(str(folder))}" for folder in found)]
+    )
+
+
+def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) -> bool:
+    """Do the runs that have no record yet, and record them; return whether one has failed."""
+    from efficient_ft.cli.hydra.compose import configurations
+    from efficient_ft.cli.hydra.groups import CONF, register
+    from efficient_ft.cli.hydra.jobs import Job, command, run_jobs
+    from efficient_ft.cli.hydra.rows import merged
+    from efficient_ft.cli.hydra.variants import folder_of
+    from efficient_ft.record.study import shown
+
+    register()
+    jobs: list[Job] = []
+    run_of: dict[int, StudyRun] = {}
+    for run in runs:
+        if records.find(run) is not None:
+            continue
+        arguments = merged(*run.arguments, *settings)
+        (config,) = configurations(CONF, "train", arguments, sweep=False)
+        title = f"{run.row} {records.study.tune.setting}={shown(run.value)} seed={run.seed}"
+        job = Job(arguments, title, folder_of(config), config)
+        if not job.trains:
+            raise UserError(f"{title} trains nothing (cost_only or evaluate), so it has no place in a study.")
+        if same := next((other for other in jobs if other.folder == job.folder), None):
+            raise UserError(f"{title} and {same.title} are the same run. Leave one of the rows out.")
+        jobs.append(job)
+        run_of[id(job)] = run
+    if not jobs:
+        return False
+    records.refuse_unwritable()
+    _refuse_other_images(records, {run_of[id(job)]: job.config for job in jobs})
+
+    def record(job: Job) -> None:
+        if job.results is not None:
+            records.add(run_of[id(job)], job.results)  # type: ignore[arg-type]
+        elif job.diverged and job.failure is not None:
+            records.add_diverged(run_of[id(job)], job.failure)
+
+    try:
+        run_jobs(jobs, lambda job: command(None, None, None, job.arguments), jobs[0].config.jobs, record)
+    except SystemExit as end:
+        # Failed jobs are in the table; that a rate was too high is a finding of the study. A signal ends the study.
+        if end.code != 1:
+            raise
+    return any(job.failure is not None and not job.diverged for job in jobs)
+
+
+def _refuse_unknown_ignored(ignored: Sequence[str]) -> None:
+    """Refuse `ignore` of a setting that does not exist, which would have no effect."""
+    if not ignored:
+        return
+    from efficient_ft.config import setting_names
+
+    for name in ignored:
+        if name not in setting_names() and not name.startswith("method."):
+            raise UserError(f"tune.ignore names {name}: there is no such setting.{did_you_mean(name, setting_names())}")
+
+
+def _refuse_other_images(records: Records, configs: Mapping[StudyRun, Config]) -> None:
+    """Refuse images that are not those of the records, before anything is trained on them."""
+    if not any(record.get("images") for record in records.runs):
+        return
+    from efficient_ft.config import data_configs
+    from efficient_ft.data import read_data
+
+    digests: dict[str, str] = {}
+    for run, config in configs.items():
+        every = data_configs(config)
+        key = str([(one.name, one.root) for one in every])
+        if key not in digests:
+            digests[key] = "+".join(read_data(one).digest() for one in every)
+        records.refuse_other_images(run, digests[key])
+
+
+def report(records: Records, rows: Sequence[str], columns: Sequence[str] = ()) -> str:
+    """Return the table of the finished runs, and notes on missing runs.
+
+    Args:
+        records: records of the study.
+        rows: rows of the table.
+        columns: columns of the table, see `core.sheet.render`; empty for those that fit the terminal.
+    """
+    from efficient_ft.report.studies import notes, study_cells
+
+    header, lines = study_cells(records, rows)
+    row, tuned, accuracy, *_ = header
+    named = {
+        row: Column(words=True),
+        accuracy: Column(),
+        "peak MiB": Column(1, lambda value: format_bytes(value * 2**20), "peak"),
+        "TFLOPs": Column(1, lambda value: format_number(value * 1e12), "FLOPs of the run"),
+        "seconds": Column(2, format_seconds, "time"),
+        tuned: Column(2),
+        header[6]: Column(3, lambda value: format_bytes(value * 1024), header[6].replace("KiB ", "")),
+        "seeds": Column(4),
+        "times fewer FLOPs": Column(4, format_number),
+        "times fewer bytes": Column(4, format_number),
+        "process MiB": Column(5, lambda value: format_bytes(value * 2**20), "used by training"),
+    }
+    columns_of = {name: column for name, column in named.items() if name in header}
+    table = render(header, lines, "text", columns=columns_of, chosen=columns)
+    return "\n".join([paragraph(records.study.title), table, *(paragraph(one, "  ") for one in notes(records, rows))])

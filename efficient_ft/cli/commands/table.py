@@ -1,0 +1,390 @@
+"""``efficient-ft table``: the papers' tables: what is printed, the command of every row, costs, runs, and results."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from efficient_ft.cli.terminal import Help, add_columns_option, add_form_option, words
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.sheet import DATA, Cell, Column, render
+from efficient_ft.core.terminal import show
+from efficient_ft.core.text import paragraph
+
+if TYPE_CHECKING:
+    from efficient_ft.cli.hydra.jobs import Job
+    from efficient_ft.papers.published import Row, Table
+
+# Nothing heavy is imported before the arguments are parsed: help answers at once.
+
+DESCRIPTION = """\
+The published tables and figures of the four papers.
+
+    efficient-ft table [data.root=DIR]        list them, and what can be run on this machine now
+    efficient-ft table lbp_wht/2              the published numbers, and how our runs differ
+    efficient-ft table lbp_wht/2 --commands   the command of every accuracy
+    efficient-ft table lbp_wht/2 --cost       the cost of every row, by the paper's rule and as executed
+    efficient-ft table alast/7 --run --rows deit_t.alast --seeds 0,1,2 data.root=DIR
+    efficient-ft table alast/7 --report --seeds 0,1,2 data.root=DIR
+
+--run skips finished runs, so the same command continues. --report prints published and obtained accuracies next to each
+other. KEY=VALUE settings apply to every run and are added to its command; a report finds the runs with the same
+settings.
+"""
+
+
+#: Prefixes of the columns of accuracies, as words.
+_KINDS = {"acc": "accuracy", "miou": "mean IoU"}
+#: Maximum number of missing runs that a report names.
+_NAMED = 8
+
+
+@dataclass(frozen=True)
+class CellRun:
+    """One run of the grid: a row, a column of accuracies (all of them if `column` is None), and a seed."""
+
+    row: Row
+    column: str | None
+    seed: int
+    arguments: tuple[str, ...]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """List, show, count, run or report the tables that `arguments` (default: the command line's) name.
+
+    Raises:
+        UserError: an unknown table or row, a table that cannot be run, or a setting that cannot be used.
+        SystemExit: with status 1 if a run has failed.
+    """
+    options = _parser().parse_intermixed_args(arguments)
+
+    from efficient_ft.cli.hydra.rows import refuse_doubled
+    from efficient_ft.papers.published import chosen_rows, published_table
+
+    settings = [word for word in (options.table, *options.settings) if word is not None and "=" in word]
+    if options.table is None or "=" in options.table:
+        roots = [word.partition("=")[2] for word in settings if word.startswith("data.root=")]
+        others = len(settings) > len(roots)
+        if options.run or options.report or options.commands or options.cost or options.rows or others:
+            raise UserError(
+                "Name a table before its rows and settings; `efficient-ft table [data.root=DIR]` lists them."
+            )
+        _list(roots[-1] if roots else "./data", options)
+        return
+    for word in options.settings:
+        if "=" not in word:
+            raise UserError(f"{word}: settings have the form KEY=VALUE; rows follow --rows.")
+    refuse_doubled(options.settings)
+    table = published_table(options.table)
+    rows = chosen_rows(table, options.rows)
+    if options.cost and options.settings:
+        raise UserError(f"{options.settings[0]}: --cost counts the settings of the table, and takes no others.")
+    if options.commands and options.form != "text":
+        raise UserError(f"--form {options.form}: --commands prints lines of a shell.")
+    if options.run and options.form not in ("text", "markdown"):
+        raise UserError(f"--form {options.form}: --run prints what its runs print. Use --report afterwards.")
+    if options.cost:
+        from efficient_ft.cli.commands.table_costs import print_costs
+
+        print_costs(table, rows, options.form, options.columns, min(4, os.cpu_count() or 1))
+        return
+    if not (options.commands or options.run or options.report):
+        print(_shown(table, rows, options))
+        return
+    runs = list(_runs(table, rows, options.seeds, settings))
+    if options.commands:
+        for one in runs:
+            print(shlex.join(["efficient-ft", *one.arguments]))
+        return
+    from efficient_ft.cli.hydra.jobs import command, run_jobs, write_sweep_table
+
+    jobs = _jobs(runs)
+    try:
+        if options.run:
+            run_jobs(jobs, lambda job: command(None, None, None, job.arguments), jobs[0].config.jobs)
+    finally:  # what has been found is shown in spite of a failure
+        if options.run:
+            write_sweep_table(Path("outputs"), [job.folder for job in jobs])
+        print(_report(table, rows, runs, jobs, settings, options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="efficient-ft table", description=DESCRIPTION, formatter_class=Help)
+    parser.add_argument("table", nargs="?", metavar="TABLE", help="PAPER/NUMBER, for example lbp_wht/2")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of every run")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--commands", action="store_true", help="print the command of every run")
+    what.add_argument("--cost", action="store_true", help="count every row's cost; needs no data and no weights")
+    what.add_argument("--run", action="store_true", help="do the runs that are not finished, then report")
+    what.add_argument("--report", action="store_true", help="print published and obtained accuracies")
+    parser.add_argument("--rows", type=words, default=[], metavar="ROW,...", help="only these rows (default: all)")
+    parser.add_argument("--seeds", type=_seeds, default=[233], metavar="N,...", help="a run for each (default: 233)")
+    add_form_option(parser)
+    add_columns_option(parser)
+    return parser
+
+
+def _seeds(given: str) -> list[int]:
+    if not all(word.isdecimal() for word in given.split(",")):
+        raise argparse.ArgumentTypeError(f"must be integers >= 0 separated by commas, got {given}.")
+    return list(dict.fromkeys(int(word) for word in given.split(",")))
+
+
+def _list(root: str, options: argparse.Namespace) -> None:
+    """Print all tables and figures, what each needs, and what can be done of it on this machine now.
+
+    Args:
+        root: where the data sets are.
+        options: of the command line.
+    """
+    from efficient_ft.cli.commands.table_needs import state_of
+    from efficient_ft.papers.published import figures, published_table, table_names
+
+    header = ["table", "rows", "accuracies", "about", "here"]
+    lines: list[list[Cell]] = []
+    for name in table_names():
+        table = published_table(name)
+        accuracies = sum(len(row.cells) for row in table.rows)
+        lines.append([name, len(table.rows), accuracies or None, table.title, state_of(table, root)])
+    for figure in figures():
+        lines.append([figure.name, None, None, figure.title, figure.command or f"no: {figure.reason}"])
+    columns = {
+        "table": Column(words=True),
+        "about": Column(words=True),
+        "here": Column(words=True),
+        "rows": Column(2),
+        "accuracies": Column(1),
+    }
+    print(render(header, lines, options.form, columns=columns, chosen=options.columns))
+
+
+def _shown(table: Table, rows: Sequence[Row], options: argparse.Namespace) -> str:
+    """The printed numbers; in a terminal and in Markdown also the deviations of our runs and notes."""
+    from efficient_ft.papers.published import COSTS, PAPERS
+
+    figures = [key for key in COSTS if any(key in row.costs for row in rows)]
+    columns = list(dict.fromkeys(key for row in rows for key in row.cells))
+    # A table without numbers (formulas, architectures) is its words.
+    stated = [] if figures or columns else [key for key in rows[0].columns if key != "label"]
+    header = ["row", "label", *stated, *(COSTS[key] for key in figures), *columns]
+    lines: list[list[Cell]] = []
+    for row in rows:
+        printed = [row.cells[key].printed if key in row.cells else None for key in columns]
+        lines.append(
+            [row.name, row.label, *(row.columns[key] for key in stated), *map(row.costs.get, figures), *printed]
+        )
+    shown = render(
+        header,
+        lines,
+        options.form,
+        columns={
+            "row": Column(words=True),
+            **{key: Column(2, title=_title(key)) for key in columns},
+            **{COSTS[key]: Column(3 if number else 1) for number, key in enumerate(figures)},
+            **{key: Column(words=True) for key in stated},
+            "label": Column(4, words=True),
+        },
+        chosen=options.columns,
+    )
+    if options.form not in ("text", "markdown"):
+        return shown
+    parts = [f"{PAPERS[table.paper]}, Table {table.number}: {table.title}\n{table.conditions}", shown]
+    if table.reason:
+        parts.append(f"Not run: {table.reason}")
+    different = dict.fromkeys(note for row in rows for cell in row.cells.values() for note in cell.deviations)
+    parts += _listed("Our runs differ from the paper:", list(different))
+    parts += _listed("In the paper:", table.notes)
+    return "\n\n".join([_filled(part, options.form) if part != shown else part for part in parts])
+
+
+def _title(column: str) -> str:
+    """Return the header of a column of accuracies: ``acc_cifar10`` → ``accuracy cifar10``."""
+    kind, _, data = column.partition("_")
+    return f"{_KINDS.get(kind, kind)} {data}"
+
+
+def _filled(part: str, form: str) -> str:
+    """Return a text with lines that fit the terminal, if the format is text."""
+    if form != "text":
+        return part
+    return "\n".join(paragraph(line, "  " if line.startswith("- ") else "") for line in part.split("\n"))
+
+
+def _listed(title: str, notes: Sequence[str]) -> list[str]:
+    return ["\n".join([title, *(f"- {note}" for note in notes)])] if notes else []
+
+
+def _runs(table: Table, rows: Sequence[Row], seeds: Sequence[int], settings: Sequence[str]) -> Iterator[CellRun]:
+    """Every run of the grid.
+
+    Raises:
+        UserError: no row can be run.
+    """
+    from efficient_ft.cli.hydra.rows import merged, of_tasks
+
+    if not any(row.runs for row in rows):
+        raise UserError(f"{table.name} has no accuracies that can be run. {table.reason or ''}".rstrip())
+    for row in rows:
+        own = of_tasks(settings, row.tasks)
+        for seed in seeds:
+            for column, arguments in row.runs:
+                yield CellRun(row, column, seed, merged(*arguments, f"seed={seed}", *own))
+
+
+def _jobs(runs: Sequence[CellRun]) -> list[Job]:
+    """Compose the configuration of every run, which names its folder.
+
+    Raises:
+        UserError: a setting that cannot be used.
+    """
+    from efficient_ft.cli.hydra.compose import configurations
+    from efficient_ft.cli.hydra.groups import CONF, register
+    from efficient_ft.cli.hydra.jobs import Job
+    from efficient_ft.cli.hydra.variants import folder_of
+
+    register()
+    jobs = []
+    for one in runs:
+        (config,) = configurations(CONF, "train", one.arguments, sweep=False)
+        title = " ".join([one.row.name, *([one.column] if one.column else []), f"seed={one.seed}"])
+        if config.cost_only or config.evaluate is not None:
+            raise UserError(
+                f"{title} trains nothing with cost_only or evaluate. Costs: efficient-ft table NAME --cost."
+            )
+        if any(argument.startswith("hydra.run.dir=") for argument in one.arguments):
+            raise UserError("hydra.run.dir: every run of a table has its own folder below outputs. Leave it out.")
+        jobs.append(Job(one.arguments, title, folder_of(config), config))
+    folders = [job.folder for job in jobs]
+    if len(set(folders)) < len(folders):
+        same = next(job.title for job in jobs if folders.count(job.folder) > 1)
+        raise SettingError("settings", f"some that make {same} equal to another run", "such that all runs differ")
+    return jobs
+
+
+def _report(
+    table: Table,
+    rows: Sequence[Row],
+    runs: Sequence[CellRun],
+    jobs: Sequence[Job],
+    settings: Sequence[str],
+    options: argparse.Namespace,
+) -> str:
+    """Published and obtained accuracies in percent: the mean over the seeds with its range, and what is missing.
+
+    Args:
+        table: a published table.
+        rows: of it.
+        runs: of the rows.
+        jobs: of the runs.
+        settings: given for all runs.
+        options: of the command line.
+    """
+    from efficient_ft.cli.hydra.jobs import not_read
+
+    found = _obtained(runs, jobs)
+    seeds = len({one.seed for one in runs})
+    columns = list(dict.fromkeys(key for row in rows for key in row.cells))
+    data = options.form in DATA
+    parts = ("published", "mean", "min", "max", "seeds") if data else ("published", "obtained")
+    header = ["row", *(f"{key} {part}" for key in columns for part in parts)]
+    lines: list[list[Cell]] = []
+    for row in rows:
+        line: list[Cell] = [row.name]
+        for key in columns:
+            printed = 100 * row.cells[key].accuracy if key in row.cells else None
+            values = found.get((row.name, key), [])
+            if data:
+                of_seeds = (sum(values) / len(values), min(values), max(values)) if values else ()
+                numbers: list[float | None] = [round(100 * one, 4) for one in of_seeds] or [None] * 3
+                line += [None if printed is None else round(printed, 4), *numbers, len(values)]
+            else:
+                line += [None if printed is None else f"{printed:.2f}", spread(values, seeds)]
+        lines.append(line)
+    titles = {
+        f"{key} {part}": Column(1 + (part == "published"), title=f"{_title(key)} {part}")
+        for key in columns
+        for part in parts
+    }
+    named = {"row": Column(words=True), **titles}
+    shown = render(header, lines, options.form, columns=named, chosen=options.columns)
+    done = [job.results is not None for job in jobs]
+    missing = [job for job, is_there in zip(jobs, done, strict=True) if not is_there]
+    limited = [
+        job.title for job in jobs if job.results is not None and job.config.trainer.limit_eval_batches is not None
+    ]
+    unread = [f"{job.title}: {reason}" for job in missing if (reason := not_read(job.folder))]
+    notes = _report_notes(settings, [job.title for job in missing], len(runs), unread, limited)
+    if options.form not in ("text", "markdown"):
+        for one in notes:
+            show(one, sys.stderr)
+        return shown
+    title = f"{table.name}: {table.title}; %, mean [min…max] over seeds"
+    return "\n\n".join([_filled(title, options.form), shown, *(_filled(one, options.form) for one in notes)])
+
+
+def _obtained(runs: Sequence[CellRun], jobs: Sequence[Job]) -> dict[tuple[str, str], list[float]]:
+    """Return the accuracies of the finished runs by row and column, and set the results of the jobs."""
+    from efficient_ft.cli.hydra.jobs import finished
+    from efficient_ft.record.results import final_accuracy
+
+    found: dict[tuple[str, str], list[float]] = {}
+    for one, job in zip(runs, jobs, strict=True):
+        job.results = results = job.results or finished(job.folder, job.config)
+        if results is None:
+            continue
+        tasks = results["accuracy"].get("tasks", {})
+        for column, cell in one.row.cells.items():
+            if one.column is None and cell.data in tasks:
+                test = results["data"]["tasks"][cell.data]["accuracy"].get("test")
+                reached = final_accuracy({**tasks[cell.data], "test": test})
+            elif one.column == column:
+                reached = final_accuracy(results["accuracy"])
+            else:
+                continue
+            found.setdefault((one.row.name, column), []).append(reached)
+    return found
+
+
+def _report_notes(
+    settings: Sequence[str], missing: Sequence[str], runs: int, unread: Sequence[str], limited: Sequence[str]
+) -> list[str]:
+    """Return notes on missing runs of a report, and on how its runs differ from the table."""
+    from efficient_ft.cli.commands.study import OF_THIS_MACHINE
+
+    notes = []
+    if other := [one for one in settings if not one.startswith(OF_THIS_MACHINE)]:
+        notes.append(f"The runs have settings that are not the table's: {' '.join(other)}.")
+    if missing:
+        more = f" and {len(missing) - _NAMED} more (--commands lists all)" if len(missing) > _NAMED else ""
+        notes.append(f"{len(missing)} of {runs} runs are missing: {', '.join(missing[:_NAMED])}{more}.")
+    if len(missing) == runs:
+        notes.append(
+            "A report finds only runs with the table's settings and those given here: repeat the settings of --run."
+        )
+    notes += [f"Not read: {reason}" for reason in unread]
+    if limited:
+        notes.append(f"Not on all images (trainer.limit_eval_batches): {', '.join(limited)}.")
+    return notes
+
+
+def spread(values: Sequence[float], seeds: int) -> str | None:
+    """Fractions as percent: ``97.10``, or the mean with the range, ``97.12 [97.01…97.30], 3 seeds``; None: no value.
+
+    Args:
+        values: one per seed that is there.
+        seeds: how many there should be.
+    """
+    if not values:
+        return None
+    from efficient_ft.report import studies
+
+    shown = studies.spread([100 * value for value in values])
+    if len(values) < seeds:
+        return f"{shown}, {len(values)} of {seeds} seeds"
+    return f"{shown}, {seeds} seeds" if seeds > 1 else shown

@@ -1,0 +1,399 @@
+"""The cost columns of a published table, row by row: as printed, by the paper's own rule, and as executed here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from multiprocessing import get_context
+
+from efficient_ft.cli.hydra.compose import configurations
+from efficient_ft.cli.hydra.groups import CONF, register
+from efficient_ft.cli.hydra.rows import merged
+from efficient_ft.cli.terminal import quiet_libraries, status
+from efficient_ft.config import Config
+from efficient_ft.core.errors import UserError
+from efficient_ft.core.format import format_digits, format_percent
+from efficient_ft.core.sheet import DATA, Cell, Column, Lines, render
+from efficient_ft.core.text import paragraph
+from efficient_ft.cost import Executed, executed
+from efficient_ft.data import class_count
+from efficient_ft.methods.build import build_methods
+from efficient_ft.models import factory
+from efficient_ft.papers.published import COSTS, MODELS, Row, Table, baseline_of, reason_of
+from efficient_ft.papers.rules import batch_and_unit, count_cost, count_settings
+from efficient_ft.task import TASKS
+
+#: Relative difference from the printed number above which a reason is given.
+TOLERANCE = 0.02
+
+#: Figures that only a rule of the paper gives.
+_BY_RULE = ("train_memory_mb", "activation_memory_mb", "train_memory_reduction")
+
+#: Training images of the data sets in ALaST's tables; of Flowers-102 the official ones, without those of validation
+#: (``data.train_on_val=false`` in its recipes).
+IMAGES = {"flowers102": 1020, "cifar100": 50_000, "food101": 75_750}
+
+
+@dataclass(frozen=True)
+class CostCell:
+    """One printed cost.
+
+    Attributes:
+        column: its column (`papers.published.COSTS`).
+        printed: as in the paper.
+        rule: by the paper's own rule; None: it has none that is known, or it was measured.
+        executed: counted here by executing the step; None: there is no such count.
+        decimals: of the printed number.
+        reason: why our number differs by more than `TOLERANCE` and than half a printed digit, or why there is none;
+            None: it does not.
+    """
+
+    column: str
+    printed: float
+    rule: float | None
+    executed: float | None
+    decimals: int = 0
+    reason: str | None = None
+
+    @property
+    def deviation(self) -> float | None:
+        """Relative difference of our number from the printed one: by the rule, or of FLOPs the executed one.
+
+        Bytes that a step keeps are no rule of the papers': theirs have parameters and temporary buffers.
+        """
+        return None if self._ours is None else self._ours / self.printed - 1
+
+    @property
+    def agrees(self) -> bool:
+        """Whether our number is within `TOLERANCE` of the printed one, or rounds to it."""
+        if self._ours is None:
+            return False
+        distance = abs(self._ours - self.printed)
+        return distance <= max(TOLERANCE * self.printed, 0.5 * 10**-self.decimals)
+
+    @property
+    def _ours(self) -> float | None:
+        return self.executed if self.rule is None and self.column not in _BY_RULE else self.rule
+
+
+#: Function that counts a step, given the arguments of its run.
+Step = Callable[[tuple[str, ...]], Executed]
+Counts = tuple[float | None, float | None]
+
+
+def cost_cells(table: Table, row: Row, step: Step | None = None) -> list[CostCell]:
+    """The printed costs of a row, with our counts.
+
+    Args:
+        table: a published table.
+        row: a row of the table.
+        step: counts a step; None to count each step once in this process.
+
+    Raises:
+        UserError: a setting of the row cannot be used.
+    """
+    found = []
+    for column, printed in row.costs.items():
+        if column not in _COUNTED:
+            continue
+        cell = CostCell(
+            column, float(printed), *_COUNTED[column](table, row, step or _executed), len(printed.partition(".")[2])
+        )
+        if not cell.agrees:
+            reason = reason_of(table.name, row, column)
+            if reason is None and cell.deviation is None:
+                measured = _COUNTED[column] is _measured
+                reason = "measured, not counted" if measured else row.reason or "not derived"
+            cell = replace(cell, reason=reason)
+        found.append(cell)
+    return found
+
+
+def print_costs(table: Table, rows: Sequence[Row], form: str, chosen: Sequence[str] = (), processes: int = 1) -> None:
+    """Print the cost columns of `rows` in one of the forms of `core.sheet`; as text, each row when it is counted.
+
+    CSV and JSON have the reasons of deviations in full; the other forms number them, with a list below the table.
+
+    Args:
+        table: a published table.
+        rows: of it.
+        form: one of `core.sheet.FORMS`.
+        chosen: the columns to show, see `core.sheet.render`.
+        processes: number of processes that count at the same time.
+
+    Raises:
+        UserError: the table prints no costs that are counted here.
+    """
+    columns = [column for column in COSTS if column in _COUNTED and any(column in row.costs for row in rows)]
+    if not columns:
+        raise UserError(f"{table.name} prints no costs that are counted. {table.reason or ''}".rstrip())
+    data = form in DATA
+    numbers: dict[str, int] = {}  # of the reasons, from 1
+    counted = count_rows(table, rows, processes, lambda done, of: status(f"counted {done} of {of} steps"))
+    lines = (_line(row, columns, cost_cells(table, row), data, numbers) for row in counted)
+    header = _header(columns)
+    shown = _columns(header)
+    if form == "text" and not chosen:
+        samples = [_line(row, columns, cost_cells(table, row, _typical), data, None) for row in rows]
+        sheet = Lines(header, samples, columns=shown)
+        print(sheet.head(), flush=True)
+        for line in lines:
+            status("")
+            print(sheet.row(line), flush=True)
+        text = "\n".join(sheet.foot())
+    else:
+        found = list(lines)
+        # Columns without values are left out.
+        used = [i for i in range(len(header)) if i == 0 or any(line[i] is not None for line in found)]
+        kept = [[line[i] for i in used] for line in found]
+        names = [header[i] for i in used]
+        text = render(names, kept, form, columns={name: shown[name] for name in names}, chosen=chosen)
+    status("")
+    if text:
+        print(text)
+    below = [] if data else [*(f"{number}: {why}." for why, number in numbers.items()), *_rule_notes(table, rows)]
+    if form == "latex" and below:
+        print("\n".join(f"% {line}" for line in below))
+    elif below:
+        print("\n" + "\n".join(paragraph(f"- {line}", "  ") if form == "text" else f"- {line}" for line in below))
+
+
+def _header(columns: Sequence[str]) -> list[str]:
+    """Return the names of the columns."""
+    header = ["row"]
+    for column in columns:
+        own = ("by its rule", "kept, executed" if column in _BY_RULE else "executed", "deviation")
+        header += [COSTS[column], *(f"{COSTS[column]}, {part}" for part in own)]
+    return [*header, "reason"]
+
+
+def _columns(header: Sequence[str]) -> dict[str, Column]:
+    """Return the format of the columns: the published number and our deviation come first."""
+    printed = header[1:-1:4]
+    found = {"row": Column(words=True)}
+    for name in printed:
+        found[name] = Column()
+        for part in ("by its rule", "kept, executed", "executed", "deviation"):
+            if (whole := f"{name}, {part}") in header:
+                title = "executed (kept)" if part.startswith("kept") else part
+                found[whole] = Column(1 if part == "deviation" else 2, format_digits, title)
+    return {**found, "reason": Column(words=True)}
+
+
+def _line(
+    row: Row, columns: Sequence[str], cells: Sequence[CostCell], data: bool, numbers: dict[str, int] | None
+) -> list[Cell]:
+    """Return the cells of a row, and add new reasons to `numbers`; if `numbers` is None, a sample of maximum width."""
+    of = {cell.column: cell for cell in cells}
+    line: list[Cell] = [row.name]
+    for column in columns:
+        cell = of.get(column)
+        if cell is None:
+            line += [None] * 4
+            continue
+        deviation: Cell = cell.deviation
+        if cell.deviation is not None and not data:
+            deviation = "+100.00 %" if numbers is None else format_percent(cell.deviation, sign=True)
+        line += [cell.printed if data else row.costs[column], cell.rule, cell.executed, deviation]
+    if numbers is None:
+        return [*line, "1, 2, 3"]
+    reasons = _reasons(of)
+    if not data:
+        reasons = [str(numbers.setdefault(reason, len(numbers) + 1)) for reason in reasons]
+    return [*line, ("; " if data else ", ").join(reasons) or None]
+
+
+def _rule_notes(table: Table, rows: Sequence[Row]) -> list[str]:
+    """How the paper's rule counts some of the rows, where its file says so."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        settings = count_settings(table, row)
+        if settings is not None and settings.note:
+            found.setdefault(settings.note, []).append(row.name)
+    return [f"The rule of {', '.join(names)}: {note}." for note, names in found.items()]
+
+
+def _reasons(cells: Mapping[str, CostCell]) -> list[str]:
+    """The reasons of a row, each with the columns that it is about."""
+    columns: dict[str, list[str]] = {}
+    for column, cell in cells.items():
+        if cell.reason:
+            columns.setdefault(cell.reason, []).append(COSTS[column])
+    return [f"{', '.join(names)}: {reason}" for reason, names in columns.items()]
+
+
+# ---------------------------------------------------------------------------------------------- how costs are counted
+def _backward(table: Table, row: Row, step: Step) -> Counts:
+    return None, None if not row.arguments else step(_to_count(table, row)).backward_flops / 1e6
+
+
+def _to_count(table: Table, row: Row) -> tuple[str, ...]:
+    """The arguments with which the costs of a row are counted; empty if it cannot be run."""
+    return row.arguments and (*row.arguments, *table.count_at)
+
+
+#: BSR's Table 1: MiB of activations in fp32 for 196 patches and the class token, 384 channels, 6 heads, expansion 4.
+_ACTIVATIONS = {
+    "self_attention": 4 * 3 * 197 * 384 / 2**20,
+    "softmax": 4 * 6 * 197**2 / 2**20,
+    "gelu": 4 * 197 * 384 * 4 / 2**20,
+}
+
+
+def _memory(table: Table, row: Row, step: Step) -> Counts:
+    if table.name == "bsr/1":
+        return _ACTIVATIONS[row.columns["module"]], None
+    found = count_settings(table, row)
+    rule = None if found is None else count_cost(found).memory
+    if not row.arguments:
+        return rule, None
+    # Kept activations, without parameters.
+    batch, unit = batch_and_unit(table, row)
+    return rule, step(_to_count(table, row)).saved_bytes * batch / unit
+
+
+def _reduction(of: Callable[[Table, Row, Step], Counts], table: Table, row: Row, step: Step) -> Counts:
+    """How many times less than the baseline's the number of the row is."""
+    whole, own = of(*baseline_of(table, row), step), of(table, row, step)
+    by_rule, executed_too = (None if a is None or b is None else a / b for a, b in zip(whole, own, strict=True))
+    return by_rule, executed_too
+
+
+def _gmacs(table: Table, row: Row, step: Step) -> Counts:
+    found = count_settings(table, row)
+    rule = None if found is None else count_cost(found).gmacs
+    if not row.arguments:
+        return rule, None
+    return rule, step(_to_count(table, row)).forward_flops / 2e9 * int(row.columns.get("batch") or 1)
+
+
+def _compute(table: Table, row: Row, step: Step) -> Counts:
+    """PFLOPs of a run: executed FLOPs of an image times images times epochs."""
+    if not row.arguments:
+        return None, None
+    config = _configuration(row.arguments)
+    return None, step(_to_count(table, row)).flops * IMAGES[config.data.name] * config.trainer.epochs / 1e15
+
+
+def _parameters(table: Table, row: Row, step: Step) -> Counts:
+    return None, _parameter_count(MODELS[row.columns["model"]]) / 1e6
+
+
+@cache
+def _parameter_count(model: str) -> int:
+    config = _configuration((f"model={model}",))
+    return sum(p.numel() for p in factory.random_model(config.model, 1000).parameters())
+
+
+def _measured(table: Table, row: Row, step: Step) -> Counts:
+    return None, None
+
+
+_COUNTED: dict[str, Callable[[Table, Row, Step], Counts]] = {
+    "bwd_mflops": _backward,
+    "speedup": partial(_reduction, _backward),
+    "train_memory_mb": _memory,
+    "activation_memory_mb": _memory,
+    "train_memory_reduction": partial(_reduction, _memory),
+    "fwd_gmacs": _gmacs,
+    "fwd_gmacs_reduction": partial(_reduction, _gmacs),
+    "compute_pflops": _compute,
+    "params_m": _parameters,
+    "on_device_memory_mb": _measured,
+    "on_device_memory_reduction": _measured,
+    "latency_cpu_us": _measured,
+    "latency_gpu_us": _measured,
+    "speedup_cpu": _measured,
+    "speedup_gpu": _measured,
+    "peak_memory_mb": _measured,
+    "time_min": _measured,
+}
+
+
+#: Counted steps by the arguments of their run.
+_known: dict[tuple[str, ...], Executed] = {}
+
+
+def count_rows(
+    table: Table, rows: Sequence[Row], processes: int, counted: Callable[[int, int], None] = lambda done, of: None
+) -> Iterator[Row]:
+    """Count the steps that the costs of `rows` need, each of which takes seconds; yield each row when it is counted.
+
+    Args:
+        table: a published table.
+        rows: of it.
+        processes: number of processes that count at the same time.
+        counted: called with the number of the steps counted, and of all, before the first one and after each.
+    """
+    needed = {row.name: _needed(table, row) for row in rows}
+    todo = [step for step in dict.fromkeys(one for steps in needed.values() for one in steps) if step not in _known]
+    parallel = min(processes, len(todo))
+    # A new interpreter each: torch's threads do not survive a fork.
+    pool = ProcessPoolExecutor(parallel, get_context("spawn"), quiet_libraries) if parallel > 1 else None
+    futures = {step: pool.submit(_counted, step) for step in todo} if pool else {}
+    done = 0
+    try:
+        for row in rows:
+            for step in needed[row.name]:
+                if step in _known:
+                    continue
+                counted(done, len(todo))
+                _known[step] = futures[step].result() if pool else _counted(step)
+                done += 1
+                counted(done, len(todo))
+            yield row
+    finally:
+        if pool:
+            pool.shutdown(cancel_futures=True)
+
+
+def _needed(table: Table, row: Row) -> list[tuple[str, ...]]:
+    """Return the arguments of the steps that the costs of a row need."""
+    found = []
+    if any(_COUNTED.get(column) not in (None, _measured, _parameters) for column in row.costs):
+        found.append(_to_count(table, row))
+        if any(isinstance(_COUNTED.get(column), partial) for column in row.costs):  # a ratio to the baseline
+            found.append(_to_count(*baseline_of(table, row)))
+    return [arguments for arguments in found if arguments]
+
+
+def _typical(arguments: tuple[str, ...]) -> Executed:
+    """Return a placeholder for a step that is not counted yet, with the maximum number of digits."""
+    return Executed(12.345e9, 12.345e9, 12.345e6, 0, 0, 0, 1)
+
+
+def _executed(arguments: tuple[str, ...]) -> Executed:
+    if arguments not in _known:
+        _known[arguments] = _counted(arguments)
+    return _known[arguments]
+
+
+def _counted(arguments: tuple[str, ...]) -> Executed:
+    # A profile repeats one step: neither weights nor images change before the step that is counted.
+    config = _configuration(arguments)
+    profiles = [f"method.{name}.profile_steps=1" for name, own in config.method.items() if "profile_steps" in own]
+    config = _configuration(merged(*arguments, *profiles))
+    classes = 100 if config.task == "classification" else class_count(config.data)
+    assert classes is not None
+    model = factory.random_model(config.model, classes)
+    spec = factory.input_of(config.model)
+    # FLOPs and kept bytes of an image do not depend on the batch.
+    return executed(
+        model,
+        2,
+        spec.size,
+        methods=build_methods(config),
+        precision=config.trainer.precision,
+        label_smoothing=config.optim.label_smoothing,
+        frozen_bn=config.model.frozen_bn,
+        task=TASKS[config.task],
+    )
+
+
+@cache
+def _configuration(arguments: tuple[str, ...]) -> Config:
+    register()
+    (config,) = configurations(CONF, "train", arguments, sweep=False)
+    return config

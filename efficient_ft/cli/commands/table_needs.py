@@ -1,0 +1,69 @@
+"""State of a published table on this machine: whether the data sets and the weights of its runs are there."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from efficient_ft.papers.published import Table
+
+
+def state_of(table: Table, root: str = "./data") -> str:
+    """Say what this machine can do of `table` now: its runs, its costs, or nothing, with the reason.
+
+    Args:
+        table: a published table.
+        root: where the data sets are (`data.root`).
+    """
+    cells = [cell for row in table.rows for cell in row.cells.values()]
+    runs = [cell for cell in cells if cell.arguments]
+    if not runs:
+        counted = table.counted or any(row.arguments for row in table.rows)
+        return "costs" if counted else f"no: {table.reason}"
+    needed = sorted({str(cell.data) for cell in runs})
+    here = [data for data in needed if present(data, root)]
+    missing = [data for data in needed if data not in here]
+    absent = [f"not in {root}: {', '.join(missing)}"] if missing else []
+    ready = [cell for cell in runs if cell.data in here]
+    # Of one task each, whose networks do not compose without it.
+    task = next((word for cell in ready for word in cell.arguments if word.startswith("task=")), None)
+    models = sorted({cell.arguments[0] for cell in ready})
+    without = [model for model in models if not _weights(model, task and (task, f"data={ready[0].data}"))]
+    if without:
+        absent.append(f"weights not here: {', '.join(model.partition('=')[2] for model in without)}")
+    able = sum(cell.arguments[0] not in without for cell in ready)
+    if not absent:
+        return f"costs; runs ({able})"
+    return f"costs; {able} of {len(runs)} runs: {'; '.join(absent)}"
+
+
+@cache
+def _weights(model: str, of_task: tuple[str, ...] | None = None) -> bool:
+    """Whether the weights of ``model=NAME`` are in a cache, or can be downloaded.
+
+    Args:
+        model: the argument.
+        of_task: arguments that it needs besides; None: it is a classifier.
+    """
+    from efficient_ft.cli.hydra.compose import configurations
+    from efficient_ft.cli.hydra.groups import CONF, register
+    from efficient_ft.models.factory import missing_weights
+
+    register()
+    (config,) = configurations(CONF, "train", [model, "recipe=none", *(of_task or ())], sweep=False)
+    return missing_weights(config.model) is None
+
+
+def present(data: str, root: str = "./data") -> bool:
+    """Whether the files of a published data set are in `root`."""
+    from efficient_ft.data.published import PUBLISHED
+    from efficient_ft.data.published_masks import MASK_SETS
+    from efficient_ft.data.published_texts import TEXT_SETS
+
+    if data in MASK_SETS:
+        return MASK_SETS[data].missing(data, Path(root)) is None
+    source = TEXT_SETS[data] if data in TEXT_SETS else PUBLISHED[data]
+    folder = source.root(root)
+    return all(archive.state(folder) not in ("absent", "partial", "broken") for archive in source.archives)

@@ -1,0 +1,1 @@
+"""Hydra: composition, sweeps and launchers."""

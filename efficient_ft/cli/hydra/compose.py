@@ -1,0 +1,228 @@
+"""From command-line arguments to checked configurations: one, or those of a sweep. Loads no torch."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra import compose, version
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from efficient_ft.cli.commands import COMMANDS
+from efficient_ft.cli.hydra.conf import CONF
+from efficient_ft.cli.hydra.evaluate import evaluation
+from efficient_ft.cli.hydra.mistakes import check_option, check_packages, explained, known_here, refuse_data
+from efficient_ft.cli.hydra.output_folder import check_output_folder, hydra_files
+from efficient_ft.cli.hydra.rows import EXAMPLE, NAMING, jobs_of_rows, key_of, refuse_doubled
+from efficient_ft.cli.hydra.settings import check_hydra, check_targets
+from efficient_ft.cli.hydra.sources import faults_of_files
+from efficient_ft.config import Config, UnknownSetting, check
+from efficient_ft.config.plain import plain
+from efficient_ft.config.renamed import refuse_renamed_setting
+from efficient_ft.core.errors import SettingError, UserError, did_you_mean
+from efficient_ft.core.text import printable
+
+
+@dataclass(frozen=True)
+class ComposedJob:
+    """One job of a command line.
+
+    Attributes:
+        arguments: its arguments.
+        config: the configuration that they give.
+        written: files and folders that Hydra writes for it; empty if the job evaluates a run.
+    """
+
+    arguments: tuple[str, ...]
+    config: Config
+    written: tuple[Path, ...] = ()
+
+
+def composed_jobs(
+    conf: Path, name: str, overrides: Sequence[str], *, sweep: bool, search: str | None = None
+) -> list[ComposedJob]:
+    """The checked configuration of each job that a command line asks for: one, or those of a sweep.
+
+    The configuration of a job with ``evaluate=RUN`` is that of RUN, changed by the other arguments.
+
+    Args:
+        conf: the folder of the configuration groups.
+        name: the primary configuration in it.
+        overrides: the arguments, as typed.
+        sweep: comma-separated values are swept over.
+        search: one more folder of configurations, looked into first.
+
+    Raises:
+        UserError: the first mistake.
+    """
+    version.setbase("1.3")
+    path = create_config_search_path(str(conf.resolve()))
+    if search is not None:
+        if not Path(search).is_dir():
+            raise UserError(f"--config-dir {search}: no such folder.")
+        first = SearchPathQuery(provider="schema")
+        path.prepend("command-line", f"file://{Path(search).resolve()}", first)
+    # As hydra.main does; the public initialize_config_dir knows no second folder.
+    loader = Hydra.create_main_hydra2(name, path).config_loader
+    own = [folder for folder in (search, None if conf.resolve() == CONF.resolve() else str(conf)) if folder is not None]
+    try:
+        with faults_of_files(own):
+            jobs = _with_rows(loader, name, _jobs(loader, overrides, sweep), sweep)
+            return [_composed(loader, name, job, sweep) for job in jobs]
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def configurations(
+    conf: Path, name: str, overrides: Sequence[str], *, sweep: bool, search: str | None = None
+) -> list[Config]:
+    """The configurations of `composed_jobs`."""
+    return [job.config for job in composed_jobs(conf, name, overrides, sweep=sweep, search=search)]
+
+
+def _jobs(loader: ConfigLoader, overrides: Sequence[str], sweep: bool) -> list[tuple[str, ...]]:
+    """The arguments of each job; a sweep is the product of its comma-separated values."""
+    check_form(overrides)
+    refuse_doubled(overrides)
+    parser = OverridesParser.create(config_loader=loader)
+    choices: dict[str, list[str]] = {}
+    for text in overrides:
+        try:
+            (override,) = parser.parse_overrides([text])
+        except OverrideParseException:
+            raise _unreadable(text) from None
+        if not override.is_sweep_override():
+            choices[text] = [text]
+            continue
+        values = text.partition("=")[2]
+        if not sweep:
+            raise UserError(
+                f"{text}: several values. To run each of them add -m; to give a list write"
+                f" '{override.key_or_group}=[{values}]'; to give a text with commas quote it:"
+                f" \"{override.key_or_group}='{values}'\"."
+            )
+        if not override.is_discrete_sweep():
+            raise UserError(f"{text}: an interval has no list of values. Write them out, or range(START,STOP,STEP).")
+        key = override.get_key_element()
+        choices[text] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+        if not choices[text]:
+            raise UserError(f"{text}: it stands for no value at all.")
+        if key_of(text) in (*NAMING, "experiment"):
+            do = "Repeat the command for each."
+            if key_of(text) == "rows":
+                do = f"Some rows of a table: efficient-ft table NAME --run --rows {values}. {EXAMPLE}"
+            raise UserError(f"{text}: one {key_of(text)} at a time. {do}")
+    return list(itertools.product(*choices.values()))
+
+
+def _with_rows(loader: ConfigLoader, name: str, jobs: list[tuple[str, ...]], sweep: bool) -> list[tuple[str, ...]]:
+    """Multiply `jobs` by the rows that a table, an experiment or ``rows`` has, as the sweeper does."""
+    naming = [one for one in jobs[0] if key_of(one) in (*NAMING, "experiment")] if jobs else []
+    if not naming:
+        return jobs
+    for override in OverridesParser.create(config_loader=loader).parse_overrides(naming):
+        check_option(loader, override)
+    try:
+        composed = compose(name, naming)
+    except (HydraException, OmegaConfBaseException) as error:
+        parsed = OverridesParser.create(config_loader=loader).parse_overrides(naming)
+        raise explained(loader, name, parsed, error) from None
+    table, rows = composed.get("table"), composed.get("rows")
+    if rows is not None and not OmegaConf.is_list(rows):
+        raise SettingError("rows", rows, "a list of texts, each with the settings of a run")
+    if not sweep and (table is not None or rows):
+        raise UserError(f"{naming[0]}: it has several runs. To run each of them add -m.")
+    return [tuple(job) for job in jobs_of_rows(jobs, table, rows)]
+
+
+def check_form(overrides: Sequence[str]) -> None:
+    """Refuse a bare word, e.g. a command that does not exist; also with ``--help``, where nothing is composed.
+
+    Raises:
+        UserError: one of `overrides` is not KEY=VALUE, nor ~KEY, or not UTF-8.
+    """
+    for text in overrides:
+        shown = printable(text)
+        if shown != text:
+            raise UserError(
+                f"{shown}: it has bytes that are not UTF-8, which a run cannot record. Rename the file or folder, or"
+                " give a link to it with another name."
+            )
+        if (not text.startswith("~") and not text.partition("=")[1]) or text.startswith("="):
+            raise _not_a_setting(text)
+
+
+def _not_a_setting(text: str) -> UserError:
+    return UserError(f"{text}: arguments have the form KEY=VALUE; see --help.{did_you_mean(text, COMMANDS)}")
+
+
+def _unreadable(text: str) -> UserError:
+    key, equals, value = text.partition("=")
+    if not equals or not value:
+        return _not_a_setting(text)
+    whole = text.strip("'\"")  # quotes around the whole argument that the shell has kept
+    if whole != text and text[0] in "'\"":
+        do = f"the quotes around it are part of the argument; leave them out: {shlex.quote(whole)}"
+        if _is_readable(whole):
+            return UserError(f"{text}: {do}")
+    key = key.lstrip("'\"")
+    inner = value.strip("'\"")
+    forms = [f'{key}="{inner}"', f"{key}='{inner}'", f"{key}={json.dumps(inner)}"]
+    readable = next((form for form in forms if _is_readable(form)), None)
+    do = "" if readable is None else f"; quote it: {shlex.quote(readable)}"
+    return UserError(f"{text}: the value has special characters{do}")
+
+
+def _is_readable(text: str) -> bool:
+    """Whether Hydra can parse an argument."""
+    try:
+        OverridesParser.create().parse_overrides([text])
+    except OverrideParseException:
+        return False
+    return True
+
+
+def _composed(loader: ConfigLoader, name: str, job: tuple[str, ...], sweep: bool) -> ComposedJob:
+    """One job with its checked configuration."""
+    parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(job))
+    for override in parsed:
+        refuse_renamed_setting(override.key_or_group, override.value())
+    check_output_folder(name, parsed)
+    check_hydra(loader, name, parsed)
+    evaluated = evaluation(loader, name, parsed)
+    if evaluated is not None:
+        return ComposedJob(job, evaluated)
+    for override in parsed:
+        check_option(loader, override)
+        of_group = bool(loader.get_group_options(override.key_or_group))
+        if of_group and override.is_delete() and not isinstance(override.value(), str | None):
+            raise UserError(f"{override.input_line}: ~GROUP takes the name of an option, or no value.")
+    try:
+        composed = compose(name, list(job), return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException, TypeError) as error:  # TypeError: a key within a list
+        raise explained(loader, name, parsed, error) from None
+    check_targets(composed.hydra)
+    written = hydra_files(composed, sweep)
+    with open_dict(composed):
+        del composed["hydra"]
+    check_packages(name, parsed, composed)
+    try:
+        config = check(plain(composed))
+    except UnknownSetting as error:
+        raise known_here(loader, error) from None
+    if config.evaluate is not None:
+        raise UserError(f"evaluate={config.evaluate} must be given on the command line, not in a configuration file.")
+    refuse_data(parsed, config)
+    return ComposedJob(job, config, written)

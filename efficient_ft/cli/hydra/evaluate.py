@@ -1,0 +1,91 @@
+"""``evaluate=RUN``: the configuration of RUN, changed by the arguments given now.
+
+A run folder is data, possibly someone else's, so Hydra never composes it: its config.yaml is read as plain settings and
+checked by the schema. Keys of Hydra are refused there, interpolations and targets are plain text, and the recorded
+command line is not read. Hydra parses the arguments given now, and composes the options of groups in them
+(``data=folder``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.override_parser.types import Override
+from omegaconf import OmegaConf
+
+from efficient_ft.cli.hydra.mistakes import check_option, known_here, refuse_data, unknown
+from efficient_ft.config import Config, UnknownSetting, check, setting_names
+from efficient_ft.config.plain import plain
+from efficient_ft.core.errors import UserError
+from efficient_ft.record.config_file import read_config
+from efficient_ft.record.formats import PASS_A_RUN, USE_ITS_VERSION
+
+
+def evaluation(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> Config | None:
+    """Return the configuration of a job with ``evaluate=RUN``; None for any other job.
+
+    Args:
+        loader: of the configuration groups.
+        name: the primary configuration.
+        parsed: the arguments of the job.
+
+    Raises:
+        UserError: RUN is no run folder, its configuration cannot be used, or an argument cannot be applied to it.
+    """
+    runs = [override.value() for override in parsed if override.key_or_group == "evaluate"]
+    if not runs or runs[-1] is None:
+        return None
+    run = Path(str(runs[-1]))
+    if not (run / "model.safetensors").is_file():
+        what = "holds no model.safetensors: no epoch was finished there" if run.is_dir() else "no such folder"
+        raise UserError(f"evaluate={run}: {what}. {PASS_A_RUN}")
+    settings = read_config(run, PASS_A_RUN, USE_ITS_VERSION).model_dump(mode="json")
+    groups = [override for override in parsed if loader.get_group_options(override.key_or_group)]
+    for override in groups:
+        check_option(loader, override)
+        group = override.key_or_group
+        if group not in Config.model_fields or override.package not in (None, group) or override.is_delete():
+            raise UserError(
+                f"{override.input_line}: evaluate=RUN takes the settings of RUN. Only a section (data=NAME) or single"
+                " settings (data.root=DIR) can be changed."
+            )
+    if groups:
+        composed = plain(compose(name, [str(override.input_line) for override in groups]))
+        settings.update({override.key_or_group: composed[override.key_or_group] for override in groups})
+    for override in parsed:
+        if override not in groups:
+            _apply(loader, settings, override)
+    settings["evaluate"] = str(run)
+    try:
+        config = check(settings)
+    except UnknownSetting as error:
+        raise known_here(loader, error) from None
+    refuse_data(parsed, config)
+    return config
+
+
+def _apply(loader: ConfigLoader, settings: dict[str, Any], override: Override) -> None:
+    """Apply one ``KEY=VALUE``, ``+KEY=VALUE`` or ``~KEY`` to plain `settings`; only its own value is interpolated."""
+    full = override.key_or_group
+    if full.startswith(("hydra.", "hydra/")):
+        raise UserError(f"{override.input_line}: evaluate=RUN makes no folder and does not use Hydra; leave it out.")
+    value = plain(OmegaConf.create({"value": override.value()}))["value"]
+    addable = override.is_add() or override.is_force_add() or full in setting_names()
+    *groups, key = parts = full.split(".")
+    node = settings
+    for depth, part in enumerate(parts):
+        within = depth < len(groups)
+        if part not in node and not addable:
+            raise unknown(loader, ".".join(parts[: depth + 1]), value, node)
+        if within and not isinstance(node.get(part, {}), dict):
+            raise unknown(loader, ".".join(parts[: depth + 2]), value, ())
+        if within:
+            node = node.setdefault(part, {})
+    if override.is_delete():
+        node.pop(key, None)
+    else:
+        node[key] = value

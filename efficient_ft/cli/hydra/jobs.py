@@ -1,0 +1,228 @@
+"""Run several jobs, each in a process of its own: skip finished ones, go on after failures, print one table."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from efficient_ft.cli.hydra import processes
+from efficient_ft.config import Config, check, fingerprint, image_folders
+from efficient_ft.core import text
+from efficient_ft.core.errors import UserError
+from efficient_ft.core.format import format_number, format_percent
+from efficient_ft.core.terminal import show, shown_path, wrapped
+from efficient_ft.core.units import parse_seconds
+from efficient_ft.record.collection import collect_runs, write_tables
+from efficient_ft.record.formats import USE_ITS_VERSION
+from efficient_ft.record.results import NAME, read_results
+
+
+@dataclass
+class Job:
+    """One job of a sweep.
+
+    Attributes:
+        arguments: its command line.
+        title: the arguments in which it differs from the other jobs.
+        folder: its run folder.
+        config: its configuration.
+        results: what it returned; None before it ran, or after a failure.
+        failure: the reason of its failure in one line.
+        diverged: it failed because its loss was not finite.
+    """
+
+    arguments: tuple[str, ...]
+    title: str
+    folder: Path
+    config: Config
+    results: dict[str, Any] | None = None
+    failure: str | None = None
+    diverged: bool = False
+
+    @property
+    def trains(self) -> bool:
+        """False for an evaluation or a cost report, which have no run folder."""
+        return not self.config.cost_only and self.config.evaluate is None
+
+
+def titles(jobs: Sequence[Sequence[str]]) -> list[str]:
+    """Return, for each command line, the arguments that not all of `jobs` have."""
+    shared = set.intersection(*map(set, jobs)) if len(jobs) > 1 else set()
+    return [" ".join(argument for argument in arguments if argument not in shared) for arguments in jobs]
+
+
+def finished(folder: Path, config: Config) -> dict[str, Any] | None:
+    """Return the results in `folder` if a run with the settings of `config` ended there, else None."""
+    try:
+        results = read_results(folder)
+        same = fingerprint(check(results["config"])) == fingerprint(config)
+    except UserError:  # none, damaged, or of another version: the job itself says which
+        return None
+    return dict(results) if same else None
+
+
+def not_read(folder: Path) -> str | None:
+    """Why results.json in `folder` cannot be used; None: there is none, or it can."""
+    try:
+        if (folder / NAME).is_file():
+            read_results(folder, USE_ITS_VERSION)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def this_program() -> list[str]:
+    """Return the command that starts this program again: a script, ``python -m efficient_ft``, or ``efficient-ft``."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None and spec.name == "efficient_ft.__main__":
+        return [sys.executable, "-m", "efficient_ft"]
+    # On Windows the installed command is an .exe, which Python cannot run.
+    return [sys.executable, sys.argv[0]] if Path(sys.argv[0]).is_file() else [sys.executable, "-m", "efficient_ft"]
+
+
+def command(
+    config_path: str | None, config_name: str | None, config_dir: str | None, arguments: Sequence[str]
+) -> list[str]:
+    """Return the command line of a process that runs one job with `arguments` and the same configuration files.
+
+    ``jobs=`` and ``job_timeout=`` are left out: they are of the sweep, and a single run says that they have no effect.
+    """
+    flags = {"--config-path": config_path, "--config-name": config_name, "--config-dir": config_dir}
+    given = [part for flag, value in flags.items() if value is not None for part in (flag, value)]
+    return [*this_program(), *given, *(one for one in arguments if not one.startswith(("jobs=", "job_timeout=")))]
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    command: Callable[[Job], Sequence[str]],
+    parallel: int = 1,
+    ended: Callable[[Job], None] = lambda job: None,
+) -> None:
+    """Run the `command` of each job, fill in its outcome, and print a table at the end.
+
+    A finished job is skipped; a failure does not stop the others, nor does one that runs longer than its
+    ``job_timeout``, which is stopped.
+
+    Args:
+        jobs: in the order in which they begin.
+        command: the command line of a job.
+        parallel: jobs at a time. With more than one, each has its share of the processor's threads, one of the GPUs in
+            turn, and prints into a file next to its run folder.
+        ended: called with each job when its outcome is known.
+
+    Raises:
+        SystemExit: after the last job, if one has failed (status 1).
+        KeyboardInterrupt: a job was interrupted.
+    """
+    todo: list[tuple[str, Job]] = []
+    for number, job in enumerate(jobs, start=1):
+        title = f"[{number}/{len(jobs)}] {job.title}"
+        if job.trains and job.config.resume == "auto":
+            job.results = finished(job.folder, job.config)
+            if job.results and image_folders(check(job.results["config"])) != image_folders(job.config):
+                job.results = None  # the job itself finds out whether the images are the same
+        if job.results is not None:
+            show(f"{title}: finished before, in {shown_path(job.folder)}")
+            ended(job)
+        else:
+            todo.append((title, job))
+    if parallel == 1:
+        for title, job in todo:
+            show(title)
+            _fill_in(title, job, processes.run(command(job), timeout=_timeout(job)))
+            ended(job)
+    else:
+        _run_in_parallel(todo, command, parallel, ended)
+    print(f"\n{summary(jobs)}", flush=True)
+    if any(job.failure is not None for job in jobs):
+        raise SystemExit(1)
+
+
+def _run_in_parallel(
+    todo: Sequence[tuple[str, Job]],
+    command: Callable[[Job], Sequence[str]],
+    parallel: int,
+    ended: Callable[[Job], None],
+) -> None:
+    slots = processes.Slots(parallel)
+
+    def start(title: str, job: Job) -> processes.Ended:
+        with slots.taken() as environment:
+            output = job.folder.with_name(f"{job.folder.name}.log") if job.trains else None
+            show(f"{title}: started" + (f"; it prints into {shown_path(output)}" if output else ""))
+            process = processes.run(command(job), environment, output, _timeout(job))
+            if output is None:
+                print(process.printed, flush=True)
+            return process
+
+    with ThreadPoolExecutor(parallel) as pool:
+        waiting = {pool.submit(start, title, job): (title, job) for title, job in todo}
+        try:
+            for done in as_completed(waiting):
+                title, job = waiting[done]
+                _fill_in(title, job, done.result())
+                ended(job)
+                if job.failure is None:
+                    show(f"{title}: finished" + (f", in {shown_path(job.folder)}" if job.trains else ""))
+        except BaseException as error:
+            pool.shutdown(wait=False, cancel_futures=True)
+            slots.stop(end=not isinstance(error, KeyboardInterrupt))
+            raise
+
+
+def _timeout(job: Job) -> float | None:
+    """Seconds after which a job is stopped; None: never."""
+    value = job.config.job_timeout
+    return None if value is None else parse_seconds("job_timeout", value, plain=True)
+
+
+def _fill_in(title: str, job: Job, process: processes.Ended) -> None:
+    job.results, job.failure, job.diverged = process.results, process.failure, process.diverged
+    if job.failure is not None:
+        show(f"{title}: FAILED: {job.failure}", sys.stderr)
+
+
+def write_sweep_table(outputs: Path, folders: Sequence[Path]) -> None:
+    """Write the table of the finished runs of a sweep into OUTPUTS/sweeps, under a name that stands for its runs.
+
+    Args:
+        outputs: a folder; runs outside it are not in the table.
+        folders: the run folders of the sweep.
+    """
+    inside = sorted(folder for folder in folders if folder.is_relative_to(outputs))
+    found = collect_runs(outputs, inside)
+    if len(found.runs) < 2:
+        return
+    name = hashlib.sha256("\n".join(map(str, inside)).encode()).hexdigest()[:8]
+    files = write_tables(found, outputs / "sweeps" / name)
+    show(f"\nTable of the sweep: {', '.join(map(shown_path, files))}")
+
+
+def summary(jobs: Sequence[Job]) -> str:
+    """Return one line per job with its best accuracy and executed backward FLOPs per image, then the failures."""
+    rows = [("job", "best accuracy", "backward FLOPs", "folder")]
+    for job in jobs:
+        results = job.results or {}
+        best = results.get("accuracy", {}).get("best")
+        # The results of a cost report are the cost itself.
+        flops = results.get("cost", results).get("executed", {}).get("backward_flops")
+        rows.append(
+            (
+                job.title,
+                "failed" if job.failure is not None else "–" if best is None else format_percent(best),
+                "–" if flops is None else format_number(flops),
+                str(job.folder) if job.trains else "–",
+            )
+        )
+    lines = [text.table(rows, left=(0, 3), whole=(3,), rule="")]
+    failures = [f"  {job.title}: {job.failure}" for job in jobs if job.failure is not None]
+    if failures:
+        again = "repeating the command runs only what is not finished"
+        lines += ["", f"{len(failures)} of {len(jobs)} failed ({again}):", *failures]
+        lines[1:] = [wrapped(line, text.terminal_width()) for line in lines[1:]]
+    return "\n".join(lines)

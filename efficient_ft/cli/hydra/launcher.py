@@ -1,0 +1,96 @@
+"""Sweeps: Hydra's launcher that runs each job in a process of its own.
+
+Hydra's own launcher runs all jobs in one process: one kill for lack of memory ends the sweep, memory and threads of one
+job reach into the next, and a repeated sweep starts from the beginning. Here a job is the command that would run it
+alone, in the folder it would have alone. Other launchers (submitit) remain selectable: ``hydra/launcher=...``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.types import HydraContext
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from efficient_ft.cli.hydra.jobs import Job, command, run_jobs, titles, write_sweep_table
+from efficient_ft.config import check
+from efficient_ft.config.plain import plain
+from efficient_ft.core.errors import UserError
+
+#: Overrides that steer the sweep and have no meaning in a single run.
+_STEERING = ("hydra.mode", "hydra.sweep", "hydra.launcher", "hydra/launcher", "hydra/sweeper", "hydra.run.dir")
+
+
+def register() -> None:
+    """Make ``hydra/launcher=processes`` known to Hydra; the class it names is found by Hydra itself."""
+    ConfigStore.instance().store(
+        group="hydra/launcher",
+        name="processes",
+        node={"_target_": "hydra_plugins.efficient_ft_launcher.ProcessLauncher"},
+        provider="efficient_ft",
+    )
+
+
+class Sweep:
+    """The jobs of a sweep, ``jobs`` at a time, each by the command that would run it alone.
+
+    Args:
+        context: of Hydra's launcher: composes the configuration of each job.
+        config: the configuration of the sweep itself.
+    """
+
+    def __init__(self, context: HydraContext, config: DictConfig) -> None:
+        self.context, self.config = context, config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]]) -> Sequence[JobReturn]:
+        """Run the jobs; a failure does not stop the others.
+
+        Raises:
+            UserError: two jobs have the same folder.
+            SystemExit: after the last job, if one has failed (status 1).
+            KeyboardInterrupt: a job was interrupted.
+        """
+        named = zip(job_overrides, titles(job_overrides), strict=True)
+        jobs = [self._job(number, *one) for number, one in enumerate(named)]
+        folders = [job.folder for job in jobs if job.trains]
+        for folder in folders:
+            if folders.count(folder) > 1:
+                raise UserError(
+                    f"{folders.count(folder)} jobs of this sweep would share the folder {folder}: they have the same"
+                    " settings, or hydra.sweep.subdir is the same for all."
+                )
+        try:
+            run_jobs(jobs, self._command, max((job.config.jobs for job in jobs), default=1))
+        finally:
+            write_sweep_table(Path(self.config.hydra.sweep.dir), folders)
+        return [_returned(job) for job in jobs]
+
+    def _job(self, number: int, overrides: Sequence[str], title: str) -> Job:
+        composed = self.context.config_loader.load_sweep_config(self.config, list(overrides))
+        with open_dict(composed):  # the names of folders may refer to them
+            composed.hydra.job.num, composed.hydra.job.id = number, str(number)
+        folder = Path(composed.hydra.sweep.dir) / composed.hydra.sweep.subdir
+        return Job(tuple(overrides), title, folder, check(plain(composed)))
+
+    def _command(self, job: Job) -> list[str]:
+        """Return the command line that runs `job` alone, in the folder it has in the sweep."""
+        given: Any = OmegaConf.to_container(self.config.hydra.overrides.hydra)  # as typed, with its references
+        kept = [o for o in given if not o.lstrip("+~").startswith(_STEERING)]
+        if job.trains:
+            folder = job.folder.as_posix().replace("\\", "\\\\").replace("'", "\\'")
+            kept.append(f"hydra.run.dir='{folder}'")
+        source = {s.provider: s.path for s in self.config.hydra.runtime.config_sources}
+        name = self.config.hydra.job.config_name
+        return command(source["main"], name, source.get("command-line"), [*job.arguments, *kept])
+
+
+def _returned(job: Job) -> JobReturn:
+    """The result of a job for sweepers that search: its value is the best accuracy."""
+    value = JobReturn(overrides=list(job.arguments), cfg=OmegaConf.create(job.config.model_dump(mode="json")))
+    value.status = JobStatus.COMPLETED
+    value.return_value = (job.results or {}).get("accuracy", {}).get("best")
+    return value

@@ -1,0 +1,210 @@
+"""The folder of a run or a sweep, which Hydra makes: its settings, and what to say where it cannot be made."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from logging.handlers import MemoryHandler
+from pathlib import Path
+from typing import Any
+
+from hydra import compose
+from hydra.conf import HydraConf
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import (
+    InterpolationKeyError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+    UnsupportedInterpolationType,
+)
+
+from efficient_ft.cli.streams import discard_output
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.record.files import write_text_atomically
+
+_SETTINGS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
+#: Holds the folders of runs and sweeps for which no other is given.
+_DEFAULT = "outputs"
+#: Maximum number of log records that are kept until a run begins.
+_RECORDS = 10_000
+
+
+def check_output_folder(name: str, parsed: Sequence[Override]) -> None:
+    """Refuse an empty folder, and one whose name holds a reference that cannot be resolved.
+
+    Args:
+        name: the primary configuration.
+        parsed: the arguments of one job.
+
+    Raises:
+        SettingError: the first mistake.
+    """
+    for override in parsed:
+        if override.key_or_group not in _SETTINGS:
+            continue
+        text = str(override.value() or "").strip()
+        if not text:
+            given = "null" if override.value() is None else "an empty text"
+            raise SettingError(override.key_or_group, given, "a folder", "Leave it out for one of its own.")
+        if "${" not in text:
+            continue
+        composed = compose(name, [override.input_line or ""], return_hydra_config=True)
+        try:
+            if "${" in str(OmegaConf.select(composed, override.key_or_group)):
+                do = "Leave out the backslash: ${NAME} stands for the value of a setting."
+                raise SettingError(override.key_or_group, text, "a folder without \\${", do)
+        except (InterpolationKeyError, InterpolationResolutionError, UnsupportedInterpolationType) as error:
+            reason = str(error).splitlines()[0].rstrip(".")
+            if "MissingMandatoryValue" in reason:  # what Hydra sets for each job
+                continue
+            raise SettingError(override.key_or_group, text, "a folder", f"It cannot be resolved: {reason}.") from None
+
+
+def hydra_files(composed: DictConfig, sweep: bool) -> tuple[Path, ...]:
+    """Return the files and folders that record the command of a run, or of a sweep itself.
+
+    Args:
+        composed: a configuration with that of Hydra.
+        sweep: the configuration is that of a job of a sweep.
+    """
+    hydra = composed.hydra
+    try:
+        if sweep:
+            return (Path(hydra.sweep.dir) / "multirun.yaml",)
+        folder = Path(hydra.run.dir)
+        with read_write(hydra), open_dict(hydra):
+            hydra.runtime.output_dir = str(folder)
+        handlers = (hydra.job_logging or {}).get("handlers") or {}
+        files = [Path(handler.filename) for handler in handlers.values() if "filename" in (handler or ())]
+        inner = folder / (hydra.output_subdir or ".hydra")  # without a name the run writes the record of its command
+        return (*files, inner, *(inner / name for name in ("config.yaml", "hydra.yaml", "overrides.yaml")))
+    except (OmegaConfBaseException, TypeError, AttributeError):  # other checks name the setting
+        return ()
+
+
+#: Entries that a command writes into its folder before the first step: by Hydra, and by the run.
+_OF_HYDRA = {".hydra", "train.log"}
+_BEFORE_TRAINING = {*_OF_HYDRA, ".lock", "config.yaml", "images", "contents.json", "run_id"}
+
+
+class _Held(MemoryHandler):
+    """Keeps log records until `hand_over`; Hydra flushes all handlers at the end of a command."""
+
+    def flush(self) -> None:
+        pass
+
+    def hand_over(self) -> None:
+        """Hand the records to the target."""
+        super().flush()
+
+
+class CommandRecord:
+    """The record of a command in its run folder, ``.hydra`` and the log file, written when the run begins.
+
+    Hydra would write both before the run knows whether it is accepted.
+
+    Args:
+        folder: the run folder.
+        hydra: the configuration of Hydra (`HydraConfig.get()`).
+        composed: the configuration of the run.
+    """
+
+    def __init__(self, folder: Path, hydra: HydraConf, composed: DictConfig) -> None:
+        self._folder, self._hydra, self._composed = folder, hydra, composed
+        #: By handler of the root logger: what stands in its place until the run begins.
+        self._held: dict[logging.FileHandler, _Held] = {}
+        root = logging.getLogger()
+        for handler in root.handlers:
+            if isinstance(handler, logging.FileHandler) and Path(handler.baseFilename).parent == folder.absolute():
+                handler.close()  # the next record opens it again
+                log = Path(handler.baseFilename)
+                if log.is_file() and not log.stat().st_size:
+                    log.unlink()
+                self._held[handler] = _Held(_RECORDS, logging.CRITICAL + 1, handler)
+                self._held[handler].setLevel(handler.level)
+        root.handlers[:] = [self._held.get(one, one) for one in root.handlers]  # type: ignore[call-overload]
+
+    def write(self) -> None:
+        """Write the record; log into the file from now on."""
+        if self._hydra.output_subdir is None:
+            parts: dict[str, Any] = {
+                "config": self._composed,
+                "hydra": {"hydra": self._hydra},
+                "overrides": self._hydra.overrides.task,
+            }
+            for name, part in parts.items():
+                text = OmegaConf.to_yaml(part if OmegaConf.is_config(part) else OmegaConf.create(part))
+                write_text_atomically(self._folder / ".hydra" / f"{name}.yaml", text)
+        root = logging.getLogger()
+        names = {memory: handler for handler, memory in self._held.items()}
+        root.handlers[:] = [names.get(one, one) for one in root.handlers]  # type: ignore[call-overload]
+        for memory in self._held.values():
+            memory.hand_over()
+        self._held = {}
+
+
+@contextmanager
+def leaving_nothing(folder: Path) -> Iterator[None]:
+    """Remove a new run folder if the run inside the block is rejected before training: a mistake writes nothing.
+
+    Args:
+        folder: the folder that Hydra created. A folder with files of an earlier command is not changed.
+    """
+    here = Path.cwd()
+    new = folder not in (here, *here.parents) and set(os.listdir(folder)) <= _OF_HYDRA
+    try:
+        yield
+    except UserError:
+        if new and set(os.listdir(folder)) <= _BEFORE_TRAINING:
+            with suppress(OSError):  # the message of the mistake is more important
+                shutil.rmtree(folder)
+                for above in folder.parents:
+                    if above == Path.cwd() or _DEFAULT not in above.parts:
+                        break
+                    above.rmdir()  # fails at the first folder that is not empty, which ends the loop
+        raise
+
+
+@contextmanager
+def output_folder_faults(overrides: Sequence[str]) -> Iterator[None]:
+    """Turn the system's refusal of the output folder inside the block into a message that names its setting.
+
+    Raises:
+        UserError: the folder cannot be made or written.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError) as raised:
+        # A log file that cannot be opened is a ValueError of Python's logging.
+        error = raised if isinstance(raised, OSError) else raised.__cause__
+        if not isinstance(error, OSError):
+            raise
+        if (lost := discard_output()) is not None:
+            raise lost from None  # of what is printed, not of the folder
+        given = dict(text.split("=", 1) for text in overrides if text.startswith(tuple(f"{key}=" for key in _SETTINGS)))
+        key = next((key for key in ("hydra.run.dir", "hydra.sweep.dir") if key in given), None)
+        folder = Path(given[key].strip("'\"") if key else _DEFAULT).absolute()
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if error.filename is None and not full:
+            raise
+        place = Path(os.fsdecode(error.filename or folder)).absolute()
+        above = place == folder or place in folder.parents
+        if not above and (folder not in place.parents or error.errno == errno.ENOENT):  # a file of another kind
+            raise
+        reason = (error.strerror or str(error)).lower()
+        if full:
+            from efficient_ft.training.output.faults import free_space
+
+            reason += free_space(folder)
+        do = "Choose another folder" if key else "Choose another folder: hydra.run.dir=DIR"
+        raise UserError(
+            f"{key or 'hydra.run.dir'}: the folder {place} cannot be made or written ({reason}). {do}; or mend this"
+            " one, and repeat the command. What it holds is kept."
+        ) from raised

@@ -1,0 +1,174 @@
+"""Settings of Hydra itself on the command line: ``hydra.KEY=VALUE`` and ``hydra/GROUP=OPTION``."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hydra import compose
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.types import Override
+from omegaconf import BooleanNode, DictConfig, EnumNode, FloatNode, IntegerNode, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from efficient_ft.cli.hydra.mistakes import group_options, walk
+from efficient_ft.config import UnknownSetting
+from efficient_ft.config.explain import show
+from efficient_ft.core.errors import SettingError, UserError, first_line
+
+#: Classes that a configuration of Hydra may name: plugins, which Hydra finds itself, and handlers of logs.
+_PLUGINS = ("hydra_plugins.", "hydra._internal.core_plugins.")
+_LOG_CLASSES = (
+    "efficient_ft.core.terminal.ConsoleHandler", "logging.StreamHandler", "logging.FileHandler", "logging.NullHandler",
+    "logging.Formatter", "colorlog.ColoredFormatter",
+)  # fmt: skip
+_LOG_STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
+_NO_CODE = "A configuration must not name other code to run; leave it out."
+
+_FOLDERS = ("hydra.run.dir=", "hydra.sweep.dir=", "hydra.sweep.subdir=")
+
+
+def check_hydra(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> None:
+    """Refuse settings of Hydra that it would refuse in its own words, or ignore.
+
+    Args:
+        loader: of the configuration groups.
+        name: the primary configuration.
+        parsed: the arguments of the job.
+
+    Raises:
+        UserError: for the first of them.
+    """
+    own = [one for one in parsed if one.key_or_group.partition(".")[0].partition("/")[0] == "hydra"]
+    groups = [one for one in own if "/" in one.key_or_group]
+    for one in groups:
+        _check_group(loader, one)
+    settings = [one for one in own if one not in groups]
+    if all(one.key_or_group == "hydra.run.dir" and isinstance(one.value(), str) for one in settings):
+        return  # what a sweep passes to each job
+    known = compose(name, [str(one.input_line) for one in groups], return_hydra_config=True)
+    for one in settings:
+        if one.package is not None or one.is_delete():
+            raise UserError(f"{one.input_line}: settings of Hydra have the form hydra.KEY=VALUE. Leave it out.")
+        _check_setting(known, one.key_or_group, one.value(), new=one.is_add() or one.is_force_add())
+
+
+@contextmanager
+def hydra_faults(overrides: Sequence[str], job: str) -> Iterator[None]:
+    """Turn an error of Hydra's own work inside the block into a message that names its settings.
+
+    Args:
+        overrides: the arguments, as typed.
+        job: name of the function that Hydra calls; errors inside it are passed on.
+
+    Raises:
+        UserError: Hydra cannot work with its settings.
+    """
+    own = [one for one in overrides if one.lstrip("+~").startswith("hydra") and not one.startswith(_FOLDERS)]
+    try:
+        yield
+    except (UserError, OSError):
+        raise
+    except Exception as error:
+        if not own or any(frame.name == job for frame in traceback.extract_tb(error.__traceback__)):
+            raise
+        raise UserError(f"{' '.join(own)}: Hydra cannot use it: {first_line(error)}. Leave it out.") from error
+
+
+def check_targets(hydra: DictConfig) -> None:
+    """Refuse a configuration of Hydra that names code to run, other than its plugins and handlers of logs.
+
+    Args:
+        hydra: the composed configuration of Hydra.
+
+    Raises:
+        UserError: for the first such setting.
+    """
+    if hydra.get("callbacks"):
+        raise UserError(f"hydra.callbacks: callbacks are not supported here, since they run code. {_NO_CODE}")
+    for key, value in _leaves(OmegaConf.to_container(hydra, resolve=False), "hydra"):
+        last = key.rpartition(".")[2]
+        if last == "_target_" and not str(value).startswith(_PLUGINS):
+            raise SettingError(key, value, f"a class of {' or '.join(_PLUGINS)}", _NO_CODE)
+        if not key.startswith(("hydra.job_logging.", "hydra.hydra_logging.")):
+            continue
+        if last in ("class", "()") and value not in _LOG_CLASSES:
+            raise SettingError(key, value, _LOG_CLASSES, _NO_CODE)
+        if isinstance(value, str) and value.partition("://")[0] in ("ext", "cfg") and value not in _LOG_STREAMS:
+            raise SettingError(key, value, _LOG_STREAMS, _NO_CODE)
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield the settings in nested mappings and lists by their full names."""
+    if isinstance(value, dict | list):
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _leaves(inner, f"{key}.{name}")
+    else:
+        yield key, value
+
+
+def _check_group(loader: ConfigLoader, override: Override) -> None:
+    """Refuse a group or an option that Hydra does not have."""
+    group, value = override.key_or_group, override.value()
+    known = [f"hydra/{one}" for one in loader.list_groups("hydra")]
+    if group not in known:
+        raise SettingError("A group of Hydra", group, known)
+    options = sorted(loader.get_group_options(group, ObjectType.CONFIG)) or group_options(loader, group)
+    if override.is_delete() or override.is_add() or override.package is not None:
+        raise UserError(f"{override.input_line}: groups of Hydra have the form {group}=OPTION ({', '.join(options)}).")
+    if value not in options:
+        raise SettingError(group, show(value), options)
+
+
+def _check_setting(known: DictConfig, key: str, value: Any, new: bool) -> None:
+    """Refuse a setting that Hydra does not have, or a value of another type; of a mapping, the first one in it."""
+    present, missing = walk(known, key)
+    node: Any = known
+    for part in present.split("."):
+        node = node._get_node(part)
+    if missing is not None:
+        if new:
+            return
+        if OmegaConf.is_dict(node) and OmegaConf.get_type(node) is dict and not node.keys():
+            raise UserError(f"{key}={show(value)}: add a new name with a plus: +{key}={show(value)}")
+        names = [str(one) for one in node] if OmegaConf.is_dict(node) else []
+        raise UnknownSetting(f"{present}.{missing}", value, names)
+    if isinstance(node, DictConfig) and isinstance(value, dict) and value:
+        for name, inner in value.items():
+            _check_setting(known, f"{key}.{name}", inner, new)
+        return
+    wrong = (isinstance(node, DictConfig) and not isinstance(value, dict)) or (
+        isinstance(node, ListConfig) and not isinstance(value, list) and value is not None
+    )
+    try:
+        if not wrong:
+            OmegaConf.update(known, key, value)
+    except (OmegaConfBaseException, ValueError):
+        wrong = True
+    if wrong:
+        given = "an empty string" if value == "" else show(value)
+        raise SettingError(key, given, _constraint(node), "Or leave it out.")
+    for folder in value if key == "hydra.searchpath" else ():
+        path = str(folder).removeprefix("file://")
+        if "://" not in path and not Path(path).is_dir():
+            raise SettingError(key, folder, "a list of existing folders, file://DIR")
+
+
+def _constraint(node: Any) -> str:
+    """The type of a setting of Hydra in words that follow "must be"."""
+    match node:
+        case DictConfig():
+            return "a mapping, {NAME: VALUE}"
+        case ListConfig():
+            return "a list, [VALUE,VALUE]"
+        case BooleanNode():
+            return "true or false"
+        case EnumNode():
+            return f"one of {', '.join(node.enum_type.__members__)}"
+        case IntegerNode() | FloatNode():
+            return "a number"
+    return "a string"

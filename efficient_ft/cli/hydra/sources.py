@@ -1,0 +1,78 @@
+"""Configuration files of the user's own: one that cannot be read is refused by name, before Hydra reads it."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import hydra
+import omegaconf
+from hydra._internal.config_repository import ConfigRepository
+from hydra.core.object_type import ObjectType
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult
+
+from efficient_ft.cli.hydra.conf import CONF
+from efficient_ft.core.errors import UserError, first_line
+from efficient_ft.core.format import format_bytes
+from efficient_ft.core.parsing import parse_yaml
+
+#: A larger file is no configuration.
+_LARGEST = 10**6
+_load = ConfigRepository.load_config
+_LIBRARIES = tuple(Path(str(library.__file__)).parent for library in (hydra, omegaconf))
+_OURS = Path(__file__).parents[2]
+
+
+def register() -> None:
+    """Let Hydra refuse unreadable files with a message; its readers raise errors of many kinds."""
+    ConfigRepository.load_config = _checked  # type: ignore[method-assign, assignment]
+
+
+def _checked(repository: ConfigRepository, config_path: str) -> ConfigResult | None:
+    """Load a file as Hydra does.
+
+    Raises:
+        UserError: it cannot be read, or is not YAML.
+    """
+    source = repository._find_object_source(config_path=config_path, object_type=ObjectType.CONFIG)
+    if source is None or source.scheme() != "file":
+        return _load(repository, config_path)
+    file = Path(source.path, source._normalize_file_name(config_path))
+    if file.is_relative_to(CONF):
+        return _load(repository, config_path)
+    try:
+        if (size := file.stat().st_size) > _LARGEST:
+            raise ValueError(f"it has {format_bytes(size)}, and a configuration at most {format_bytes(_LARGEST)}")
+        parse_yaml(file.read_text(encoding="utf-8"))
+        return _load(repository, config_path)
+    except ConfigLoadError:
+        raise
+    except Exception as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+        raise UserError(f"{file} cannot be read as a configuration: {reason}. Correct the file.") from error
+
+
+@contextmanager
+def faults_of_files(folders: Sequence[str]) -> Iterator[None]:
+    """Turn an error of Hydra's own work inside the block into a message that names the user's folders.
+
+    Args:
+        folders: of configurations of the user's own; without any nothing is changed.
+
+    Raises:
+        UserError: Hydra cannot compose their files, e.g. since one includes itself.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        places = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+        last = max((number for number, place in enumerate(places) if place.is_relative_to(_OURS)), default=0)
+        inside = any(place.is_relative_to(library) for place in places[last + 1 :] for library in _LIBRARIES)
+        if not folders or not inside:
+            raise
+        reason = "they include each other" if isinstance(error, RecursionError) else first_line(error)
+        raise UserError(f"The configurations in {' and '.join(folders)} cannot be used: {reason}.") from error

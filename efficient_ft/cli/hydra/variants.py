@@ -1,0 +1,81 @@
+"""Variants of methods: which option of the group ``method`` the settings of a run are, and how far it is the paper's.
+
+Options of one method share its package and name; ``lbp_wht_published`` is the paper's method where ``lbp_wht`` is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from efficient_ft.cli.hydra.conf import CONF
+from efficient_ft.config import Config, run_folder
+from efficient_ft.core.packages import configuration_folders, method_files
+
+#: The end of an option's name that has the settings of the paper.
+PUBLISHED = "_published"
+
+#: The end of a folder's name whose runs have not, although there is such an option.
+OURS = "-ours"
+
+
+def folder_of(config: Config) -> Path:
+    """The run folder of `config`, named by the variants of its methods: ``lbp_wht-ours`` or ``lbp_wht_published``."""
+    names = []
+    for name, settings in config.method.items():
+        chosen = variant(name, settings)
+        names.append(f"{chosen}{OURS}" if _departures(name, chosen, settings) else chosen)
+    return Path(run_folder(config, names))
+
+
+def variant(method: str, settings: Mapping[str, Any]) -> str:
+    """The option whose settings are nearest to those of `method`; of several, the one named like the method."""
+    options = _options().get(method, {})
+    if not options:
+        return method
+
+    def distance(option: str) -> tuple[int, bool, str]:
+        held = options[option]
+        return sum(settings.get(key) != value for key, value in held.items()), option != method, option
+
+    return min(options, key=distance)
+
+
+def not_as_published(config: Config) -> list[str]:
+    """A sentence for every method of `config` that has a published variant and is not it."""
+    found = []
+    for name, settings in config.method.items():
+        chosen = variant(name, settings)
+        if departures := _departures(name, chosen, settings):
+            differs = [f"{key}={_shown(settings.get(key))} (published: {_shown(value)})" for key, value in departures]
+            found.append(
+                f"{chosen} is not the published method: {', '.join(differs)}. It is method={chosen}{PUBLISHED}."
+            )
+    return found
+
+
+def _departures(method: str, chosen: str, settings: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The published settings that `settings` of the option `chosen` have not; [] if it has no published variant."""
+    published = _options().get(method, {}).get(chosen + PUBLISHED, {})
+    usual = _options().get(method, {}).get(chosen, {})
+    # Only what makes the variants: a rank or sparsity of one's own is no departure.
+    return [(key, value) for key, value in published.items() if value not in (usual.get(key), settings.get(key))]
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@cache
+def _options() -> dict[str, dict[str, dict[str, Any]]]:
+    """By method and option: its settings, without those that depend on the rest of the configuration."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for _, method, file in method_files({"": [CONF], **configuration_folders()}):
+        held = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        plain = {key: value for key, value in held.items() if not str(value).startswith("${") and key != "defaults"}
+        found.setdefault(method, {})[file.stem] = plain
+    return found

@@ -1,1 +1,0 @@
-"""Methods that choose which patches of an image enter the blocks: PatchDropout."""

@@ -1,0 +1,151 @@
+"""PatchDropout: in training a random part of each image's patch tokens enters the blocks.
+
+Source: Liu, Matsoukas, Strand, Azizpour, Smith, "PatchDropout: Economizing Vision Transformers Using Patch Dropout",
+WACV 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from timm.layers import PatchDropout as TimmPatchDropout
+from timm.layers import PatchDropoutWithIndices
+from torch import Tensor, nn
+
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.methods.base import Applied, Method
+from efficient_ft.methods.declarations import Adds, Axis, Needs
+from efficient_ft.methods.forwards import OwnForward, put_around, take_away
+from efficient_ft.methods.registry import register
+from efficient_ft.methods.tokens.base import (
+    give_forwards,
+    grid_positions,
+    refuse_fixed_tokens,
+    refuse_other_blocks,
+    take_forwards,
+)
+from efficient_ft.models.view import ModelView
+from efficient_ft.ops.saving import packing_suspended
+from efficient_ft.ops.tokens import (
+    Tokens,
+    attach_tokens,
+    is_token_reduction_suspended,
+    num_kept,
+    take,
+    token_reduction_suspended,
+)
+
+
+class _PatchDropForward(OwnForward):
+    """Forward pass of the first block on a random part of its patch tokens, in training.
+
+    Args:
+        module: the block.
+        prefix: number of the model's prefix tokens.
+        positions: H · W of the model's grid of patch tokens.
+        keep_rate: as in `PatchDropout`.
+    """
+
+    def __init__(self, module: nn.Module, prefix: int, positions: int, keep_rate: float) -> None:
+        super().__init__(module)
+        self.prefix, self.positions, self.keep_rate = prefix, positions, keep_rate
+
+    def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Any:
+        if not self.module.training or is_token_reduction_suspended():
+            return self.within(x, *others, **keywords)
+        tokens = Tokens.full(x, self.prefix, self.positions)
+        with packing_suspended():
+            x, index_BK = self._kept(x)
+        return self.within(attach_tokens(x, tokens.dropped(index_BK, self.positions, False)), *others, **keywords)
+
+    def _kept(self, x_BNC: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the prefix tokens and a random part of the patch tokens, and the indices (B, K) of these."""
+        patches_BLC = x_BNC[:, self.prefix :]
+        batch, count = patches_BLC.shape[:2]
+        order_BL = torch.rand(batch, count, device=x_BNC.device).argsort(1)
+        # In the order of the grid, so that at a rate of 1 nothing is changed at all.
+        index_BK = order_BL[:, : num_kept(count, self.keep_rate)].sort(1).values
+        return torch.cat([x_BNC[:, : self.prefix], take(patches_BLC, index_BK)], 1), index_BK
+
+
+@register
+class PatchDropout(Method):
+    """Train on a random part of each image's patch tokens (PatchDropout: Liu et al., WACV 2023).
+
+    In each training step the share ``keep_rate`` of an image's patch tokens, drawn uniformly for each image, enters the
+    first block, after position embeddings have been added. Prefix tokens (class token, distillation token, registers)
+    are always kept. Evaluation takes all patches: the model is the pretrained one.
+
+    Patches are drawn from torch's generator, as dropout is. Runs seed it by (seed, rank, batch), so that a resumed run
+    draws the same patches. Kept tokens have grid positions: low-rank backward projects them, and methods that drop or
+    merge tokens in the blocks work on what is left.
+
+    Args:
+        keep_rate: share of the patch tokens that enter the blocks in training, above 0 and at most 1; the number is
+            rounded up.
+
+    Raises:
+        SettingError: the rate is out of range; when applied: it leaves out no patch of the model's images.
+        UserError: when applied: the model has no blocks or no grid of tokens, its blocks are of an unsupported type
+            (positions inside the blocks, side modules), or the model drops patches already (timm's
+            ``patch_drop_rate``).
+    """
+
+    name = "patch_dropout"
+    axis = Axis.PATCHES
+    changes_weights = False
+    adds = frozenset({Adds.TOKEN_DROPPING})
+    needs = frozenset({Needs.BLOCKS, Needs.TOKEN_GRID})
+    hints: ClassVar[Mapping[Needs, str]] = {
+        Needs.TOKEN_GRID: "Patches can be left out where all blocks work on tokens of one grid (ViT, DeiT)."
+    }
+
+    def __init__(self, keep_rate: float = 0.5) -> None:
+        super().__init__()
+        if isinstance(keep_rate, bool) or not isinstance(keep_rate, int | float) or not 0 < keep_rate <= 1:
+            raise SettingError("keep_rate", keep_rate, "a number > 0 and <= 1")
+        self.keep_rate = keep_rate
+
+    def _apply(self, model: nn.Module, view: ModelView) -> Applied:
+        refuse_other_blocks(view, self.name, view.blocks)
+        if any(isinstance(module, TimmPatchDropout | PatchDropoutWithIndices) for module in model.modules()):
+            raise UserError(
+                f"method {self.name}: {view.name} has patch dropout of its own; create it with patch_drop_rate=0."
+            )
+        count = grid_positions(view)
+        kept = num_kept(count, self.keep_rate)
+        if self.keep_rate < 1 and kept == count:
+            height, width = view.image_size
+            raise SettingError(
+                f"method.{self.name}.keep_rate",
+                self.keep_rate,
+                f"low enough to leave out a patch ({view.name} has {count} of them)",
+                f"Use larger images (now {height}×{width}).",
+            )
+        refuse_fixed_tokens(view, self.name, _run_on_fewer)
+        give_forwards(model, view, self.name, {})
+        first = view.blocks[0]
+        block = model.get_submodule(first)
+        put_around(block, _PatchDropForward(block, view.prefix_tokens, count, self.keep_rate))
+        summary = f"{kept} of {count} patch tokens enter the blocks in training"
+        return Applied(self.name, (first,), summary=summary)
+
+    def _remove(self, model: nn.Module) -> None:
+        for module in model.modules():
+            take_away(module, _PatchDropForward)
+        take_forwards(model, self.name)
+
+
+def _run_on_fewer(block: nn.Module, x: Tensor, prefix: int) -> None:
+    """Run a block on x (1, N, C) and on fewer tokens.
+
+    Raises:
+        ValueError: the block changes the number of tokens (pooling).
+    """
+    with token_reduction_suspended():
+        for given in (x, x[:, 1:]):
+            left = block(given).shape[1]
+            if left != given.shape[1]:
+                raise ValueError(f"a block makes {left} tokens of {given.shape[1]}")

@@ -1,0 +1,328 @@
+"""Attention: softmax, scaled dot-product attention in its parts or fused, and normalized q and k."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from efficient_ft.ops.autocast import to_single_precision
+from efficient_ft.ops.saving.mode import PackedOperations
+from efficient_ft.ops.saving.products import matmul, product
+from efficient_ft.ops.saving.saving import load, save
+from efficient_ft.ops.saving.sharing import SharedUnpack, apply_to
+from efficient_ft.ops.saving.straight_through import as_kept
+from efficient_ft.ops.saving.table import name_of, packed_operation, packs
+from efficient_ft.ops.storage import Packed, Packer
+
+aten = torch.ops.aten
+
+#: Of a softmax whose values were all dropped.
+_TINY = 1e-30
+
+
+class _Softmax(torch.autograd.Function):
+    """Softmax, which keeps its output; 0 where `masked_out`."""
+
+    @staticmethod
+    def forward(ctx: Any, mode: PackedOperations, x: Tensor, dim: int, masked_out: Tensor | None = None) -> Tensor:
+        p = torch.softmax(x, dim)
+        if masked_out is not None:
+            p.masked_fill_(masked_out, 0)
+        save(ctx, mode.keep(p, mode.policy.attention, None, 1, result=True, role="output"))
+        ctx.dim, ctx.type, ctx.zero_sum = dim, x.dtype, mode.policy.position_network
+        return p
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        (p,) = load(ctx)
+        if ctx.zero_sum:  # a packed p does not add up to 1
+            total = p.sum(ctx.dim, keepdim=True)
+            return (
+                None,
+                (p * (g - (g * p).sum(ctx.dim, keepdim=True) / total.clamp_min(_TINY))).to(ctx.type),
+                None,
+                None,
+            )
+        return None, aten._softmax_backward_data(g, p, ctx.dim, p.dtype).to(ctx.type), None, None
+
+
+@packs(torch.softmax, Tensor.softmax)
+def _softmax(mode: PackedOperations, input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Any:
+    if dim is None or not mode.supports(input):
+        return NotImplemented
+    p = _Softmax.apply(mode, to_single_precision(input) if dtype is None else input.to(dtype), dim)
+    return as_kept(mode, p, mode.policy.attention, heads=1, autocast=False)
+
+
+@packs(F.softmax)
+def _functional_softmax(
+    mode: PackedOperations,
+    input: Tensor,
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    return _softmax(mode, input, dim, dtype)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """softmax(q kᵀ · scale + bias) v with torch's fused kernel, recomputed in backward from the unpacked q, k and v.
+
+    The bias is a constant. The layer after it can compute its input from the same recomputation.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mode: PackedOperations,
+        packer: Packer,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: Any,
+        bias: Tensor | None,
+    ) -> Tensor:
+        y = F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
+        parts = [mode.keep(x, packer, y.dtype, 1, role=role) for x, role in zip((q, k, v), "qkv", strict=True)]
+        unpack = partial(_attention_again, [(p.unpack, len(p.tensors)) for p in parts], scale, bias is not None)
+        tensors = (*(t for p in parts for t in p.tensors), *(() if bias is None else (bias,)))
+        shared = SharedUnpack(unpack, mode.state.last)
+        shared.add_user()
+        save(ctx, Packed(tensors, shared, shared))
+        ctx.types = (q.dtype, k.dtype, v.dtype)
+        if mode.policy.derived_all and y.dim() == 4:
+            mode.set_source(
+                y.transpose(1, 2).flatten(2), Packed(tensors, partial(apply_to, _merge_heads, shared), shared)
+            )
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        (y,) = load(ctx)
+        found = torch.autograd.grad(y, y.attention_inputs, g)
+        return None, None, *(g.to(t) for g, t in zip(found, ctx.types, strict=True)), None, None
+
+
+def _attention_again(parts: Sequence[tuple[Any, int]], scale: Any, has_bias: bool, *tensors: Tensor) -> Tensor:
+    """Compute attention from the tensors of the packed q, k and v; the result has the graph of this computation."""
+    remaining = iter(tensors)
+    kept = [unpack(*islice(remaining, count)) for unpack, count in parts]
+    bias = next(remaining) if has_bias else None
+    with torch.enable_grad():
+        q, k, v = inputs = [x.detach().requires_grad_() for x in kept]
+        y = F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
+    y.attention_inputs = inputs  # type: ignore[attr-defined]
+    return y
+
+
+def _merge_heads(y: Tensor) -> Tensor:
+    """Return attention's result (B, H, N, D) as (B, N, H·D), without its graph."""
+    return y.detach().transpose(1, 2).flatten(2)
+
+
+class _Attention(torch.autograd.Function):
+    """Unfused softmax(q kᵀ · scale + bias) v, of (..., N, D) each, with a constant bias.
+
+    Softmax's output is kept once, for softmax and the second product.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, mode: PackedOperations, q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None
+    ) -> Tensor:
+        # Contiguous: otherwise each product would copy them again.
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        scores = _scaled_product(q, k.mT, scale)
+        if bias is not None:
+            scores += bias
+        p = torch.softmax(to_single_precision(scores), -1).to(scores.dtype)
+        if bias is not None:  # torch returns zeros for queries that are masked out
+            p.masked_fill_(_masked_out(bias), 0)
+        del scores
+        y = p @ v
+        of_q, of_k = ctx.needs_input_grad[1:3]
+        packer = mode.policy.attention
+        kept_q = mode.keep(q, packer, y.dtype, 1, role="q") if of_k else None
+        kept_k = mode.keep(k, packer, y.dtype, 1, role="k") if of_q else None
+        kept_p = mode.keep(p, packer, y.dtype, 1, role="p")
+        kept_v = mode.keep(v, packer, y.dtype, 1, role="v") if of_q or of_k else None
+        save(ctx, kept_v, kept_p, kept_k, kept_q)
+        ctx.scale, ctx.types = scale, (q.dtype, k.dtype, v.dtype)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        g = g.contiguous()
+        v, p, k, q = load(ctx, one_by_one=True)
+        dense = p()
+        g_v = dense.mT @ g if ctx.needs_input_grad[3] else None
+        g_q = g_k = None
+        if v is not None:
+            g_scores = aten._softmax_backward_data(g @ v().mT, dense, -1, dense.dtype)
+            del dense
+            g_q = None if k is None else _scaled_product(g_scores, k(), ctx.scale)
+            g_k = None if q is None else _scaled_product(g_scores.mT, q(), ctx.scale)
+        found = (g_q, g_k, g_v)
+        return None, *(None if t is None else t.to(d) for t, d in zip(found, ctx.types, strict=True)), None, None
+
+
+def _masked_out(mask: Tensor) -> Tensor:
+    """Return the queries whose mask leaves out every key: (..., N, 1) bool of (..., N, M)."""
+    if mask.dtype == torch.bool:
+        return mask.any(-1, keepdim=True).logical_not()
+    return mask.detach().amax(-1, keepdim=True) == -torch.inf
+
+
+def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Compute scale · a b, of (..., n, k) and (..., k, m), in one kernel."""
+    batch = a.shape[:-2]
+    y = torch.baddbmm(a.new_empty(1, 1, 1), a.flatten(0, -3), b.flatten(0, -3), beta=0, alpha=scale)
+    return y.view(*batch, *y.shape[1:])
+
+
+@packs(F.scaled_dot_product_attention)
+def _attention(
+    mode: PackedOperations,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    if mode.policy.plain_attention or is_causal or enable_gqa or not mode.supports(query, key, value):
+        return NotImplemented
+    batch = query.shape[:-2]
+    broadcast = query.dim() < 3 or key.shape[:-2] != batch or value.shape[:-2] != batch  # heads shared by queries
+    if attn_mask is not None:
+        scores_shape = (*query.shape[:-1], key.shape[-2])
+        broadcast |= torch.broadcast_shapes(attn_mask.shape, scores_shape) != scores_shape
+    constant = attn_mask is None or (attn_mask.is_floating_point() and not attn_mask.requires_grad)
+    if mode.policy.fused is not None and constant and not dropout_p:
+        return _FusedAttention.apply(mode, mode.policy.fused, query, key, value, scale, attn_mask)
+    if broadcast:
+        return NotImplemented
+    if constant and not dropout_p and not mode.policy.forward:
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        return _Attention.apply(mode, query, key, value, scale, attn_mask)
+    # Contiguous, since each product would copy them again.
+    query = (query * (query.shape[-1] ** -0.5 if scale is None else scale)).contiguous()
+    key, value = key.contiguous(), value.contiguous()
+    mode.begin("scores")
+    scores = matmul(mode, query, key.mT)
+    if scores is NotImplemented:
+        return NotImplemented
+    masked_out = None
+    if attn_mask is not None:
+        masked_out = _masked_out(attn_mask)  # torch returns zeros for these queries
+        excluded = attn_mask.logical_not() if attn_mask.dtype == torch.bool else None
+        scores = scores + attn_mask if excluded is None else scores.masked_fill(excluded, -torch.inf)
+    mode.begin("softmax")
+    p = _Softmax.apply(mode, to_single_precision(scores), -1, masked_out)
+    p = as_kept(mode, p, mode.policy.attention, heads=1, autocast=False).to(value.dtype)
+    mode.begin("values")
+    return product(mode, F.dropout(p, dropout_p), value)
+
+
+@packs(F.multi_head_attention_forward)
+def _multi_head_attention(
+    mode: PackedOperations,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Tensor | None,
+    in_proj_bias: Tensor | None,
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    training: bool = True,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Tensor | None = None,
+    k_proj_weight: Tensor | None = None,
+    v_proj_weight: Tensor | None = None,
+    static_k: Tensor | None = None,
+    static_v: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> Any:
+    """Compute `nn.MultiheadAttention` of (N, B, C), without masks and without returning its weights."""
+    inputs = [t.transpose(0, 1) for t in (query, key, value)]
+    unusual = (need_weights, add_zero_attn, use_separate_proj_weight, is_causal, in_proj_weight is None)
+    given = (bias_k, bias_v, key_padding_mask, attn_mask, static_k, static_v)
+    trained = (in_proj_weight, in_proj_bias, out_proj_weight, out_proj_bias)
+    if (
+        any(unusual)
+        or any(t is not None for t in given)
+        or query.dim() != 3
+        or not mode.supports(*inputs, trained=trained)
+    ):
+        return NotImplemented
+    assert in_proj_weight is not None
+    if query is key and key is value:
+        parts = [*_packed_or_plain(mode, F.linear, inputs[0], in_proj_weight, in_proj_bias).chunk(3, -1)]
+    else:
+        weights, biases = in_proj_weight.chunk(3), (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
+        projections = zip(inputs, weights, biases, strict=True)
+        parts = [_packed_or_plain(mode, F.linear, x, w, b) for x, w, b in projections]
+    q, k, v = (x.unflatten(-1, (num_heads, -1)).transpose(1, 2) for x in parts)
+    p = dropout_p if training else 0.0
+    y = _packed_or_plain(mode, F.scaled_dot_product_attention, q, k, v, None, p).transpose(1, 2).flatten(2)
+    return _packed_or_plain(mode, F.linear, y, out_proj_weight, out_proj_bias).transpose(0, 1), None
+
+
+def _packed_or_plain(mode: PackedOperations, function: Any, *args: Any) -> Tensor:
+    """Call an operation that another one consists of."""
+    operation = packed_operation(function)
+    assert operation is not None
+    mode.begin(name_of(function))
+    y = operation(mode, *args)
+    return function(*args) if y is NotImplemented else y
+
+
+class _Normalize(torch.autograd.Function):
+    """x / max(‖x‖, ε) along `dim`. Keeps its output, which the product after it keeps as well."""
+
+    @staticmethod
+    def forward(ctx: Any, mode: PackedOperations, x: Tensor, dim: int, eps: float) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=dim, keepdim=True)
+        y = x / norm.clamp_min(eps)
+        save(ctx, mode.keep(y, mode.policy.attention, None, 1, result=True, role="output"), norm)
+        ctx.dim, ctx.eps = dim, eps
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        y, norm = load(ctx)
+        along = (g * y).sum(ctx.dim, keepdim=True).where(norm >= ctx.eps, 0)  # below ε the divisor is constant
+        return None, (g - y * along) / norm.clamp_min(ctx.eps), None, None
+
+
+@packs(F.normalize)
+def _normalize(
+    mode: PackedOperations, input: Tensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None
+) -> Any:
+    if p != 2 or not isinstance(dim, int) or out is not None or not mode.supports(input):
+        return NotImplemented
+    y = _Normalize.apply(mode, to_single_precision(input), dim, eps)
+    return as_kept(mode, y, mode.policy.attention, heads=1, autocast=False)

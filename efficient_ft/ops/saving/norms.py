@@ -1,0 +1,343 @@
+"""Normalizations: LayerNorm, RMSNorm, GroupNorm and BatchNorm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from efficient_ft.ops.autocast import to_single_precision
+from efficient_ft.ops.saving.mode import PackedOperations
+from efficient_ft.ops.saving.saving import load, save
+from efficient_ft.ops.saving.straight_through import as_kept
+from efficient_ft.ops.saving.table import packs
+from efficient_ft.ops.storage import Packed, Sparse
+
+aten = torch.ops.aten
+
+
+class _LayerNorm(torch.autograd.Function):
+    """LayerNorm, which keeps its input or x̂ (`Policy.normalized`); its statistics stay exact."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mode: PackedOperations,
+        x: Tensor,
+        shape: list[int],
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        ctx.shape, ctx.normalized = shape, mode.policy.normalized
+        if mode.policy.normalized:
+            y, x_hat, rstd = _normalized(x, shape, weight, bias, eps)
+            kept = mode.keep(x_hat, mode.policy.norm, None, -1, role="normalized")
+            save(ctx, kept, weight, bias, rstd)
+            affine = [p for p in (weight, bias) if p is not None]
+            unpack = partial(_affine, kept.unpack, weight is not None, bias is not None)
+            if mode.policy.forward:
+                y = kept.shared.in_forward(unpack, *kept.tensors, *affine).to(y.dtype)
+            if mode.policy.derived:
+                mode.set_source(y, Packed((*kept.tensors, *affine), unpack, kept.shared))
+        else:
+            y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+            save(ctx, mode.keep(x, mode.policy.norm, None, -1), weight, bias, rstd, mean)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, rstd, *mean = load(ctx)
+        wanted = [ctx.needs_input_grad[i] for i in (1, 3, 4)]
+        if ctx.normalized:
+            zero, one = torch.zeros_like(rstd), torch.ones_like(rstd)
+            found = aten.native_layer_norm_backward(g, x, ctx.shape, zero, one, weight, bias, wanted)
+            g_x = found[0].mul_(rstd) if wanted[0] else None
+        else:
+            found = aten.native_layer_norm_backward(g, x, ctx.shape, mean[0], rstd, weight, bias, wanted)
+            g_x = found[0]
+        return None, g_x, None, found[1], found[2], None
+
+
+def _normalized(
+    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return LayerNorm's output, x̂ and 1 / √(variance + ε)."""
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64) or weight is None or bias is None:
+        y, _, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        return y, torch.native_layer_norm(x, shape, None, None, eps)[0], rstd
+    # Without γ and β, torch's kernel for the CPU takes twice the time.
+    x_hat, _, rstd = torch.native_layer_norm(x, shape, torch.ones_like(weight), torch.zeros_like(bias), eps)
+    return torch.addcmul(bias, x_hat, weight), x_hat, rstd
+
+
+class _RMSNorm(torch.autograd.Function):
+    """x̂ · γ with x̂ = x / √(mean(x²) + ε) over the last dimensions; keeps x or x̂ as `_LayerNorm` does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mode: PackedOperations, x: Tensor, dims: list[int], weight: Tensor | None, eps: float
+    ) -> Tensor:
+        rstd = x.square().mean(dims, keepdim=True).add_(eps).rsqrt_()
+        x_hat = x * rstd
+        y = x_hat if weight is None else x_hat * weight
+        ctx.dims, ctx.normalized, ctx.affine_dims = dims, mode.policy.normalized, list(range(x.dim() - len(dims)))
+        if mode.policy.normalized:
+            kept = mode.keep(x_hat, mode.policy.norm, None, -1, result=weight is None, role="normalized")
+            save(ctx, kept, weight, rstd)
+            affine = () if weight is None else (weight,)
+            unpack = partial(_affine, kept.unpack, weight is not None, False)
+            if mode.policy.forward:
+                y = kept.shared.in_forward(unpack, *kept.tensors, *affine).to(y.dtype)
+            if mode.policy.derived:
+                mode.set_source(y, Packed((*kept.tensors, *affine), unpack, kept.shared))
+        else:
+            save(ctx, mode.keep(x, mode.policy.norm, None, -1), weight, rstd)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x_hat, weight, rstd = load(ctx)
+        if not ctx.normalized:
+            x_hat = x_hat * rstd
+        g_w = (g * x_hat).sum(ctx.affine_dims) if ctx.needs_input_grad[3] else None
+        g_x = None
+        if ctx.needs_input_grad[1]:
+            h = g if weight is None else g * weight
+            g_x = (h - x_hat * (h * x_hat).mean(ctx.dims, keepdim=True)) * rstd
+        return None, g_x, None, g_w, None
+
+
+@packs(F.rms_norm)
+def _rms_norm(
+    mode: PackedOperations,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Any:
+    if not mode.supports(input, trained=(weight,)) or len(normalized_shape) >= input.dim():
+        return NotImplemented
+    eps = torch.finfo(torch.promote_types(input.dtype, torch.float32)).eps if eps is None else eps  # as torch does
+    input = to_single_precision(input)
+    input = as_kept(mode, input, mode.policy.norm, not mode.policy.normalized, -1, autocast=False)
+    return _RMSNorm.apply(mode, input, [-1 - i for i in range(len(normalized_shape))], weight, eps)
+
+
+class _GroupNorm(torch.autograd.Function):
+    """GroupNorm, which keeps its input or x̂ as `_LayerNorm` does; its statistics stay exact."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mode: PackedOperations, x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        samples, channels, positions = x.shape[0], x.shape[1], x.shape[2:].numel()
+        ctx.sizes = (samples, channels, positions, groups)
+        y, mean, rstd = torch.native_group_norm(x, weight, bias, samples, channels, positions, groups, eps)
+        ctx.normalized = mode.policy.normalized
+        if mode.policy.normalized:
+            x_hat = torch.native_group_norm(x, None, None, samples, channels, positions, groups, eps)[0]
+            kept = mode.keep(x_hat, mode.policy.norm, None, role="normalized")
+            save(ctx, kept, weight, rstd)
+            affine = [p.view(-1, *[1] * (x.dim() - 2)) for p in (weight, bias) if p is not None]
+            unpack = partial(_affine, kept.unpack, weight is not None, bias is not None)
+            if mode.policy.forward:
+                y = kept.shared.in_forward(unpack, *kept.tensors, *affine).to(y.dtype)
+            if mode.policy.derived:
+                mode.set_source(y, Packed((*kept.tensors, *affine), unpack, kept.shared))
+        else:
+            save(ctx, mode.keep(x, mode.policy.norm, None), weight, rstd, mean)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, rstd, *mean = load(ctx)
+        wanted = [ctx.needs_input_grad[i] for i in (1, 3, 4)]
+        statistics = (torch.zeros_like(rstd), torch.ones_like(rstd)) if ctx.normalized else (mean[0], rstd)
+        # One memory format: the kernel reads both by the format of the first.
+        g, x = g.contiguous(), x.contiguous()
+        found = aten.native_group_norm_backward(g, x, *statistics, weight, *ctx.sizes, wanted)
+        g_x = found[0] if wanted[0] else None
+        if g_x is not None and ctx.normalized:
+            per_channel = rstd.repeat_interleave(ctx.sizes[1] // ctx.sizes[3], 1)
+            g_x = g_x * per_channel.view(*per_channel.shape, *[1] * (g.dim() - 2))
+        return None, g_x, None, found[1] if wanted[1] else None, found[2] if wanted[2] else None, None
+
+
+@packs(F.group_norm)
+def _group_norm(
+    mode: PackedOperations,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Any:
+    if not mode.supports(input, trained=(weight, bias)):
+        return NotImplemented
+    input = to_single_precision(input)
+    input = as_kept(mode, input, mode.policy.norm, not mode.policy.normalized, autocast=False)
+    return _GroupNorm.apply(mode, input, num_groups, weight, bias, eps)
+
+
+def _affine(unpack: Callable[..., Tensor], has_weight: bool, has_bias: bool, *tensors: Tensor) -> Tensor:
+    """Compute x̂ · γ + β."""
+    count = has_weight + has_bias
+    y = unpack(*(tensors[:-count] if count else tensors))
+    if has_weight:
+        y = y * tensors[-count]
+    return y + tensors[-1] if has_bias else y
+
+
+@packs(F.layer_norm)
+def _layer_norm(
+    mode: PackedOperations,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Any:
+    if not mode.supports(input, trained=(weight, bias)):
+        return NotImplemented
+    input = to_single_precision(input)
+    input = as_kept(mode, input, mode.policy.norm, not mode.policy.normalized, -1, autocast=False)
+    return _LayerNorm.apply(mode, input, list(normalized_shape), weight, bias, eps)
+
+
+class _BatchNorm(torch.autograd.Function):
+    """BatchNorm with running statistics: an affine map per channel, which keeps its input only for γ's gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mode: PackedOperations,
+        x: Tensor,
+        mean: Tensor,
+        var: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        y = F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
+        # Pruning drops what is near 0: only a centered input is near 0 where it matters least.
+        policy = mode.policy
+        ctx.centered = policy.normalized and isinstance(policy.norm, Sparse) and not policy.forward
+        kept = None
+        if ctx.needs_input_grad[4]:
+            x_kept = x - _per_channel(mean, x) if ctx.centered else x
+            kept = mode.keep(x_kept, policy.norm, y.dtype)
+        save(ctx, kept, weight, mean, var)
+        if kept is not None and policy.derived_all and not ctx.centered:
+            _set_map_source(mode, y, kept, mean, (var + eps).rsqrt(), weight, bias)
+        ctx.eps, ctx.type = eps, x.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, var = load(ctx)
+        others = [d for d in range(g.dim()) if d != 1]
+        rstd = (var + ctx.eps).rsqrt()
+        scale = rstd if weight is None else weight * rstd
+        g_x = (g * _per_channel(scale, g)).to(ctx.type) if ctx.needs_input_grad[1] else None
+        g_b = g_w = None
+        if ctx.needs_input_grad[5]:
+            g_b = g.sum(others, dtype=mean.dtype)
+        if x is not None:
+            # Centered before the sum: the mean may be far larger than the deviation.
+            center = torch.zeros_like(mean) if ctx.centered else mean
+            wanted = [False, True, False]
+            g_w = aten.native_batch_norm_backward(g, x, weight, center, var, None, None, False, ctx.eps, wanted)[1]
+        return None, g_x, None, None, g_w, g_b, None
+
+
+def _per_channel(values: Tensor, like: Tensor) -> Tensor:
+    """View values (C,) so that they broadcast with (B, C, ...)."""
+    return values.view([1, -1] + [1] * (like.dim() - 2))
+
+
+class _TrainingBatchNorm(torch.autograd.Function):
+    """BatchNorm with the batch's statistics, which stay exact."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mode: PackedOperations,
+        x: Tensor,
+        mean: Tensor | None,
+        var: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        momentum: float,
+        eps: float,
+    ) -> Tensor:
+        y, of_batch, rstd = torch.native_batch_norm(x, weight, bias, mean, var, True, momentum, eps)
+        kept = mode.keep(x, mode.policy.norm)
+        save(ctx, kept, weight, of_batch, rstd)
+        ctx.eps = eps
+        if mode.policy.derived_all:
+            _set_map_source(mode, y, kept, of_batch, rstd, weight, bias)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, rstd = load(ctx)
+        wanted = [ctx.needs_input_grad[i] for i in (1, 4, 5)]
+        found = aten.native_batch_norm_backward(g, x, weight, None, None, mean, rstd, True, ctx.eps, wanted)
+        return None, found[0], None, None, found[1], found[2], None, None
+
+
+def _set_map_source(
+    mode: PackedOperations,
+    y: Tensor,
+    kept: Packed,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> None:
+    """Let operations that save y, a BatchNorm's output, compute it from the kept input."""
+    scale = rstd if weight is None else weight * rstd
+    shift = -mean * scale if bias is None else bias - mean * scale
+    source = Packed((*kept.tensors, scale, shift), partial(_mapped, kept.unpack), kept.shared)
+    # Packed, x itself is shared with BatchNorm's own backward pass; dense, the result of the map is.
+    mode.set_source(y, mode.share(source) if mode.policy.exact else source)
+
+
+def _mapped(unpack: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Compute x · scale + shift, per channel, in one pass."""
+    *packed, scale, shift = tensors
+    mean, var = torch.zeros_like(scale), torch.ones_like(scale)
+    y: Tensor = torch.native_batch_norm(unpack(*packed), scale, shift, mean, var, False, 0.0, 0.0)[0]
+    return y
+
+
+@packs(F.batch_norm)
+def _batch_norm(
+    mode: PackedOperations,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    if not mode.supports(input, trained=(weight, bias)):
+        return NotImplemented
+    trains = weight is not None and weight.requires_grad
+    input = as_kept(mode, input, mode.policy.norm, training or trains, autocast=False)
+    if training:
+        return _TrainingBatchNorm.apply(mode, input, running_mean, running_var, weight, bias, momentum, eps)
+    return _BatchNorm.apply(mode, input, running_mean, running_var, weight, bias, eps)

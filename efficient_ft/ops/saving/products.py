@@ -1,0 +1,159 @@
+"""Products: linear layers, convolutions, and products of two activations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from efficient_ft.ops.saving.mode import PackedOperations
+from efficient_ft.ops.saving.saving import load, save
+from efficient_ft.ops.saving.straight_through import as_kept
+from efficient_ft.ops.saving.table import packs
+
+aten = torch.ops.aten
+
+
+class _Linear(torch.autograd.Function):
+    """g_x = g w and g_b exact, g_w = gᵀ x from the packed x."""
+
+    @staticmethod
+    def forward(ctx: Any, mode: PackedOperations, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        used, kept_weight = mode.weight(weight)
+        y = F.linear(x, used, bias)
+        kept = mode.keep(x, mode.policy.product, y.dtype, -1) if ctx.needs_input_grad[2] else None
+        save(ctx, kept, kept_weight if ctx.needs_input_grad[1] else None)
+        ctx.types = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = load(ctx)
+        of_x, of_weight, of_bias = ctx.types
+        g_rows = g.reshape(-1, g.shape[-1])
+        g_w = None if x is None else (g_rows.T @ x.reshape(-1, x.shape[-1])).to(of_weight)
+        g_b = g_rows.sum(0).to(of_bias) if ctx.needs_input_grad[3] else None
+        g_x = None if weight is None else (g @ weight.to(g.dtype)).to(of_x)
+        return None, g_x, g_w, g_b
+
+
+@packs(F.linear)
+def _linear(mode: PackedOperations, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    if not mode.supports(input, trained=(weight, bias)):
+        return NotImplemented
+    input = as_kept(mode, input, mode.policy.product, weight.requires_grad, -1)
+    return _Linear.apply(mode, input, weight, bias)
+
+
+class _Conv2d(torch.autograd.Function):
+    """As `_Linear`; without g_w the input's shape is all that is kept of it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mode: PackedOperations, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[Any, ...]
+    ) -> Tensor:
+        used, kept_weight = mode.weight(weight)
+        y = F.conv2d(x, used, bias, *geometry)
+        kept = mode.keep(x, mode.policy.product, y.dtype) if ctx.needs_input_grad[2] else None
+        save(ctx, kept, kept_weight)
+        ctx.geometry, ctx.shape = geometry, x.shape
+        ctx.types = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = load(ctx)
+        of_x, of_weight, of_bias = ctx.types
+        stride, padding, dilation, groups = ctx.geometry
+        if x is None:
+            x = g.new_empty(1).expand(ctx.shape)
+        wanted = [ctx.needs_input_grad[i] for i in (1, 2, 3)]
+        sizes = None if of_bias is None else [weight.shape[0]]
+        g_x, g_w, g_b = aten.convolution_backward(
+            g, x, weight.to(g.dtype), sizes, stride, padding, dilation, False, [0, 0], groups, wanted
+        )
+        return (
+            None,
+            g_x.to(of_x) if wanted[0] else None,
+            g_w.to(of_weight) if wanted[1] else None,
+            g_b.to(of_bias) if wanted[2] else None,
+            None,
+        )
+
+
+@packs(F.conv2d, torch.conv2d)
+def _conv2d(
+    mode: PackedOperations,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
+    if input.dim() != 4 or not mode.supports(input, trained=(weight, bias)):
+        return NotImplemented
+    stride, dilation = pair(stride), pair(dilation)
+    if padding == "valid":
+        padding = 0
+    elif padding == "same":
+        around = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+        if any(total % 2 for total in around):
+            return NotImplemented
+        padding = [total // 2 for total in around]
+    input = as_kept(mode, input, mode.policy.product, weight.requires_grad)
+    return _Conv2d.apply(mode, input, weight, bias, (stride, pair(padding), dilation, groups))
+
+
+def pair(value: int | Sequence[int]) -> list[int]:
+    """Return a setting of a convolution or pooling for both dimensions."""
+    return [value, value] if isinstance(value, int) else [*value] * (3 - len(value))
+
+
+class _Matmul(torch.autograd.Function):
+    """The product of two activations, (..., n, k) and (..., k, m)."""
+
+    @staticmethod
+    def forward(ctx: Any, mode: PackedOperations, a: Tensor, b: Tensor) -> Tensor:
+        y = a @ b
+        packer = mode.policy.attention
+        kept_a = mode.keep(a, packer, y.dtype, 1, role="a") if ctx.needs_input_grad[2] else None
+        kept_b = mode.keep(b, packer, y.dtype, 1, role="b") if ctx.needs_input_grad[1] else None
+        save(ctx, kept_b, kept_a)  # a is unpacked last: softmax's output, which softmax needs next
+        ctx.types = a.dtype, b.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        b, a = load(ctx)
+        g_a = None if b is None else (g @ b.mT).to(ctx.types[0])
+        g_b = None if a is None else (a.mT @ g).to(ctx.types[1])
+        return None, g_a, g_b
+
+
+@packs(torch.bmm, Tensor.bmm)
+def _bmm(mode: PackedOperations, input: Tensor, mat2: Tensor) -> Any:
+    return matmul(mode, input, mat2)
+
+
+@packs(torch.matmul, Tensor.matmul, Tensor.__matmul__)
+def matmul(mode: PackedOperations, input: Tensor, other: Tensor) -> Any:
+    """Multiply two activations of the same leading dimensions; NotImplemented for other tensors."""
+    batched = input.dim() == other.dim() >= 3 and input.shape[:-2] == other.shape[:-2]
+    if not batched or not mode.supports(input, other):
+        return NotImplemented
+    return product(mode, input, other)
+
+
+def product(mode: PackedOperations, a: Tensor, b: Tensor) -> Tensor:
+    """Multiply two activations, (..., n, k) and (..., k, m), both kept as `Policy.attention` says."""
+    packer, of_a, of_b = mode.policy.attention, b.requires_grad, a.requires_grad
+    return _Matmul.apply(mode, as_kept(mode, a, packer, of_a, 1), as_kept(mode, b, packer, of_b, 1))

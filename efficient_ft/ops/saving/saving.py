@@ -1,0 +1,38 @@
+"""Saving packed tensors for the backward pass of an autograd function."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from efficient_ft.ops.storage import Packed
+
+
+def save(ctx: Any, *parts: Tensor | Packed | None) -> None:
+    """Save tensors, packed or dense, for the backward pass; all go through ``save_for_backward``."""
+    flat: list[Tensor | None] = []
+    ctx.parts = []
+    for part in parts:
+        tensors = part.tensors if isinstance(part, Packed) else (part,)
+        ctx.parts.append((len(tensors), part.unpack if isinstance(part, Packed) else None))
+        flat += tensors
+    ctx.save_for_backward(*flat)
+
+
+def load(ctx: Any, one_by_one: bool = False) -> list[Any]:
+    """Return what `save` was given, unpacked, in the same order.
+
+    Args:
+        one_by_one: return functions that unpack the packed parts, so that not all are in memory at once.
+    """
+    saved, at, parts = ctx.saved_tensors, 0, []
+    for count, unpack in ctx.parts:
+        tensors = saved[at : at + count]
+        if unpack is None:
+            parts.append(tensors[0])
+        else:
+            parts.append(partial(unpack, *tensors) if one_by_one else unpack(*tensors))
+        at += count
+    return parts

@@ -1,0 +1,113 @@
+"""Sharing: a tensor that several operations save is packed once, and unpacked once where its users are neighbors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from efficient_ft.ops.storage import Packed
+
+
+class LastUnpacked:
+    """The tensor that was unpacked last, held until all its users have had it or another one is unpacked.
+
+    In the backward pass the users of a tensor often run one right after another: the layer after a normalization and
+    the normalization, attention's second product and its softmax.
+    """
+
+    def __init__(self) -> None:
+        # One value, read and written at once: with several devices the backward pass has several threads.
+        self.held: tuple[SharedUnpack, Tensor] | None = None
+        #: A tensor was unpacked since this was last set to False.
+        self.in_backward = False
+
+
+class SharedUnpack:
+    """An unpack function that several operations share.
+
+    Attributes:
+        users: number of operations that save the packed tensor.
+        calls: number of users that have unpacked it.
+    """
+
+    def __init__(self, unpack: Callable[..., Tensor], last: LastUnpacked) -> None:
+        self.unpack, self.last, self.users, self.calls = unpack, last, 0, 0
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        """Unpack for one user."""
+        held, self.last.held = self.last.held, None
+        self.last.in_backward = True
+        dense = held[1] if held is not None and held[0] is self else None
+        del held  # frees another tensor before this one is unpacked
+        if dense is None:
+            dense = self.unpack(*tensors)
+        self.calls += 1
+        if self.calls % self.users:
+            self.last.held = self, dense
+        return dense
+
+    def add_user(self) -> None:
+        """Count one more operation that saves the packed tensor."""
+        self.users += 1
+
+    def in_forward(self, unpack: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """Call `unpack`, which calls this object, in the forward pass, without counting it as a user."""
+        dense = unpack(*tensors)
+        self.calls -= 1
+        self.last.held, self.last.in_backward = None, False
+        return dense
+
+
+class BothShared:
+    """The bookkeeping of a tensor that is computed from two packed ones, a product: its users are users of both."""
+
+    def __init__(self, *shared: Any) -> None:
+        self.shared = shared
+
+    def add_user(self) -> None:
+        """Count one more operation that saves the product."""
+        for shared in self.shared:
+            shared.add_user()
+
+
+def memory_order(x: Tensor) -> tuple[tuple[int, ...], Tensor, tuple[Any, ...]]:
+    """Identify x: a tensor and its transpose have the same identity, and are packed once.
+
+    Returns:
+        order: x's dimensions in the order of its memory; the first one stays first.
+        memory: x, permuted to that order.
+        identity: equal for tensors of the same values.
+    """
+    order = (0, *sorted(range(1, x.dim()), key=x.stride().__getitem__, reverse=True))
+    memory = x.permute(order)
+    identity = (x.untyped_storage()._cdata, x.storage_offset(), memory.shape, memory.stride(), x._version)
+    return order, memory, identity
+
+
+def add_user(packed: Packed, order: tuple[int, ...], dtype: torch.dtype) -> Packed:
+    """Return `packed` for one more operation, which unpacks it in its own order of dimensions and dtype."""
+    packed.shared.add_user()
+    return in_order(packed, order, dtype)
+
+
+def in_order(packed: Packed, order: tuple[int, ...], dtype: torch.dtype) -> Packed:
+    """Return `packed`, which unpacks to the order of memory, for an order of dimensions and a dtype."""
+    return Packed(packed.tensors, partial(_in_order, packed.unpack, order, dtype), packed.shared)
+
+
+def apply_to(function: Callable[[Tensor], Tensor], unpack: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Compute a function of the unpacked tensor."""
+    return function(unpack(*tensors))
+
+
+def permuted(unpack: Callable[..., Tensor], order: tuple[int, ...], *tensors: Tensor) -> Tensor:
+    """Unpack in the order of memory."""
+    return unpack(*tensors).permute(order)
+
+
+def _in_order(unpack: Callable[..., Tensor], order: tuple[int, ...], dtype: torch.dtype, *tensors: Tensor) -> Tensor:
+    return unpack(*tensors).to(dtype).permute([order.index(d) for d in range(len(order))])

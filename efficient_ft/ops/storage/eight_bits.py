@@ -1,0 +1,75 @@
+"""The 8-bit form: steps between a low and a high value per group, with stochastic rounding, which is unbiased.
+
+Source: Mesa (Pan et al., 2021). Here is the plain torch form, the reference, which works on every device (fake tensors
+get shapes only); `kernels` has faster forms with the same results.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from efficient_ft.ops.storage.kernels import kernels_for
+
+
+def quantize(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Tensor:
+    """Round x to 255 steps between `low` and `high`, up or down at random so that the mean is x.
+
+    Args:
+        x: (outer, G, inner) of any floating dtype.
+        low, high: (G,) float32; values outside are clamped.
+        seed: () int64; the same seed and x give the same result on every device.
+
+    Returns:
+        (outer, G, inner) uint8.
+    """
+    if isinstance(x, FakeTensor):
+        return x.new_empty(x.shape, dtype=torch.uint8)
+    if kernels := kernels_for(x):
+        return kernels.quantize(x, low, high, seed)
+    return quantize_reference(x, low, high, seed)
+
+
+def quantize_reference(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Tensor:
+    """Compute `quantize` in plain torch."""
+    steps = 255 / (high - low).clamp_min(1e-30)
+    scaled = (x.float() - low[:, None]) * steps[:, None]
+    return (scaled + uniform(x.numel(), seed, x.device).view(x.shape)).floor_().clamp_(0, 255).to(torch.uint8)
+
+
+def uniform(count: int, seed: Tensor, device: torch.device) -> Tensor:
+    """Return `count` numbers in [0, 1), multiples of 2⁻²⁴: a hash of position and seed (Wellons' lowbias32)."""
+    mask = 0xFFFFFFFF
+    h = (torch.arange(count, device=device, dtype=torch.int64) + seed.to(device)) & mask
+    h = ((h ^ (h >> 16)) * 0x7FEB352D) & mask
+    h = ((h ^ (h >> 15)) * 0x846CA68B) & mask
+    return ((h ^ (h >> 16)) >> 8).float() * 2.0**-24
+
+
+def dequantize(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Return the values of the steps q (outer, G, inner) uint8 between `low` and `high` (G,), in float32."""
+    if isinstance(q, FakeTensor):
+        return low.new_empty(q.shape)
+    if q.numel() and (kernels := kernels_for(low)):
+        return kernels.dequantize(q, low, high)
+    return dequantize_reference(q, low, high)
+
+
+def dequantize_reference(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Compute `dequantize` in plain torch."""
+    return low[:, None] + q.float() * ((high - low) / 255)[:, None]
+
+
+def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the smallest and largest value of each group of x (outer, G, inner), each (G,) float32."""
+    if isinstance(x, FakeTensor):
+        return x.new_empty(x.shape[1], dtype=torch.float32), x.new_empty(x.shape[1], dtype=torch.float32)
+    if kernels := kernels_for(x):
+        return kernels.extremes(x)
+    return extremes_reference(x)
+
+
+def extremes_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `extremes` in plain torch."""
+    return x.amin((0, 2)).float(), x.amax((0, 2)).float()

@@ -1,0 +1,151 @@
+"""The group form: values in 8, 4, 3 or 2 bits between a minimum and a step of each group of consecutive values.
+
+A flat run of G consecutive values keeps its minimum and its step in fp16 and b bits per value: b + 32/G bits per value.
+Sources: ActNN (Chen et al., ICML 2021) for groups with stochastic rounding; GACT (Liu et al., ICML 2022). Rounding to
+the nearest step is biased, but errs far less.
+
+The codes of a group are stored in planes: with 4 bits, byte j of a group has values j and j + G/2, in its low and high
+half; with 2 bits, values j, j + G/4, j + G/2 and j + 3G/4; with 3 bits, a plane of the two low bits as with 2 bits,
+then a plane of the highest bits, whose byte j has values j, j + G/8, ... So whole vectors are packed at once.
+
+Here is the plain torch form, the reference, which works on every device (fake tensors get shapes only); `kernels` has
+faster forms with the same results, bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from efficient_ft.ops.storage.eight_bits import uniform
+from efficient_ft.ops.storage.kernels import kernels_for
+
+#: Numbers of bits that a value can have.
+BITS = (8, 4, 3, 2)
+
+
+def group_length(n: int, group: int) -> int:
+    """Return the length of the groups of n values: `group`, or n rounded up to a multiple of 8 if that is less."""
+    return min(group, -(-n // 8) * 8)
+
+
+def group_pack(x: Tensor, bits: int, group: int, seed: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Pack the values of x, in the order of its dimensions.
+
+    A group with a value that is not finite becomes NaN. A minimum or step too large for fp16 becomes infinite.
+
+    Args:
+        x: of any shape, floating dtype and strides; n >= 1 values.
+        bits: of a value: 8, 4, 3 or 2.
+        group: values of a group, a multiple of 8; see `group_length`.
+        seed: () int64, rounds at random with the mean x; the same seed and x give the same result on every device.
+            The minimum is then rounded down and the step up, so that no value is clamped. None: to the nearest step.
+
+    Returns:
+        codes: (groups, G·bits/8) uint8; the codes after the last value are 0.
+        ranges: (2, groups) fp16, the minimum and the step of each group.
+    """
+    n = x.numel()
+    length = group_length(n, group)
+    groups = -(-n // length)
+    if isinstance(x, FakeTensor):
+        ranges = x.new_empty(2, groups, dtype=torch.float16)
+        return x.new_empty(groups, length * bits // 8, dtype=torch.uint8), ranges
+    if kernels := kernels_for(x):
+        return kernels.group_pack(as_whole_groups(x, length), bits, length, seed)
+    return group_pack_reference(x, bits, length, seed)
+
+
+def as_whole_groups(x: Tensor, length: int) -> Tensor:
+    """View x as (M, L): M equally distant pieces of L elements, whole groups each (q inside a fused qkv).
+
+    A copy (1, n) is made only where x has no such view.
+    """
+    piece, at = 1, x.dim() - 1
+    while at >= 0 and (x.shape[at] == 1 or x.stride(at) == piece):
+        piece *= x.shape[at]
+        at -= 1
+    if at < 0:
+        return x.reshape(1, -1)
+    stride, pieces = x.stride(at), 1
+    while at >= 0 and (x.shape[at] == 1 or x.stride(at) == stride * pieces):
+        pieces *= x.shape[at]
+        at -= 1
+    if at >= 0 or piece % length or stride < piece:
+        return x.contiguous().view(1, -1)
+    return x.as_strided((pieces, piece), (stride, 1))
+
+
+def group_pack_reference(x: Tensor, bits: int, length: int, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Compute `group_pack` in plain torch, for groups of `length` values."""
+    x = x.reshape(-1).float()
+    (n,), levels = x.shape, 2**bits - 1
+    x_GL = torch.cat([x, x[-1:].expand(-n % length)]).view(-1, length)
+    finite = x_GL.isfinite().all(1)
+    x_GL = torch.where(finite[:, None], x_GL, 0)
+    low = x_GL.amin(1) + 0.0  # + 0: never -0
+    low = low.half() if seed is None else _half_below(low)
+    step = ((x_GL.amax(1) - low.float()) / levels).clamp_min(0) + 0.0
+    step = step.half() if seed is None else -_half_below(-step)
+    fits = low.isfinite() & step.isfinite()
+    low = torch.where(fits, low, torch.where(low.isfinite(), torch.inf, low))
+    step = torch.where(fits, step, 0)
+    inverse = torch.where(step > 0, 1 / step.float(), 0.0)
+    steps = (x_GL - torch.where(fits, low, 0).float()[:, None]) * inverse[:, None]
+    steps = steps + (0.5 if seed is None else uniform(steps.numel(), seed, x.device).view(steps.shape))
+    codes = steps.floor_().clamp_(0, levels).to(torch.uint8)
+    codes.view(-1)[n:] = 0
+    return _to_planes(codes, bits), torch.stack([torch.where(finite, low, torch.nan), step])
+
+
+def _half_below(x: Tensor) -> Tensor:
+    """Convert float32 to the largest fp16 that is not above it, so that the range of a group holds all its values."""
+    half = x.half()
+    bits = half.view(torch.int16)
+    below = torch.where(bits > 0, bits - 1, bits + 1).view(torch.float16)
+    return torch.where((half.float() > x) & half.isfinite(), below, half)
+
+
+def group_unpack(codes: Tensor, ranges: Tensor, n: int, bits: int, dtype: torch.dtype) -> Tensor:
+    """Rebuild the n values that `group_pack` packed, flat, in `dtype`."""
+    if isinstance(codes, FakeTensor):
+        return codes.new_empty(n, dtype=dtype)
+    if kernels := kernels_for(ranges):
+        return kernels.group_unpack(codes, ranges, n, bits, dtype)
+    return group_unpack_reference(codes, ranges, n, bits).to(dtype)
+
+
+def group_unpack_reference(codes: Tensor, ranges: Tensor, n: int, bits: int) -> Tensor:
+    """Compute `group_unpack` in plain torch, in float32."""
+    low, step = ranges.float()
+    values = _from_planes(codes, bits).float() * step[:, None] + low[:, None]
+    return values.flatten()[:n]
+
+
+def _to_planes(codes_GL: Tensor, bits: int) -> Tensor:
+    """Pack codes (groups, G), one per byte, into (groups, G·bits/8)."""
+    if bits == 3:
+        return torch.cat([_plane(codes_GL & 3, 2), _plane(codes_GL >> 2, 1)], 1)
+    return _plane(codes_GL, bits)
+
+
+def _from_planes(packed: Tensor, bits: int) -> Tensor:
+    """Return the codes (groups, G) uint8 of (groups, G·bits/8)."""
+    if bits == 3:
+        cut = packed.shape[1] * 2 // 3
+        return _spread(packed[:, :cut], 2) | _spread(packed[:, cut:], 1) << 2
+    return _spread(packed, bits)
+
+
+def _plane(codes_GL: Tensor, bits: int) -> Tensor:
+    parts = codes_GL.unflatten(1, (8 // bits, -1))
+    return (parts << _shifts(bits, parts)).sum(1, dtype=torch.uint8)
+
+
+def _spread(plane: Tensor, bits: int) -> Tensor:
+    return ((plane[:, None] >> _shifts(bits, plane)) & (2**bits - 1)).flatten(1)
+
+
+def _shifts(bits: int, like: Tensor) -> Tensor:
+    return torch.arange(0, 8, bits, dtype=torch.uint8, device=like.device)[:, None]

@@ -1,0 +1,171 @@
+"""The sparse form: a sample's values of largest magnitude, in their order, and a bitmap with one bit per element.
+
+Source: Back Razor (Jiang et al., NeurIPS 2022), section 3. The number of values kept is a function of the shape alone,
+so that the size of a packed tensor is known before its values are, and never exceeds the budget.
+
+Here is the plain torch form, the reference, which works on every device (fake tensors get shapes only); `kernels` has
+faster forms with the same results.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from efficient_ft.ops.storage.kernels import kernels_for
+
+#: Number of values of a row that a sampled threshold is estimated from.
+SUBSAMPLE = 4096
+#: A sampled threshold is this many standard deviations too high, so that few samples exceed their budget.
+_CAUTION = 1.0
+
+
+def values_kept(n: int, sparsity: float) -> int:
+    """Return how many of a sample's n values are kept: all from the k-th smallest up, k = clip(⌊n·sparsity⌋, 1, n)."""
+    return n - min(max(math.floor(n * sparsity), 1), n) + 1 if n else 0
+
+
+def bitmap_bytes(n: int) -> int:
+    """Return the size of a bitmap of n bits, in bytes."""
+    return -(-n // 8)
+
+
+def magnitude_bits(x: Tensor) -> Tensor:
+    """Return the magnitudes of x as integers of the same width and order: one kernel compares every dtype."""
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    return x.contiguous().view(integer) & torch.iinfo(integer).max
+
+
+def uses_sampling(kept: int, n: int) -> bool:
+    """Return whether a threshold can be sampled: the row is longer than a subsample, and something is dropped."""
+    return n > SUBSAMPLE and kept < n
+
+
+def subsample_stride(n: int) -> int:
+    """Return the distance between the values of a subsample of a row of n, counted around its end.
+
+    Near the golden section, which spreads the values evenly, and coprime to n, so that they cover all channels.
+    """
+    golden = max(round(n * (math.sqrt(5) - 1) / 2), 1)
+    return next(step for d in range(n) for step in (golden + d, golden - d) if math.gcd(step, n) == 1)
+
+
+def threshold_rank(kept: int, n: int, m: int) -> int:
+    """Return which of a subsample's m magnitudes, in ascending order from 0, is used as the threshold of n values."""
+    dropped = 1 - kept / n
+    caution = _CAUTION * math.sqrt(m * dropped * (1 - dropped))
+    return min(max(math.ceil(dropped * m + caution), 0), m - 1)
+
+
+def sparse_pack(x: Tensor, kept: int, exact: bool) -> tuple[Tensor, Tensor]:
+    """Select the `kept` values of largest magnitude in each row.
+
+    Args:
+        x: (S, ...) of any floating dtype and strides; n ≥ 1 values per row.
+        kept: K, from 1 to n.
+        exact: the threshold is the (n − K + 1)-th smallest magnitude, and the first of the values equal to it are
+            kept, so that exactly K are. If False it is estimated from a strided subsample of each row (if
+            `uses_sampling`), and the rest of a row is dropped once K values are kept.
+
+    Returns:
+        values: (S, K) in x's dtype, padded with zeros after the last one kept.
+        bitmap: (S, ⌈n/8⌉) uint8; element i of a row is bit i mod 8 of byte i // 8.
+    """
+    if isinstance(x, FakeTensor):
+        return x.new_empty(len(x), kept), x.new_empty(len(x), bitmap_bytes(x[0].numel()), dtype=torch.uint8)
+    if kernels := kernels_for(x):
+        n = x[0].numel()
+        rank = None if exact or not uses_sampling(kept, n) else threshold_rank(kept, n, SUBSAMPLE)
+        return kernels.sparse_pack(as_pieces(x), kept, rank, SUBSAMPLE, subsample_stride(n))
+    return sparse_pack_reference(x, kept, exact)
+
+
+def as_pieces(x: Tensor) -> Tensor:
+    """View x (S, ...) as (S, M, L): rows of M equally distant pieces of L elements (q inside a fused qkv).
+
+    A copy is made only where x has no such view.
+    """
+    shape, strides = [1], [0]
+    for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True):
+        if size == 1:
+            continue
+        if strides[-1] == size * stride or shape[-1] == 1:
+            shape[-1], strides[-1] = shape[-1] * size, stride
+        else:
+            shape.append(size)
+            strides.append(stride)
+    if len(shape) == 1:
+        shape, strides = [1, *shape], [0, *strides]
+    # A byte of the bitmap must not span two pieces.
+    if len(shape) != 2 or strides[1] != 1 or shape[1] % 8 or not x.stride(0):
+        return x.contiguous().view(x.shape[0], 1, -1)
+    return x.as_strided((x.shape[0], *shape), (x.stride(0), *strides))
+
+
+def sparse_pack_reference(x: Tensor, kept: int, exact: bool) -> tuple[Tensor, Tensor]:
+    """Compute `sparse_pack` in plain torch."""
+    x = x.flatten(1)
+    (rows, n), bits = x.shape, magnitude_bits(x)
+    if exact or not uses_sampling(kept, n):
+        threshold = bits.kthvalue(n - kept + 1, dim=1, keepdim=True).values
+        above, equal = bits > threshold, bits == threshold
+        keep = above | (equal & (equal.cumsum(1) <= kept - above.sum(1, keepdim=True)))
+    else:
+        sample = bits[:, (torch.arange(SUBSAMPLE) * subsample_stride(n) % n).to(x.device)]
+        rank = threshold_rank(kept, n, SUBSAMPLE)
+        keep = bits >= sample.kthvalue(rank + 1, dim=1, keepdim=True).values
+    position = keep.cumsum(1)
+    keep &= position <= kept
+    # Column K takes the dropped values.
+    position = torch.where(keep, position - 1, kept)
+    values = x.new_zeros(rows, kept + 1).scatter_(1, position, x)[:, :kept].contiguous()
+    return values, _rows_to_bits(keep)
+
+
+def sparse_unpack(values: Tensor, bitmap: Tensor, n: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Rebuild the rows (S, n), zero where a value was dropped.
+
+    Args:
+        values: (S, K), from `sparse_pack`; of any floating dtype.
+        bitmap: (S, ⌈n/8⌉), from `sparse_pack`.
+        n: elements per row.
+        dtype: of the result; None: that of `values`.
+    """
+    dtype = dtype or values.dtype
+    if isinstance(values, FakeTensor):
+        return values.new_empty(len(values), n, dtype=dtype)
+    if kernels := kernels_for(values):
+        return kernels.sparse_unpack(values, bitmap, n, dtype)
+    return sparse_unpack_reference(values.to(dtype), bitmap, n)
+
+
+def sparse_unpack_reference(values: Tensor, bitmap: Tensor, n: int) -> Tensor:
+    """Compute `sparse_unpack` in plain torch."""
+    keep = _bits_to_rows(bitmap, n)
+    position = (keep.cumsum(1) - 1).clamp_(0)
+    return torch.where(keep, values.gather(1, position), 0)
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """Pack a boolean tensor into a flat uint8 tensor, one bit each: element i is bit i mod 8 of byte i // 8."""
+    return _rows_to_bits(mask.reshape(1, -1))[0]
+
+
+def unpack_bits(bits: Tensor, shape: torch.Size) -> Tensor:
+    """Rebuild the boolean tensor of `shape` from the result of `pack_bits`."""
+    return _bits_to_rows(bits[None], shape.numel()).view(shape)
+
+
+def _rows_to_bits(mask: Tensor) -> Tensor:
+    """Pack boolean rows (S, n) into (S, ⌈n/8⌉) uint8."""
+    eight = torch.nn.functional.pad(mask, (0, -mask.shape[1] % 8)).unflatten(1, (-1, 8)).to(torch.uint8)
+    return (eight << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(2, dtype=torch.uint8)
+
+
+def _bits_to_rows(bits: Tensor, n: int) -> Tensor:
+    """Unpack (S, ⌈n/8⌉) uint8 into boolean rows (S, n)."""
+    eight = bits.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (eight & 1).flatten(1)[:, :n].bool()

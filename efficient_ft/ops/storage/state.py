@@ -1,0 +1,200 @@
+"""State of packing: running ranges, seeds of stochastic rounding, overflow of fp16, and a tensor's context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from efficient_ft.core.distributed import rank
+from efficient_ft.core.errors import UserError
+from efficient_ft.core.seeding import seed_of
+from efficient_ft.ops.storage.eight_bits import extremes
+from efficient_ft.ops.storage.kernels import gpu
+
+_LARGEST_HALF = 65504
+
+
+#: Share by which a range moves towards the current values in a step (Mesa).
+_SHARE = 0.1
+
+
+@dataclass
+class Ranges:
+    """Running ranges of quantized tensors (Mesa: running mean with factor 0.9).
+
+    A step in which a tensor is not finite leaves no trace: its ranges are those before the step. A range that was not
+    used for n steps moves by what it would have moved in n steps, since the weights before it have changed.
+
+    Attributes:
+        by_name: (low, high), each (G,) float32, by the name of the `PackContext`.
+        step: number of optimizer steps finished.
+        updated: step of the last update, by name.
+    """
+
+    by_name: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    step: int = 0
+    updated: dict[str, int] = field(default_factory=dict)
+    #: Of this step: the ranges and their steps before it, and whether all tensors were finite, a () bool.
+    _before: dict[str, tuple[tuple[Tensor, Tensor] | None, int]] = field(default_factory=dict)
+    _finite: Tensor | None = None
+
+    def update(self, name: str, x_OGI: Tensor) -> tuple[Tensor, Tensor]:
+        """Move a range towards that of x (outer, G, inner), and return it: low and high, each (G,) float32.
+
+        If x is not finite, the range returned is not either, so that x is unpacked to values that are not; the range
+        kept does not move.
+        """
+        low, high = extremes(x_OGI)
+        old, step = self.by_name.get(name), self.updated.get(name, self.step)
+        if old is not None:
+            old = (old[0].to(low.device), old[1].to(low.device))
+            share = _SHARE if self.step - step <= 1 else 1 - (1 - _SHARE) ** (self.step - step)
+            low, high = old[0].lerp(low, share), old[1].lerp(high, share)
+        if isinstance(low, FakeTensor):
+            self.by_name[name] = (low, high)
+            return low, high
+        finite = (low * 0 + high * 0 == 0).all()
+        self._before.setdefault(name, (self.by_name.get(name), step))
+        self._finite = finite if self._finite is None else self._finite & finite.to(self._finite.device)
+        if old is not None and low.device.type != "cpu":  # without a synchronization
+            self.by_name[name] = (torch.where(finite, low, old[0]), torch.where(finite, high, old[1]))
+        elif finite:
+            self.by_name[name] = (low, high)
+        self.updated[name] = self.step
+        return low, high
+
+    def end_step(self) -> None:
+        """Finish an optimizer step; if one of its tensors was not finite, restore the ranges before it."""
+        if self._finite is not None and not self._finite:
+            for name, (old, step) in self._before.items():
+                self.by_name.pop(name, None)
+                self.updated.pop(name, None)
+                if old is not None:
+                    self.by_name[name], self.updated[name] = old, step
+        self._before, self._finite = {}, None
+        self.step += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in plain containers."""
+        ranges = {name: [low.tolist(), high.tolist(), self.updated[name]] for name, (low, high) in self.by_name.items()}
+        return {"step": self.step, "by_name": ranges}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from the state of `state_dict`."""
+        self.step, self._before, self._finite = state_dict["step"], {}, None
+        self.by_name, self.updated = {}, {}
+        for name, (low, high, step) in state_dict["by_name"].items():
+            self.by_name[name] = (torch.tensor(low, dtype=torch.float32), torch.tensor(high, dtype=torch.float32))
+            self.updated[name] = step
+
+
+@dataclass
+class Noise:
+    """Seeds of stochastic rounding: a hash of (seed, rank, step, number of the seed in the step).
+
+    Torch's own generators are not used, so that dropout and stochastic depth are those of a run without packing.
+
+    Attributes:
+        seed: torch's initial seed when the object is created.
+        step: number of optimizer steps finished.
+        count: seeds returned in this step.
+        used: a seed was returned.
+    """
+
+    seed: int = field(default_factory=torch.initial_seed)
+    step: int = 0
+    count: int = 0
+    used: bool = False
+
+    def next_seed(self, device: torch.device) -> Tensor:
+        """Return the next seed, () int64 on `device`."""
+        number = seed_of(self.seed, rank(), self.step, self.count) & 0x7FFFFFFF
+        self.count, self.used = self.count + 1, True
+        return torch.full((), number, dtype=torch.int64, device=device)
+
+    def end_step(self) -> None:
+        """Finish an optimizer step."""
+        self.step, self.count = self.step + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in plain containers."""
+        return {"seed": self.seed, "step": self.step, "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from the state of `state_dict`."""
+        self.seed, self.step, self.count = (state_dict[key] for key in ("seed", "step", "count"))
+        self.used = True
+
+
+@dataclass
+class Overflow:
+    """Record whether a value was too large for fp16, without a synchronization with the device.
+
+    Attributes:
+        flag: () bool on the device of the tensors; None: no value was converted since the last check.
+    """
+
+    flag: Tensor | None = None
+
+    def to_half(self, x: Tensor) -> Tensor:
+        """Return x in fp16, and set the flag if a finite value becomes infinite."""
+        if isinstance(x, FakeTensor) or not x.numel():
+            return x.to(torch.float16)
+        flag = self._flag(x.device)
+        if gpu.supports(x) and flag.device == x.device:
+            return gpu.convert(x, torch.float16, flag)
+        low, high = x.aminmax()
+        overflows = (low < -_LARGEST_HALF) | (high > _LARGEST_HALF)
+        if x.device.type != "cpu" or not (low.isfinite() & high.isfinite()):  # x may hold inf or nan
+            overflows = ((x.abs() > _LARGEST_HALF) & x.isfinite()).any()
+        flag |= overflows.to(flag.device)
+        return x.to(torch.float16)
+
+    def watch(self, half: Tensor) -> None:
+        """Set the flag if a value of `half`, converted from finite values, is infinite."""
+        if not isinstance(half, FakeTensor):
+            flag = self._flag(half.device)
+            flag |= half.isinf().any().to(flag.device)
+
+    def _flag(self, device: torch.device) -> Tensor:
+        if self.flag is None:
+            self.flag = torch.zeros((), dtype=torch.bool, device=device)
+        return self.flag
+
+    def check(self) -> None:
+        """Clear the flag.
+
+        Raises:
+            UserError: a finite value became infinite since the last check.
+        """
+        flag, self.flag = self.flag, None
+        if flag is not None and bool(flag):
+            raise UserError(
+                "A packed activation is larger than fp16 holds (65504). With value_dtype=fp16 choose value_dtype=bf16,"
+                " which takes the same memory and has a wider range; instead of method=low_bit choose method=mesa."
+            )
+
+
+@dataclass(frozen=True)
+class PackContext:
+    """The context in which a tensor is packed, for packers that keep state.
+
+    Attributes:
+        name: of the tensor, the same in every step.
+        samples: B. The elements of a sample are adjacent along the first dimension, whose size is a multiple of B.
+        ranges: running ranges, by name.
+        overflow: of fp16.
+        heads: (dimension of x, number of groups that it is divided into) for one range per head; None: one range.
+        noise: of stochastic rounding.
+    """
+
+    name: str
+    samples: int
+    ranges: Ranges
+    overflow: Overflow
+    heads: tuple[int, int] | None = None
+    noise: Noise = field(default_factory=Noise)

@@ -1,0 +1,286 @@
+"""The callback that writes a run: metrics, the best epoch's weights, and checkpoints."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+
+from efficient_ft.core import stopping
+from efficient_ft.core.distributed import all_reduce_sum
+from efficient_ft.record.rows import MetricsFile
+from efficient_ft.training.callbacks.totals import Totals
+from efficient_ft.training.module import FineTuner
+from efficient_ft.training.output import checkpoint
+from efficient_ft.training.output.console import rank, say
+from efficient_ft.training.output.faults import refuse_lost_process, require_folder
+from efficient_ft.training.processes import from_first, requeue
+
+#: Maximum number of optimizer steps between two rows of training loss, and number of steps between two that may write
+#: a checkpoint. A short run has at least `LEAST_ROWS` rows.
+RECORD_EVERY = 50
+LEAST_ROWS = 20
+#: Maximum number of classes for which loggers receive the values of single classes.
+LARGEST_CHART = 100
+#: A checkpoint is written at the end of an epoch, unless the last one is younger than this …
+EPOCH_CHECKPOINT_SECONDS = 10.0
+#: … and within an epoch that takes longer than this.
+STEP_CHECKPOINT_SECONDS = 600.0
+#: Signals by which Slurm announces the end of a job: its own, and that of submitit. Windows has none.
+REQUEUE = tuple(number for name in ("SIGUSR1", "SIGUSR2") if (number := getattr(signal, name, None)) is not None)
+#: Signals after which a run saves and stops.
+_STOP = tuple(dict.fromkeys([*REQUEUE, *reversed(stopping.STOPPING)]))
+
+
+def rows_every(given: int | None, total_steps: int) -> int:
+    """Return the optimizer steps between two rows of training loss: `given`, or at most `RECORD_EVERY`."""
+    return given or max(1, min(RECORD_EVERY, total_steps // LEAST_ROWS))
+
+
+class Recorder(L.Callback):
+    """Write the metrics, keep the best epoch's weights, and write checkpoints.
+
+    Args:
+        folder: the run folder.
+        split: the split on which the run evaluates during training.
+        keep_best: writes the network's weights; called with the module, the epoch (from 1) and its accuracy.
+        extra: further entries of every checkpoint, in plain containers.
+        totals: the callback that adds up what training takes, which comes before this one.
+        every: optimizer steps between two rows of training loss; see `rows_every`.
+        class_names: names of the classes, for the values of single classes in loggers.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        keep_best: Callable[[L.LightningModule, int, float], None],
+        extra: dict[str, Any],
+        totals: Totals,
+        every: int,
+        class_names: Sequence[str] = (),
+    ):
+        self.folder, self.split, self.keep_best, self.extra = folder, split, keep_best, extra
+        self.totals, self.every, self.class_names = totals, every, class_names
+        #: The row of the last epoch.
+        self.row: dict[str, Any] = {}
+        self.metrics = MetricsFile(folder)
+        self.best: float | None = None
+        self.best_epoch = 0
+        self.last: float | None = None
+        #: With several tasks: each task's accuracy in the best and in the last epoch; `best` and `last` are means.
+        self.best_tasks: dict[str, float] = {}
+        self.last_tasks: dict[str, float] = {}
+        self._saved = 0.0
+        #: Set by a signal, as its number: save after the present step, and stop.
+        self.stop_requested: int | None = None
+        #: The handler of signals that ask to stop, while the training runs.
+        self.handler: Callable[[int, Any], None] | None = None
+
+    # ------------------------------------------------------------------ steps
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._saved = time.monotonic()
+        if self.handler is not None:
+            # In place of Lightning's, which broadcasts in the middle of a step, where other processes expect another
+            # exchange, and ends a single process also where nothing has been saved since the last checkpoint.
+            signal.signal(signal.SIGTERM, self.handler)
+        if trainer.is_global_zero:
+            self.metrics.rewind(trainer.global_step)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, FineTuner)
+        step = trainer.global_step
+        whole = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if whole and step % self.every == 0:
+            self._record_step(trainer, pl_module, batch_idx)
+        # The last batch is followed by the epoch's evaluation, its checkpoint and the decision to stop.
+        within = whole and batch_idx + 1 < trainer.num_training_batches
+        if within and step % RECORD_EVERY == 0 and self._due(trainer, STEP_CHECKPOINT_SECONDS):
+            self._save(trainer, pl_module, batch_idx)
+        if within:
+            stop = self._stop(trainer)
+            if stop is not None:
+                self._save(trainer, pl_module, batch_idx)
+                self._leave(stop)
+        if step >= pl_module.total_steps:
+            trainer.should_stop = True
+
+    def _stop(self, trainer: L.Trainer) -> int | None:
+        """The signal that any of the processes has got, the same in all of them; None: go on. Collective."""
+        if trainer.world_size == 1:
+            return self.stop_requested
+        # A signal reaches the processes in different steps, and a checkpoint is written by all of them.
+        asked = all_reduce_sum(torch.tensor([float(self.stop_requested == number) for number in _STOP])).tolist()
+        return next((number for number, count in zip(_STOP, asked, strict=True) if count), None)
+
+    def _leave(self, stop: int) -> None:
+        """Stop for the signal `stop` after a checkpoint; let Slurm run the job again where it sent the signal."""
+        self.stop_requested = stop  # in each process, whichever got the signal
+        if stop in REQUEUE and "SLURM_JOB_ID" in os.environ:
+            if rank() == 0:
+                requeue()
+            from_first()  # before the first process has asked, none may end
+        raise KeyboardInterrupt
+
+    def _record_step(self, trainer: L.Trainer, module: FineTuner, batch_idx: int) -> None:
+        module.read_losses(batch_idx)
+        self._log(
+            trainer,
+            {
+                "step": trainer.global_step,
+                "epoch": trainer.current_epoch + 1,
+                "train_loss": module.mean_loss("window"),
+                "lr": max(g["lr"] for g in trainer.optimizers[0].param_groups),
+                **self._so_far(),
+            },
+        )
+
+    def _due(self, trainer: L.Trainer, seconds: float) -> bool:
+        # All ranks take part in a checkpoint, so the first rank's clock decides.
+        due = time.monotonic() - self._saved >= seconds
+        return bool(trainer.strategy.broadcast(due)) if trainer.world_size > 1 else due
+
+    def _save(self, trainer: L.Trainer, module: FineTuner, batch_idx: int) -> None:
+        module.read_losses(batch_idx)  # raises for a NaN: such weights never replace good ones
+        module.require_finite()
+        require_folder(self.folder)
+        self.totals.gather()
+        trainer.save_checkpoint(self.folder / checkpoint.NAME)
+        self._saved = time.monotonic()
+
+    # ------------------------------------------------------------------ epochs
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # The evaluation has just run, as the last part of the epoch's loop.
+        assert isinstance(pl_module, FineTuner)
+        pl_module.read_losses(trainer.fit_loop.batch_idx)
+        evaluated = pl_module.evaluated
+        assert evaluated is not None
+        pl_module.require_finite()
+        pl_module.require_finite_evaluation(self.split)
+        epoch = trainer.current_epoch + 1
+        loss = pl_module.mean_loss("epoch")
+        pl_module.warn_if_diverged(loss)
+        row = {
+            "step": trainer.global_step,
+            "epoch": epoch,
+            "train_loss_epoch": loss,
+            f"{self.split}_{pl_module.task.metric}": evaluated.accuracy,
+            f"{self.split}_loss": evaluated.loss,
+            **{f"{self.split}_{name}": value for name, value in evaluated.more.items()},
+            **{f"{self.split}_accuracy_{task}": of.accuracy for task, of in pl_module.evaluated_tasks.items()},
+            **{f"{self.split}_loss_{task}": of.loss for task, of in pl_module.evaluated_tasks.items()},
+            **self._so_far(),
+        }
+        self.row = row
+        self._log(trainer, row, self._each_class(pl_module))
+        self.last = evaluated.accuracy
+        self.last_tasks = {task: of.accuracy for task, of in pl_module.evaluated_tasks.items()}
+        if self.best is None or evaluated.accuracy > self.best:
+            self.best, self.best_epoch, self.best_tasks = evaluated.accuracy, epoch, self.last_tasks
+            self.keep_best(pl_module, epoch, evaluated.accuracy)
+        if trainer.is_global_zero:
+            self.metrics.write_csv()
+        final = trainer.should_stop or epoch == trainer.max_epochs
+        stop = self._stop(trainer)
+        if final or stop is not None or self._due(trainer, EPOCH_CHECKPOINT_SECONDS):
+            self._save(trainer, pl_module, trainer.fit_loop.batch_idx)
+        if not final and stop is not None:
+            self._leave(stop)
+
+    def _so_far(self) -> dict[str, float]:
+        """Images, FLOPs, seconds and joules (where the machine tells them) of the training so far.
+
+        Every process has to call it.
+        """
+        self.totals.gather()
+        values: Any = self.totals.values()
+        return {key: values[key] for key in ("images", "flops", "seconds", "joules") if values[key] is not None}
+
+    def _each_class(self, module: FineTuner) -> dict[str, float]:
+        """Return the metric of single classes for loggers; empty with more classes than `LARGEST_CHART`."""
+        measure = "iou" if module.task.metric == "mean_iou" else module.task.metric
+        named = len(self.class_names) <= LARGEST_CHART
+        return {
+            f"{self.split}_{measure}/{self.class_names[number]}": value
+            for number, value in (module.evaluated_classes if named else {}).items()
+        }
+
+    def _log(self, trainer: L.Trainer, row: dict[str, Any], more: Mapping[str, float] = {}) -> None:
+        if not trainer.is_global_zero:
+            return
+        require_folder(self.folder)
+        self.metrics.append(row)
+        for logger in trainer.loggers:
+            values = {k: v for k, v in row.items() if v is not None and k != "step" and "_iou_" not in k}
+            logger.log_metrics({**values, **more}, step=row["step"])
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        # At once: Lightning ends this process, too, a few seconds after it has noticed that another one is gone.
+        refuse_lost_process(exception)
+
+    # ------------------------------------------------------------------ state
+    def state_dict(self) -> dict[str, Any]:
+        """Accuracies and training time so far, and `extra`."""
+        return {
+            "best": self.best,
+            "best_epoch": self.best_epoch,
+            "last": self.last,
+            **({"best_tasks": self.best_tasks, "last_tasks": self.last_tasks} if self.last_tasks else {}),
+            **self.extra,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from the state of `state_dict()`."""
+        self.best = state_dict["best"]
+        self.best_epoch = state_dict["best_epoch"]
+        self.last = state_dict["last"]
+        self.best_tasks, self.last_tasks = (state_dict.get(key, {}) for key in ("best_tasks", "last_tasks"))
+
+
+@contextmanager
+def stop_on_interrupt(recorder: Recorder) -> Iterator[None]:
+    """The first Ctrl-C stops after the present step, with a checkpoint; the second stops at once.
+
+    The other signals that ask to end (`core.stopping`) stop as the first Ctrl-C does. In a job of Slurm, SIGUSR1 and
+    SIGUSR2 announce its end (``--signal``): they stop in the same way, and the job is requeued.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    process, asked_before = os.getpid(), len(stopping.asked)
+
+    def request(number: int, frame: Any) -> None:
+        if os.getpid() != process:  # a worker that loads images: its parent ends it
+            return
+        stopping.asked.append(number)
+        if recorder.stop_requested is not None:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return
+        recorder.stop_requested = number
+        again = " (Ctrl-C again: at once)" if number == signal.SIGINT else ""
+        with suppress(OSError):  # of a terminal that was closed
+            say(f"\nStopping after this step, with a checkpoint{again} …")
+
+    recorder.handler = request
+    before = stopping.answer(request)
+    if "SLURM_JOB_ID" in os.environ:
+        before |= {number: signal.signal(number, request) for number in REQUEUE if number not in before}
+    try:
+        yield
+    finally:
+        recorder.handler = None
+        del stopping.asked[asked_before:]
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,1 @@
+"""Stored features of a run's frozen prefix."""

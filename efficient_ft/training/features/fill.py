@@ -1,0 +1,81 @@
+"""Compute and store the features of a run ahead of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from efficient_ft.config import Config
+from efficient_ft.core.errors import UserError
+from efficient_ft.cost.executed import AUTOCAST
+from efficient_ft.data import ImageData
+from efficient_ft.integrations.session import MethodSession
+from efficient_ft.methods.build import build_methods
+from efficient_ft.models import factory
+from efficient_ft.training.datamodule import missing_images, open_images
+from efficient_ft.training.features.prefix import RunFeatures, run_features, run_prefix, set_form
+from efficient_ft.training.trainer import on_device, use_channels_last
+
+
+def fill_features(config: Config) -> RunFeatures:
+    """Compute the features of a run that are not stored yet; interrupted, the next call continues.
+
+    Args:
+        config: of the run.
+
+    Returns:
+        The features, all of them stored unless the disk is full.
+
+    Raises:
+        UserError: weights or images are missing, the run is on several tasks, or no features can be stored.
+    """
+    if config.tasks:
+        raise UserError("Features of a run on several tasks are not stored. Leave out tasks=.")
+    missing = [factory.missing_weights(config.model), *missing_images(config)]
+    if any(missing):
+        raise UserError("\n".join(message for message in missing if message is not None))
+    L.seed_everything(config.seed, verbose=False)  # random weights are those of the run
+    images = open_images(config, factory.input_of(config.model))
+    assert isinstance(images, ImageData)
+    network = factory.create_model(config.model, images.num_classes)
+    device = on_device(config)
+    runner = MethodSession(build_methods(config), config.model.frozen_bn)
+    if use_channels_last(config, device):
+        network.to(memory_format=torch.channels_last)
+    runner.apply(network)
+    prefix = run_prefix(config, network, runner.methods)
+    set_form(config, images, prefix, device)
+    features = run_features(config, images, prefix, config.trainer.epochs, device)
+    network.to(device).train()
+    dtype = AUTOCAST[config.trainer.precision]
+    with tqdm(total=features.store.rows, unit=" images", disable=None) as bar:
+        for loader in _loaders(images, features):
+            for pixels, _, rows in loader:
+                with torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext():
+                    _store(features, pixels.to(device), rows)
+                bar.update(len(rows))
+                if features.full:
+                    return features
+    return features
+
+
+def _store(features: RunFeatures, pixels: Tensor, rows: Tensor) -> None:
+    if pixels.dtype != torch.uint8:  # else they are there
+        with features.input(pixels, rows):
+            pass
+
+
+def _loaders(images: ImageData, features: RunFeatures) -> Iterator[Any]:
+    """Yield a loader for each view of the training images, and one for those on which the best epoch is chosen."""
+    for view in range(features.views):
+        loader = images.train_loader(wrap=features.training)
+        sampler: Any = loader.sampler
+        sampler.set_epoch(view)
+        yield loader
+    yield images.eval_loader(images.best_split, wrap=features.evaluation)

@@ -1,0 +1,480 @@
+"""Features of a run's frozen prefix: computed in its fastest form, and stored for each image and augmented view.
+
+With ``trainer.cache_features`` epoch e trains on view e mod V of each image (V: ``trainer.views``), so from epoch V on
+every batch is read from the store, and the network runs from there. Features pass through the form in which they are
+stored also when they have just been computed: all epochs train on the same values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from efficient_ft.config import Config
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.format import format_bytes, format_percent, format_seconds
+from efficient_ft.core.parsing import parse_json
+from efficient_ft.core.terminal import shown_path
+from efficient_ft.cost.executed import AUTOCAST
+from efficient_ft.cost.run_flops import FlopsCounter
+from efficient_ft.data import ImageData
+from efficient_ft.data.loader import LoadFailure, SplitDataset
+from efficient_ft.data.row_store import RowStore, StoreFullError, require_room
+from efficient_ft.methods.base import Method
+from efficient_ft.methods.declarations import Axis
+from efficient_ft.models import factory
+from efficient_ft.models.prefix import FrozenPrefix, find_prefix
+from efficient_ft.models.prefix_form import Form, choose_form
+from efficient_ft.record.environment import device_name
+from efficient_ft.record.files import write_text_atomically
+from efficient_ft.record.formats import START_AGAIN
+from efficient_ft.record.results import FeaturesReport, PrefixReport
+from efficient_ft.training.features.row_form import RowForm
+from efficient_ft.training.output.console import say
+from efficient_ft.training.trainer import bf16_is_emulated
+
+#: Changes when stores of earlier versions cannot be used any more.
+_FORMAT = 1
+#: ``auto`` stores features where computing them takes at least this share of a training step's FLOPs.
+_WORTH = 0.1
+#: Images of the batch on which the prefix is found.
+_IMAGES = 2
+#: Images of the batch on which the forms of the prefix are timed, at most.
+_TIMED = 16
+#: Holds the form of the prefix that a run has chosen, in its folder.
+PREFIX = "prefix.json"
+
+
+class FeatureDataset(Dataset[Any]):
+    """The images of a split by (epoch, index): their stored features, or the images while these are not there.
+
+    Args:
+        images: the split.
+        store: has the features.
+        first: the row of the first view's first image.
+        views: the number of views; epoch e has view e mod `views`.
+    """
+
+    def __init__(self, images: SplitDataset, store: RowStore, first: int, views: int) -> None:
+        self._images, self._store, self._first, self._views = images, store, first, views
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor] | LoadFailure:
+        """Load a batch.
+
+        Returns:
+            Rows of the store, uint8 (B, bytes), or the images, float32 (B, C, H, W), if one row is not there; the
+            labels, int64 (B,); the numbers of the rows, int64 (B,). Or the failure to read a file.
+        """
+        keys = [(epoch % self._views, index) for epoch, index in keys]
+        rows = [self._first + view * len(self) + index for view, index in keys]
+        stored = self._store.read(rows)
+        if stored is not None:
+            return stored, self._images.labels[[index for _, index in keys]], torch.tensor(rows)
+        loaded = self._images.__getitems__(keys)
+        return loaded if isinstance(loaded, LoadFailure) else (*loaded, torch.tensor(rows))
+
+
+class RunFeatures:
+    """The features of one run: where they come from, and the network's computation from them.
+
+    Args:
+        prefix: of the run's network.
+        form: in which they are stored.
+        store: has them, or will have them.
+        views: of each training image.
+        train: the number of training images.
+    """
+
+    def __init__(self, prefix: FrozenPrefix, form: RowForm, store: RowStore, views: int, train: int) -> None:
+        self.prefix, self.form, self.store, self.views = prefix, form, store, views
+        self._evaluated = views * train
+        self._known = store.written()
+        self._told = False
+        #: True once the disk had no room for a row.
+        self.full = False
+        self._computed = self._read = 0
+
+    def training(self, images: SplitDataset) -> FeatureDataset:
+        """The training images, by epoch."""
+        return FeatureDataset(images, self.store, 0, self.views)
+
+    def evaluation(self, images: SplitDataset) -> FeatureDataset:
+        """The images on which the best epoch is chosen."""
+        return FeatureDataset(images, self.store, self._evaluated, 1)
+
+    @contextmanager
+    def input(self, images: Tensor, rows: Tensor) -> Iterator[Tensor]:
+        """Let the network compute from the features of a batch inside a ``with`` block.
+
+        Args:
+            images: images or stored rows, as `FeatureDataset` loads them.
+            rows: their numbers.
+
+        Yields:
+            What to pass to the network.
+        """
+        if images.dtype == torch.uint8:
+            self._read += len(rows)
+            stored = images
+        else:
+            self._computed += len(rows)
+            stored = self.form.encode(self.prefix.to_rows(self.prefix.features(images)))
+            self._write(rows.cpu(), stored.cpu())
+        with from_stored(self.prefix, self.form, stored) as placeholder:
+            yield placeholder
+
+    def _write(self, rows: Tensor, stored: Tensor) -> None:
+        if self._known[rows.numpy()].all() and not self._told:
+            self._told = True
+            say(f"Stored features in {shown_path(self.store.folder)} are damaged; they are computed again.")
+        if self.full:
+            return
+        try:
+            self.store.write(rows.tolist(), stored)
+        except StoreFullError:
+            self.full = True
+            say(
+                f"The disk of {shown_path(self.store.folder)} is full. Features that are not stored are computed in"
+                " every epoch; the run continues."
+            )
+
+    def report(self) -> FeaturesReport:
+        """Return what a run records."""
+        return {
+            "end": self.prefix.end,
+            "reason": self.prefix.reason,
+            "shape": list(self.prefix.shape),
+            "dtype": self.form.name,
+            "views": self.views,
+            "bytes": self.store.rows * self.store.row_bytes,
+            "computed": self._computed,
+            "read": self._read,
+        }
+
+
+def from_stored(prefix: FrozenPrefix, form: RowForm, stored: Tensor) -> AbstractContextManager[Tensor]:
+    """Let the network compute from stored rows, uint8 (B, bytes), in a ``with`` block; yields what to pass to it."""
+    return prefix.replaced(prefix.from_rows(form.decode(stored)).to(prefix.dtype))
+
+
+class PrefixInput:
+    """The features of a run's batches, computed in each step in the form of the prefix, and not stored.
+
+    Args:
+        prefix: of the run's network.
+    """
+
+    def __init__(self, prefix: FrozenPrefix) -> None:
+        self.prefix = prefix
+
+    def input(self, images: Tensor) -> AbstractContextManager[Tensor]:
+        """Let the network compute from the features of `images` inside a ``with`` block; yields what to pass to it."""
+        return self.prefix.replaced(self.prefix.features(images))
+
+
+class FeatureCallback(L.Callback):
+    """Give the run's module and data their features. Place it after `MethodCallback`, which applies the methods.
+
+    Args:
+        config: of the run; `trainer.cache_features` is not ``off``, or `trainer.prefix` not ``fp32``.
+        images: of the run.
+        methods: of the run.
+        epochs: of the run.
+        folder: of the run; keeps the form of the prefix, which a resumed run has as well.
+    """
+
+    def __init__(self, config: Config, images: ImageData, methods: Sequence[Method], epochs: int, folder: Path) -> None:
+        self._config, self._images, self._methods, self._epochs = config, images, methods, epochs
+        self._file = folder / PREFIX
+        self._ready = False
+        #: None: none are stored.
+        self.features: RunFeatures | None = None
+        #: None: the run has no frozen prefix.
+        self.prefix: PrefixReport | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Find the prefix, choose its form and open the store, or say why there is none.
+
+        Raises:
+            UserError: with ``trainer.cache_features=on`` where no features can be stored, or a form of the prefix where
+                there is no prefix.
+        """
+        if stage != "fit" or self._ready:
+            return
+        self._ready = True
+        module: Any = pl_module
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        options, device = self._config.trainer, trainer.strategy.root_device
+        auto = options.cache_features == "auto"
+        try:
+            prefix = run_prefix(self._config, module.model, self._methods)
+            self.prefix = self._choose(prefix, trainer)
+            if options.cache_features != "off":
+                self.features = run_features(self._config, self._images, prefix, self._epochs, device, must_gain=auto)
+        except SettingError as error:
+            if not auto:
+                raise
+            say(f"Features are not stored (trainer.cache_features=auto): {error}")
+        except UserError as error:
+            self._refuse_or_say(error)
+        if self.features is None and self.prefix is not None and prefix.form is not Form.FP32:
+            module.features = PrefixInput(prefix)
+        else:
+            module.features = data.features = self.features
+
+    def _refuse_or_say(self, error: UserError) -> None:
+        """Raise `error` if a setting cannot be without what is missing, or say it."""
+        options = self._config.trainer
+        without: list[tuple[str, str, str]] = []
+        if options.cache_features == "on":
+            without.append(("trainer.cache_features", options.cache_features, "off"))
+        if options.prefix in (Form.FOLDED, Form.BF16) and self.prefix is None:
+            without.append(("trainer.prefix", options.prefix, Form.FP32))
+        if without:
+            asked = ", ".join(f"{name}={value}" for name, value, _ in without)
+            instead = " and ".join(f"{name}={value}" for name, _, value in without)
+            raise UserError(
+                f"{asked}: {error} Use {instead}, or a method that trains the last part of the network only, e.g."
+                " method=last_stage."
+            ) from None
+        if options.cache_features == "auto":
+            say(f"Features are not stored (trainer.cache_features=auto): {error}")
+        if options.prefix == "auto" and self.prefix is None:
+            say(f"The network computes as it is (trainer.prefix=auto): {error}")
+
+    def _choose(self, prefix: FrozenPrefix, trainer: L.Trainer) -> PrefixReport:
+        """Set the form of the prefix: the one that was chosen before, or else the choice of the first process."""
+        if self._file.is_file():
+            report = _read_choice(self._file)
+            prefix.form = Form(report["form"])
+            return report
+        device = trainer.strategy.root_device
+        found = set_form(self._config, self._images, prefix, device) if trainer.is_global_zero else None
+        shared: PrefixReport | None = trainer.strategy.broadcast(found)
+        assert shared is not None
+        prefix.form = Form(shared["form"])
+        if trainer.is_global_zero and self._config.trainer.prefix == "auto":
+            write_text_atomically(self._file, json.dumps(shared) + "\n")
+        return shared
+
+
+def _read_choice(file: Path) -> PrefixReport:
+    """Read the form of the prefix that a run has chosen.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    try:
+        report: PrefixReport = parse_json(file.read_text(encoding="utf-8"))
+        Form(report["form"])
+        texts = isinstance(report["end"], str) and isinstance(report["reason"], str)
+        numbers = [value for one in (report.get("seconds", {}), report.get("deviation", {})) for value in one.values()]
+        if texts and all(isinstance(value, float | int) for value in numbers):
+            return report
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        pass
+    raise UserError(f"{file} is damaged. Remove it to choose the form of the prefix again. Or: {START_AGAIN}")
+
+
+def run_prefix(config: Config, network: nn.Module, methods: Sequence[Method]) -> FrozenPrefix:
+    """Find the frozen prefix of a run's network.
+
+    Args:
+        config: of the run.
+        network: on the CPU, with the methods applied.
+        methods: of the run.
+
+    Raises:
+        UserError: there is none.
+    """
+    for method in methods:
+        if type(method).step_begin is not Method.step_begin and Axis.SELECTION in (method.axis, *method.other_axes):
+            raise UserError(
+                f"Method {method.name} decides in each step what trains, so no part of the network is frozen"
+                " throughout."
+            )
+    with _in_training_mode(network):
+        return find_prefix(network, _noise(config, _IMAGES))
+
+
+def set_form(config: Config, images: ImageData, prefix: FrozenPrefix, device: torch.device) -> PrefixReport:
+    """Set the form of the prefix as `measure_form`, but with ``auto`` to one in which its features are stored already.
+
+    Args:
+        config: of the run.
+        images: of the run.
+        prefix: of its network.
+        device: where the network runs.
+    """
+    options = config.trainer
+    if options.prefix == "auto" and options.cache_features != "off":
+        about = _about(config, images, prefix, device)
+        stored = [form for form in _forms(config, device) if (Path(options.cache_folder) / _key(about, form)).is_dir()]
+        if stored:
+            prefix.form = stored[-1]
+            return _form_report(prefix)
+    return measure_form(config, prefix, device)
+
+
+def measure_form(config: Config, prefix: FrozenPrefix, device: torch.device) -> PrefixReport:
+    """Set the form of the prefix to `trainer.prefix`; with ``auto`` to the one that a short measurement finds fastest.
+
+    Args:
+        config: of the run.
+        prefix: of its network, which is moved to `device` for a measurement.
+        device: where the network runs.
+    """
+    options = config.trainer
+    if options.prefix != "auto":
+        prefix.form = Form(options.prefix)
+        if prefix.form is Form.BF16 and bf16_is_emulated(device):
+            say(
+                f"warning: trainer.prefix=bf16: {device_name(device)} has no instructions for bfloat16, and PyTorch"
+                " emulates them. trainer.prefix=folded is likely faster."
+            )
+        return _form_report(prefix)
+    batch = _noise(config, min(config.data.batch_size, _TIMED)).to(device)
+    prefix.model.to(device)
+    dtype = AUTOCAST[options.precision]
+
+    def run(form: Form) -> Tensor:
+        prefix.form = form
+        with torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext():
+            features = prefix.features(batch)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return features
+
+    with _in_training_mode(prefix.model):
+        prefix.form, seconds, deviation = choose_form(run, _forms(config, device))
+    times = ", ".join(f"{format_seconds(value)} {form}" for form, value in seconds.items())
+    say(
+        f"The frozen prefix, up to {prefix.end}, computes in the form {prefix.form} (trainer.prefix=auto): {len(batch)}"
+        f" images take {times}; its output deviates by {format_percent(deviation[prefix.form])}."
+    )
+    return {**_form_report(prefix), "seconds": seconds, "deviation": deviation}
+
+
+def _forms(config: Config, device: torch.device) -> list[Form]:
+    """The forms from which ``auto`` chooses."""
+    in_bf16 = config.trainer.precision == "fp32" and not bf16_is_emulated(device)
+    return [Form.FP32, Form.FOLDED, *([Form.BF16] if in_bf16 else [])]
+
+
+def _form_report(prefix: FrozenPrefix) -> PrefixReport:
+    return {"end": prefix.end, "reason": prefix.reason, "form": str(prefix.form)}
+
+
+@contextmanager
+def _in_training_mode(network: nn.Module) -> Iterator[None]:
+    before = network.training
+    network.train()
+    try:
+        yield
+    finally:
+        network.train(before)
+
+
+def _noise(config: Config, images: int) -> Tensor:
+    spec = factory.input_of(config.model)
+    return torch.randn(images, len(spec.mean), *spec.size, generator=torch.Generator().manual_seed(0))
+
+
+def run_features(
+    config: Config,
+    images: ImageData,
+    prefix: FrozenPrefix,
+    epochs: int,
+    device: torch.device,
+    *,
+    must_gain: bool = False,
+) -> RunFeatures:
+    """Open the features of a run.
+
+    Args:
+        config: of the run.
+        images: of the run.
+        prefix: of its network, in the form in which it computes.
+        epochs: of the run.
+        device: where the network runs.
+        must_gain: refuse what would save no time.
+
+    Raises:
+        SettingError: they take more room than the settings or the disk have.
+        UserError: with `must_gain`, they would save no time.
+    """
+    options, views = config.trainer, config.trainer.views
+    if must_gain:
+        if epochs <= views:
+            raise UserError(f"none would be used twice: trainer.epochs={epochs}, trainer.views={views}.")
+        with _in_training_mode(prefix.model):
+            share = _share_of_step(prefix, _noise(config, _IMAGES).to(prefix.device))
+        if share < _WORTH:
+            raise UserError(f"they are {format_percent(share)} of the FLOPs of a training step ({prefix.reason}).")
+    train, evaluated = images.splits["train"], images.splits[images.best_split]
+    form = RowForm(options.cache_dtype, prefix.values)
+    about = {**_about(config, images, prefix, device), "form": str(prefix.form)}
+    folder, rows = Path(options.cache_folder) / _key(about, prefix.form), views * train + evaluated
+    how = "Or use fewer trainer.views, trainer.cache_dtype=int8, or trainer.cache_features=off."
+    require_room("trainer.cache", options.cache_limit, {folder: rows * form.bytes}, "features", how)
+    store = RowStore(folder, about, rows, form.bytes)
+    missing = store.missing()
+    say(
+        f"Features of {prefix.end} ({' × '.join(map(str, prefix.shape))}, {form.name}):"
+        f" {views} view{'s' if views > 1 else ''} of {train} training images, and {evaluated} {images.best_split}"
+        f" images, {format_bytes(rows * form.bytes)} in {shown_path(folder)};"
+        f" {'all are there' if not missing else f'{missing} of {rows} are to be computed'}. {prefix.reason}."
+    )
+    return RunFeatures(prefix, form, store, views, train)
+
+
+def _about(config: Config, images: ImageData, prefix: FrozenPrefix, device: torch.device) -> dict[str, Any]:
+    """All that stored features depend on, but for the form of the prefix."""
+    options = config.trainer
+    return {
+        "format": _FORMAT,
+        "model": config.model.model_dump(mode="json", exclude={"pretrained", "weights", "select", "zero_head"}),
+        "end": prefix.end,
+        "shape": prefix.shape,
+        "weights": prefix.digest(),
+        "images": images.content_digest(),
+        "augment": config.data.augment.model_dump(mode="json"),
+        "seed": config.seed,
+        "views": options.views,
+        "precision": options.precision,
+        "device": device.type,
+        "dtype": options.cache_dtype,
+    }
+
+
+def _key(about: dict[str, Any], form: Form) -> str:
+    """The name of the folder of stored features."""
+    text = json.dumps({**about, "form": str(form)}, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+@torch.no_grad()
+def _share_of_step(prefix: FrozenPrefix, images: Tensor) -> float:
+    """The share of the prefix in the FLOPs of a training step, whose backward pass has twice those of the forward pass.
+
+    Counted, and not timed: whether a run stores features changes its results a little, so it is decided in the same
+    way on every machine and after every interruption.
+    """
+    with torch.random.fork_rng(devices=[]):
+        with FlopsCounter() as below:
+            features = prefix.features(images)
+        with FlopsCounter() as above, prefix.replaced(features) as placeholder:
+            prefix.model(placeholder)
+    return below.flops / max(below.flops + 3 * above.flops, 1)

@@ -1,0 +1,461 @@
+"""The memory budget of a run (the setting ``memory``): a run that is predicted to exceed it is rejected.
+
+The prediction (`cost.predict`) covers the run from start to end: loading, training, evaluation, reading images, and
+the cost report. `training.memory_watch` then stops a run that exceeds its budget nevertheless.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from efficient_ft.config import Config
+from efficient_ft.core.allocator import allocator_in_use
+from efficient_ft.core.errors import UserError
+from efficient_ft.core.format import format_bytes
+from efficient_ft.core.process_memory import (
+    memory_limit_bytes,
+    process_limit_bytes,
+    release_freed_memory,
+    resident_bytes,
+)
+from efficient_ft.cost import Demand, Forward, Prediction, count_evaluation, executed, predict
+from efficient_ft.data import RoundRobinData, class_count
+from efficient_ft.data.reading import Reading
+from efficient_ft.data.segmentation_data import STRIDE
+from efficient_ft.methods.base import Method
+from efficient_ft.methods.build import build_methods
+from efficient_ft.models import factory
+from efficient_ft.task import TASKS, Segmentation, tensors_of
+from efficient_ft.training.datamodule import RunData
+from efficient_ft.training.memory.libraries import LibrarySizes, libraries
+from efficient_ft.training.memory.measured import accumulated_gradients
+from efficient_ft.training.memory.watch import budget_of
+from efficient_ft.training.optimizer import build_optimizer
+from efficient_ft.training.output import checkpoint
+from efficient_ft.training.output.console import say
+from efficient_ft.training.processes import world_size
+from efficient_ft.training.run_task import step_spec
+from efficient_ft.training.trainer import on_device
+
+#: Classes of a network if there are no images to count them: ImageNet's.
+_UNKNOWN_CLASSES = 1000
+#: Bytes that a process that loads data takes of its own, without the batches: it is a fork, and writes to few pages.
+_WORKER = 96 * 2**20
+#: Batches that each of these processes loads ahead (torch's ``prefetch_factor``).
+_AHEAD = 2
+#: The counts of `Demand` that a training step decides.
+_OF_A_STEP = ("model_bytes", "batch_bytes", "step_bytes", "largest_bytes", "optimizer_bytes", "gradient_bytes")
+#: Images with masks that a segmentation predicts at its end, and bytes per pixel of each while all are read.
+_EXAMPLES, _EXAMPLE_BYTES = 4, 6
+#: Factors of the image size that are tried where no batch size fits.
+_SMALLER_IMAGES = (0.75, 0.5)
+
+
+class Predictor:
+    """Predict the memory of a run, and of the same run with other sizes.
+
+    Args:
+        config: of the run.
+        images: its opened data; None: they are not there, and evaluation images have the size of training images.
+        base_bytes: resident memory before the model, in bytes; 0 on a GPU.
+        device: where it trains.
+        folder: of the run; a checkpoint in it is loaded. None: there is none.
+    """
+
+    def __init__(
+        self, config: Config, images: RunData | None, base_bytes: int, device: torch.device, folder: Path | None = None
+    ) -> None:
+        self._images, self.base_bytes, self._device = images, base_bytes, device
+        self._resumed = folder is not None and config.resume == "auto" and checkpoint.exists(folder / checkpoint.NAME)
+        if images is None:
+            self._classes: object = class_count(config.data) or _UNKNOWN_CLASSES
+        else:
+            self._classes = images.num_classes
+        self._networks: dict[str, nn.Module] = {}
+        self._steps: dict[str, Demand] = {}
+        self._forwards: dict[tuple[str, int, tuple[int, ...]], Forward] = {}
+        self._examples: dict[tuple[int, int], Forward] = {}
+        self._inspection: int | None = None
+
+    def network(self, config: Config) -> nn.Module:
+        """The network of a run: without memory for its weights, unless a method looks at them in its first steps."""
+        warm = any(method.warmup_steps for method in build_methods(config))
+        key = config.model.model_dump_json() + str(warm)
+        if key not in self._networks:
+            network = factory.random_model(config.model, self._classes)  # type: ignore[arg-type]
+            self._networks = {key: network if warm else network.to("meta")}  # the last one is enough
+        return self._networks[key]
+
+    def forget(self) -> None:
+        """Free the networks; counts are kept."""
+        self._networks.clear()
+        gc.collect()
+
+    def __call__(self, config: Config) -> Prediction:
+        """Predict the memory of a run that has the same data.
+
+        Raises:
+            UserError: the methods cannot be built, or applied to the network.
+        """
+        return predict(self.demand(config), self.base_bytes, allocator_in_use(), self._device.type)
+
+    def readings(self, config: Config) -> tuple[Reading, Reading]:
+        """The memory of reading training batches and evaluation batches of a run."""
+        size = factory.input_of(config.model).size
+        if self._images is None:
+            return Reading(size), Reading(size)
+        parts = list(self._images.parts.values()) if isinstance(self._images, RoundRobinData) else [self._images]
+        found = []
+        for training in (True, False):
+            each = [part.reading(training=training) for part in parts]
+            largest = max(each, key=lambda one: one.decode_bytes)
+            own = training or config.task != "segmentation"  # these have the size of the network
+            found.append(largest if not own else Reading(size, *_fields(largest)))
+        return found[0], found[1]
+
+    def demand(self, config: Config) -> Demand:
+        """Count the phases of a run."""
+        key = config.model_dump_json(include={"method", "optim", "trainer", "data", "model"})
+        if key not in self._steps:
+            self._steps[key] = self._step(config)
+        step = vars(self._steps[key])
+        shared = self.around(config, build_methods(config))
+        return replace(shared, **{name: step[name] for name in _OF_A_STEP})
+
+    def around(self, config: Config, methods: Sequence[Method] = ()) -> Demand:
+        """Count the phases of a run without its training step.
+
+        Args:
+            config: of the run.
+            methods: those that take part in evaluation.
+        """
+        training, evaluation = self.readings(config)
+        network, spec = self.network(config), step_spec(config)
+        batch, evaluated = _samples(config, self._images)
+        here = config.data.num_workers == 0
+        if self._inspection is None:
+            parts = self._images.parts.values() if isinstance(self._images, RoundRobinData) else [self._images]
+            self._inspection = max((part.inspection_bytes() for part in parts if part is not None), default=0)
+        examples, examples_load = Forward(), 0
+        if config.task == "segmentation" and evaluation.file_size is not None:  # whole, also if evaluation resizes
+            width, height = evaluation.file_size
+            whole = replace(spec, task=Segmentation())
+            size = (-(-height // STRIDE) * STRIDE, -(-width // STRIDE) * STRIDE)
+            if size not in self._examples:
+                self._examples[size] = count_evaluation(network, whole, 1, size, methods)
+            examples = self._examples[size]
+            examples_load = _EXAMPLES * _EXAMPLE_BYTES * width * height + evaluation.decode_bytes
+        weights = sum(t.numel() * t.element_size() for t in (*network.parameters(), *network.buffers()))
+        inputs, targets = spec.example(1)
+        return Demand(
+            weights_bytes=weights,
+            model_bytes=weights,
+            batch_bytes=batch * sum(t.numel() * t.element_size() for t in (*tensors_of(inputs), targets)),
+            step_bytes=0,
+            largest_bytes=0,
+            optimizer_bytes=0,
+            evaluation=self._forward(config, evaluated, evaluation.size, methods),
+            load_bytes=training.load_bytes(batch) if here else 0,
+            evaluation_load_bytes=evaluation.load_bytes(evaluated) if here else 0,
+            examples=examples,
+            examples_load_bytes=examples_load,
+            inspection_bytes=self._inspection,
+            pretrained=config.model.pretrained or config.model.weights is not None,
+            copies=int(config.trainer.prefix != "fp32" or any(m.warmup_steps for m in build_methods(config))),
+            resumed=self._resumed,
+        )
+
+    def _step(self, config: Config) -> Demand:
+        network, spec = self.network(config), step_spec(config)
+        batch, _ = _samples(config, self._images)
+        counted = executed(
+            network,
+            batch,
+            spec.input_size,
+            methods=build_methods(config),
+            build_optimizer=lambda model: build_optimizer(model, config.optim, config.trainer.precision),
+            precision=spec.precision,
+            label_smoothing=spec.label_smoothing,
+            in_chans=spec.in_chans,
+            frozen_bn=spec.frozen_bn,
+            task=spec.task,
+        )
+        gradients = accumulated_gradients(network, config.trainer.grad_accum_steps)
+        optimizer = counted.optimizer_bytes or 0
+        return Demand(
+            weights_bytes=0,
+            model_bytes=counted.model_bytes,
+            batch_bytes=counted.batch_bytes,
+            step_bytes=counted.step_peak_bytes + optimizer + gradients,
+            largest_bytes=counted.largest_bytes,
+            optimizer_bytes=optimizer,
+            gradient_bytes=gradients,
+        )
+
+    def _forward(self, config: Config, samples: int, size: tuple[int, ...], methods: Sequence[Method]) -> Forward:
+        key = (config.model_dump_json(include={"model", *(("method",) if methods else ())}), samples, size)
+        if key not in self._forwards:
+            network = self.network(config)
+            self._forwards[key] = count_evaluation(network, step_spec(config), samples, size, methods)
+        return self._forwards[key]
+
+    def workers(self, config: Config) -> int:
+        """Bytes of the processes that load data: they are not part of the budget. 0: the run has none."""
+        count = config.data.num_workers
+        if not count:
+            return 0
+        step, total = self.demand(config), 0
+        readings, sizes = self.readings(config), _samples(config, self._images)
+        batches = step.batch_bytes, step.evaluation.batch_bytes
+        for reading, samples, batch in zip(readings, sizes, batches, strict=True):  # both kinds stay alive
+            total += count * (_WORKER + reading.load_bytes(samples) + (1 + _AHEAD) * batch)
+        return total
+
+
+def _fields(reading: Reading) -> tuple[int, int, int, tuple[int, int] | None]:
+    return reading.decode_bytes, reading.kept_bytes, reading.stack_bytes, reading.file_size
+
+
+def _samples(config: Config, images: RunData | None) -> tuple[int, int]:
+    """Samples of the largest training batch and of the largest evaluation batch."""
+    train, evaluated = config.data.batch_size, config.data.eval_batch_size or config.data.batch_size
+    if images is None or isinstance(images, RoundRobinData):
+        return train, evaluated
+    others = [count for split, count in images.splits.items() if split != "train"]
+    return min(train, images.splits["train"]), min(evaluated, max(others, default=evaluated))
+
+
+def require_within_budget(config: Config, images: RunData, folder: Path | None) -> Prediction | None:
+    """Reject a run that is predicted to exceed its budget. Call it before anything is written.
+
+    Args:
+        config: of the run.
+        images: its opened data.
+        folder: of the run; None: the run trains nothing.
+
+    Returns:
+        The prediction; None: the run has no budget.
+
+    Raises:
+        UserError: the prediction is above the budget; names settings that fit. Or the run and its workers need more
+            than the container has.
+    """
+    budget, device = budget_of(config), on_device(config)
+    if budget is None:
+        return None
+    on_cpu = device.type != "cuda"
+    limit = memory_limit_bytes()
+    if on_cpu and budget > limit:
+        say(
+            f"memory={config.memory} ({format_bytes(budget)}) is more than this machine or its container has:"
+            f" {format_bytes(limit)}, which counts."
+        )
+        budget = limit
+    predictor = Predictor(config, images, 0, device, folder)
+    predictor.demand(config)  # loads what the run loads, and is measured below
+    predictor.forget()
+    if on_cpu:
+        predictor.base_bytes = _base_bytes(config)
+    predicted = predictor(config)
+    if predicted.peak_bytes > budget:
+        text = _too_much(config, predicted, budget, on_cpu)
+        raise UserError(f"{text} {_what_fits(config, predictor, budget)}")
+    _require_room(config, predictor, predicted, device)
+    predictor.forget()
+    release_freed_memory()
+    return predicted
+
+
+def _base_bytes(config: Config) -> int:
+    """The size of the process before the model, with the libraries that the run loads later."""
+    LibrarySizes()(libraries(config.optim.state_bits, build_methods(config)))  # loads them
+    release_freed_memory()
+    return resident_bytes()
+
+
+def _too_much(config: Config, predicted: Prediction, budget: int, on_cpu: bool) -> str:
+    """Sentences that name the prediction, the largest phase, and the settings that decide it."""
+    base = f", {format_bytes(predicted.base_bytes)} of them for the interpreter and its libraries" if on_cpu else ""
+    phase = f"{predicted.phase}{_decided_by(config, predicted.phase)}"
+    return (
+        f"memory={config.memory} ({format_bytes(budget)}): the run would take about"
+        f" {format_bytes(predicted.peak_bytes)}{base}. Most is needed for {phase}."
+    )
+
+
+def _decided_by(config: Config, phase: str) -> str:
+    """The settings that decide the memory of a phase, in parentheses."""
+    data, noun = config.data, TASKS[config.task].sample
+    if phase in ("training", "reading training batches"):
+        return f" (data.batch_size={data.batch_size}, {_size(config)})"
+    if phase in ("evaluation", "reading evaluation batches", "evaluating the saved weights"):
+        size = "the size of the evaluated images" if config.task == "segmentation" else _size(config)
+        if data.eval_batch_size is None:
+            return f" (data.eval_batch_size=null: batches of {data.batch_size} {noun}s, {size})"
+        return f" (data.eval_batch_size={data.eval_batch_size}, {size})"
+    if phase in ("predicting examples", "inspecting the data"):
+        return f" (the size of the {noun} files)"
+    return ""
+
+
+def _size(config: Config) -> str:
+    """The setting of the input size with its value."""
+    size = factory.input_of(config.model).size
+    if config.task == "text":
+        return f"model.max_length={size[0]}"
+    return f"model.image_size={size[0] if size[0] == size[-1] else list(size)}"
+
+
+def _what_fits(config: Config, predictor: Predictor, budget: int) -> str:
+    """Sentences on what would fit the budget: the nearest smaller sizes, and the command that finds more."""
+    if predictor.base_bytes + predictor.demand(config).weights_bytes > budget:
+        return "No recipe of this model fits. Pass a larger memory=, or choose a smaller model."
+    plan = f"efficient-ft plan with the same model, data and memory={config.memory} finds recipes that fit."
+    for start in _starts(config):
+        fits = fitting(start, predictor, budget)
+        if fits is not None:
+            return f"{_changes(config, fits)} would fit; or {plan}"
+    return plan
+
+
+def _starts(config: Config) -> list[Config]:
+    """The run, and the same run with smaller images."""
+    found = [config]
+    size = factory.input_of(config.model).size
+    if config.task != "text" and size[0] == size[-1]:
+        for factor in _SMALLER_IMAGES:
+            side = max(32, int(size[0] * factor) // 32 * 32)
+            smaller = config.model_copy(update={"model": config.model.model_copy(update={"image_size": side})})
+            if side < size[0]:
+                found.append(smaller)
+    return found
+
+
+def fitting(config: Config, predictor: Predictor, budget: int) -> Config | None:
+    """Halve the sizes that decide the largest phase until the run fits the budget; None: no sizes fit.
+
+    Args:
+        config: of the run.
+        predictor: predicts its memory.
+        budget: bytes.
+    """
+    try:
+        changed: Config | None = config
+        while changed is not None:
+            predicted = predictor(changed)
+            if predicted.peak_bytes <= budget:
+                return changed
+            changed = _smaller(changed, predicted.phase)
+    except UserError:  # the network cannot process images of this size
+        pass
+    return None
+
+
+def _smaller(config: Config, phase: str) -> Config | None:
+    """The run with less memory in a phase; None: there is no setting for it."""
+    data, trainer = config.data, config.trainer
+    if phase.startswith("reading") and data.num_workers == 0 and config.task != "text":
+        return config.model_copy(update={"data": data.model_copy(update={"num_workers": 1})})
+    if phase in ("evaluation", "evaluating the saved weights", "reading evaluation batches"):
+        size = data.eval_batch_size or data.batch_size
+        if size > 1:
+            return config.model_copy(update={"data": data.model_copy(update={"eval_batch_size": size // 2})})
+    if phase in ("training", "reading training batches") and data.batch_size > 1 and not config.tasks:
+        parts = next(parts for parts in range(2, data.batch_size + 1) if data.batch_size % parts == 0)
+        whole = config.optim.in_backward or world_size(config) > 1
+        size = data.batch_size // (2 if whole else parts)
+        accumulate = trainer.grad_accum_steps * (1 if whole else parts)
+        return config.model_copy(
+            update={
+                "data": data.model_copy(update={"batch_size": size}),
+                "trainer": trainer.model_copy(update={"grad_accum_steps": accumulate}),
+            }
+        )
+    return None
+
+
+def _changes(config: Config, fits: Config) -> str:
+    """The settings by which `fits` differs from `config`, as on the command line."""
+    keys: Sequence[tuple[str, object, object]] = (
+        ("model.image_size", config.model.image_size, fits.model.image_size),
+        ("data.batch_size", config.data.batch_size, fits.data.batch_size),
+        ("trainer.grad_accum_steps", config.trainer.grad_accum_steps, fits.trainer.grad_accum_steps),
+        ("data.eval_batch_size", config.data.eval_batch_size, fits.data.eval_batch_size),
+        ("data.num_workers", config.data.num_workers, fits.data.num_workers),
+    )
+    return " ".join(f"{name}={new}" for name, old, new in keys if old != new)
+
+
+def _require_room(config: Config, predictor: Predictor, predicted: Prediction, device: torch.device) -> None:
+    """Print the memory of the workers, and reject a run that does not fit its container with them.
+
+    Raises:
+        UserError: the sum is above the limit of the container or machine, or of the process.
+    """
+    workers = predictor.workers(config)
+    count = config.data.num_workers
+    if workers:
+        say(
+            f"Memory: about {format_bytes(predicted.peak_bytes)} of memory={config.memory} are needed. The worker"
+            f" processes (data.num_workers={count}) take about {format_bytes(workers)} in addition."
+        )
+    own = predicted.peak_bytes if device.type != "cuda" else resident_bytes()
+    limit, allowed = memory_limit_bytes(), process_limit_bytes()
+    if own + workers > limit:
+        raise UserError(
+            f"data.num_workers={count}: the run needs about {format_bytes(own)} and its worker processes"
+            f" {format_bytes(workers)}, together more than this machine or its container has: {format_bytes(limit)}."
+            f" Use data.num_workers=0, or smaller batches."
+        )
+    if allowed is not None and own > allowed:
+        raise UserError(
+            f"memory={config.memory}: the run needs about {format_bytes(own)}, and the limits of this process allow"
+            f" {format_bytes(allowed)}. Raise them (ulimit -v, ulimit -d), or use smaller batches."
+        )
+
+
+def smaller_evaluation(config: Config, device: torch.device, base_bytes: int, room: int) -> int | None:
+    """The evaluation batch size with which the run is predicted to fit into `room`, if only evaluation is too large.
+
+    Args: as of `largest_batch`.
+    """
+    fits = fitting(config, Predictor(config, None, base_bytes, device), room)
+    if fits is None or fits.data.batch_size != config.data.batch_size or fits == config:
+        return None
+    return fits.data.eval_batch_size
+
+
+def largest_batch(config: Config, device: torch.device, base_bytes: int, room: int) -> int:
+    """The largest batch size, at most the configured one, that is predicted to fit into `room`; 0: none does.
+
+    Args:
+        config: of the run.
+        device: where it trains.
+        base_bytes: resident memory before the model, in bytes.
+        room: bytes that the process, or the device, may take.
+    """
+    predictor = Predictor(config, None, base_bytes, device)
+
+    def predicted(batch: int) -> int:
+        evaluated = min(config.data.eval_batch_size or batch, batch)
+        sizes = {"batch_size": batch, "eval_batch_size": evaluated}
+        return predictor(config.model_copy(update={"data": config.data.model_copy(update=sizes)})).peak_bytes
+
+    most = config.data.batch_size
+    if predicted(most) <= room:
+        return most
+    low, high = predicted(1), predicted(2)
+    if low > room:
+        return 0
+    # Nearly linear in the batch: the guess is tried, and lowered where it is too large.
+    guess = min(most - 1, 1 + math.floor((room - low) / max(high - low, 1)))
+    while guess > 1 and predicted(guess) > room:
+        guess = guess * 9 // 10
+    return guess

@@ -1,0 +1,155 @@
+"""Lack of memory while a run trains, in words: what was asked for, what decides it, and what would fit."""
+
+from __future__ import annotations
+
+import gc
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+
+from efficient_ft.config import Config
+from efficient_ft.core.errors import UserError
+from efficient_ft.core.format import bytes_setting, format_bytes
+from efficient_ft.core.process_memory import release_freed_memory, resident_bytes, room_bytes
+from efficient_ft.core.units import parse_bytes
+from efficient_ft.data.loader import refuse_killed_worker
+from efficient_ft.training.memory.budget import largest_batch, smaller_evaluation
+from efficient_ft.training.trainer import on_device
+
+#: Texts of the errors of torch's allocators on a CPU and on Apple's GPUs, which have no class of their own.
+_TEXTS = ("DefaultCPUAllocator", "std::bad_alloc", "MPS backend out of memory", "CUDA out of memory")
+#: How they, and NumPy, say what was asked for.
+_ASKED = re.compile(r"(?:tried to allocate|unable to allocate) ([\d.]+) ?([KMGT]i?B|bytes)", re.IGNORECASE)
+#: Methods in the order in which they are suggested where not even one image at a time fits, and what they are.
+_SMALLER = (
+    (("full", "checkpointing"), "exact, computes each block twice"),
+    (("last_stage",), "trains the last blocks"),
+    (("head",), "trains the classifier"),
+)
+
+
+@contextmanager
+def out_of_memory(config: Config) -> Iterator[None]:
+    """Turn lack of memory inside the block into a message with the batch size that is predicted to fit.
+
+    The prediction is that of the setting ``memory``. What the block has built is freed before it is made.
+
+    Args:
+        config: of the run that trains inside.
+
+    Raises:
+        UserError: the device or the process has too little memory, or a process that loads data was killed.
+    """
+    try:
+        yield
+        return
+    except (RuntimeError, MemoryError) as error:
+        refuse_killed_worker(error)
+        text = str(error)
+        cuda = isinstance(error, torch.OutOfMemoryError) or "CUDA out of memory" in text
+        if not cuda and not isinstance(error, MemoryError) and not any(known in text for known in _TEXTS):
+            raise
+        device = on_device(config)
+        if "DefaultCPUAllocator" in text or isinstance(error, MemoryError):
+            device = torch.device("cpu")
+        free = max(0, _room(device) - _taken(device))
+        _forget(error)
+    asked = _asked(text)
+    data, size = config.data, config.model.image_size
+    shape = "the network's own" if size is None else size
+    raise UserError(
+        f"Out of memory on {_named(device)}: {'more was' if asked is None else f'{format_bytes(asked)} more were'}"
+        f" asked for than is free, {format_bytes(free)}. A step's memory follows from"
+        f" data.batch_size={data.batch_size}, model.image_size ({shape}) and method={'+'.join(config.method)}, that of"
+        f" evaluation from data.eval_batch_size ({data.eval_batch_size or data.batch_size})."
+        f" {_what_fits(config, device)}"
+    )
+
+
+def _forget(error: BaseException | None) -> None:
+    """Free what the frames of an error, and of those that it followed, hold: the model and a step's activations."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+    gc.collect()
+    release_freed_memory()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _asked(text: str) -> int | None:
+    """The bytes that an error says were asked for."""
+    found = _ASKED.search(text)
+    if found is None:
+        return None
+    if found[2].lower() == "bytes":
+        return int(found[1])
+    with suppress(UserError):
+        return parse_bytes("memory", f"{found[1]}{found[2]}")
+    return None
+
+
+def _named(device: torch.device) -> str:
+    if device.type != "cuda":
+        return {"cpu": "the CPU", "mps": "Apple's GPU"}.get(device.type, str(device))
+    return f"the GPU ({torch.cuda.get_device_name(device)})"
+
+
+def _taken(device: torch.device) -> int:
+    """Memory of a device that this process has."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else resident_bytes()
+
+
+def _room(device: torch.device) -> int:
+    """The memory that this process may take in all: what it has, and what is free within all limits."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device)
+    return room_bytes()
+
+
+def _what_fits(config: Config, device: torch.device) -> str:
+    """Sentences on what would fit: the largest batch size, else a method, and the command that finds recipes."""
+    room = _room(device)
+    plan = f"efficient-ft plan with the same model, data and memory={bytes_setting(room)} finds recipes that fit."
+    if config.tasks:
+        return f"Reduce data.batch_size; or {plan}"
+    try:
+        evaluated = smaller_evaluation(config, device, resident_bytes(), room)
+        if evaluated is not None:
+            return f"data.eval_batch_size={evaluated} is predicted to fit; or {plan}"
+        largest = largest_batch(config, device, resident_bytes(), room)
+        if largest == config.data.batch_size:
+            return (
+                f"A step is predicted to fit into {format_bytes(room)}: close what else takes memory, or reduce"
+                f" data.batch_size or data.eval_batch_size; or {plan}"
+            )
+        if largest:
+            wanted = config.data.eval_batch_size
+            also = f" data.eval_batch_size={largest}" if wanted is not None and wanted > largest else ""
+            return f"data.batch_size={largest}{also} is predicted to fit{_same_steps(config, largest)}; or {plan}"
+        for methods, about in _SMALLER:
+            smaller = config.model_copy(update={"method": {name: {} for name in methods}})
+            if set(methods) != set(config.method) and (
+                largest := largest_batch(smaller, device, resident_bytes(), room)
+            ):
+                names = methods[0] if len(methods) == 1 else f"[{','.join(methods)}]"
+                return (
+                    f"No batch size is predicted to fit with this method; method={names} data.batch_size={largest}"
+                    f" would ({about}); or {plan}"
+                )
+    except (UserError, RuntimeError, MemoryError):  # no prediction, also for lack of memory
+        return f"Reduce data.batch_size; or {plan}"
+    return f"No batch size is predicted to fit. Choose a smaller model or model.image_size; or {plan}"
+
+
+def _same_steps(config: Config, largest: int) -> str:
+    """The settings of the same optimizer steps in micro-batches of at most `largest` images, as a clause."""
+    batch, accumulate = config.data.batch_size, config.trainer.grad_accum_steps
+    if config.optim.in_backward:
+        return ""
+    parts = next(parts for parts in range(2, batch + 1) if batch % parts == 0 and batch // parts <= largest)
+    return f" (the same steps: data.batch_size={batch // parts} trainer.grad_accum_steps={accumulate * parts})"

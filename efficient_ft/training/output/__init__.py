@@ -1,0 +1,1 @@
+"""Files and messages that a run writes."""

@@ -1,0 +1,110 @@
+"""Faults of the system while a run writes into its folder, in words: a full disk, a lost folder, no permission."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from efficient_ft.core import stopping
+from efficient_ft.core.errors import UserError
+from efficient_ft.core.format import format_bytes
+from efficient_ft.record import config_file
+from efficient_ft.training.output import checkpoint
+
+#: Texts of errors of torch and safetensors that stand for a write that failed; neither passes on the system's number.
+_FAILED_WRITES = ("PytorchStreamWriter", "inline_container", "unexpected pos", "I/O error", "os error")
+
+#: Texts of errors of gloo, which waits for the other processes of a run, when one of them has ended.
+_LOST_PROCESS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
+
+
+def _continues(folder: Path | None) -> str:
+    """Return what the same command does then; None: of a folder that is not known."""
+    if folder is None:
+        return "The same command continues from the last checkpoint, or starts again where there is none."
+    if checkpoint.exists(folder / checkpoint.NAME):
+        return "What was saved before is kept, and the same command continues from it."
+    return "Nothing had been saved yet: the same command starts again."
+
+
+def require_folder(folder: Path) -> None:
+    """Refuse to write into a folder that is no longer the one in which the run started.
+
+    Raises:
+        UserError: it was removed, moved, or replaced.
+    """
+    if not (folder / config_file.NAME).is_file():
+        raise UserError(
+            f"{folder} is no longer the folder of this run: it was removed, moved, or replaced by something else while"
+            " the run was writing into it. Nothing was written to another place. Move it back, and the same command"
+            " continues; or the same command starts again."
+        )
+
+
+def refuse_lost_process(error: BaseException) -> None:
+    """Refuse to go on without another process of the run.
+
+    Raises:
+        KeyboardInterrupt, TerminatedRun: the same, after a signal that asked this process to end.
+        UserError: `error` is that of an exchange with a process that has ended.
+    """
+    if "gloo" in str(error).lower() and any(text in str(error) for text in _LOST_PROCESS):
+        if stopping.asked:
+            raise stopping.ending(stopping.asked[-1]) from None
+        raise UserError(
+            "Another process of this run has ended: it failed, as it says above, or was killed, e.g. for lack of"
+            f" memory. {_continues(None)}"
+        ) from error
+
+
+@contextmanager
+def faults_of_the_system(folder: Path, begun: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Turn what the system refuses in the run folder inside the block into a message that names the folder.
+
+    Args:
+        folder: the run folder.
+        begun: returns whether the run has written its configuration into it.
+
+    Raises:
+        UserError: the disk is full, the folder is gone, there is no permission, another process of the run ended, ...
+    """
+    try:
+        yield
+    except BrokenPipeError:  # the reader of what is printed has closed the pipe, e.g. `| head`
+        raise
+    except (OSError, RuntimeError, SafetensorError) as error:
+        refuse_lost_process(error)
+        reason = _reason(error, folder)
+        if reason is None:
+            raise
+        if begun():
+            require_folder(folder)
+        raise UserError(f"{folder} cannot be written: {reason}. {_continues(folder)}") from error
+
+
+def _reason(error: Exception, folder: Path) -> str | None:
+    """Return what the system refused; None: the error is of another kind, or of another place."""
+    if isinstance(error, OSError) and error.errno is not None:
+        name = error.filename
+        elsewhere = name is not None and folder.resolve() not in (place := Path(os.fsdecode(name)).resolve()).parents
+        if elsewhere and place != folder.resolve():
+            return None
+        said = os.strerror(error.errno).lower()
+        if error.errno in (errno.EISDIR, errno.ENOTDIR):
+            return f"{os.fsdecode(error.filename2 or name or folder)} {said.replace('is a directory', 'is a folder')}"
+        return f"{said}{free_space(folder) if error.errno in (errno.ENOSPC, errno.EDQUOT) else ''}"
+    if any(text in str(error) for text in _FAILED_WRITES):
+        return f"the system did not take all bytes{free_space(folder)}"
+    return None
+
+
+def free_space(folder: Path) -> str:
+    """Return the free bytes of the disk of a folder, which need not exist, as a clause."""
+    place = next((one for one in (folder, *folder.parents) if one.is_dir()), None)
+    return "" if place is None else f"; {format_bytes(shutil.disk_usage(place).free)} are free"

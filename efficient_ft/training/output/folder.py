@@ -1,0 +1,285 @@
+"""The run folder: one run per folder, one process at a time, and nothing of an earlier run is deleted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import lightning.pytorch as L
+from filelock import FileLock, Timeout
+from lightning.pytorch.callbacks import LambdaCallback
+
+from efficient_ft.config import Config, fingerprint, image_folders
+from efficient_ft.core.errors import UserError
+from efficient_ft.core.files import refuse_link, remove_temporary
+from efficient_ft.core.parsing import parse_json
+from efficient_ft.core.terminal import shown_path
+from efficient_ft.data.contents import Contents
+from efficient_ft.record import config_file, results, step_stats
+from efficient_ft.record.files import write_text_atomically
+from efficient_ft.record.formats import START_AGAIN
+from efficient_ft.record.results import flatten
+from efficient_ft.training.output import checkpoint, export
+from efficient_ft.training.output.console import rank, say
+
+#: Locked by the process that trains in the folder; the operating system releases it when that process ends.
+LOCK = ".lock"
+#: Holds the digest of the images that a run trains on (`data.listing.Listing.digest`; several tasks: joined by +).
+IMAGES = "images"
+#: Holds the hashes of the data and weights that a run begins with (`data.contents.Contents.record`).
+CONTENTS = "contents.json"
+#: The folder with the record of the command, by Hydra; and its log.
+RECORD, LOGS = ".hydra", ("train.log",)
+#: Any of these files shows that a run was started in a folder.
+_TRACES = (results.NAME, config_file.NAME, checkpoint.NAME, export.NAME, "metrics.jsonl")
+#: What a run writes under these names; a folder in the place of one is refused before the training.
+_FILES = (*_TRACES, "metrics.csv", checkpoint.RUN_ID, IMAGES, CONTENTS, f"{checkpoint.NAME}.prev")
+#: What a run appends to, which a link in its place would lead elsewhere; other files replace a link.
+_APPENDED = ("metrics.jsonl", step_stats.NAME, "tensorboard", "wandb")
+
+
+def refuse_another_run(config: Config, folder: Path) -> None:
+    """Refuse a folder that holds a run with other settings, unless ``resume=never`` moves that run away.
+
+    Raises:
+        OtherVersionError: an earlier version of this package wrote the folder.
+        UserError: the settings differ, or its config.yaml is damaged.
+    """
+    if config.resume == "never" or not (folder / config_file.NAME).is_file():
+        return
+    stored = config_file.read_config(folder)
+    if fingerprint(stored) == fingerprint(config):
+        return
+    raise UserError(f"{folder} holds another run ({differences(stored, config)}). {START_AGAIN}")
+
+
+def refuse_split_run(folder: Path) -> None:
+    """Refuse a folder with a part of a run: earlier versions moved it away file by file.
+
+    Raises:
+        UserError: the folder, or one that such a version moved its run to, holds files of a run and no config.yaml.
+    """
+    folder = folder.absolute()
+    places = [folder]
+    if _traces(folder):
+        while (target := folder.with_name(f"{folder.name}.{len(places)}")).is_dir():
+            places.append(target)
+    for place in places:
+        found = _traces(place)
+        if not found or config_file.NAME in found:
+            continue
+        whole = "Move all files of the run into one folder, or choose another hydra.run.dir."
+        other = next((one for one in (places[-1], folder) if one != place and _traces(one)), None)
+        raise UserError(
+            f"{place} holds a part of a run ({', '.join(found)}; no {config_file.NAME})."
+            + (f" {other} holds {', '.join(_traces(other))}." if other is not None else "")
+            + f" {whole}"
+        )
+
+
+def _traces(folder: Path) -> list[str]:
+    """The files of a run in a folder, by name; others refuse links and folders in their places."""
+    return [name for name in _TRACES if (folder / name).is_file() and not (folder / name).is_symlink()]
+
+
+def refuse_changed_contents(folder: Path, contents: Contents) -> None:
+    """Refuse to continue a run whose data or weights have changed since it began.
+
+    Raises:
+        UserError: the contents differ from those that the run noted, or the note is damaged.
+    """
+    file = folder / CONTENTS
+    if not file.is_file():  # of a version that noted none
+        return
+    try:
+        changes = contents.changes(parse_json(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise UserError(f"{file} is damaged. {START_AGAIN}") from error
+    if changes:
+        raise UserError(
+            f"The data or weights of the run in {folder} have changed since it began: {'; '.join(changes)}."
+            f" Restore them to continue this run. {START_AGAIN}"
+        )
+
+
+def refuse_other_images(config: Config, folder: Path, digest: str) -> None:
+    """Refuse a folder whose run was trained on other images than those with the `digest`.
+
+    Raises:
+        UserError: the digests differ, or the note is damaged.
+    """
+    file = folder / IMAGES
+    if not file.is_file():
+        return
+    try:
+        noted = file.read_text(encoding="utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is damaged: it is not text. {START_AGAIN}") from error
+    if noted != digest:
+        raise UserError(
+            f"The images in {', '.join(image_folders(config))} are not those that the run in {folder} was trained on:"
+            f" another copy of the data set, or files that were added, removed or replaced since. {START_AGAIN}"
+        )
+
+
+def differences(stored: Config, config: Config) -> str:
+    """The first three settings that differ, for a message."""
+    old, new = (flatten(one.model_dump(mode="json")) for one in (stored, config))
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return ", ".join(f"{key} is {old.get(key)} there, {new.get(key)} here" for key in changed[:3])
+
+
+class RunFolder:
+    """A run folder that this process has locked, and what it writes there before the first step.
+
+    Args:
+        path: the folder.
+        lock: its lock; None in further processes of a run, which write nothing.
+    """
+
+    def __init__(self, path: Path, lock: FileLock | None) -> None:
+        self.path, self._lock = path, lock
+        #: True when the run has written its configuration; and from the first step on, when all of it is kept.
+        self.begun = self.trains = False
+        #: The folder to which an earlier run was moved, and the files before this command, with their contents.
+        self._moved: Path | None = None
+        self._before: dict[Path, bytes] | None = None
+
+    def begin(self, config: Config, notes: Mapping[str, str], record: Callable[[], None]) -> None:
+        """Write config.yaml, `notes` and the record of the command, when nothing else can be a mistake of the user.
+
+        With ``resume=never`` an earlier run is moved away first, by one rename.
+
+        Args:
+            config: of the run.
+            notes: texts by name of a file; a file that is there stays.
+            record: called when the folder belongs to the run.
+
+        Raises:
+            UserError: another process has taken the folder.
+        """
+        if self._lock is None:
+            self.begun = True
+            return
+        if config.resume == "never" and _traces(self.path):
+            self._move_away()
+        self._before = {file: file.read_bytes() for file in self._small() if file.is_file()}
+        config_file.write_config(self.path, config)
+        self.begun = True
+        for name, text in notes.items():
+            if not (self.path / name).is_file():
+                write_text_atomically(self.path / name, f"{text}\n")
+        record()
+
+    def started(self) -> L.Callback:
+        """Return the callback that notes the start of the training."""
+        return LambdaCallback(on_train_start=lambda *_: setattr(self, "trains", True))
+
+    def _small(self) -> list[Path]:
+        """Files that are written before the first step."""
+        named = [self.path / name for name in (config_file.NAME, IMAGES, CONTENTS, checkpoint.RUN_ID, *LOGS)]
+        return [*named, *(self.path / RECORD).glob("*")]
+
+    def _move_away(self) -> None:
+        place = self.path.resolve()
+        if place == Path.cwd() or place in Path.cwd().parents:
+            raise UserError(
+                f"resume=never cannot move {place} away, because it holds the current folder. Change to another"
+                " folder, or choose another hydra.run.dir."
+            )
+        number = 1
+        while (target := place.with_name(f"{place.name}.{number}")).exists():
+            number += 1
+        os.rename(place, target)
+        before, self._moved = self._lock, target
+        place.mkdir()
+        self._lock = _acquired(self.path)
+        assert before is not None
+        before.release()
+        (target / LOCK).unlink(missing_ok=True)
+        say(f"resume=never: the earlier run was moved to {shown_path(target)}.")
+
+    def undo(self) -> None:
+        """Leave the folder as it was before `begin`; a new one keeps its files, which the command removes."""
+        if self._moved is not None:
+            place = self._moved.with_name(self.path.resolve().name)
+            shutil.rmtree(place)
+            os.rename(self._moved, place)
+        elif self._before:
+            for file in self._small():
+                if file not in self._before:
+                    file.unlink(missing_ok=True)
+                elif file.suffix == ".log":  # another handler may have it open
+                    os.truncate(file, len(self._before[file]))
+                elif file.read_bytes() != self._before[file]:
+                    file.write_bytes(self._before[file])
+
+    def release(self) -> None:
+        """Release the lock."""
+        if self._lock is not None:
+            self._lock.release()
+
+
+def _acquired(folder: Path) -> FileLock:
+    """Acquire the lock of a folder.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    lock = FileLock(folder / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise UserError(
+            f"{folder} is in use: the same command is running in another process. Wait for it, or choose another"
+            " hydra.run.dir."
+        ) from None
+    return lock
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[RunFolder]:
+    """Hold the folder's lock, so that no other process trains in it. The first of several DDP processes locks for all.
+
+    If the block ends before the first step, the folder is left as it was.
+
+    Raises:
+        UserError: another process holds it, there is a folder in place of a file that the run writes, or a link in
+            place of one it appends to.
+    """
+    if rank() != 0:
+        yield RunFolder(folder, None)
+        return
+    for name in _FILES:
+        if (folder / name).is_dir():
+            raise UserError(f"{folder / name} is a folder; the run writes a file of this name. Remove or rename it.")
+    for name in (LOCK, *_APPENDED):
+        refuse_link(folder / name)
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_temporary(folder)
+    held = RunFolder(folder, _acquired(folder))
+    try:
+        yield held
+    except BaseException:
+        if not held.trains:
+            with suppress(OSError):  # what ended the run is more important
+                held.undo()
+        raise
+    finally:
+        held.release()
+
+
+def run_id(folder: Path) -> str:
+    """The run's id for loggers: kept in the folder and in every checkpoint, so that a resumed run keeps it."""
+    state, file = folder / checkpoint.NAME, folder / checkpoint.RUN_ID
+    if file.is_file() and (found := file.read_text(encoding="utf-8", errors="replace").strip()).isalnum():
+        return found  # else it is damaged, and the checkpoint has it as well
+    if checkpoint.exists(state) and (noted := checkpoint.noted_run(checkpoint.read(state))) is not None:
+        return noted
+    created = os.urandom(4).hex()
+    if rank() == 0:
+        write_text_atomically(file, created + "\n")
+    return created

@@ -1,0 +1,199 @@
+"""wandb and TensorBoard, next to the CSV and JSONL files that every run writes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lightning.pytorch.loggers import Logger
+
+from efficient_ft.config import Config
+from efficient_ft.core.errors import UserError
+from efficient_ft.core.terminal import shown_path, unbroken
+from efficient_ft.record.results import final_accuracy, flatten
+from efficient_ft.training.output.console import say
+from efficient_ft.training.output.samples import Sample
+
+
+def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence[str] = ()) -> list[Logger]:
+    """The chosen logger, started before training, so that a mistake in its settings shows at once.
+
+    Args:
+        config: the run's configuration; `config.logger` chooses.
+        folder: the run folder.
+        run_id: the same for a resumed run.
+        arguments: the settings given on the command line, of which a run's name is made.
+
+    Raises:
+        UserError: the logger's package is not installed, or it cannot start.
+    """
+    options = config.logger
+    if options.name == "none":
+        return []
+    folder = folder.resolve()
+    plain = config.model_dump(mode="json")
+    try:
+        if options.name == "tensorboard":
+            from lightning.pytorch.loggers import TensorBoardLogger
+
+            # Settings are written with the results, at the end: hp_metric would be a curve of -1.
+            return [TensorBoardLogger(save_dir=folder, name="", version="tensorboard", default_hp_metric=False)]
+        import wandb
+        from lightning.pytorch.loggers import WandbLogger
+
+        _require_key(options.mode)
+        logger = WandbLogger(
+            project=options.project,
+            entity=options.entity,
+            group=options.group or folder.parent.name,
+            name=options.run_name or run_name(folder.parent.name, arguments),
+            tags=options.tags or None,
+            job_type=options.job_type,
+            id=run_id,
+            resume="allow",
+            save_dir=folder,
+            # not offline=True: that sets WANDB_MODE, which a sweep's later job in this process would inherit
+            mode="offline" if options.mode == "offline" else None,
+            log_model=False,
+            config=plain,
+            settings=wandb.Settings(silent=True),  # its warnings are still printed
+        )
+        logger._wandb_init.pop("anonymous", None)  # Lightning passes it, and wandb warns of it
+        define_metrics(logger.experiment)
+        if not logger.experiment.offline:
+            say(f"wandb: this run is shown at {logger.experiment.url}")
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"logger={options.name} needs a package that is not installed. Install it: pip install {options.name}"
+        ) from error
+    except UserError:
+        raise
+    except Exception as error:  # wandb's own errors derive from several bases
+        raise UserError(
+            f"logger={options.name} cannot start: {(str(error).splitlines() or [''])[0]}"
+            " Use logger.mode=offline, or log in first (wandb login)."
+        ) from error
+    return [logger]
+
+
+def _require_key(mode: str) -> None:
+    """Refuse an online run without a key at once; wandb itself waits for one and says so after a minute and a half.
+
+    Raises:
+        UserError: no key is configured.
+    """
+    if mode != "online" or os.environ.get("WANDB_MODE", "online") not in ("online", "shared"):
+        return
+    import wandb
+
+    try:
+        found = wandb.login(prompt=False, verify=False)  # type: ignore[call-arg,unused-ignore]
+    except TypeError:  # before wandb 0.31
+        found = wandb.api.api_key is not None
+    if not found:
+        raise UserError(
+            "logger=wandb needs a key, and none is configured. Log in (wandb login), set WANDB_API_KEY, or use"
+            " logger.mode=offline."
+        )
+
+
+def run_name(methods: str, arguments: Sequence[str]) -> str:
+    """A readable name: the methods, and the settings given, by the last parts of their names.
+
+    ``method.lbp_wht.order=4 optim.lr=1e-3 seed=1`` becomes ``lbp_wht order=4 lr=1e-3 seed=1``; groups and places
+    (``data=``, ``data.root=``) are left out.
+    """
+    settings = []
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        group, _, below = key.lstrip("+~").partition(".")
+        if key == "seed" or (below and group in ("method", "optim", "trainer", "model") and "/" not in value):
+            settings.append(f"{key.rpartition('.')[2]}={value}")
+    return " ".join([methods, *settings])[:120]
+
+
+def define_metrics(experiment: Any) -> None:
+    """Tell wandb which value of a metric is the run's: the highest accuracy, the lowest loss, the last total."""
+    for split in ("val", "test"):
+        experiment.define_metric(f"{split}_accuracy*", summary="max")
+        experiment.define_metric(f"{split}_mean_iou", summary="max")
+        experiment.define_metric(f"{split}_loss*", summary="min")
+    for name in ("train_loss", "flops", "seconds", "images", "joules"):
+        experiment.define_metric(name, summary="last")
+
+
+def summary_of(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by which runs are compared: accuracy (also of the test images, and published), cost, totals."""
+    keys = ("accuracy", "cost", "memory", "totals", "trainable_parameters", "total_parameters")
+    summary = flatten({key: results[key] for key in keys if key in results})
+    summary["accuracy.final"] = final_accuracy(results["accuracy"])
+    published = results["config"].get("published")
+    if published is not None:
+        summary["accuracy.published"] = published
+        summary["accuracy.minus_published"] = final_accuracy(results["accuracy"]) - published
+    return summary
+
+
+def write_summary(
+    loggers: Sequence[Logger], results: Mapping[str, Any], text: str, step: int, samples: Sequence[Sample] = ()
+) -> None:
+    """Write the results of a run to the loggers, and close them.
+
+    wandb's summary and TensorBoard's table of hyperparameters receive accuracy, cost and totals. Both loggers receive
+    samples with predictions. TensorBoard also receives the text at the end of the run.
+
+    Args:
+        loggers: started by `start_loggers`.
+        results: a `record.results.Results`.
+        text: the tables at the end of the run.
+        step: the last optimizer step.
+        samples: predictions of single samples.
+    """
+    for logger in loggers:
+        experiment: Any = getattr(logger, "experiment", None)
+        if hasattr(experiment, "summary"):
+            _samples_to_wandb(experiment, samples)
+            experiment.summary.update(summary_of(results))
+            if experiment.offline:
+                command = f"wandb sync {shown_path(experiment.settings.sync_dir)}"
+                say(f"wandb: `{unbroken(command)}` uploads this run.")
+        else:
+            _write_board(logger, results, text, step, samples)
+    close_loggers(loggers, failed=False)
+
+
+def _samples_to_wandb(experiment: Any, samples: Sequence[Sample]) -> None:
+    import wandb
+
+    images = [wandb.Image(one.image, caption=one.caption) for one in samples if one.image is not None]
+    texts = [[one.text, one.caption] for one in samples if one.image is None]
+    if images:
+        experiment.log({"samples": images})
+    if texts:
+        experiment.log({"samples": wandb.Table(columns=["text", "classes"], data=texts)})
+
+
+def _write_board(board: Any, results: Mapping[str, Any], text: str, step: int, samples: Sequence[Sample]) -> None:
+    writer, texts = board.experiment, []
+    for number, one in enumerate(samples):
+        if one.image is None:
+            texts.append(f"- {one.text}: **{one.caption}**")
+        else:
+            writer.add_image(f"samples/{number}: {one.caption}", np.asarray(one.image), step, dataformats="HWC")
+    if texts:
+        writer.add_text("samples", "\n".join(texts), step)
+    writer.add_text("results", "\n".join(f"    {line}" for line in text.splitlines()), step)
+    numbers = {name: value for name, value in summary_of(results).items() if isinstance(value, int | float)}
+    board.log_hyperparams(flatten(results["config"]), numbers)
+    board.finalize("success")
+
+
+def close_loggers(loggers: Sequence[Logger], failed: bool) -> None:
+    """Finish wandb runs, with exit code 1 if `failed`."""
+    for logger in loggers:
+        experiment: Any = getattr(logger, "experiment", None)
+        if hasattr(experiment, "finish"):
+            experiment.finish(exit_code=int(failed))

@@ -1,0 +1,116 @@
+"""Masks predicted by a segmentation network, as images."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+from torch.nn import functional as F
+
+from efficient_ft.core.input_spec import IGNORED, InputSpec
+from efficient_ft.data import SegmentationData, Transform
+from efficient_ft.data.masks import class_colors
+from efficient_ft.data.segmentation_data import STRIDE
+from efficient_ft.record.files import write_atomically
+from efficient_ft.task import Segmentation
+from efficient_ft.task.base import at_size
+from efficient_ft.training.output import export
+
+#: Share of the color in an overlay.
+_OPACITY = 0.5
+
+
+@torch.inference_mode()
+def predict_mask(model: nn.Module, image: Image.Image, input: InputSpec) -> np.ndarray:
+    """Return the index of the class of every pixel, uint8 (H, W).
+
+    Args:
+        model: in evaluation mode.
+        image: RGB, of any size; the network sees it whole, in its own size.
+        input: the network's normalization.
+    """
+    device = next(model.parameters()).device
+    pixels = Transform(InputSpec(input.size, input.mean, input.std)).normalize([image]).to(device)
+    height, width = pixels.shape[-2:]
+    pixels = F.pad(pixels, (0, -width % STRIDE, 0, -height % STRIDE))
+    logits = at_size(Segmentation().logits(model, pixels), pixels[:, 0])
+    export.require_finite(logits)
+    found: np.ndarray = logits[0, :, :height, :width].argmax(0).to(torch.uint8).cpu().numpy()
+    return found
+
+
+def mask_image(indices: np.ndarray, ids: Sequence[int], colors: Sequence[Sequence[int]] | None = None) -> Image.Image:
+    """Return a mask to save as PNG, with the pixel values of the training masks.
+
+    Args:
+        indices: class indices, (H, W).
+        ids: pixel values of the classes; an 8-bit image also has a palette of colors.
+        colors: class colors, if the training masks are read by color; the image is then RGB.
+    """
+    if colors:
+        return Image.fromarray(np.asarray(colors, dtype=np.uint8)[indices])
+    values = np.asarray(ids)[indices]
+    if max(ids) > 255:
+        return Image.fromarray(values.astype(np.uint16))
+    image = Image.fromarray(values.astype(np.uint8), mode="P")
+    palette = np.zeros((256, 3), dtype=np.uint8)
+    palette[list(ids)] = class_colors(len(ids))
+    image.putpalette(palette.flatten().tolist())
+    return image
+
+
+def overlay(image: Image.Image, indices: np.ndarray, count: int) -> Image.Image:
+    """An image mixed with the colors of its pixels' classes.
+
+    Args:
+        image: RGB.
+        indices: (H, W), of classes.
+        count: number of classes.
+    """
+    colors = Image.fromarray(class_colors(count)[indices])
+    return Image.blend(image, colors, _OPACITY)
+
+
+#: The file of the examples in a run folder.
+EXAMPLES = "predictions.png"
+#: Pixels of the width of an image in it.
+_WIDTH = 320
+
+
+def examples_image(
+    model: nn.Module, pairs: Sequence[tuple[Image.Image, np.ndarray]], input: InputSpec, count: int
+) -> Image.Image:
+    """A row for each image: the image, and mixed with it its mask and the predicted mask.
+
+    Args:
+        model: in evaluation mode.
+        pairs: images and masks of indices of classes, 255 where there is no label.
+        input: the network's normalization.
+        count: number of classes.
+    """
+    rows = []
+    for image, mask in pairs:
+        true = overlay(image, np.where(mask == IGNORED, 0, mask), count)
+        true.paste(image, mask=Image.fromarray(np.where(mask == IGNORED, 255, 0).astype(np.uint8)))
+        tiles = [image, true, overlay(image, predict_mask(model, image, input), count)]
+        height = max(round(image.height * _WIDTH / image.width), 1)
+        row = Image.new("RGB", (3 * _WIDTH, height))
+        for k, tile in enumerate(tiles):
+            row.paste(tile.resize((_WIDTH, height)), (k * _WIDTH, 0))
+        rows.append(row)
+    whole = Image.new("RGB", (3 * _WIDTH, sum(row.height for row in rows)))
+    for row, top in zip(rows, itertools.accumulate([0, *(row.height for row in rows[:-1])]), strict=True):
+        whole.paste(row, (0, top))
+    return whole
+
+
+def write_examples(run: Path, images: SegmentationData, device: torch.device) -> None:
+    """Write `EXAMPLES` into a run folder: some images with their masks and those predicted by its model.safetensors."""
+    trained = export.load(run)
+    found = examples_image(trained.model.to(device), images.examples(4), trained.input, images.num_classes)
+    write_atomically(run / EXAMPLES, lambda file: found.save(file, format="png"))
