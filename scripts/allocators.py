@@ -96,8 +96,8 @@ def measure(
             return None
         report = json.loads(file.read_text(encoding="utf-8"))
     one = report["recipes"]["x"]
-    kept = ("counted_bytes", "optimizer_bytes", "interpreter_bytes", "with_model_bytes", "felt", "seconds")
-    growth = one["felt"]["growth_bytes"] / one["counted_bytes"]
+    kept = ("counted_bytes", "optimizer_bytes", "interpreter_bytes", "with_model_bytes", "memory", "seconds")
+    growth = one["memory"]["growth_bytes"] / one["counted_bytes"]
     print(f"{model} {recipe} {allocator}: grows by {growth:.2f} of what is counted", flush=True)
     environment = report["environment"]
     load = environment.pop("load", None)  # of this measurement, as the allocator is

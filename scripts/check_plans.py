@@ -4,7 +4,7 @@
 
 Each case is planned by `efficient-ft plan` in a process of its own, on a few random images in folders. The recipe
 recommended is then trained for some steps by the command that the plan prints, with its budget. Recorded are what the
-plan says and what the run measured: the peak of the process (`process`; `felt`: above interpreter and libraries;
+plan says and what the run measured: the peak of the process (`process`; `memory`: above interpreter and libraries;
 `predicted`: from the count alone, without the plan's own trial), the counted peak, and the step time. With `--again`
 `efficient-ft bench memory` times the step once more (`step again`), which tells how far this machine agrees with
 itself. A summary is printed. A case in which nothing fits is recorded too.
@@ -129,7 +129,7 @@ def check(model: str, size: int, batch: int, room: float, again: bool) -> dict[s
             **case,
             "outcome": "measured",
             "process": [said, peak],
-            "felt": [said - base, peak - base],
+            "memory": [said - base, peak - base],
             "predicted": [best["process_bytes"] - base, peak - base],
             "counted": [best["counted"]["step_bytes"], run["memory"]["counted_bytes"]],
             "step": [best["step_seconds"], step],
@@ -171,7 +171,7 @@ def summary(cases: list[dict[str, Any]]) -> str:
     over = [case for case in measured if case["process"][1] > case["memory_bytes"]]
     over += [case for case in cases if case["outcome"].startswith("not trained")]
     lines = [f"{len(cases)} cases, {len(measured)} measured, {len(over)} above their budget."]
-    for key in ("process", "felt", "predicted", "counted", "step", "step again"):
+    for key in ("process", "memory", "predicted", "counted", "step", "step again"):
         off = sorted(abs(case[key][0] / case[key][1] - 1) for case in measured if key in case)
         if off:
             within = off[int(0.9 * (len(off) - 1))]

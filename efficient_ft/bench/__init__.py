@@ -1,7 +1,7 @@
 """Measure recipes against each other: alternately, in one process, after a warm-up.
 
 * `step`: training steps of a model with each recipe, by their parts.
-* `memory`: what a recipe's steps take of its process, felt and counted; in a process of its own.
+* `memory`: measured and counted memory of a recipe's steps, each recipe in its own process.
 * `layer`: the backward pass of one linear layer, exact and low-rank.
 * `loop`: what the framework adds to a bare PyTorch loop, per step.
 * `gradient`: how close the gradients of each recipe come to the exact ones, and the bytes it keeps.

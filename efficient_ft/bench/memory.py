@@ -1,4 +1,4 @@
-"""Memory of training steps with one recipe: counted, and felt by this process, which must be the recipe's own."""
+"""Measure the memory of one recipe's training steps, counted and in this process, which runs only this recipe."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def measure_memory(
                 step()
                 wait()
                 seconds.append(time.perf_counter() - start)
-        felt, optimizer_bytes = memory.felt(warmup), step.optimizer_bytes
-        assert felt is not None
+        process, optimizer_bytes = memory.measured(warmup), step.optimizer_bytes
+        assert process is not None
         network, methods = prepare()
         counted = executed(
             network,
@@ -128,7 +128,7 @@ def measure_memory(
         "counted_bytes": counted.step_peak_bytes + optimizer_bytes,
         "interpreter_bytes": interpreter,
         "with_model_bytes": with_model,
-        "felt": {**asdict(felt), "growth_bytes": felt.growth_bytes},
+        "memory": {**asdict(process), "growth_bytes": process.growth_bytes},
         "step_seconds": statistics.median(seconds[warmup:]),
         "seconds": seconds,
     }
@@ -146,7 +146,7 @@ def memory_report(
         unfused: attention in parts.
         recipes: their records by name; a recipe whose process failed has ``{"failure": REASON}``.
     """
-    sources = {record["felt"]["source"] for record in recipes.values() if "felt" in record}
+    sources = {record["memory"]["source"] for record in recipes.values() if "memory" in record}
     failed = [f"{name}: {record['failure']}" for name, record in recipes.items() if "failure" in record]
     return {
         "kind": "memory",

@@ -110,14 +110,14 @@ def _used(record: Mapping[str, Any] | None) -> tuple[str, str]:
     """The growth of a recipe's process and its ratio to the count of the same things."""
     if record is None:
         return "–", "–"
-    growth, counted = record["felt"]["growth_bytes"], record["counted_bytes"]
+    growth, counted = record["memory"]["growth_bytes"], record["counted_bytes"]
     return format_bytes(growth), format_ratio(growth / counted) if counted else "–"
 
 
 def _memory(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
     recipes = report["recipes"]
-    measured = {name: record for name, record in recipes.items() if "felt" in record}
-    device = any(record["felt"]["device"] for record in measured.values())
+    measured = {name: record for name, record in recipes.items() if "memory" in record}
+    device = any(record["memory"]["device"] for record in measured.values())
 
     def each(show: Callable[[Mapping[str, Any]], str]) -> list[Cell]:
         return [show(record) if name in measured else "–" for name, record in recipes.items()]
@@ -131,13 +131,13 @@ def _memory(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
     ]
     if device:
         columns += [
-            (key, 1, each(lambda of, key=key: format_bytes(of["felt"]["device"][f"{key}_bytes"])))  # type: ignore[misc]
+            (key, 1, each(lambda of, key=key: format_bytes(of["memory"]["device"][f"{key}_bytes"])))  # type: ignore[misc]
             for key in ("allocated", "reserved")
         ]
     columns += [
         ("interpreter", 3, each(lambda of: format_bytes(of["interpreter_bytes"]))),
         ("with model", 3, each(lambda of: format_bytes(of["with_model_bytes"]))),
-        ("process memory before the steps", 2, each(lambda of: format_bytes(of["felt"]["before_bytes"]))),
+        ("process memory before the steps", 2, each(lambda of: format_bytes(of["memory"]["before_bytes"]))),
     ]
     about = [report["dtype"], *sorted({record["optimizer"] for record in measured.values()})]
     about += ["unfused attention"] if report["attention"] == "unfused" else []

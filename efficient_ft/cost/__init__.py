@@ -1,11 +1,16 @@
-"""The cost of a training step: executed (counted, the same on any machine), measured (timed, always next to another
-step), felt (memory of the process), and published (by the papers' own rule)."""
+"""The cost of a training step, counted or measured in four ways that are never mixed.
+
+* executed: FLOPs and bytes of the executed operations, the same on any machine;
+* measured: time, alternately with the step of a baseline;
+* process: memory of the process;
+* published: the formulas of the papers.
+"""
 
 from efficient_ft.cost.executed import Executed, Kept, executed, kept_after_forward, layer_flops
-from efficient_ft.cost.felt import DeviceMemory, Felt, StepMemory
 from efficient_ft.cost.measured import Cost, Measured, compare, time_steps
 from efficient_ft.cost.meter import LayerFlops, LiveTensor, Meter
 from efficient_ft.cost.predict import Demand, Forward, Prediction, count_evaluation, predict, predicted_growth
+from efficient_ft.cost.process import DeviceMemory, ProcessMemory, StepMemory
 from efficient_ft.cost.published import Keeping, Published, published
 from efficient_ft.cost.step import (
     AUTOCAST,
@@ -22,7 +27,6 @@ __all__ = [
     "Demand",
     "DeviceMemory",
     "Executed",
-    "Felt",
     "Forward",
     "Keeping",
     "Kept",
@@ -31,6 +35,7 @@ __all__ = [
     "Measured",
     "Meter",
     "Prediction",
+    "ProcessMemory",
     "Published",
     "StepMemory",
     "StepMethods",

@@ -1,22 +1,22 @@
-"""FLOPs that a training step executes and bytes that it keeps, counted without a device, data or weights.
+"""Count the FLOPs that a training step executes and the bytes that it saves, without a device, data or weights.
 
-The step is: forward in training mode (BatchNorm statistics frozen), cross-entropy, backward. It runs on fake tensors,
-with the batch size asked for, on a copy of the model and of its methods. Counted are:
+A step consists of the forward pass in training mode (with frozen BatchNorm statistics), the loss and the backward pass.
+It runs on fake tensors with the given batch size, on a copy of the model and its methods. The counts are:
 
-* **FLOPs** per image, forward and backward separately; a multiply-add is 2. The formulas are torch.utils.flop_counter's
-  (one corrected: see `meter`): matrix products, convolutions, attention; elementwise work counts 0. Attention is
-  counted unfused: a fused backward recomputes the scores inside one kernel, and kernels differ between devices.
-* **Saved bytes** per image: the storages autograd holds for the backward pass after the forward pass and the loss,
-  each once and whole. Parameters and buffers, and views of them, are left out: they live anyway. What was made of them
-  counts (autocast's low-precision weight copies, constants in a cache), and so does the input batch if it is saved.
-  Attention is as the model has it.
-* The mean over several steps if steps differ (layers sampled per step); the methods say how many (``cost_steps``).
-* **Peak** of live tensor bytes for the whole batch: everything that lives during forward and backward, with
-  parameters, buffers, the batch, gradients and what recomputation holds. This is what
-  torch.cuda.max_memory_allocated reports, except for the allocator's rounding and the kernels' workspaces. The
-  optimizer's state is *not* included. An optimizer that steps inside the backward pass does so here: gradients are then
-  freed one by one, and what its updates hold in passing counts.
-* **Optimizer bytes**: its state once every parameter has been updated, if an optimizer is given.
+* **FLOPs** per image, forward and backward separately. A multiply-add is 2 FLOPs. The formulas are those of
+  torch.utils.flop_counter (`meter` corrects two of them); elementwise operations count 0. Attention is counted
+  unfused, because a fused backward pass recomputes the scores inside one kernel, and kernels differ between devices.
+* **Saved bytes** per image: the storages that autograd holds for the backward pass after the forward pass and the loss.
+  Each storage counts once, in full. Parameters, buffers and views of them do not count. Tensors computed from them do
+  (autocast's weight copies, cached constants), and so does the input batch if it is saved. Attention runs as in the
+  model.
+* **Peak** of live tensor bytes of the batch in forward and backward: parameters, buffers, the batch, gradients and
+  recomputed tensors. torch.cuda.max_memory_allocated reports the same, plus the allocator's rounding and the kernels'
+  workspaces. The optimizer's state is *not* included. An optimizer that steps inside the backward pass also does so
+  here: gradients are freed one by one, and the temporaries of its updates count.
+* **Optimizer bytes**: the state after every parameter has been updated, if an optimizer is given.
+
+If steps differ (layers sampled per step), the counts are means over ``cost_steps`` steps, which the methods declare.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ __all__ = ["AUTOCAST", "Executed", "Kept", "count", "executed", "kept_after_forw
 
 ON_FAKE_TENSORS = "fake tensors"
 
-#: Images in the largest real run that replaces fake tensors if these cannot follow a model.
+#: Batch size of the largest real run that replaces fake tensors for a model that cannot run on them.
 FEW = 8
 
 
 @dataclass(frozen=True)
 class Executed:
-    """Executed FLOPs and kept bytes of one training step.
+    """Executed FLOPs and saved bytes of one training step.
 
     Attributes:
         forward_flops: FLOPs per image of the forward pass.
         backward_flops: FLOPs per image of the backward pass, recomputation included.
-        saved_bytes: bytes kept for the backward pass, per image.
-        peak_bytes: peak of live tensor bytes in forward and backward, of the whole batch, model included.
-        model_bytes: the parameters' and buffers' share of the peak.
-        batch_bytes: the share of the batch: images and labels.
+        saved_bytes: bytes saved for the backward pass, per image.
+        peak_bytes: peak of live tensor bytes in forward and backward for the batch, including the model.
+        model_bytes: parameters and buffers in the peak.
+        batch_bytes: images and labels in the peak.
         batch_size: images in the batch.
-        counted_on: ``"fake tensors"``; or, for a model that cannot run on them, the real runs from which the counts
-            were extrapolated to `batch_size`, and the reason.
-        optimizer_bytes: bytes of the optimizer's state; None: no optimizer was given.
-        largest_bytes: of the largest tensor that an operation makes, of the whole batch.
+        counted_on: ``"fake tensors"``; for a model that cannot run on them, the real runs from which the counts were
+            extrapolated to `batch_size`, and the reason.
+        optimizer_bytes: bytes of the optimizer's state; None if no optimizer was given.
+        largest_bytes: bytes of the largest tensor that an operation creates for the batch.
     """
 
     forward_flops: float
@@ -76,7 +76,7 @@ class Executed:
 
     @property
     def step_peak_bytes(self) -> int:
-        """The peak above what is there before the step: without the model and the batch."""
+        """The peak without the model and the batch, which exist before the step."""
         return self.peak_bytes - self.model_bytes - self.batch_bytes
 
     def as_dict(self) -> dict[str, float | int | str | None]:
@@ -89,9 +89,9 @@ class Kept:
     """Bytes alive after a forward pass, counted in two ways (`kept_after_forward`).
 
     Attributes:
-        saved_bytes: storages the saved-tensors hook saw, made during the forward pass and still alive.
-        live_bytes: storages made during the forward pass and still alive, without the outputs.
-        hidden: those alive that the hook did not see: kept past the meter. Empty for an honest method.
+        saved_bytes: live storages of the forward pass that the saved-tensors hook saw.
+        live_bytes: live storages of the forward pass, without the outputs.
+        hidden: live tensors that the hook did not see. Empty unless a method bypasses ``save_for_backward``.
     """
 
     saved_bytes: int
@@ -108,22 +108,20 @@ def executed(
     build_optimizer: BuildOptimizer | None = None,
     **options: Unpack[StepOptions],
 ) -> Executed:
-    """Count one training step of `model` with `methods`; neither, nor any random state, is changed.
+    """Count one training step of `model` with `methods`. Model, methods and random states are not changed.
 
     Args:
-        model: a classifier, images (B, in_chans, H, W) to logits (B, classes), on any device.
+        model: a classifier from images (B, in_chans, H, W) to logits (B, classes), on any device.
         batch_size: images in the batch.
         input_size: (H, W) of the images in pixels.
-        methods: the methods of the run, applied to `model` or not yet; any object that takes part in steps, see
-            `StepMethods`. Methods with ``warmup_steps`` take these on a real copy with two random images, so that the
-            settled step is counted.
-        build_optimizer: builds the run's optimizer over a model's trainable parameters; None: none is counted.
-        options: ``precision``, ``label_smoothing``, ``in_chans``, ``frozen_bn``, with meaning and defaults of
-            `StepSpec`.
+        methods: the methods of the run, applied to `model` or not yet: see `StepMethods`. Methods with ``warmup_steps``
+            take these on a real copy with two random images, so that the count covers a settled step.
+        build_optimizer: builds the run's optimizer from a model. None: no optimizer is counted.
+        options: ``precision``, ``label_smoothing``, ``in_chans``, ``frozen_bn``: see `StepSpec`.
 
     Raises:
-        SettingError: a setting that is out of range.
-        UserError: a model that does not return logits.
+        SettingError: a setting is out of range.
+        UserError: the model does not return logits.
     """
     probe = Probe(model, methods, StepSpec(batch_size, input_size, **options), build_optimizer)
     with undisturbed():
@@ -141,10 +139,10 @@ def layer_flops(
 ) -> dict[str, LayerFlops]:
     """Count FLOPs per image and calls of each module in one training step.
 
-    Every linear and convolutional layer has an entry (zeros: never reached); so has each other module that runs matrix
-    products of its own (attention). FLOPs go to the module whose weight is used, and its ``calls`` count its own
-    ``forward``: a layer whose weight is used by its parent (SwinV2's qkv) has FLOPs and no calls. The sums over all
-    names equal `executed`'s. Arguments and errors are those of `executed`.
+    Every linear and convolutional layer has an entry, which is zero if the layer is not reached. Other modules that run
+    matrix products (attention) also have one. FLOPs are attributed to the module whose weight is used; ``calls`` counts
+    calls of its ``forward``. A layer whose weight is used by its parent (SwinV2's qkv) has FLOPs but no calls. The
+    sums over all modules equal the counts of `executed`, which also documents the arguments and errors.
 
     Returns:
         Counts by full module name.
@@ -169,18 +167,17 @@ def kept_after_forward(
     fake: bool = True,
     **options: Unpack[StepOptions],
 ) -> Kept:
-    """Compare the saved-tensors hook with all that lives: does anything kept for the backward pass hide from it?
+    """Check that the saved-tensors hook sees everything that is kept for the backward pass.
 
-    `live_bytes` comes from watching the results of every operation, `saved_bytes` from the hook; the two are
-    independent. Arguments and errors are those of `executed`.
+    `live_bytes` is counted from the results of every operation and `saved_bytes` by the hook, independently.
 
     Args:
-        fake: count on fake tensors; False: on real ones.
+        fake: count on fake tensors instead of real ones. The other arguments and the errors are those of `executed`.
     """
     probe = Probe(model, methods, StepSpec(batch_size, input_size, **options))
     with undisturbed():
         probe.warm_up()
-        # The second step: what the first one put into caches existed before it.
+        # The second step, before which the caches are filled.
         step = probe.watch(batch_size, fake, [(0, False), (1, False)], backward=False)[1]
     return Kept(
         saved_bytes=sum(nbytes for key, nbytes in step.saved.items() if key in step.created),
@@ -190,13 +187,13 @@ def kept_after_forward(
 
 
 def count(probe: Probe) -> Executed:
-    """Count the step of `probe` on fake tensors, or, if these cannot follow the model, by real runs of few images."""
+    """Count the step of `probe` on fake tensors; for a model that cannot run on them, in real runs of a few images."""
     images = probe.spec.batch_size
     try:
         return count_batch(probe, images, fake=True)
     except UserError:
         raise
-    except Exception as error:  # anything fake tensors cannot do; an error of the model's own is raised again below
+    except Exception as error:  # not supported by fake tensors; an error of the model is raised again below
         reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     if images <= FEW:
         return replace(count_batch(probe, images, fake=False), counted_on=f"a real run ({reason})")
@@ -205,7 +202,7 @@ def count(probe: Probe) -> Executed:
 
 
 def count_batch(probe: Probe, images: int, fake: bool) -> Executed:
-    """Count one step, or the mean over as many as the methods ask for; the peak is that of the costliest step."""
+    """Count one step, or the mean over `cost_steps` steps. The peak is the maximum over these steps."""
     steps = probe.methods.cost_steps
     watched = probe.watch(images, fake, [(step, unfused) for step in range(steps) for unfused in (True, False)])
     unfused, as_it_is = watched[::2], watched[1::2]
@@ -223,7 +220,7 @@ def count_batch(probe: Probe, images: int, fake: bool) -> Executed:
 
 
 def _extrapolate(half: Executed, few: Executed, images: int, reason: str) -> Executed:
-    """The straight line through two small batches, at `images`: exact for FLOPs and kept bytes, nearly for the peak."""
+    """Extrapolate linearly from two small batches: exact for FLOPs and saved bytes, approximate for the peak."""
 
     def total(a: float, b: float) -> float:
         return b + (b - a) * (images - FEW) / (FEW - FEW // 2)

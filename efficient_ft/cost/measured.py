@@ -1,4 +1,4 @@
-"""Time and peak memory of a training step on this machine, always measured in turn with another step's."""
+"""Time and peak memory of training steps on this machine, measured alternately with a baseline."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from efficient_ft.cost.step import BuildOptimizer, StepOptions, StepSpec, Traini
 
 @dataclass(frozen=True)
 class Measured:
-    """A step as measured on this machine. Only its ratio to another one of the same call means much.
+    """Measured cost of a step on this machine. Compare it only with another result of the same call.
 
     Attributes:
-        step_seconds: median seconds of a whole step: forward, loss, backward, optimizer.
-        peak_bytes: on CUDA, the most that was allocated in forward and backward, model and batch included, optimizer
-            state not (torch.cuda.max_memory_allocated, minus what others hold). Elsewhere the executed peak, counted
-            in the same way: the memory of a process that has taken other steps means little (see `cost.felt`).
-        seconds: of every timed step, in order.
+        step_seconds: median seconds of a step: forward, loss, backward, optimizer.
+        peak_bytes: on CUDA, the most bytes allocated in forward and backward (torch.cuda.max_memory_allocated), with
+            model and batch, without the optimizer's state and other tensors. On other devices, the executed peak,
+            which counts the same tensors.
+        seconds: seconds of each timed step, in order.
     """
 
     step_seconds: float
@@ -44,14 +44,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class Cost:
-    """The executed and the measured cost of one recipe; if `measured` is None, `note` says why."""
+    """The executed and the measured cost of one recipe. If `measured` is None, `note` gives the reason."""
 
     executed: Executed
     measured: Measured | None
     note: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Both groups by name, and the note if there is one, for JSON."""
+        """Return both costs by name, and the note if it is not empty, for JSON."""
         groups: dict[str, Any] = {
             "executed": self.executed.as_dict(),
             "measured": None if self.measured is None else self.measured.as_dict(),
@@ -65,10 +65,10 @@ def time_steps(
     """Time calls alternately (A B A B ...), so that machine drift affects all recipes equally.
 
     Args:
-        recipes: by name, a call that takes one step. A CUDA or MPS device is synchronized.
-        steps: timed rounds; none is left out.
-        warmup: rounds before these, not timed.
-        max_seconds: no further round begins after this time, but one is always timed; None: all are.
+        recipes: functions that take one step, by name. A CUDA or MPS device is synchronized.
+        steps: number of timed rounds.
+        warmup: number of rounds before the timed ones.
+        max_seconds: no further round begins after this time. At least one round is timed. None: no limit.
 
     Returns:
         Seconds of each call, by name.
@@ -117,33 +117,32 @@ def compare(
     room: Callable[[], int] | None = None,
     **options: Unpack[StepOptions],
 ) -> dict[str, Cost]:
-    """Count and time a run's step, and that of a baseline in turn with it: by default plain full fine-tuning.
+    """Count and time a step of a run, alternately with a baseline, which is plain full fine-tuning by default.
 
-    Probes are copies on random images; the run's model, methods and random states are not changed. The baseline's model
-    is built only here, as it comes from timm; without methods all that timm leaves trainable trains. If the machine has
-    too little memory or time, the counts are given without times, and a note says so.
+    Steps run on copies with random images; the run's model, methods and random states are not changed. If memory or
+    time is too short, the result has counts without times, and a note. The 13 parameters describe the two recipes.
 
     Args:
-        model: of the run.
-        methods: of the run, see `StepMethods`.
-        baseline: makes the plain model (its weights play no part); None: only the method's cost.
-        baseline_methods: of the baseline, usually a selection.
+        model: the run's model.
+        methods: the run's methods, see `StepMethods`.
+        baseline: builds the baseline's model, whose weights do not matter. None: no baseline.
+        baseline_methods: the baseline's methods, usually a selection. Without one, the model's trainable parameters
+            train.
         batch_size: images in the batch.
         input_size: (H, W) of the images in pixels.
-        steps: timed steps of each, alternately; 0: count only.
-        max_seconds: no further round of steps is timed after this time; None: all are.
-        device: where steps are timed.
-        build_optimizer: the run's optimizer over a model's trainable parameters; None: AdamW.
-        baseline_optimizer: the baseline's; None: the run's.
-        room: returns the bytes by which the process may grow, for steps on a CPU; None: what the machine has.
-        options: ``precision``, ``label_smoothing``, ``in_chans``, ``frozen_bn``, ``grad_clip_norm``, with meaning
-            and defaults of `StepSpec`.
+        steps: timed steps of each recipe; 0: count only.
+        max_seconds: no further round of steps begins after this time. None: no limit.
+        device: device of the timed steps.
+        build_optimizer: builds the run's optimizer from a model. None: AdamW.
+        baseline_optimizer: builds the baseline's optimizer. None: `build_optimizer`.
+        room: returns the bytes by which the process may grow on a CPU. None: the free memory of the machine.
+        options: ``precision``, ``label_smoothing``, ``in_chans``, ``frozen_bn``, ``grad_clip_norm``: see `StepSpec`.
 
     Returns:
-        ``{"method": Cost, "baseline": Cost}``, or the first alone.
+        ``{"method": Cost, "baseline": Cost}``, or only the first.
 
     Raises:
-        SettingError: a setting that is out of range.
+        SettingError: a setting is out of range.
     """
     spec = StepSpec(batch_size, input_size, **options)
     device = torch.device(device)
@@ -161,26 +160,13 @@ def compare(
             counted = counts[name] = count(probe)
             if not steps:
                 continue
-            # Weights and two moments stay while both recipes take turns; activations and gradients do not.
-            needed = held + 2 * counted.model_bytes + counted.peak_bytes
-            if room is not None and device.type == "cpu":
-                step_bytes = counted.step_peak_bytes + (counted.optimizer_bytes or 0)
-                growth = bounded_growth(step_bytes, counted.largest_bytes, allocator_in_use())
-                needed, free = counted.model_bytes + counted.batch_bytes + growth, room()
-            if free is not None and needed > free:
-                notes[name] = f"not timed: needs about {format_bytes(needed)} of memory, {format_bytes(free)} are free"
-                continue
-            if max_seconds is not None and training and time.perf_counter() - started > max_seconds:
-                notes[name] = f"not timed: timing it would exceed {format_seconds(max_seconds)} in all"
-                continue
-            first_step = probe.steps_before
-            step = TrainingStep(
-                *probe.copy(None), spec, device=device, first_step=first_step, build_optimizer=probe.build_optimizer
-            )
-            try:
-                step()  # a trial, which also makes the optimizer's state
-            except torch.OutOfMemoryError as error:
-                notes[name] = f"not timed: {str(error).splitlines()[0]}"
+            late = max_seconds is not None and time.perf_counter() - started > max_seconds
+            note = _lack_of_memory(counted, held, free, room if device.type == "cpu" else None)
+            if note is None and late and training:
+                note = f"timing it would exceed {format_seconds(max_seconds or 0)} in all"
+            step = _started(probe, device) if note is None else note
+            if isinstance(step, str):
+                notes[name] = f"not timed: {step}"
                 continue
             training[name] = step
             held += 3 * counted.model_bytes
@@ -197,8 +183,44 @@ def compare(
         return {name: Cost(counted, measured.get(name), notes.get(name, "")) for name, counted in counts.items()}
 
 
+def _lack_of_memory(counted: Executed, held: int, free: int | None, room: Callable[[], int] | None) -> str | None:
+    """Return why a step does not fit in memory; None if it does.
+
+    Args:
+        counted: counts of the step.
+        held: bytes of the recipes that take turns with it.
+        free: bytes that were free before the first recipe; None if unknown.
+        room: as in `compare`; None: `free` decides.
+    """
+    # Weights and two moments stay allocated between the turns of a recipe; activations and gradients do not.
+    needed = held + 2 * counted.model_bytes + counted.peak_bytes
+    if room is not None:
+        step_bytes = counted.step_peak_bytes + (counted.optimizer_bytes or 0)
+        growth = bounded_growth(step_bytes, counted.largest_bytes, allocator_in_use())
+        needed, free = counted.model_bytes + counted.batch_bytes + growth, room()
+    if free is None or needed <= free:
+        return None
+    return f"needs about {format_bytes(needed)} of memory, {format_bytes(free)} are free"
+
+
+def _started(probe: Probe, device: torch.device) -> TrainingStep | str:
+    """Build a training step and take it once; return an error message if memory runs out."""
+    step = TrainingStep(
+        *probe.copy(None),
+        probe.spec,
+        device=device,
+        first_step=probe.steps_before,
+        build_optimizer=probe.build_optimizer,
+    )
+    try:
+        step()
+    except torch.OutOfMemoryError as error:
+        return str(error).splitlines()[0]
+    return step
+
+
 def _free_bytes(device: torch.device) -> int | None:
-    """Memory that can still be allocated on `device`; None if unknown."""
+    """Return the bytes that can still be allocated on `device`; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu":

@@ -1,7 +1,7 @@
-"""Watch one training step from outside: FLOPs by phase and layer, live bytes and their peak, bytes kept for backward.
+"""Count FLOPs by phase and layer, live bytes and their peak, and bytes saved for backward in one training step.
 
-Everything is read from the operations that run and the storages that live, so the meter works for any model and
-method, on real or fake tensors.
+The counts come from the executed operations and the live storages. The meter therefore works for any model and method,
+on real and fake tensors.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ aten = torch.ops.aten
 
 
 def storage_id(tensor: Tensor) -> int:
-    """The identity of a tensor's storage, unique while the storage lives; views share it."""
+    """Return the identity of a tensor's storage, which is unique while the storage lives. Views share it."""
     return tensor.untyped_storage()._cdata
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes by storage of `tensors`; views of one storage count once."""
+    """Return the bytes of each storage of `tensors`. Views of one storage count once."""
     return {storage_id(t): t.untyped_storage().nbytes() for t in tensors}
 
 
 class LayerFlops(NamedTuple):
-    """FLOPs per image that one layer caused, and the number of calls of its own ``forward``."""
+    """FLOPs per image of one layer, and the number of calls of its ``forward``."""
 
     forward: float
     backward: float
@@ -43,7 +43,7 @@ class LayerFlops(NamedTuple):
 
 
 class LiveTensor(NamedTuple):
-    """A tensor created during the step that is still alive: the operation that made it, its shape and storage bytes."""
+    """A live tensor created during the step: the operation that created it, its shape, and the bytes of its storage."""
 
     operation: str
     shape: tuple[int, ...]
@@ -53,8 +53,9 @@ class LiveTensor(NamedTuple):
 def _conv_backward_flops(grad: Tensor, x: Tensor, w: Tensor, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
     """Count the FLOPs of a convolution's backward pass.
 
-    The registry's formula counts a grouped convolution's weight gradient once per *pair* of groups: C times too much
-    for a depthwise layer. The gradients of the input and of the weight each take the products of the forward pass.
+    The formula of torch.utils.flop_counter counts the weight gradient of a grouped convolution once per *pair* of
+    groups, which is C times too much for a depthwise layer. Each of the two gradients costs as much as the forward
+    pass.
     """
     transposed, wanted = args[4], args[7]
     positions = prod(x.shape[2:]) if transposed else prod(grad.shape[2:])
@@ -74,16 +75,16 @@ _ATTENTION_BACKWARD = {
 
 
 def operation_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Count the FLOPs of one operation by torch.utils.flop_counter's formulas; 0 for elementwise work.
+    """Count the FLOPs of one operation with the formulas of torch.utils.flop_counter; 0 for elementwise operations.
 
-    Two are corrected: a convolution's backward pass, and that of fused attention, which is counted as in parts (four
-    products), without the recomputation of the scores inside the kernel.
+    Two formulas are corrected: the backward pass of a convolution, and that of fused attention, which counts four
+    products, as unfused attention, without the scores that the kernel recomputes.
 
     Args:
-        func: the overload that ran.
+        func: the executed overload.
         args: its arguments.
         kwargs: its keyword arguments.
-        out: what it returned.
+        out: its result.
     """
     packet = func._overloadpacket
     if packet is aten.convolution_backward:
@@ -101,16 +102,16 @@ class Meter(TorchDispatchMode):
     """Count FLOPs and live bytes within a ``with`` block; ``with meter.phase("backward"): ...`` sets the phase.
 
     Args:
-        resident: tensors that live before and throughout the step (parameters, buffers, the batch). They count in
-            `live` and `peak` from the start. A constant that existed before but is not listed is added when first
-            used.
-        layers: a model to whose modules FLOPs are attributed (`layer_flops`); None: none.
-        outside: tensors whose bytes count nowhere.
+        resident: tensors that live throughout the step (parameters, buffers, the batch). They count in `live` and
+            `peak` from the start. Other tensors that existed before the step are added at their first use.
+        layers: a model whose modules FLOPs are attributed to (`layer_flops`). None: FLOPs are not attributed.
+        outside: tensors that are not counted.
 
     Attributes:
         live: bytes of the storages alive now.
         peak: the largest `live` after any operation, when both its operands and its results are alive.
-        flops: FLOPs of the whole batch by phase. A multiply-add is 2 FLOPs; formulas of torch.utils.flop_counter.
+        largest: bytes of the largest tensor created by an operation.
+        flops: FLOPs of the batch by phase; a multiply-add is 2 FLOPs.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Count the FLOPs within the block to `phase`."""
+        """Attribute the FLOPs of the block to `phase`."""
         before, self._phase = self._phase, phase
         try:
             yield
@@ -138,11 +139,11 @@ class Meter(TorchDispatchMode):
             self._phase = before
 
     def created(self) -> dict[int, LiveTensor]:
-        """The tensors that operations of this step created and that are still alive, by storage."""
+        """Return the live tensors that operations of this step created, by storage."""
         return {key: made for key, (_, made) in self._tracked.items() if made is not None}
 
     def layer_flops(self, images: int) -> dict[str, LayerFlops]:
-        """FLOPs by module name, divided by `images`; ends the attribution."""
+        """Return FLOPs by module name, divided by `images`, and end the attribution."""
         assert self._layers is not None
         return self._layers.table(images)
 
@@ -173,7 +174,7 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         for operand in tree_leaves((args, kwargs)):
-            if isinstance(operand, Tensor):  # if new: a constant that some cache held before the step
+            if isinstance(operand, Tensor):  # a new one is a constant that was cached before the step
                 self._track(operand, None)
         for result in tree_leaves(out):
             if isinstance(result, Tensor):
@@ -189,10 +190,11 @@ class Meter(TorchDispatchMode):
 class _Attribution:
     """Attribute the FLOPs of operations to modules.
 
-    Forward: the module whose weight is an operand (this also finds SwinV2's qkv, whose ``forward`` never runs), else
-    the innermost module that is running. Backward: autograd's nodes carry the sequence number they got in the forward
-    pass, so that everything a node computes, inside custom Functions too, belongs to the layer that made the node.
-    Module hooks on gradients, which torch.utils.module_tracker uses, miss layers whose input needs no gradient.
+    In the forward pass, FLOPs belong to the module whose weight is an operand (which also covers SwinV2's qkv, whose
+    ``forward`` is never called), or else to the innermost running module. In the backward pass, an autograd node has
+    the sequence number of its forward operation: everything that the node computes, including custom Functions,
+    belongs to the layer that created it. torch.utils.module_tracker uses module hooks on gradients instead, which miss
+    layers whose input needs no gradient.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -228,7 +230,7 @@ class _Attribution:
 
     def add(self, packet: Any, args: tuple[Any, ...], out: Any, flops: int, phase: Phase) -> None:
         """Attribute one operation."""
-        if packet in (aten._to_copy, aten.clone):  # autocast's copy of a weight is still that weight
+        if packet in (aten._to_copy, aten.clone):  # autocast's copy of a weight counts as the weight
             owner = self._owner_of(args[0])
             if owner is not None:
                 self._copies[storage_id(out)] = owner
@@ -242,8 +244,8 @@ class _Attribution:
         if node is not None and node._sequence_nr() in self._maker and not self._running:
             name = self._maker[node._sequence_nr()][0]
         elif node is None or self._running:
-            # The node of the operation that runs now was the last to get a number. Recomputation inside the backward
-            # pass comes here too: it runs modules. A weight says more than a running module.
+            # The current operation's node has the latest sequence number. Recomputation inside the backward pass also
+            # runs modules and takes this branch. The owner of a weight takes precedence over a running module.
             made = torch._C._autograd._get_sequence_nr() - 1
             if made not in self._maker or (by_weight and not self._maker[made][1]):
                 self._maker[made] = (name, by_weight)
@@ -254,7 +256,7 @@ class _Attribution:
         return self._owner.get(key) or self._copies.get(key)
 
     def table(self, images: int) -> dict[str, LayerFlops]:
-        """Counts per image; removes the hooks from the model."""
+        """Return counts per image and remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
         return {
@@ -264,9 +266,9 @@ class _Attribution:
 
 
 class SavedTensors:
-    """Record which storages autograd holds for the backward pass, by a hook that keeps nothing alive.
+    """Record the storages that autograd saves for the backward pass, without keeping them alive.
 
-    ``with saved: forward()``, then ``saved.alive()``.
+    Use ``with saved: forward()``, then ``saved.alive()``.
     """
 
     def __init__(self) -> None:
@@ -286,5 +288,5 @@ class SavedTensors:
         self._hooks.__exit__(*exc)
 
     def alive(self) -> dict[int, int]:
-        """Bytes by storage still held; of the whole storage, since a kept view keeps all of it."""
+        """Return the bytes of each storage that is still saved. A saved view counts as its full storage."""
         return {key: nbytes for key, (ref, nbytes) in self._seen.items() if ref() is not None}

@@ -1,8 +1,8 @@
-"""Predict the memory of a whole run from counts: the setting ``memory``, plans and the out-of-memory message use it.
+"""Predict the memory of a run from counts, for the setting ``memory``, plans and the out-of-memory message.
 
-A run has phases: it loads its network, trains, evaluates, reads images, evaluates the weights that it saved, and
-measures its cost. Each needs tensors that are counted here or by `cost.executed`. On a CPU the peak of the process is
-its size before the model and the largest phase; on a GPU the prediction is of the memory reserved on the device.
+A run has phases: it loads its network, trains, evaluates, reads images, evaluates the saved weights, and measures its
+cost. The tensors of each phase are counted here or by `cost.executed`. On a CPU, the predicted peak is the size of the
+process before the model plus the largest phase. On a GPU, it is the memory reserved on the device.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from efficient_ft.cost.step import AUTOCAST, StepSpec
 from efficient_ft.task import tensors_of
 from efficient_ft.task.base import at_size
 
-#: By allocator: fixed bytes, scratch and factor of `predicted_growth`. The fixed part is code that the steps load and
-#: the threads' own memory, scratch what kernels and the allocator take for a few large tensors at a time, and the
-#: factor what an allocator cannot reuse. Found with `bench memory` on an EPYC, two threads, full fine-tuning and 4-bit
-#: activations of DeiT-S, ViT-Ti, ViT-B, SwinV2-T, ConvNeXt-T, ResNet-50, MobileNetV2, MobileViT-S,
-#: EfficientFormer-L1: with tcmalloc predictions are between 5 % below and 15 % above the growth measured, with mimalloc
-#: (five of these networks) between 8 % below and 18 % above. Other networks and recipes: `benchmarks/plans_cpu.json`.
-#: glibc with settings that keep freed memory splits its heap: up to four times the counted bytes.
+#: Constants of `predicted_growth` by allocator: fixed bytes (loaded code, memory of threads), scratch (temporaries of
+#: kernels and the allocator, in units of the largest tensor), and factor (memory that the allocator cannot reuse).
+#: They were fitted with `bench memory` on an EPYC with two threads, for full fine-tuning and 4-bit activations of nine
+#: networks (DeiT-S, ViT-Ti, ViT-B, SwinV2-T, ConvNeXt-T, ResNet-50, MobileNetV2, MobileViT-S, EfficientFormer-L1).
+#: Predictions are -5 % to +15 % from the measured growth with tcmalloc, and -8 % to +18 % with mimalloc (five
+#: networks). `benchmarks/plans_cpu.json` has other networks and recipes. glibc with settings that keep freed memory
+#: fragments its heap to up to four times the counted bytes.
 _GROWTH = {
     "tcmalloc": (40 * 2**20, 2.0, 1.0),
     "mimalloc": (50 * 2**20, 3.0, 1.06),
     "system": (64 * 2**20, 4.0, 1.03),
     KEEPING: (64 * 2**20, 4.0, 3.0),
 }
-#: A phase may grow by this factor more than predicted, and by these bytes: code that a run loads late, and its lists.
+#: Margins on the predicted growth: a factor, and bytes for code that a run loads late and for its lists.
 _SAFETY, RUN_ONLY = 1.06, 24 * 2**20
-#: Bytes of reading a file of weights, relative to the weights: two networks, the tensors of the file, and its pages.
+#: Bytes of loading weights, relative to the weights: two networks, the file's tensors, and its mapped pages.
 _LOADING = 3.5
 #: Scratch of evaluation, with every allocator.
 _FORWARD_SCRATCH = 1.75
-#: Images of a real run that replaces fake tensors if these cannot follow a network in evaluation.
+#: Batch size of the real run that replaces fake tensors for a network that cannot run on them in evaluation.
 _FEW = 2
 
 
 def predicted_growth(counted_bytes: int, largest_bytes: int, allocator: str) -> int:
-    """Predict the growth of the process over a training step, in bytes (`Felt.growth_bytes` on a CPU).
+    """Predict the growth of the process in a training step, in bytes (`ProcessMemory.growth_bytes` on a CPU).
 
-    It is fixed + scratch · largest tensor + factor · counted bytes, with numbers of the allocator.
+    The prediction is fixed + scratch · largest tensor + factor · counted bytes, with constants of the allocator.
 
     Args:
-        counted_bytes: ``Executed.step_peak_bytes`` and the optimizer's state.
+        counted_bytes: ``Executed.step_peak_bytes`` plus the optimizer's state.
         largest_bytes: ``Executed.largest_bytes``.
         allocator: of the process, see `core.allocator.allocator_in_use`.
     """
@@ -62,7 +62,7 @@ def predicted_growth(counted_bytes: int, largest_bytes: int, allocator: str) -> 
 
 
 def bounded_growth(counted_bytes: int, largest_bytes: int, allocator: str) -> int:
-    """A growth that a run does not exceed."""
+    """Return `predicted_growth` with a safety margin."""
     return round(_SAFETY * predicted_growth(counted_bytes, largest_bytes, allocator))
 
 
@@ -71,9 +71,9 @@ class Forward:
     """Counted bytes of one evaluation batch.
 
     Attributes:
-        batch_bytes: of the inputs and targets.
-        peak_bytes: the peak of live tensors above model and batch.
-        largest_bytes: of the largest tensor that an operation makes.
+        batch_bytes: bytes of the inputs and targets.
+        peak_bytes: peak of live tensors above model and batch.
+        largest_bytes: bytes of the largest tensor that an operation creates.
     """
 
     batch_bytes: int = 0
@@ -81,12 +81,12 @@ class Forward:
     largest_bytes: int = 0
 
     def scaled(self, factor: float) -> Forward:
-        """The counts of a batch that is `factor` times as large."""
+        """Return the counts of a batch that is `factor` times as large."""
         return Forward(*(round(value * factor) for value in (self.batch_bytes, self.peak_bytes, self.largest_bytes)))
 
 
 def _forward_bytes(forward: Forward, allocator: str) -> int:
-    """Bytes of evaluating a batch. Passes without gradients hold few large tensors: less is lost to scratch."""
+    """Return the bytes of evaluating a batch. Without gradients, few large tensors live, which needs less scratch."""
     scratch = min(1.0, _FORWARD_SCRATCH / _GROWTH[allocator][1])
     return forward.batch_bytes + bounded_growth(forward.peak_bytes, round(scratch * forward.largest_bytes), allocator)
 
@@ -96,22 +96,22 @@ class Demand:
     """Counted bytes of the phases of a run.
 
     Attributes:
-        weights_bytes: of the network's parameters and buffers, without what methods add.
-        model_bytes: of the network with its methods.
-        batch_bytes: of a training batch.
-        step_bytes: the peak of a training step above model and batch, with optimizer state and accumulated gradients.
-        largest_bytes: of the largest tensor that an operation of the step makes.
-        optimizer_bytes: of the optimizer's state, part of `step_bytes`.
-        gradient_bytes: of gradients that live between micro-batches.
-        evaluation: of an evaluation batch.
-        load_bytes: of reading and decoding a training batch in this process.
-        evaluation_load_bytes: the same of an evaluation batch.
-        examples: of predicting an example after the training, in its own size.
-        examples_load_bytes: of reading all examples.
-        inspection_bytes: of decoding samples before training.
-        pretrained: the weights are read from a file.
-        copies: copies of the network that the prefix or the cost report makes.
-        resumed: the run continues from a checkpoint.
+        weights_bytes: parameters and buffers of the network, without additions of methods.
+        model_bytes: parameters and buffers of the network with its methods.
+        batch_bytes: a training batch.
+        step_bytes: peak of a training step above model and batch, with optimizer state and accumulated gradients.
+        largest_bytes: the largest tensor that an operation of the step creates.
+        optimizer_bytes: the optimizer's state, which is part of `step_bytes`.
+        gradient_bytes: gradients that live between micro-batches.
+        evaluation: counts of an evaluation batch.
+        load_bytes: reading and decoding a training batch in this process.
+        evaluation_load_bytes: reading and decoding an evaluation batch.
+        examples: counts of predicting one example in its original size after training.
+        examples_load_bytes: reading all examples.
+        inspection_bytes: decoding samples before training.
+        pretrained: True if the weights are read from a file.
+        copies: number of copies of the network made by stored features or the cost report.
+        resumed: True if the run continues from a checkpoint.
     """
 
     weights_bytes: int
@@ -132,11 +132,7 @@ class Demand:
     resumed: bool = False
 
     def phases(self, allocator: str) -> dict[str, int]:
-        """Bytes of each phase above the size of the process before the model, without a margin on growth.
-
-        Args:
-            allocator: of the process, see `core.allocator.allocator_in_use`.
-        """
+        """Return the bytes of each phase above the size of the process before the model."""
         weights, state = self.weights_bytes, self.optimizer_bytes + self.gradient_bytes
         fixed = _GROWTH[allocator][0]
         forward = self.evaluation
@@ -169,8 +165,8 @@ class Prediction:
     """The predicted memory of a run.
 
     Attributes:
-        base_bytes: of the process before the model: interpreter and libraries; 0 on a GPU.
-        phases: bytes of each phase above that.
+        base_bytes: size of the process before the model (interpreter and libraries); 0 on a GPU.
+        phases: bytes of each phase in addition.
     """
 
     base_bytes: int
@@ -178,12 +174,12 @@ class Prediction:
 
     @property
     def phase(self) -> str:
-        """The largest phase."""
+        """Name of the largest phase."""
         return max(self.phases, key=self.phases.__getitem__)
 
     @property
     def peak_bytes(self) -> int:
-        """The peak of the process, or of what is reserved on the device."""
+        """Peak of the process, or of the memory reserved on the device."""
         return self.base_bytes + self.phases[self.phase]
 
 
@@ -192,11 +188,11 @@ def predict(demand: Demand, base_bytes: int, allocator: str, device: str) -> Pre
 
     Args:
         demand: counts of its phases.
-        base_bytes: resident memory before the model, in bytes, with the libraries that the run loads later.
-        allocator: of the process, see `core.allocator.allocator_in_use`.
-        device: type of the device: ``cuda``, or another one, where the process counts.
+        base_bytes: resident bytes before the model, with the libraries that the run loads later.
+        allocator: allocator of the process, see `core.allocator.allocator_in_use`.
+        device: type of the device. For types other than ``cuda``, the memory of the process is predicted.
     """
-    if device == "cuda":  # the allocator rounds, and keeps blocks
+    if device == "cuda":  # 1.1: the caching allocator rounds sizes and keeps blocks
         forward = demand.evaluation
         training = demand.model_bytes + demand.batch_bytes + demand.step_bytes
         evaluation = demand.model_bytes + demand.optimizer_bytes + forward.batch_bytes + forward.peak_bytes
@@ -211,11 +207,11 @@ def count_evaluation(
     """Count the evaluation of one batch on fake tensors: forward pass, logits at the size of the targets, metrics.
 
     Args:
-        network: of the run, on any device.
-        spec: the settings of its training step; its task and precision count.
-        batch_size: samples of the batch.
+        network: the run's network, on any device.
+        spec: settings of the training step, of which task and precision are used.
+        batch_size: number of samples in the batch.
         size: (H, W) of the images, or (L,) of texts.
-        methods: those that take part in evaluation.
+        methods: methods that change evaluation.
     """
     probe = Probe(network, methods, replace(spec, batch_size=batch_size))
     with undisturbed():
@@ -223,7 +219,7 @@ def count_evaluation(
             return _forward(probe, batch_size, size, fake=True)
         except UserError:
             raise
-        except Exception:  # anything that fake tensors cannot do
+        except Exception:  # not supported by fake tensors
             few = min(batch_size, _FEW)
             return _forward(probe, few, size, fake=False).scaled(batch_size / few)
 
@@ -248,7 +244,7 @@ def _forward(probe: Probe, samples: int, size: tuple[int, ...], fake: bool) -> F
             if logits.ndim > 2:
                 logits = at_size(logits, targets)
             task.loss(logits, targets)
-            # Metrics hold classes, labels and their combination.
+            # Metrics keep classes, labels and a combination of both.
             held = [logits.argmax(1) for _ in range(3)]
             del held
     resident = sum(storages(state).values()) + sum(storages(batch).values())

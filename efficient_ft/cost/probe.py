@@ -1,7 +1,7 @@
-"""Watch steps of a model's copy with the meter, on fake tensors or real ones.
+"""Run training steps of a copy of the model under the meter, on fake or real tensors.
 
-On fake tensors (shapes and storages without memory) a step takes seconds for any batch size and gives the same counts
-on every machine.
+On fake tensors, which have shapes but no memory, a step takes seconds for any batch size, and its counts are the same on
+every machine.
 """
 
 from __future__ import annotations
@@ -32,19 +32,18 @@ WARMUP_IMAGES = 2
 
 @dataclass
 class WatchedStep:
-    """One step as the meter counted it; totals of the whole batch.
+    """Counts of one step for the batch.
 
     Attributes:
-        flops: by phase.
-        saved: bytes by storage: what the saved-tensors hook saw that is alive after the forward pass, without
-            parameters and buffers.
-        created: by storage: what the forward pass made that is alive after it, without logits and loss.
-        model_bytes: of parameters and buffers.
-        batch_bytes: of the images and labels.
-        peak: bytes of live tensors at their peak, without the optimizer's state.
-        largest: bytes of the largest tensor that an operation made.
-        optimizer_bytes: of the optimizer's state; None: no optimizer was given.
-        layers: FLOPs by module, if asked for.
+        flops: FLOPs by phase.
+        saved: bytes by storage of the saved tensors that live after the forward pass, without parameters and buffers.
+        created: tensors by storage that the forward pass created and that live after it, without logits and loss.
+        model_bytes: bytes of parameters and buffers.
+        batch_bytes: bytes of the images and labels.
+        peak: peak of live tensor bytes, without the optimizer's state.
+        largest: bytes of the largest tensor that an operation created.
+        optimizer_bytes: bytes of the optimizer's state; None without an optimizer.
+        layers: FLOPs by module; empty unless requested.
     """
 
     flops: dict[Phase, int]
@@ -59,16 +58,16 @@ class WatchedStep:
 
 
 class Probe:
-    """Copies of a model and its methods, and the steps in which the meter watches them.
+    """Copy a model and its methods, and run steps of the copy under the meter.
 
-    Methods not yet applied are applied to a copy; `model` and `methods` are never changed.
+    Methods that are not applied yet are applied to the copy; `model` and `methods` are not changed.
 
     Args:
-        model: a classifier of images, on any device.
+        model: the network, on any device.
         methods: the methods of the run, see `StepMethods`.
         spec: the settings of the step.
-        build_optimizer: builds the optimizer over a copy's trainable parameters. Its state is counted; its step is
-            watched only if it happens inside the backward pass. None: no optimizer.
+        build_optimizer: builds an optimizer from a copy of the model. Its state is counted. Its step is counted only
+            if it happens inside the backward pass. None: no optimizer.
     """
 
     def __init__(
@@ -80,24 +79,24 @@ class Probe:
     ) -> None:
         self.model, self.methods, self.spec = model, StepMethods(methods), spec
         self.build_optimizer = build_optimizer
-        #: Steps taken before the first one watched.
+        #: Number of steps before the first counted one.
         self.steps_before = self.methods.warmup_steps
-        #: What methods are applied to again when values are needed; None: `model` has values.
+        #: Model and methods before applying, for use when values are needed; None if `model` has values.
         self._plain: tuple[nn.Module, StepMethods] | None = None
         if not self.methods.all_applied:
             plain = self.model, self.methods
-            if not self.steps_before:  # warm-up steps need values; without them the copy takes no memory
-                with contextlib.suppress(RuntimeError):  # of a method that looks at weights when it is applied
+            if not self.steps_before:  # only warm-up steps need values; otherwise the copy takes no memory
+                with contextlib.suppress(RuntimeError):  # raised by a method that reads weights when applied
                     self.model, self.methods = _applied(plain, _on_meta(self.model))
                     self._plain = plain
             if self._plain is None:
                 self.model, self.methods = _applied(plain, {})
 
     def warm_up(self) -> None:
-        """Take the methods' warm-up steps on a real copy, since what they choose there depends on values.
+        """Take the methods' warm-up steps on a real copy, because their choices depend on values.
 
-        In fp32 with every precision of the step: so they choose the same on all machines, and a processor that emulates
-        bf16 does not take many times as long.
+        These steps run in fp32 for every precision. The choices are then the same on all machines, and processors
+        without bf16 units are not slowed down.
         """
         if not self.steps_before:
             return
@@ -117,14 +116,14 @@ class Probe:
         layers: bool = False,
         backward: bool = True,
     ) -> list[WatchedStep]:
-        """Watch several steps of one copy.
+        """Run several steps of one copy under the meter.
 
         Args:
-            images: in the batch.
-            fake: on fake tensors; else on real ones.
-            which: for each step its number, and True for attention in parts (without the fused kernel).
-            layers: attribute FLOPs to modules as well.
-            backward: False: the steps end after the loss.
+            images: batch size.
+            fake: use fake tensors.
+            which: the number of each step, and True for unfused attention.
+            layers: also attribute FLOPs to modules.
+            backward: False: end each step after the loss.
         """
         with FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext() as mode:
             model, methods = self.copy(mode)
@@ -142,14 +141,14 @@ class Probe:
             return watched
 
     def optimizer_bytes(self) -> int:
-        """Bytes of the optimizer's state once every parameter that trains has been updated; counted without a step."""
+        """Return the bytes of the optimizer's state after all trainable parameters were updated, without a step."""
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             model, _ = self.copy(mode)
             optimizer = self._optimizer(model)
             return 0 if optimizer is None else sum(storages(state_tensors(optimizer)).values())
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        """Build the optimizer of a copy, with the state of every parameter, as after some steps."""
+        """Build the optimizer of a copy and take one step, which creates the state of every parameter."""
         if self.build_optimizer is None:
             return None
         optimizer = self.build_optimizer(model)
@@ -169,7 +168,7 @@ class Probe:
         layers: bool,
         backward: bool,
     ) -> WatchedStep:
-        """Forward, loss and backward under the meter."""
+        """Run forward, loss and backward under the meter."""
         state = [*model.parameters(), *model.buffers()]
         tensors = [*tensors_of(batch[0]), batch[1]]
         model_state = storages(state)
@@ -180,7 +179,7 @@ class Probe:
             with hook:
                 logits, loss = forward_and_loss(model, methods, *batch, self.spec)
             created, saved = meter.created(), hook.alive()
-            if backward and loss.requires_grad:  # else nothing trains and the step is its forward pass
+            if backward and loss.requires_grad:  # False if no parameter trains
                 with meter.phase("backward"):
                     loss.backward()
         outputs = storages([logits, loss])
@@ -197,12 +196,12 @@ class Probe:
         )
 
     def copy(self, mode: FakeTensorMode | None) -> tuple[nn.Module, StepMethods]:
-        """Copy the model, in training mode, and its methods: real on the CPU, or on fake tensors of `mode`."""
+        """Copy the model, in training mode, and its methods to the CPU; to fake tensors if `mode` is given."""
         if mode is None and self._plain is not None:
             self.model, self.methods = _applied(self._plain, {})
             self._plain = None
         with contextlib.nullcontext() if mode is None else FakeCopyOnCPU(mode):
-            # Jointly: a method's references into the model must point into the copy.
+            # Copied together, so that a method's references into the model point into the copy.
             model, methods = copy.deepcopy((self.model, self.methods))
         if mode is None:
             model.to("cpu")
@@ -217,14 +216,14 @@ class Probe:
 
 
 def _applied(plain: tuple[nn.Module, StepMethods], tensors: dict[int, Tensor]) -> tuple[nn.Module, StepMethods]:
-    """A copy of a model and its methods, applied to it; `tensors` by id take the place of copies."""
+    """Copy a model and its methods, and apply them. `tensors` replaces the copies of tensors, by id."""
     model, methods = copy.deepcopy(plain, tensors)
     methods.apply(model)
     return model, methods
 
 
 def _on_meta(model: nn.Module) -> dict[int, Tensor]:
-    """Parameters and buffers without memory by the id of the real ones, for `copy.deepcopy`."""
+    """Return parameters and buffers on the meta device, by the id of the real ones, for `copy.deepcopy`."""
     copies: dict[int, Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor) in (Tensor, nn.Parameter):
@@ -234,16 +233,13 @@ def _on_meta(model: nn.Module) -> dict[int, Tensor]:
 
 
 class FakeCopyOnCPU(FakeCopyMode):
-    """Make deepcopy produce fake tensors on the CPU, wherever the originals are: one device, one autocast.
-
-    So a model on the meta device, without any memory, is counted like any other.
-    """
+    """Make deepcopy create fake tensors on the CPU, for originals on any device, including the meta device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out: Any = super().__torch_function__(func, types, args, kwargs)
         if isinstance(out, FakeTensor) and out.device.type != "cpu":
             with self.fake_mode:
-                # empty_strided and not `to`, which a model on the meta device refuses
+                # `to` is not supported for meta tensors
                 like = torch.empty_strided(out.size(), out.stride(), dtype=out.dtype, device="cpu")
                 out = like.requires_grad_(out.requires_grad)
             if func is Tensor.__deepcopy__:
@@ -256,7 +252,7 @@ def undisturbed(cuda: Sequence[torch.device] = ()) -> Iterator[None]:
     """Enable gradients, disable autocast and collectives, and restore every global random state at the end.
 
     Args:
-        cuda: devices whose random states are restored too.
+        cuda: CUDA devices whose random states are also restored.
     """
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:

@@ -1,4 +1,4 @@
-"""FLOPs of a whole training, counted while it runs."""
+"""Count the FLOPs of a training run while it runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from efficient_ft.cost.meter import operation_flops
 
-#: If the cost of a step changes during training, at most about this many batches are counted, evenly spaced.
+#: Approximate maximum number of counted batches, evenly spaced, if the cost of a step changes during training.
 COUNTED_BATCHES = 1000
 
 
@@ -31,18 +31,18 @@ class FlopsCounter(TorchDispatchMode):
 
 
 class RunFlops:
-    """Add up the FLOPs of forward and backward passes, by the same formulas as `cost.executed`.
+    """Add up the FLOPs of forward and backward passes, with the formulas of `cost.executed`.
 
-    Each batch is either counted, or has the FLOPs of the last counted batch of its kind. Where all batches of a kind
-    cost the same, the sum is exact and one batch of each kind is counted; else every n-th batch is.
+    A batch that is not counted adds the FLOPs of the last counted batch of its kind. If all batches of a kind have the
+    same cost, one batch of each kind is counted and the sum is exact. Otherwise every n-th batch is counted.
 
     Args:
-        batches: batches of the whole training.
-        same: whether all batches of a kind cost the same.
+        batches: number of batches in the training.
+        same: True if all batches of a kind have the same cost.
 
     Attributes:
         total: FLOPs so far.
-        counted: batches that were counted.
+        counted: number of counted batches.
     """
 
     def __init__(self, batches: int, same: bool) -> None:
@@ -57,8 +57,8 @@ class RunFlops:
         """Begin batch `number` (from 0) before its forward pass.
 
         Args:
-            number: of the batch in the whole training.
-            kind: what its cost depends on: its shape, its task.
+            number: number of the batch in the training, from 0.
+            kind: key of everything that the cost depends on, such as shape and data set.
         """
         self.close()
         self._kind = kind
@@ -75,12 +75,12 @@ class RunFlops:
         self._counter = None
 
     def close(self) -> None:
-        """Leave a batch that an exception ended; it is not added."""
+        """Discard a batch that ended with an exception."""
         self._counting.close()
         self._counter = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums so far, in plain containers."""
+        """Return the sums so far."""
         return {"total": self.total, "counted": self.counted, "of_kind": dict(self._of_kind)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
-"""The training step that is counted and timed: its settings, the methods that take part in it, and the step itself.
+"""The training step that is counted and timed: its settings, its methods, and the step.
 
-This is the only place of the package that calls methods. It knows none of them: any object with the attributes that
-`StepMethods` names can take part in a step.
+This module does not import methods: any object with the attributes listed in `StepMethods` can take part in a step.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class StepOptions(TypedDict, total=False):
-    """The settings of a `StepSpec` that have defaults, as keyword arguments of `executed`, `compare` and the like."""
+    """Settings of a `StepSpec` with defaults, as keyword arguments of `executed`, `compare` and similar functions."""
 
     precision: str
     label_smoothing: float
@@ -43,14 +42,14 @@ class StepSpec:
     """The settings of one training step.
 
     Args:
-        batch_size: images in the batch.
-        input_size: (height, width) of the images in pixels; of texts (tokens,).
-        precision: ``fp32``, or ``bf16`` or ``fp16`` for autocast in that type.
-        label_smoothing: of the cross-entropy.
-        in_chans: channels of the images.
+        batch_size: number of samples in the batch.
+        input_size: (height, width) of the images in pixels, or (tokens,) for texts.
+        precision: ``fp32``, or ``bf16`` or ``fp16`` for autocast to that type.
+        label_smoothing: label smoothing of the cross-entropy.
+        in_chans: number of image channels.
         frozen_bn: BatchNorm layers use their running statistics, as runs do by default.
-        grad_clip_norm: maximum norm of the whole gradient; None: no clipping. Plays no part in counts.
-        task: what the network returns, and its loss.
+        grad_clip_norm: maximum norm of the gradient of all parameters; None: no clipping. It is not counted.
+        task: defines the logits and the loss.
 
     Raises:
         SettingError: a value outside these ranges.
@@ -81,7 +80,7 @@ class StepSpec:
         return AUTOCAST[self.precision]
 
     def example(self, batch_size: int, generator: torch.Generator | None = None) -> tuple[Inputs, Tensor]:
-        """Random inputs and targets of class 0."""
+        """Return random inputs and targets of class 0."""
         size = tuple(self.input_size)
         inputs = self.task.example_inputs(batch_size, self.in_chans, size, generator)
         return inputs, self.task.example_targets(batch_size, size)
@@ -100,17 +99,17 @@ def require_image_size(size: Sequence[int]) -> None:
 
 
 class StepMethods:
-    """The methods of a step, called as a training loop calls them.
+    """The methods of a step, called in the same order as in a training loop.
 
-    Any object can take part. Each of these attributes is used if the object has it:
+    Any object can take part. Each of these attributes is optional:
 
     * ``step_begin(step)``: called before the forward pass of optimizer step `step`.
     * ``step_end()``: called after the optimizer step, before gradients are set to zero.
-    * ``total_loss(loss)``: returns the loss to minimize, given the model's own.
-    * ``apply(model)`` and ``applied``: an object whose ``applied`` is None is applied to the model first, in the order
-      of ``application_order`` (objects without this sort key come last).
-    * ``warmup_steps``: optimizer steps before the cost of a step settles. Default: 0.
-    * ``cost_steps``: steps over which the cost is averaged, if steps differ. Default: 1.
+    * ``total_loss(loss)``: returns the loss to minimize, given the loss of the model.
+    * ``apply(model)`` and ``applied``: an object whose ``applied`` is None is first applied to the model, in the order
+      of the sort key ``application_order`` (objects without it come last).
+    * ``warmup_steps``: number of optimizer steps before the cost of a step settles. Default: 0.
+    * ``cost_steps``: number of steps over which the cost is averaged. Default: 1.
     """
 
     def __init__(self, methods: Iterable[Any] = ()) -> None:
@@ -121,40 +120,40 @@ class StepMethods:
 
     @property
     def all_applied(self) -> bool:
-        """True if no method waits to be applied."""
+        """True if all methods are applied."""
         return not any(getattr(method, "applied", True) is None for method in self.methods)
 
     @property
     def warmup_steps(self) -> int:
-        """Optimizer steps before the cost of a step settles."""
+        """Number of optimizer steps before the cost of a step settles."""
         return max((getattr(method, "warmup_steps", 0) for method in self.methods), default=0)
 
     @property
     def cost_steps(self) -> int:
-        """Steps over which the cost is averaged."""
+        """Number of steps over which the cost is averaged."""
         return max((getattr(method, "cost_steps", 1) for method in self.methods), default=1)
 
     def apply(self, model: nn.Module) -> None:
-        """Apply to `model` all methods that can be applied; those applied before are no-ops."""
+        """Apply all methods to `model`. A method that is already applied does nothing."""
         last = (sys.maxsize, "")
         for method in sorted(self.methods, key=lambda method: getattr(method, "application_order", last)):
             if hasattr(method, "apply"):
                 method.apply(model)
 
     def begin(self, step: int) -> None:
-        """Do the methods' work before the forward pass of optimizer step `step`."""
+        """Call ``step_begin(step)`` of all methods."""
         for method in self.methods:
             if hasattr(method, "step_begin"):
                 method.step_begin(step)
 
     def end(self) -> None:
-        """Do the methods' work after an optimizer step."""
+        """Call ``step_end()`` of all methods."""
         for method in self.methods:
             if hasattr(method, "step_end"):
                 method.step_end()
 
     def loss(self, loss: Tensor) -> Tensor:
-        """The loss to minimize, given the model's own."""
+        """Return the loss to minimize, given the loss of the model."""
         for method in self.methods:
             if hasattr(method, "total_loss"):
                 loss = method.total_loss(loss)
@@ -167,8 +166,8 @@ def forward_and_loss(
     """Run the forward pass and the loss of a step, under autocast.
 
     Args:
-        inputs: what the model takes: images (B, C, H, W), or tensors by name.
-        targets: class indices, (B,), with further dimensions for the positions where the task has some.
+        inputs: images (B, C, H, W), or tensors by argument name.
+        targets: class indices (B,), or (B, ...) for tasks with one class per position.
 
     Returns:
         The logits and the loss to minimize.
@@ -183,13 +182,13 @@ def forward_and_loss(
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the state that `optimizer` holds now; 0 before its first step."""
+    """Return the bytes of the state of `optimizer`, which is 0 before its first step."""
     state = (value for of in optimizer.state.values() for value in of.values() if isinstance(value, Tensor))
     return sum(storages(plain for value in state for plain in _plain_tensors(value)).values())
 
 
 def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that a tensor subclass (quantized optimizer state) is made of; itself if it is plain."""
+    """Yield the plain tensors of a tensor subclass (quantized optimizer state), or the tensor if it is plain."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
@@ -198,19 +197,19 @@ def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 class TrainingStep:
-    """Plain training steps of a model on one random batch, as a bare PyTorch loop takes them.
+    """Training steps of a model on one random batch, as in a plain PyTorch loop.
 
-    The model is trained (changed): pass a copy. Call `forward`, `backward` and `update` in this order, or the object
-    for all three.
+    Call `forward`, `backward` and `update` in this order, or call the object for all three. The steps change the model:
+    pass a copy.
 
     Args:
-        model: a classifier.
-        methods: the methods applied to `model`.
-        spec: the settings of the step.
-        device: where the step runs.
+        model: the network.
+        methods: methods that are applied to `model`.
+        spec: settings of the step.
+        device: device of the step.
         first_step: number of the first step.
-        build_optimizer: builds the optimizer over the model's trainable parameters; None: AdamW.
-        replace: gives, for a ``with`` block, what to pass to the model for the inputs; None: the inputs.
+        build_optimizer: builds an optimizer from the model. None: AdamW.
+        replace: context manager that replaces the inputs of the forward pass. None: the inputs are not replaced.
     """
 
     def __init__(
@@ -240,7 +239,7 @@ class TrainingStep:
 
     def forward(self) -> None:
         """Run the forward pass and the loss."""
-        if self._optimizer is None:  # before a per-step selection freezes what does not train in the first step
+        if self._optimizer is None:  # built before a per-step selection freezes parameters
             trainable = [p for p in self.model.parameters() if p.requires_grad]
             build = self._build_optimizer
             self._optimizer = self._adamw(trainable) if build is None else build(self.model)
@@ -250,7 +249,7 @@ class TrainingStep:
             _, self._loss = forward_and_loss(self.model, self.methods, inputs, self.labels, self.spec)
 
     def _adamw(self, trainable: list[nn.Parameter]) -> torch.optim.Optimizer:
-        # Fused as in runs: torch's other form for CUDA makes temporary tensors as large as the parameters.
+        # Fused as in runs: the foreach implementation creates temporary tensors as large as the parameters.
         fused = self.device.type in ("cpu", "cuda") and self.spec.dtype is None
         return torch.optim.AdamW(trainable, lr=1e-5, fused=fused)
 
@@ -281,7 +280,7 @@ class TrainingStep:
         return 0 if self._optimizer is None else optimizer_state_bytes(self._optimizer)
 
     def cuda_peak(self) -> int:
-        """Peak bytes of one forward and backward pass on CUDA, as `Measured.peak_bytes` defines them."""
+        """Return the peak bytes of one forward and backward pass on CUDA, see `Measured.peak_bytes`."""
         batch = [*tensors_of(self.inputs), self.labels]
         own = sum(storages([*self.model.parameters(), *self.model.buffers(), *batch]).values())
         torch.cuda.synchronize(self.device)

@@ -108,7 +108,7 @@ def _pair(folder: Path, predicted: dict[str, Any], results: dict[str, Any]) -> d
         "folder": os.fspath(folder),
         "name": predicted["name"],
         "within_budget": peak <= predicted["memory_bytes"],
-        "felt": (predicted["process_bytes"], peak),
+        "memory": (predicted["process_bytes"], peak),
         "counted": (predicted["counted_bytes"], memory["counted_bytes"]),
         "step": (predicted["step_seconds"], seconds) if predicted["timed"] and seconds else None,
     }
@@ -121,14 +121,14 @@ def calibration_text(folders: Sequence[Path]) -> str:
         raise UserError("None of the planned runs has finished. Run what a plan recommends, then repeat this.")
     rows = [["run", "recipe", "predicted", "measured", "off", "counted off", "step off"]]
     for pair in pairs:
-        (predicted, measured), step = pair["felt"], pair["step"]
+        (predicted, measured), step = pair["memory"], pair["step"]
         rows.append(
             [
                 pair["folder"],
                 pair["name"],
                 format_bytes(predicted),
                 format_bytes(measured),
-                format_percent(_off(pair["felt"]), sign=True),
+                format_percent(_off(pair["memory"]), sign=True),
                 format_percent(_off(pair["counted"]), sign=True),
                 "–" if step is None else format_percent(_off(step), sign=True),
             ]
@@ -136,7 +136,11 @@ def calibration_text(folders: Sequence[Path]) -> str:
     lines = [table(rows, left=(0, 1)), ""]
     over = [pair for pair in pairs if not pair["within_budget"]]
     lines.append(f"{len(pairs)} planned runs have finished, {len(over)} of them above their budget.")
-    for key, title in (("felt", "peak of the process"), ("counted", "counted peak of a step"), ("step", "step time")):
+    for key, title in (
+        ("memory", "peak of the process"),
+        ("counted", "counted peak of a step"),
+        ("step", "step time"),
+    ):
         off = [abs(_off(pair[key])) for pair in pairs if pair[key] is not None]
         if off:
             median, largest = map(format_percent, (statistics.median(off), max(off)))

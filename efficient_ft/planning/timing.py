@@ -123,9 +123,9 @@ def try_recipe(config: Config, num_classes: int, max_seconds: float) -> Trial:
             step.update()
             wait()
             seconds.append(time.perf_counter() - begin)
-    felt = memory.felt(warmup)
-    assert felt is not None
-    peak = felt.peak_bytes - interpreter if felt.device is None else felt.device.reserved_bytes
+    process = memory.measured(warmup)
+    assert process is not None
+    peak = process.peak_bytes - interpreter if process.device is None else process.device.reserved_bytes
     return Trial(peak, statistics.median(seconds[warmup:]), len(seconds) - warmup)
 
 

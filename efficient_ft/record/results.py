@@ -71,7 +71,7 @@ class DeviceMemory(TypedDict):
 
 
 class MemoryReport(TypedDict):
-    """Memory of the training process (the first one), felt and counted, over optimizer steps of the training.
+    """Memory of the training process (the first one), measured and counted, over optimizer steps of the training.
 
     Resident memory: `peak_bytes` is the highest size of the process from its start to its results, as the system keeps
     it; loading, evaluation, and the cost report count. A resumed run has that of its last process. Further sizes are

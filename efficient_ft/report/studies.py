@@ -33,9 +33,9 @@ def study_cells(records: Records, rows: Sequence[str]) -> tuple[list[str], list[
     metric = spelled("accuracy" if base is None else base["accuracy"].get("metric", "accuracy"))
     header = ["row", records.study.tune.setting, f"test {metric}, %", "seeds", "TFLOPs", "times fewer FLOPs",
               f"saved KiB / {records.study.sample}", "times fewer bytes", "peak MiB", "seconds"]  # fmt: skip
-    felt = all("growth_bytes" in runs[0] for runs in found.values()) and bool(found)
-    lines = [_line(row, runs, base, ends, felt) for row, runs in found.items() if base is not None]
-    return [*header[:-1], *(["process MiB"] if felt else []), header[-1]], lines
+    with_memory = all("growth_bytes" in runs[0] for runs in found.values()) and bool(found)
+    lines = [_line(row, runs, base, ends, with_memory) for row, runs in found.items() if base is not None]
+    return [*header[:-1], *(["process MiB"] if with_memory else []), header[-1]], lines
 
 
 def study_table(records: Records, rows: Sequence[str]) -> list[list[str]]:
@@ -49,7 +49,7 @@ def study_table(records: Records, rows: Sequence[str]) -> list[list[str]]:
 
 
 def _line(
-    row: str, runs: Sequence[dict[str, Any]], base: dict[str, Any], ends: Sequence[float], felt: bool
+    row: str, runs: Sequence[dict[str, Any]], base: dict[str, Any], ends: Sequence[float], with_memory: bool
 ) -> list[Cell]:
     first = runs[0]
     flops, saved = first["totals"]["flops"], first["executed"]["saved_bytes"]
@@ -63,7 +63,7 @@ def _line(
         saved / 1024,
         base["executed"]["saved_bytes"] / saved if saved else None,
         first["measured"]["peak_bytes"] / 2**20,
-        *([statistics.median(one["growth_bytes"] for one in runs) / 2**20] if felt else []),
+        *([statistics.median(one["growth_bytes"] for one in runs) / 2**20] if with_memory else []),
         statistics.median(one["totals"]["seconds"] for one in runs),
     ]
 

@@ -71,7 +71,7 @@ MEMORY_FELT: dict[str, tuple[str, str | None]] = {
 #: What plans predict, by its key in the record.
 PREDICTIONS = {
     "counted": "counted peak of a step",
-    "felt": "memory of the process above interpreter and libraries",
+    "memory": "memory of the process above interpreter and libraries",
     "predicted": "the same, from the count alone, without the plan's trial",
     "step": "time of a step",
 }

@@ -61,7 +61,7 @@ def allocators(model: str, page: Path) -> str:
     rows = []
     for recipe, by_allocator in recipes.items():
         counted = by_allocator[names[0]]["counted_bytes"]
-        ratios = [f"{by_allocator[name]['felt']['growth_bytes'] / counted:.2f}" for name in names]
+        ratios = [f"{by_allocator[name]['memory']['growth_bytes'] / counted:.2f}" for name in names]
         rows.append([labels.ALLOCATORS[recipe], f"{counted / records.MIB:.0f}", *ratios])
     return table(["recipe", "counted MiB of a step", *(f"`{name}`: grows by / counted" for name in names)], rows)
 

@@ -91,13 +91,13 @@ def peak(file: str, name: str) -> float:
 
 def growth(file: str, name: str) -> float:
     """MiB by which the process of a recipe's own grows over its steps."""
-    return recipe(file, name)["process"]["felt"]["growth_bytes"] / MIB
+    return recipe(file, name)["process"]["memory"]["growth_bytes"] / MIB
 
 
 def above_interpreter(file: str, name: str) -> float:
     """MiB of a recipe's process at its peak, without the interpreter and its libraries."""
     process = recipe(file, name)["process"]
-    return (process["felt"]["peak_bytes"] - process["interpreter_bytes"]) / MIB
+    return (process["memory"]["peak_bytes"] - process["interpreter_bytes"]) / MIB
 
 
 def seconds(file: str, name: str, part: str = "step") -> float:

@@ -86,20 +86,20 @@ def test_memory_of_recipes_each_in_its_own_process(tmp_path: Path, capsys: pytes
     report = json.loads(file.read_text(encoding="utf-8"))
     assert (report["kind"], report["batch"], list(report["recipes"])) == ("memory", 256, ["full", "head"])
     for record in report["recipes"].values():
-        executed, felt = record["executed"], record["felt"]
+        executed, memory = record["executed"], record["memory"]
         assert 2**27 < record["interpreter_bytes"] < record["with_model_bytes"]
-        assert felt["growth_bytes"] == felt["peak_bytes"] - felt["before_bytes"]
-        assert (felt["first_step"], felt["steps"], len(record["seconds"])) == (1, 2, 3)
+        assert memory["growth_bytes"] == memory["peak_bytes"] - memory["before_bytes"]
+        assert (memory["first_step"], memory["steps"], len(record["seconds"])) == (1, 2, 3)
         above = executed["peak_bytes"] - executed["model_bytes"] - executed["batch_bytes"]
         assert record["counted_bytes"] == above + record["optimizer_bytes"]
     full, head = report["recipes"].values()
     # Two moments of each parameter, and a counter of steps for each tensor.
     assert full["optimizer_bytes"] == pytest.approx(8 * full["trainable_parameters"], rel=1e-3)
     # Hundreds of MiB are counted: the process must have grown by at least nearly as much, and by less than three times.
-    assert 0.9 * full["counted_bytes"] < full["felt"]["growth_bytes"] < 3 * full["counted_bytes"]
-    assert head["felt"]["growth_bytes"] < 0.7 * full["felt"]["growth_bytes"]
+    assert 0.9 * full["counted_bytes"] < full["memory"]["growth_bytes"] < 3 * full["counted_bytes"]
+    assert head["memory"]["growth_bytes"] < 0.7 * full["memory"]["growth_bytes"]
     printed = capsys.readouterr().out
-    assert all(format_bytes(record["felt"]["growth_bytes"]) in printed for record in (full, head))
+    assert all(format_bytes(record["memory"]["growth_bytes"]) in printed for record in (full, head))
     assert "used" in " ".join(printed.split())
     assert "# measuring the memory of full" in printed
 
@@ -111,7 +111,7 @@ def test_memory_with_an_optimizer_without_state(tmp_path: Path):
     run(*arguments.split(), str(file))
     (record,) = json.loads(file.read_text(encoding="utf-8"))["recipes"].values()
     assert (record["optimizer"], record["optimizer_bytes"], len(record["seconds"])) == ("sgd", 0, 1)
-    assert record["felt"]["growth_bytes"] > 0.5 * record["counted_bytes"]
+    assert record["memory"]["growth_bytes"] > 0.5 * record["counted_bytes"]
 
 
 @pytest.mark.slow
@@ -120,9 +120,9 @@ def test_steps_come_with_the_memory_of_each_recipes_process(tmp_path: Path, caps
     arguments = "step --model vit_digits --batch 128 --rounds 1 --warmup 1 --memory-steps 1 full --json"
     run(*arguments.split(), str(file))
     process = json.loads(file.read_text(encoding="utf-8"))["recipes"]["full"]["process"]
-    assert (process["felt"]["steps"], process["felt"]["first_step"]) == (1, 2)
-    assert process["felt"]["growth_bytes"] > 0.9 * process["counted_bytes"] > 2**26
-    assert format_bytes(process["felt"]["growth_bytes"]) in capsys.readouterr().out
+    assert (process["memory"]["steps"], process["memory"]["first_step"]) == (1, 2)
+    assert process["memory"]["growth_bytes"] > 0.9 * process["counted_bytes"] > 2**26
+    assert format_bytes(process["memory"]["growth_bytes"]) in capsys.readouterr().out
 
 
 def test_a_recipe_whose_process_is_killed_is_a_row_without_numbers(

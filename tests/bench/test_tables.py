@@ -83,10 +83,10 @@ def test_a_busy_machine_is_noted_under_the_table():
     assert last.startswith("note: The machine was busy (load 0.5 at the start, above 0.5)")
 
 
-def test_felt_memory_stands_next_to_what_is_counted():
+def test_process_memory_is_next_to_counted_bytes():
     report = step_report(0.1)
-    felt = {"growth_bytes": 3 * 2**20, "before_bytes": 2**30, "device": None}
-    report["recipes"]["quick"]["process"] = {"felt": felt, "counted_bytes": 2 * 2**20}
+    memory = {"growth_bytes": 3 * 2**20, "before_bytes": 2**30, "device": None}
+    report["recipes"]["quick"]["process"] = {"memory": memory, "counted_bytes": 2 * 2**20}
     *_, head, _, plain, quick, _ = report_text(report, ["process", "counted"]).splitlines()
     assert head.split() == ["recipe", "process", "process", "/", "counted"]
     assert plain.split() == ["plain", "–", "–"]
@@ -99,7 +99,7 @@ def test_memory_on_a_device_is_what_is_reserved_there():
         "interpreter_bytes": 700 * 2**20,
         "with_model_bytes": 800 * 2**20,
         "counted_bytes": 5 * 2**20,
-        "felt": {"growth_bytes": 8 * 2**20, "before_bytes": 900 * 2**20, "device": device},
+        "memory": {"growth_bytes": 8 * 2**20, "before_bytes": 900 * 2**20, "device": device},
         "step_seconds": 0.25,
         "optimizer": "adamw",
     }

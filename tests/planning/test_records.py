@@ -44,7 +44,7 @@ def test_predictions_stand_next_to_what_runs_measured(tmp_path: Path, capsys: py
     assert results["memory"]["budget_bytes"] == 100 * 10**9
     assert results["memory"]["predicted_peak_bytes"] < 100 * 10**9
     (pair,) = calibration([tmp_path])
-    assert pair["felt"] == (full.process_bytes, results["memory"]["peak_bytes"])
+    assert pair["memory"] == (full.process_bytes, results["memory"]["peak_bytes"])
     assert pair["counted"][0] == pytest.approx(pair["counted"][1], rel=0.02)
     assert pair["within_budget"]
     assert "1 planned runs have finished, 0 of them above their budget." in calibration_text([tmp_path])

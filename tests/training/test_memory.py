@@ -43,7 +43,7 @@ def test_old_results_have_no_memory_and_are_read(finished: tuple[Path, Any, dict
     assert not any(key.startswith("memory") for key in summary_of(results))
 
 
-def test_the_table_names_what_is_felt_and_what_is_counted():
+def test_the_table_names_process_memory_and_counted_bytes():
     memory: dict[str, Any] = {
         "before_model_bytes": 2**29,
         "before_steps_bytes": 2**30,

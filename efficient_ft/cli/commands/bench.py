@@ -32,7 +32,14 @@ PROG = "efficient-ft bench"
 _THREADS_PER_PROCESSOR = 16
 
 #: Entries of a record of `bench memory` that a report of `bench step` holds.
-PROCESS_KEYS = ("interpreter_bytes", "with_model_bytes", "optimizer", "optimizer_bytes", "counted_bytes", "felt")
+PROCESS_KEYS = (
+    "interpreter_bytes",
+    "with_model_bytes",
+    "optimizer",
+    "optimizer_bytes",
+    "counted_bytes",
+    "memory",
+)
 
 DESCRIPTION = """\
 Compare recipes: they are measured in turn, in one process, after a warm-up. No round is left out. The process memory of
@@ -276,12 +283,12 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
     texts = options.recipes or ["last_stage", "lbp_wht"]
     recipes = parse_recipes(texts, CONF)
     # First, while this process is small: all recipes are held at once to be timed in turn.
-    felt = {}
+    records = {}
     if options.memory_steps:
         settings = {**vars(options), "optim": "adamw", "steps": options.memory_steps, "warmup": 2}
         _check(recipes, settings)
         for number, (text, recipe) in enumerate(zip(texts, recipes, strict=True)):
-            felt[recipe.name] = _in_own_process(text, recipe.name, {**settings, "default_layout": number == 0})
+            records[recipe.name] = _in_own_process(text, recipe.name, {**settings, "default_layout": number == 0})
     report = measure_steps(
         recipes,
         _configure,
@@ -295,7 +302,7 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
         rounds=options.rounds,
         warmup=options.warmup,
     )
-    for name, record in felt.items():
+    for name, record in records.items():
         if "failure" in record:
             report["notes"].append(f"{name}: memory of the process not measured: {record['failure']}")
         else:

@@ -90,21 +90,21 @@ class MemoryMeter(L.Callback):
 
     def _finish(self, trainer: L.Trainer) -> None:
         assert self._memory is not None
-        felt = self._memory.felt(self._warmup)
+        process = self._memory.measured(self._warmup)
         self._memory = None
-        if felt is None:
+        if process is None:
             return
         self._measured = {
             "before_model_bytes": self._before_model,
-            "before_steps_bytes": felt.before_bytes,
-            "peak_bytes": felt.peak_bytes,
-            "step_peak_bytes": felt.peak_bytes,
-            "growth_bytes": felt.growth_bytes,
+            "before_steps_bytes": process.before_bytes,
+            "peak_bytes": process.peak_bytes,
+            "step_peak_bytes": process.peak_bytes,
+            "growth_bytes": process.growth_bytes,
             "optimizer_bytes": sum(map(optimizer_state_bytes, trainer.optimizers)),
-            "source": felt.source,
-            "first_step": felt.first_step,
-            "steps": felt.steps,
-            "device": None if felt.device is None else asdict(felt.device),
+            "source": process.source,
+            "first_step": process.first_step,
+            "steps": process.steps,
+            "device": None if process.device is None else asdict(process.device),
         }
 
     # ------------------------------------------------------------------ state

@@ -17,9 +17,9 @@ from efficient_ft.cost import (
     StepSpec,
     TrainingStep,
     executed,
-    felt,
     optimizer_state_bytes,
     predicted_growth,
+    process,
 )
 from efficient_ft.cost.predict import _GROWTH
 from efficient_ft.planning import planner
@@ -76,18 +76,18 @@ class _Mark:
 
 
 def test_steps_after_the_warm_up_count_above_the_size_before_the_first(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(felt, "HighWaterMark", _Mark)
-    monkeypatch.setattr(felt, "resident_bytes", lambda: 500)
+    monkeypatch.setattr(process, "HighWaterMark", _Mark)
+    monkeypatch.setattr(process, "resident_bytes", lambda: 500)
     memory = StepMemory(present_bytes=100)
-    assert memory.felt(0) is None
+    assert memory.measured(0) is None
     for _ in range(4):
         with memory:
             pass
-    steady = memory.felt(1)
+    steady = memory.measured(1)
     assert steady is not None
     assert (steady.before_bytes, steady.peak_bytes, steady.growth_bytes) == (400, 800, 400)
     assert (steady.first_step, steady.steps, steady.source, steady.device) == (1, 3, "given", None)
-    last = memory.felt(10)
+    last = memory.measured(10)
     assert last is not None
     assert (last.peak_bytes, last.first_step, last.steps) == (750, 3, 1)
 
@@ -104,9 +104,9 @@ def test_on_cuda_growth_is_what_is_reserved_above_what_was_allocated_before(monk
     for _ in range(3):
         with memory:
             pass
-    steady = memory.felt(1)
+    steady = memory.measured(1)
     assert steady is not None
-    assert steady.device == felt.DeviceMemory(before_bytes=70, allocated_bytes=600, reserved_bytes=800)
+    assert steady.device == process.DeviceMemory(before_bytes=70, allocated_bytes=600, reserved_bytes=800)
     assert steady.growth_bytes == 730
     assert resets == [torch.device("cuda:1")] * 3
 
@@ -131,7 +131,7 @@ def test_a_process_grows_by_what_is_predicted(tmp_path: Path):
     assert used in allocator._PRELOADED, "no allocator could be preloaded"
     for recipe in report["recipes"].values():
         predicted = predicted_growth(recipe["counted_bytes"], recipe["executed"]["largest_bytes"], used)
-        assert 0.75 * predicted < recipe["felt"]["growth_bytes"] < planner.MARGIN * predicted
+        assert 0.75 * predicted < recipe["memory"]["growth_bytes"] < planner.MARGIN * predicted
 
 
 @pytest.mark.gpu
@@ -144,7 +144,7 @@ def test_a_step_on_a_gpu_takes_what_is_counted_for_it():
     for _ in range(4):
         with memory:
             step()
-    steady = memory.felt(2)
+    steady = memory.measured(2)
     assert steady is not None
     assert steady.device is not None
     expected = counted.step_peak_bytes + step.optimizer_bytes

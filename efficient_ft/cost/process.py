@@ -1,9 +1,9 @@
-"""Memory that training steps take of the process: felt, next to what is counted.
+"""Process memory (RSS) of training steps, for comparison with counted bytes.
 
-Felt is the highest resident memory during a step, above the size before the *first* step: an allocator that keeps freed
-memory holds it already when a later step begins. Model and batch are there before, so felt are activations, gradients,
-temporaries, the optimizer's state, and what the allocator cannot reuse. The count of the same things is
-``Executed.step_peak_bytes`` (without model and batch) plus the optimizer's state, which lives throughout a steady step.
+Growth is the highest resident memory during a step minus the size before the *first* step, because an allocator that
+keeps freed memory holds it already when a later step begins. Growth contains activations, gradients, temporaries, the
+optimizer's state, and memory that the allocator cannot reuse; model and batch exist before. The counted equivalent is
+``Executed.step_peak_bytes`` plus the optimizer's state.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class DeviceMemory:
     """Memory of a CUDA device, in PyTorch's allocator.
 
     Attributes:
-        before_bytes: allocated before the first step: model and batch.
-        allocated_bytes: the most that was allocated to tensors during a step.
-        reserved_bytes: the most that the allocator held of the device during a step.
+        before_bytes: bytes allocated before the first step: model and batch.
+        allocated_bytes: largest number of bytes allocated to tensors during a step.
+        reserved_bytes: largest number of bytes that the allocator reserved during a step.
     """
 
     before_bytes: int
@@ -32,16 +32,16 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True)
-class Felt:
+class ProcessMemory:
     """Memory of the process over several training steps.
 
     Attributes:
-        before_bytes: resident before the first step.
-        peak_bytes: the highest resident size during the steps measured.
+        before_bytes: resident bytes before the first step.
+        peak_bytes: highest resident bytes during the measured steps.
         source: how the peak was measured, see `core.process_memory.HighWaterMark`.
-        first_step: the first of the steps measured, counted from 0; those before warm up.
-        steps: how many were measured.
-        device: on CUDA, the memory of the device; else None.
+        first_step: number of the first measured step, from 0. Earlier steps warm up.
+        steps: number of measured steps.
+        device: memory of the CUDA device; None on other devices.
     """
 
     before_bytes: int
@@ -53,18 +53,18 @@ class Felt:
 
     @property
     def growth_bytes(self) -> int:
-        """The growth over a step: of the process; on CUDA, of what is reserved on the device."""
+        """Growth of the process; on CUDA, growth of the memory reserved on the device."""
         if self.device is not None:
             return self.device.reserved_bytes - self.device.before_bytes
         return self.peak_bytes - self.before_bytes
 
 
 class StepMemory:
-    """Measure the memory of training steps; make it before the first step, then ``with memory: step()``.
+    """Measure the memory of training steps. Create it before the first step, then use ``with memory: step()``.
 
     Args:
-        device: of the steps; on CUDA its peak statistics are reset in each step.
-        present_bytes: bytes that are resident now and belong to the steps (an optimizer's state that was loaded).
+        device: device of the steps. On CUDA, its peak statistics are reset in each step.
+        present_bytes: resident bytes that belong to the steps, such as a loaded optimizer state.
     """
 
     def __init__(self, device: torch.device | str = "cpu", present_bytes: int = 0) -> None:
@@ -78,7 +78,7 @@ class StepMemory:
 
     @property
     def steps(self) -> int:
-        """Steps taken so far."""
+        """Number of steps so far."""
         return len(self._peaks)
 
     def start(self) -> None:
@@ -102,8 +102,8 @@ class StepMemory:
     def __exit__(self, *exc: Any) -> None:
         self.stop()
 
-    def felt(self, warmup: int) -> Felt | None:
-        """The memory of the steps after the first `warmup`; of the last step if there were no more; None: no step."""
+    def measured(self, warmup: int) -> ProcessMemory | None:
+        """Return the memory of all steps after the first `warmup`, or at least of the last step; None without steps."""
         if not self._peaks:
             return None
         first = min(warmup, self.steps - 1)
@@ -112,4 +112,4 @@ class StepMemory:
             allocated, reserved = (max(values) for values in zip(*self._on_device[first:], strict=True))
             device = DeviceMemory(self._device_before, allocated, reserved)
         peak = max(self._peaks[first:])
-        return Felt(self._before, peak, self._mark.source, first, self.steps - first, device)
+        return ProcessMemory(self._before, peak, self._mark.source, first, self.steps - first, device)
