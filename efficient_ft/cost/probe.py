@@ -1,7 +1,7 @@
 """Run training steps of a copy of the model under the meter, on fake or real tensors.
 
-On fake tensors, which have shapes but no memory, a step takes seconds for any batch size, and its counts are the same on
-every machine.
+Fake tensors have shapes but no memory: a step takes seconds for any batch size, and its counts do not depend on the
+machine.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Plans: which recipes of a run fit a memory budget, what they cost, and what they lose."""
+"""Plan a run: recipes that fit a memory budget, with their cost and their loss of accuracy."""
 
 from efficient_ft.methods.declarations import Exactness
 from efficient_ft.planning.candidates import Candidate
 from efficient_ft.planning.options import Excluded, Option
-from efficient_ft.planning.planner import Examined, Plan, make_plan
+from efficient_ft.planning.planner import Examined, Limits, Plan, make_plan
 from efficient_ft.planning.timing import Trial
 
-__all__ = ["Candidate", "Exactness", "Examined", "Excluded", "Option", "Plan", "Trial", "make_plan"]
+__all__ = ["Candidate", "Exactness", "Examined", "Excluded", "Limits", "Option", "Plan", "Trial", "make_plan"]

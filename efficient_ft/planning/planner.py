@@ -1,10 +1,10 @@
-"""Find the recipes of a run that fit a memory budget, and the one to recommend.
+"""Find the recipes of a run that fit a memory budget, and recommend one.
 
-Every candidate is counted on fake tensors, and the memory of its process predicted from the count. Those that fit and
-are preferred are timed on this machine; the times of the others are estimated from FLOPs. What they lose is measured
-on images of the user's own where weights and images are there (the cosine of the gradient with the exact one), and
-known from finished studies otherwise. The recipe to recommend is tried in a process of its own, which takes a few steps
-on whole batches: its memory and its time are then measured.
+Every candidate is counted on fake tensors, and the memory of its process is predicted from the counts. The preferred
+candidates that fit are timed on this machine; the times of the others are estimated from FLOPs. If weights and images
+are available, the cosine between the gradient and the exact gradient is measured on the user's images. Losses of
+accuracy come from finished studies. The recommended recipe runs for a few steps in a separate process, which measures
+its memory and time.
 """
 
 from __future__ import annotations
@@ -39,42 +39,61 @@ from efficient_ft.training.datamodule import missing_images, open_images, run_le
 from efficient_ft.training.memory.libraries import LibrarySizes, libraries
 from efficient_ft.training.trainer import on_device
 
-#: Returns the checked configuration of a run with further settings, as on the command line.
+#: Returns the checked configuration of a run for settings as on the command line.
 Configure = Callable[[Sequence[str]], Config]
-#: Tries a recipe in a process of its own, given its arguments of the command line, the classes of the network and the
-#: seconds that it may take, see `timing.try_recipe`. Raises a UserError if the process failed.
+#: Tries a recipe in a separate process, given its command-line arguments, the number of classes and a limit in
+#: seconds, see `timing.try_recipe`. Raises a UserError if the process fails.
 Attempt = Callable[[Sequence[str], int, float], Trial]
 
-#: Classes if there are no images to count them: ImageNet's.
+#: Number of classes if there are no images to count them (ImageNet).
 _UNKNOWN_CLASSES = 1000
-#: A recipe fits if its growth may be this much above the predicted one, or above the one measured in a trial.
+#: Margins on the predicted growth, and on the growth measured in a trial, that must fit the budget.
 MARGIN, TRIAL_MARGIN = 1.12, 1.1
-#: Default planning time in seconds, and its shares for counting, for timing, and for comparing gradients. The rest is
-#: for starting and for trials.
+#: Default planning time in seconds, and the shares of counting, timing and comparing gradients. Starting and trials
+#: take the rest.
 PLANNING = 60.0
 _COUNTING, _TIMING, _COMPARING = 0.4, 2 / 15, 2 / 15
-#: Seconds that a step timed for a plan may take, and one of the recommended recipe; larger batches are timed in part.
+#: Limits in seconds of a timed step, for most recipes and for the recommended one. Larger batches are timed in part.
 _STEP, _FINAL_STEP = 0.7, 4.0
-#: Seconds of the steps of a trial, of the longest step of a recipe that is tried, and trials of a plan.
+#: Seconds of a trial, the longest step in seconds of a recipe that is tried, and the number of trials of a plan.
 _TRIAL, _TRIED_STEP, _TRIALS = 9.0, 4.0, 2
 
 
 @dataclass(frozen=True)
+class Limits:
+    """Limits of a plan.
+
+    Args:
+        memory_bytes: the budget: resident memory of the process; on a GPU, memory reserved on the device.
+        seconds: the budget of training time; None: no limit.
+        loss: points of test accuracy that may be lost compared with full fine-tuning.
+        split_batch: True if the batch may be split into micro-batches with accumulated gradients.
+        planning_seconds: time after which no further recipe is examined. The smallest recipes are always examined.
+    """
+
+    memory_bytes: int
+    seconds: float | None = None
+    loss: float = 1.0
+    split_batch: bool = False
+    planning_seconds: float = PLANNING
+
+
+@dataclass(frozen=True)
 class Plan:
-    """The outcome of planning.
+    """The result of planning.
 
     Attributes:
-        memory_bytes: the budget: what was asked for, or less where the machine or its container has less.
-        asked_bytes: the budget asked for.
+        memory_bytes: the budget: the requested one, or the memory of the machine or container if that is smaller.
+        asked_bytes: the requested budget.
         base_bytes: memory of the process before the model: interpreter and libraries.
-        allocator: of the process.
-        device: where the run would train.
-        options: those that fit, by exactness and step time.
-        excluded: the others.
-        recommended: the option to take; None: nothing fits, or nothing within the limits of time and loss.
-        smallest_bytes: the smallest budget for which one of the recipes examined would fit.
+        allocator: allocator of the process.
+        device: device of the run.
+        options: recipes that fit, by exactness and step time.
+        excluded: the other recipes.
+        recommended: the recommended option; None if no recipe is within the limits.
+        smallest_bytes: the smallest budget for which an examined recipe would fit.
         smallest: the name of that recipe.
-        steps: optimizer steps of the run; None: unknown without the images.
+        steps: number of optimizer steps of the run; None without images.
         seconds: duration of planning.
         planning_seconds: limit of the planning time.
     """
@@ -95,7 +114,7 @@ class Plan:
 
     @property
     def not_examined(self) -> list[str]:
-        """The recipes that were not examined because the planning time was over."""
+        """Names of the recipes that were not examined because the planning time limit was reached."""
         return [one.name for one in self.excluded if not one.examined]
 
     @property
@@ -104,7 +123,7 @@ class Plan:
         return len(self.options) + len(self.excluded) - len(self.not_examined)
 
     def as_dict(self) -> dict[str, Any]:
-        """The attributes in plain containers, for JSON."""
+        """Return the attributes for JSON."""
         return asdict(self)
 
 
@@ -130,46 +149,41 @@ class Examined:
 def make_plan(
     settings: Sequence[str],
     configure: Configure,
+    limits: Limits,
     *,
-    memory_bytes: int,
-    max_seconds: float | None = None,
-    loss: float = 1.0,
-    split_batch: bool = False,
     chosen: Sequence[str] = (),
     attempt: Attempt | None = None,
-    planning_seconds: float = PLANNING,
     say: Callable[[str], None] = lambda text: None,
     ready: Callable[[Examined], None] = lambda examined: None,
 ) -> Plan:
-    """Plan a run; see the module.
+    """Plan a run, as described at the top of this module.
 
     Args:
-        settings: of the run, as on the command line, without those of methods unless `chosen`.
-        configure: makes configurations from settings.
-        memory_bytes: the budget: the process's resident memory; on a GPU, memory reserved on it.
-        max_seconds: the budget of training time; None: none.
-        loss: points of test accuracy that may be lost against full fine-tuning.
-        split_batch: the batch may be split into micro-batches whose gradients are added up.
+        settings: settings of the run as on the command line, without methods unless `chosen` names them.
+        configure: builds a configuration from settings.
+        limits: budgets of the run, and the planning time.
         chosen: options of the group ``method`` in `settings`, which every recipe keeps.
-        attempt: tries the recipe to recommend; None: it is not tried.
-        planning_seconds: time after which no further recipe is examined; the smallest recipes are always examined.
+        attempt: tries the recommended recipe; None: it is not tried.
         say: reports the current step.
-        ready: called with each recipe when it is examined.
+        ready: called with each examined recipe.
 
     Raises:
-        UserError: a setting that cannot be used, or a model that cannot be built.
-        SettingError: the budget is below what the weights alone take; a budget of time without images.
+        UserError: a setting cannot be used, or the model cannot be built.
+        SettingError: the budget is smaller than the weights, or a budget of time is given without images.
     """
-    began = clock.perf_counter()
-    asked = memory_bytes
+    began, end_of = clock.perf_counter(), limits.planning_seconds
+    memory_bytes = limits.memory_bytes
     base = configure([*settings, *([] if chosen else ["method=full"])])
     device = on_device(base)
     if device.type == "cpu":
         memory_bytes = min(memory_bytes, memory_limit_bytes())
     steps = _run_steps(base)
-    if max_seconds is not None and steps is None:
+    if limits.seconds is not None and steps is None:
         raise SettingError(
-            "time", format_seconds(max_seconds), "left out without the images", "They tell how many steps the run has."
+            "time",
+            format_seconds(limits.seconds),
+            "left out without the images",
+            "They tell how many steps the run has.",
         )
     counts = [class_count(data) for data in data_configs(base)]
     base_bytes = 0 if device.type == "cuda" else resident_bytes()
@@ -180,24 +194,17 @@ def make_plan(
 
     memory_free = not any(getattr(method, "axis", None) is Axis.MEMORY for method in build_methods(base))
     todo = candidates(base, counter.blocks, chosen, memory_free or not chosen)
-    end = began + planning_seconds * (_COUNTING + _TIMING + _COMPARING)
-    found, excluded = planner.examine(todo, memory_bytes, began + planning_seconds * _COUNTING, end, say, ready)
-    fitting = [pair for pair in found if planner.fits(pair[1], memory_bytes)]
-    if split_batch and not any(option.exactness is Exactness.EXACT for _, option in fitting):
-        for candidate, _ in [pair for pair in found if pair not in fitting]:
-            for parts in split(candidate, base):
-                option = planner.option(parts)
-                if planner.fits(option, memory_bytes):
-                    fitting.append((parts, option))
-                    break
+    end = began + end_of * (_COUNTING + _TIMING + _COMPARING)
+    found, excluded = planner.examine(todo, memory_bytes, began + end_of * _COUNTING, end, say, ready)
+    fitting = planner.fitting(found, memory_bytes, limits.split_batch)
     kept = {id(option) for _, option in fitting}
     above = [option for _, option in found if id(option) not in kept]
-    fitting = planner.with_times(fitting, min(clock.perf_counter() + planning_seconds * _TIMING, end), say)
-    fitting = planner.with_losses(fitting, min(clock.perf_counter() + planning_seconds * _COMPARING, end), say)
+    fitting = planner.with_times(fitting, min(clock.perf_counter() + end_of * _TIMING, end), say)
+    fitting = planner.with_losses(fitting, min(clock.perf_counter() + end_of * _COMPARING, end), say)
     options = sorted((option for _, option in fitting), key=preference)
-    limit = None if max_seconds is None or steps is None else max_seconds / steps
+    limit = None if limits.seconds is None or steps is None else limits.seconds / steps
     best, options, refused = planner.with_trial(
-        options, lambda left: recommend(left, loss, limit), memory_bytes, attempt, say
+        options, lambda left: recommend(left, limits.loss, limit), memory_bytes, attempt, say
     )
     excluded += [*refused, *(planner.above_budget(option) for option in above)]
     least = min((option for _, option in found), key=planner.bound)
@@ -205,7 +212,7 @@ def make_plan(
     recommended = next((option for option in options if option.name == best), None)
     return Plan(
         memory_bytes,
-        asked,
+        limits.memory_bytes,
         base_bytes,
         allocator,
         str(device),
@@ -216,13 +223,13 @@ def make_plan(
         least.name,
         steps,
         clock.perf_counter() - began,
-        planning_seconds,
+        end_of,
     )
 
 
 @dataclass
 class _Planner:
-    """The parts that the candidates of one plan share."""
+    """State that the candidates of a plan share."""
 
     settings: list[str]
     configure: Configure
@@ -235,7 +242,7 @@ class _Planner:
     phases: RunPhases
     sizes: LibrarySizes = field(default_factory=LibrarySizes)
     configs: dict[str, Config] = field(default_factory=dict)
-    #: Growth measured in trials that did not fit, relative to the predicted one; the other recipes' may be as far off.
+    #: Growth measured in trials that did not fit, relative to the predicted growth. It is assumed for other recipes.
     excess: float = 1.0
 
     def examine(
@@ -258,7 +265,7 @@ class _Planner:
         for number, candidate in enumerate(todo, start=1):
             late = clock.perf_counter() > (deadline if any_fits else end)
             if late and found and candidate.methods not in SMALLEST:
-                excluded.append(Excluded(candidate.name, "not examined: the planning time was over", examined=False))
+                excluded.append(Excluded(candidate.name, "not examined: planning time limit reached", examined=False))
                 continue
             say(f"counting {candidate.name} ({number} of {len(todo)})")
             try:
@@ -276,6 +283,21 @@ class _Planner:
         if not found:
             raise UserError(f"No recipe can be used with this model: {excluded[0].reason}")
         return found, excluded
+
+    def fitting(
+        self, found: Sequence[tuple[Candidate, Option]], memory_bytes: int, split_batch: bool
+    ) -> list[tuple[Candidate, Option]]:
+        """Return the candidates that fit, and those that fit with a split batch if no exact one does."""
+        fits = [pair for pair in found if self.fits(pair[1], memory_bytes)]
+        if not split_batch or any(option.exactness is Exactness.EXACT for _, option in fits):
+            return fits
+        for candidate, _ in [pair for pair in found if pair not in fits]:
+            for parts in split(candidate, self.base):
+                option = self.option(parts)
+                if self.fits(option, memory_bytes):
+                    fits.append((parts, option))
+                    break
+        return fits
 
     def _refuse_too_little(self, memory_bytes: int, option: Option) -> None:
         """Reject a budget that the process exceeds before its first step, with any recipe."""
@@ -465,12 +487,12 @@ class _Planner:
 
 
 def _run_steps(config: Config) -> int | None:
-    """Optimizer steps of the run; None without its images."""
+    """Return the number of optimizer steps of the run; None without its images."""
     if missing_images(config):
         return None
     return run_length(config, open_images(config, factory.input_of(config.model)), 1)[1]
 
 
 def _rough(candidate: Candidate, option: Option) -> tuple[int, float]:
-    """Sorts options before their times are known: by class, then by FLOPs."""
+    """Sort key of options without times: class, then FLOPs."""
     return option.exactness, option.counted.flops * candidate.time_factor * (1.02 if candidate.in_backward else 1)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 from efficient_ft.cli.hydra.compose import configurations
 from efficient_ft.cli.hydra.groups import CONF, register
 from efficient_ft.config import Config
-from efficient_ft.planning import Plan, make_plan
+from efficient_ft.planning import Limits, Plan, make_plan
 from efficient_ft.planning.candidates import candidates
 
 #: A small network on the digits, which need no files.
@@ -26,4 +27,6 @@ def few(names: Sequence[str]):
 
 
 def a_plan(memory: int = 10**12, **settings: object) -> Plan:
-    return make_plan(SETTINGS, configure, memory_bytes=memory, **settings)  # type: ignore[arg-type]
+    """Plan the small run; `settings` are those of `Limits` and of `make_plan`."""
+    limits = {field.name: settings.pop(field.name) for field in fields(Limits) if field.name in settings}
+    return make_plan(SETTINGS, configure, Limits(memory, **limits), **settings)  # type: ignore[arg-type]

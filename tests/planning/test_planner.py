@@ -15,7 +15,7 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.format import bytes_setting, format_bytes
 from efficient_ft.methods import Exactness
 from efficient_ft.models import factory
-from efficient_ft.planning import Plan, Trial, make_plan, planner
+from efficient_ft.planning import Limits, Plan, Trial, make_plan, planner
 from efficient_ft.planning.text import plan_text
 from efficient_ft.planning.timing import try_recipe
 from efficient_ft.report.plan_figure import plan_chart
@@ -71,7 +71,7 @@ def test_a_budget_below_the_weights_is_refused() -> None:
 def test_a_time_without_images_is_refused(tmp_path: Path) -> None:
     settings = ("model=deit_tiny", "data=cifar100", f"data.root={tmp_path}")
     with pytest.raises(SettingError, match="time must be left out without the images"):
-        make_plan(settings, configure, memory_bytes=10**12, max_seconds=60)
+        make_plan(settings, configure, Limits(10**12, seconds=60))
 
 
 @pytest.mark.slow
@@ -202,7 +202,7 @@ def test_gradients_are_compared_on_the_users_own_images(tmp_path: Path, monkeypa
     names = ["full+low_bit:bits=8, 8-bit moments", "full+low_bit:bits=2", "full+lora+low_bit"]
     monkeypatch.setattr(planner, "candidates", few(names))
     settings = (*SETTINGS, f"model.weights={tmp_path / 'weights.pth'}")
-    found = {one.name: one for one in make_plan(settings, configure, memory_bytes=10**12).options}
+    found = {one.name: one for one in make_plan(settings, configure, Limits(10**12)).options}
     assert found[names[0]].cosine is not None
     assert found[names[0]].cosine > 0.99
     coarse = found[names[1]].cosine

@@ -161,18 +161,14 @@ def plan(
     memory_bytes = parse_bytes("memory", memory)
     seconds = None if time is None else parse_seconds("time", time)
     planning_seconds = parse_seconds("--planning-time", planning_time)
-    from efficient_ft.planning import make_plan
+    from efficient_ft.planning import Limits, make_plan
 
     return make_plan(
         settings,
         _configure,
-        memory_bytes=memory_bytes,
-        max_seconds=seconds,
-        loss=loss,
-        split_batch=split,
+        Limits(memory_bytes, seconds, loss, split, planning_seconds),
         chosen=_methods(settings),
         attempt=_attempt,
-        planning_seconds=planning_seconds,
         say=say,
         ready=ready,
     )
