@@ -1,4 +1,4 @@
-"""Predictions of plans next to what the runs measured: recorded with every plan, summarized by `plan --calibration`."""
+"""Record the predictions of plans, and compare them with measurements of runs (`plan --calibration`)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _READ: dict[str, tuple[type, ...]] = {
     "run": (str,), "name": (str,), "memory_bytes": (int, float), "process_bytes": (int, float),
     "counted_bytes": (int, float), "step_seconds": (int, float, type(None)), "timed": (bool,),
 }  # fmt: skip
-#: The file in the folder of all runs, to which every plan adds a line per option.
+#: The file in the folder of runs. Every plan appends a line for each option.
 FILE = "plans.jsonl"
 
 
 def record(plan: Plan, folder: Path) -> None:
-    """Add the predictions of a plan's options to the file in `folder`, where runs go.
+    """Append the predictions of a plan's options to the file in `folder`, the folder of runs.
 
-    A folder that cannot be written to is left as it is: the plan itself needs none.
+    If the folder is not writable, nothing is recorded.
     """
     lines = [
         json.dumps(
@@ -60,18 +60,18 @@ def record(plan: Plan, folder: Path) -> None:
 
 
 def calibration(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """Find finished runs that were planned: the latest prediction of each next to what it measured.
+    """Return the latest prediction and the measurement of each finished run that was planned.
 
     Args:
-        folders: each with `FILE` and run folders below it.
+        folders: folders with `FILE` and run folders.
 
     Raises:
-        UserError: one of them has no plans.
+        UserError: a folder has no plans.
     """
     found = []
     for folder in folders:
         if not (folder / FILE).is_file():
-            raise UserError(f"{folder}: no plans here ({FILE}). Plans are recorded where they are made: in outputs.")
+            raise UserError(f"{folder} has no plans ({FILE}). Plans are recorded in the folder of runs (outputs).")
         predicted = _predictions(folder / FILE)
         for file in sorted(folder.rglob(results_file.NAME)):
             run = fingerprint(config_file.read_config(file.parent))
@@ -93,7 +93,7 @@ def _predictions(file: Path) -> dict[str, dict[str, Any]]:
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
             one = parse_json(line)
             if not isinstance(one, dict) or not all(type(one.get(key)) in kinds for key, kinds in _READ.items()):
-                raise ValueError(f"line {number} is no prediction")
+                raise ValueError(f"line {number} is not a valid prediction")
             found[one["run"]] = one
     except ValueError as error:
         raise UserError(f"{file} is damaged ({first_line(error)}). Remove the line, or rename the file.") from error
@@ -115,10 +115,10 @@ def _pair(folder: Path, predicted: dict[str, Any], results: dict[str, Any]) -> d
 
 
 def calibration_text(folders: Sequence[Path]) -> str:
-    """The table of the runs that were planned, and how far the predictions were off."""
+    """Return a table of planned runs with the errors of the predictions."""
     pairs = calibration(folders)
     if not pairs:
-        raise UserError("None of the planned runs has finished. Run what a plan recommends, then repeat this.")
+        raise UserError("None of the planned runs has finished. Run the command of a plan, then repeat this.")
     rows = [["run", "recipe", "predicted", "measured", "off", "counted off", "step off"]]
     for pair in pairs:
         (predicted, measured), step = pair["memory"], pair["step"]
@@ -149,5 +149,5 @@ def calibration_text(folders: Sequence[Path]) -> str:
 
 
 def _off(pair: tuple[float, float]) -> float:
-    """How far a prediction is above the measurement."""
+    """Return the relative error of a prediction."""
     return pair[0] / pair[1] - 1

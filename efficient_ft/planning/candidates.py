@@ -19,15 +19,15 @@ class Candidate:
 
     Attributes:
         methods: options of the group ``method``.
-        settings: of the methods and the optimizer, as on the command line.
-        exactness: the class of its updates, as far as it is declared.
-        added: the same of what the plan adds to the methods that the user named; None: the user named none.
-        evidence: what shows that it is exact, part by part.
-        row: the row of the finished studies that shows what it loses, without its memory method; None: there is none.
-        in_backward: the optimizer steps inside the backward pass.
+        settings: settings of the methods and the optimizer, as on the command line.
+        exactness: declared class of the updates.
+        added: class of the parts that the plan adds to the user's methods; None if the user named no methods.
+        evidence: why the updates are exact, for each part.
+        row: row of the finished studies with the loss of accuracy, without the memory method; None: not studied.
+        in_backward: True if the optimizer steps inside the backward pass.
         state_bits: bits of the optimizer's moments.
-        micro_batches: parts that the batch is split into, whose gradients are added up.
-        time_factor: time of a step with this memory method, relative to the same FLOPs without (bench step).
+        micro_batches: number of micro-batches with accumulated gradients.
+        time_factor: step time with the memory method relative to the same FLOPs without it (bench step).
     """
 
     methods: tuple[str, ...]
@@ -77,19 +77,19 @@ class Candidate:
         return arguments
 
 
-#: What shows that a method of ours is exact, by name.
+#: Evidence that a method is exact, by name.
 EVIDENCE = {
     "full": "full: plain fine-tuning",
     "compact": "compact: gradients agree to 1e-10 in float64 (selftest 10)",
     "checkpointing": "checkpointing: the same bits (selftest 10)",
 }
-#: With these settings they are.
+#: Settings with which a method is exact.
 _EXACT_IF: dict[str, dict[str, Any]] = {"full": {"train_norms": True}, "compact": {"activation_dtype": "same"},
              "checkpointing": {"input_dtype": "same"}}  # fmt: skip
 _IN_BACKWARD_EVIDENCE = "steps in backward: each parameter has its whole gradient, and none is clipped"
 
-#: The memory axis: option, settings, exactness, and time relative to the same FLOPs (two cores of an EPYC with
-#: AVX-512, DeiT-S, batch 16; a plan replaces it by a measurement for the recipes that matter).
+#: The memory axis: options, settings, exactness, and time relative to the same FLOPs without them (DeiT-S, batch 16, on
+#: two EPYC cores with AVX-512). A plan measures the time of its preferred recipes instead.
 _MEMORY: tuple[tuple[tuple[str, ...], tuple[str, ...], Exactness, float], ...] = (
     ((), (), Exactness.EXACT, 1.0),
     (("compact",), (), Exactness.EXACT, 1.05),
@@ -100,11 +100,11 @@ _MEMORY: tuple[tuple[tuple[str, ...], tuple[str, ...], Exactness, float], ...] =
     (("low_bit",), ("method.low_bit.bits=2",), Exactness.APPROXIMATE, 1.12),
     (("checkpointing",), ("method.checkpointing.input_dtype=int4",), Exactness.APPROXIMATE, 1.02),
 )
-#: The smallest recipes, which a plan always examines first: they show whether any recipe can fit.
+#: The smallest recipes. A plan always examines them first, to find out if any recipe can fit.
 SMALLEST = (("head",), ("last_stage",))
-#: The memory method that is combined with stacks that train a part or compute less: by far the smallest near exact one.
+#: Index of the memory method for stacks that train a part of the model: by far the smallest near exact one.
 _OF_STACKS = (3,)
-#: The ones that are examined with an optimizer that steps in the backward pass.
+#: Indices of memory methods that are also examined with an optimizer that steps inside the backward pass.
 _IN_BACKWARD = (1, 2, 3, 6)
 #: The optimizer axis: bits, in backward, exactness.
 _OPTIMIZER: tuple[tuple[Literal[32, 8, 4], bool, Exactness], ...] = (
@@ -115,18 +115,18 @@ _OPTIMIZER: tuple[tuple[Literal[32, 8, 4], bool, Exactness], ...] = (
     (4, True, Exactness.APPROXIMATE),
 )
 
-#: The class of the optimizer alone, by the bits of its moments.
+#: Class of the optimizer by the bits of its moments.
 _OF_BITS = {32: Exactness.EXACT, 8: Exactness.NEAR, 4: Exactness.APPROXIMATE}
 
 
 def candidates(config: Config, blocks: int, chosen: Sequence[str] = (), memory: bool = True) -> list[Candidate]:
-    """Return the recipes to examine for a run, the smallest first, then the most useful ones.
+    """Return the recipes to examine for a run: the smallest first, then the most useful ones.
 
     Args:
-        config: of the run.
-        blocks: of the network.
-        chosen: the options of the group ``method`` that the user has chosen, all of which are kept; empty: none.
-        memory: combine them with methods of the memory axis; False: the user has chosen one.
+        config: configuration of the run.
+        blocks: number of blocks of the network.
+        chosen: options of the group ``method`` that the user named. All recipes contain them.
+        memory: True to combine recipes with methods of the memory axis.
     """
     stacks = [_named(config, chosen)] if chosen else list(_stacks(blocks))
     found: list[tuple[float, Candidate]] = []
@@ -159,7 +159,7 @@ def candidates(config: Config, blocks: int, chosen: Sequence[str] = (), memory: 
 
 
 def _named(config: Config, chosen: Sequence[str]) -> Candidate:
-    """The recipe of methods that the user named: exact only if each of them is known to be, as it is set."""
+    """Return the recipe of the user's methods. It is exact only if each method is exact with its settings."""
     evidence = [_evidence(name, settings) for name, settings in config.method.items()]
     exact = all(evidence)
     exactness = Exactness.EXACT if exact else Exactness.UNKNOWN
@@ -181,7 +181,7 @@ def _evidence(name: str, settings: Mapping[str, Any]) -> str:
 
 
 def _complete(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """All settings of a method, with its defaults."""
+    """Return all settings of a method, including defaults."""
     parameters = inspect.signature(METHODS[name]).parameters.values()
     return {p.name: settings.get(p.name, p.default) for p in parameters}
 
@@ -200,7 +200,7 @@ def _declared() -> Iterator[Candidate]:
 
 
 def _value(value: object) -> str:
-    """A setting's value, as on the command line."""
+    """Format the value of a setting as on the command line."""
     if value is None:
         return "null"
     if isinstance(value, list | tuple):
@@ -209,10 +209,10 @@ def _value(value: object) -> str:
 
 
 def split(candidate: Candidate, config: Config) -> Iterator[Candidate]:
-    """Yield `candidate` with the batch in 2, 4, 8, ... parts; nothing if it steps in the backward pass."""
+    """Yield `candidate` with 2, 4, 8, ... micro-batches; nothing if the optimizer steps inside the backward pass."""
     if candidate.in_backward:
         return
-    if not config.model.frozen_bn:  # BatchNorm would see other batches
+    if not config.model.frozen_bn:  # BatchNorm statistics depend on the micro-batch
         candidate = replace(candidate, exactness=max(candidate.exactness, Exactness.APPROXIMATE), evidence=())
     parts = 2
     while parts <= config.data.batch_size:
@@ -222,7 +222,7 @@ def split(candidate: Candidate, config: Config) -> Iterator[Candidate]:
 
 
 def _stacks(blocks: int) -> Iterator[Candidate]:
-    """Yield the choices of what trains and what is computed; the first trains everything exactly."""
+    """Yield the combinations of selection and backprop. The first one trains all parameters exactly."""
     part, near = Exactness.PART, Exactness.APPROXIMATE
     upper = f"[{','.join(map(str, range(blocks // 2, blocks)))}]"
     yield Candidate(("full",), (), Exactness.EXACT, evidence=(EVIDENCE["full"],), row="full")
@@ -241,18 +241,18 @@ def _stacks(blocks: int) -> Iterator[Candidate]:
 
 
 def _with_optimizers(candidate: Candidate, config: Config, backward: bool) -> Iterator[Candidate]:
-    """Yield the recipe with each optimizer that the run can have; the user's own choice is kept.
+    """Yield the recipe with each possible optimizer. An optimizer that the user chose is not changed.
 
     Args:
         candidate: the recipe.
-        config: of the run.
-        backward: also with steps in the backward pass.
+        config: configuration of the run.
+        backward: include optimizers that step inside the backward pass.
     """
     optim, trainer = config.optim, config.trainer
     own = Candidate(()).state_bits != optim.state_bits or optim.in_backward
     if own or optim.name == "sgd":
         kinds = [(optim.state_bits, optim.in_backward, _OF_BITS[optim.state_bits])]
-        if candidate.added is None:  # the optimizer is the user's own: recipes are ordered by the rest
+        if candidate.added is None:  # the user chose the optimizer, so recipes are ordered by their other parts
             candidate = replace(candidate, added=candidate.exactness)
         if optim.name == "sgd" and not optim.in_backward:
             kinds.append((32, True, Exactness.EXACT))
@@ -264,7 +264,7 @@ def _with_optimizers(candidate: Candidate, config: Config, backward: bool) -> It
         if in_backward and not (optim.in_backward or (alone and backward)):
             continue
         if in_backward and not optim.in_backward and optim.grad_clip_norm is not None:
-            exactness = max(exactness, Exactness.NEAR)  # the update is not clipped any more
+            exactness = max(exactness, Exactness.NEAR)  # gradients are no longer clipped
         evidence = candidate.evidence if max(candidate.exactness, exactness) is Exactness.EXACT else ()
         yield replace(
             candidate,

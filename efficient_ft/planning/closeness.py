@@ -1,4 +1,4 @@
-"""How close a recipe's gradient comes to the exact one, on a few of the run's own training images."""
+"""Cosine between a recipe's gradient and the exact gradient, on a few training images of the run."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from efficient_ft.task import moved
 from efficient_ft.training.datamodule import open_images
 from efficient_ft.training.run_task import run_task
 
-#: Images of the batch.
+#: Batch size.
 IMAGES = 4
 
 
 class Closeness:
-    """The exact gradient of a run's network with its weights.
+    """Compare gradients of recipes with the exact gradient of a run's network and weights.
 
     Args:
-        config: of the run.
-        device: where gradients are computed.
+        config: configuration of the run.
+        device: device of the computation.
     """
 
     def __init__(self, config: Config, device: torch.device) -> None:
@@ -39,15 +39,15 @@ class Closeness:
         self._plain = factory.create_model(config.model, images.num_classes).to(device)
         for name in view(self._plain).head:
             weight = getattr(self._plain.get_submodule(name), "weight", None)
-            if weight is not None and not weight.any():  # a head that starts from zero passes no gradient on
+            if weight is not None and not weight.any():  # a zero head would block all gradients
                 torch.nn.init.trunc_normal_(weight, std=0.02)
         self._exact = step_gradients(self._plain, self._batch, seed=config.seed, task=self._task).gradients
         self._seed = config.seed
 
     def cosine(self, config: Config) -> float | None:
-        """The cosine of the recipe's gradient with the exact one, over what the recipe trains of the network itself.
+        """Return the cosine between the recipe's gradient and the exact one, over trained parameters of the network.
 
-        None if it trains nothing of it, or cannot take a step here.
+        Returns None if no parameter of the network trains, or if the recipe cannot take a step.
         """
         model, methods = copy.deepcopy(self._plain), build_methods(config)
         try:

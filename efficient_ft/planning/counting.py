@@ -1,4 +1,4 @@
-"""Count the recipes of a plan on fake tensors: no weights, no data, about a second each."""
+"""Count the recipes of a plan on fake tensors, without weights or data, in about a second each."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from efficient_ft.training.run_task import step_spec
 
 @dataclass(frozen=True)
 class Counted:
-    """Counts of one optimizer step of a recipe, all micro-batches in it.
+    """Counts of one optimizer step of a recipe, including all micro-batches.
 
     Attributes:
-        resident_bytes: of the model and the batch, there before the step.
-        step_bytes: the peak above them, with the optimizer's state and accumulated gradients.
-        largest_bytes: of the largest tensor that an operation makes.
-        optimizer_bytes: of the optimizer's state, part of `step_bytes`.
-        flops: of the step.
-        trainable: parameters that train.
+        resident_bytes: bytes of the model and the batch, which exist before the step.
+        step_bytes: additional peak bytes, with the optimizer's state and accumulated gradients.
+        largest_bytes: bytes of the largest tensor that an operation creates.
+        optimizer_bytes: bytes of the optimizer's state, part of `step_bytes`.
+        flops: FLOPs of the step.
+        trainable: number of trainable parameters.
     """
 
     resident_bytes: int
@@ -42,41 +42,41 @@ class Counted:
 
     @property
     def peak_bytes(self) -> int:
-        """The counted peak: model, batch, activations, gradients and optimizer."""
+        """Counted peak: model, batch, activations, gradients and optimizer."""
         return self.resident_bytes + self.step_bytes
 
 
 class Counter:
-    """Counts recipes of one network.
+    """Count recipes of one network.
 
     Args:
-        config: of the run; its model.
-        num_classes: of the network.
+        config: configuration of the run, which names the model.
+        num_classes: number of classes of the network.
     """
 
     def __init__(self, config: Config, num_classes: int) -> None:
         self._config, self.classes = config, num_classes
         self._light = self._on_meta_device()
         self.blocks = len(view(self._light).blocks)
-        #: Number of the network's own parameters.
+        #: Number of parameters of the network.
         self.parameters = sum(p.numel() for p in self._light.parameters())
         self._found: dict[str, Counted] = {}
         self._shares: dict[int, float] = {}
 
     def network(self) -> nn.Module:
-        """A new network on the CPU, with random weights."""
+        """Return a new network on the CPU, with random weights."""
         return factory.random_model(self._config.model, self.classes)
 
     def _on_meta_device(self) -> nn.Module:
-        """The network without memory for its weights."""
+        """Return the network on the meta device."""
         network = self.network()
         return network.to("meta")
 
     def __call__(self, config: Config, methods: list[Method] | None = None) -> Counted:
-        """Count a step of the run `config`, whose network is the counter's.
+        """Count a step of the run `config`, which uses the network of this counter.
 
         Raises:
-            UserError: the methods cannot be built, or applied to the network.
+            UserError: the methods cannot be built or applied to the network.
         """
         plain = config.model_copy(update={"optim": config.optim.model_copy(update={"state_bits": 32})})
         key = plain.model_dump_json(include={"method", "optim", "trainer", "data"})
@@ -89,7 +89,7 @@ class Counter:
         return replace(counted, step_bytes=counted.step_bytes - counted.optimizer_bytes + small, optimizer_bytes=small)
 
     def _share(self, config: Config, bits: int) -> float:
-        """The bytes of an optimizer's state with few bits, as a share of those with 32, over the whole network."""
+        """Return the bytes of the optimizer state with `bits` bits relative to 32 bits, for all parameters."""
         if bits not in self._shares:
             sizes = []
             for of in (32, bits):
@@ -115,7 +115,7 @@ class Counter:
                 steps = probe.watch(spec.batch_size, True, [(step, False) for step in range(probe.methods.cost_steps)])
             except UserError:
                 raise
-            except Exception:  # fake tensors cannot follow this network: real runs of few images, as `executed` does
+            except Exception:  # not supported by fake tensors: count real runs of a few images, as `executed` does
                 probe = Probe(self.network(), methods, spec, probe.build_optimizer)
                 probe.warm_up()
                 counted = count(probe)

@@ -1,4 +1,4 @@
-"""The recipes of a plan: what each costs and loses, how they are ordered, and which one is recommended."""
+"""The recipes of a plan: their cost and loss of accuracy, their order, and the recommended one."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from dataclasses import dataclass, field, replace
 from efficient_ft.methods.declarations import Exactness
 from efficient_ft.planning.counting import Counted
 
-#: The cosine of a gradient with the exact one from which on it counts as near exact.
+#: A gradient whose cosine with the exact gradient is at least this value counts as near exact.
 CLOSE = 0.98
-#: Recipes whose step times differ by less are equally fast.
+#: Recipes whose step times differ by less than this factor count as equally fast.
 _TIE = 1.03
 
 
 @dataclass(frozen=True)
 class Option:
-    """A recipe of a plan with what it costs and loses.
+    """A recipe of a plan with its cost and loss of accuracy.
 
     Attributes:
-        name: in tables.
-        arguments: of the command line, all that make the run.
-        exactness: its class: declared, or measured.
-        counted: what a step takes.
-        process_bytes: predicted peak of the process (on a GPU: of the memory reserved on it).
-        measured_bytes: the same peak, measured in a trial of the recipe; None: it was not tried.
-        step_seconds: of an optimizer step; None: neither timed nor estimated.
-        timed: the step was timed here; False: the time is estimated from FLOPs.
-        fingerprint: of the run's configuration, by which its results are found again.
-        cosine: of the gradient with the exact one, over the parameters that the recipe trains, on the user's own
-            images; 1 where it is exact; None: not measured.
-        added: the class of what the plan adds to the methods that the user named; None: the user named none.
-        evidence: what shows that it is exact, part by part.
-        points_lost: by study: points of test accuracy below full fine-tuning, without the memory method.
-        on_front: no other option that fits is better in peak, step time and exactness at once.
+        name: name in tables.
+        arguments: all command-line arguments of the run.
+        exactness: declared or measured class of the updates.
+        counted: counts of a step.
+        process_bytes: predicted peak of the process; on a GPU, of the memory reserved on the device.
+        measured_bytes: the same peak, measured in a trial of the recipe; None if it was not tried.
+        step_seconds: seconds of an optimizer step; None if neither timed nor estimated.
+        timed: True if the step was timed on this machine; False if the time is estimated from FLOPs.
+        fingerprint: fingerprint of the run's configuration, which identifies its results.
+        cosine: cosine between the gradient and the exact gradient of the trained parameters, on the user's images;
+            1 if exact; None if not measured.
+        added: class of the parts that the plan adds to the user's methods; None if the user named no methods.
+        evidence: why the updates are exact, for each part.
+        points_lost: points of test accuracy below full fine-tuning by study, without the memory method.
+        on_front: True if no other option is at least as good in peak, step time and exactness and better in one.
     """
 
     name: str
@@ -53,22 +53,22 @@ class Option:
 
     @property
     def choice(self) -> Exactness:
-        """The class by which options are ordered: of what the plan decides."""
+        """Class that orders options: the class of the parts that the plan decides."""
         return self.exactness if self.added is None else self.added
 
     @property
     def peak_bytes(self) -> int:
-        """The peak of the process as measured in a trial, or else as predicted."""
+        """Measured peak of the process if there was a trial, otherwise the predicted one."""
         return self.process_bytes if self.measured_bytes is None else self.measured_bytes
 
     @property
     def words(self) -> list[str]:
-        """The words of the command line that trains the recipe, quoted for a shell."""
+        """Words of the command line that trains the recipe, quoted for a shell."""
         return ["efficient-ft", *(f"'{a}'" if any(c in a for c in "[]{}, ") else a for a in self.arguments)]
 
     @property
     def command(self) -> str:
-        """The command line that trains the recipe."""
+        """Command line that trains the recipe."""
         return " ".join(self.words)
 
 
@@ -80,8 +80,8 @@ class Excluded:
         name: name in tables.
         reason: why the recipe cannot be used.
         process_bytes: the budget that the recipe needs; None if it was not counted.
-        exactness: its class; None if it was not counted.
-        examined: False if the planning time ended before, so that the recipe may be possible.
+        exactness: class of the updates; None if the recipe was not counted.
+        examined: False if the planning time limit was reached first; the recipe may be possible.
     """
 
     name: str
@@ -92,12 +92,12 @@ class Excluded:
 
 
 def with_cosine(option: Option, cosine: float | None, whole: bool = True) -> Option:
-    """The option with a measured cosine, and the class that follows from it.
+    """Return the option with a measured cosine and the resulting class.
 
     Args:
-        option: the option; an exact one is not measured.
-        cosine: of its gradient with the exact one; None: not measured.
-        whole: every parameter of the network trains.
+        option: the option, which is not exact.
+        cosine: cosine between its gradient and the exact gradient; None if not measured.
+        whole: True if all parameters of the network train.
     """
     if cosine is None:
         return option
@@ -110,12 +110,12 @@ def with_cosine(option: Option, cosine: float | None, whole: bool = True) -> Opt
 
 
 def preference(option: Option) -> tuple[int, float, int]:
-    """Sorts options: by class, then by time, then by memory."""
+    """Sort key of options: class, then time, then memory."""
     return option.choice, option.step_seconds or 0.0, option.peak_bytes
 
 
 def with_front(options: list[Option]) -> list[Option]:
-    """Mark the options that no other one is better than in peak, step time and exactness at once."""
+    """Mark the Pareto front of peak, step time and exactness."""
 
     def values(o: Option) -> tuple[float, float, float]:
         loss = float(o.choice) if o.cosine is None else float(o.choice) + (1 - o.cosine) / 2
@@ -129,7 +129,7 @@ def with_front(options: list[Option]) -> list[Option]:
 
 
 def recommend(options: Sequence[Option], loss: float, step_limit: float | None) -> Option | None:
-    """The option of the best class within the limits, the fastest in it, exact or small where equally fast."""
+    """Return the fastest option of the best class within the limits; the smallest of equally fast ones."""
 
     def allowed(o: Option) -> bool:
         if step_limit is not None and (o.step_seconds or 0.0) > step_limit:

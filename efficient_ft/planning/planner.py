@@ -182,8 +182,8 @@ def make_plan(
         raise SettingError(
             "time",
             format_seconds(limits.seconds),
-            "left out without the images",
-            "They tell how many steps the run has.",
+            "left out without images",
+            "They determine the number of steps.",
         )
     counts = [class_count(data) for data in data_configs(base)]
     base_bytes = 0 if device.type == "cuda" else resident_bytes()
@@ -343,27 +343,27 @@ class _Planner:
         )
 
     def _process_bytes(self, config: Config, counted: Counted, added: int) -> int:
-        """The predicted peak of a run, as the run itself predicts it."""
+        """Return the predicted peak of a run; the run makes the same prediction."""
         demand = replace(self.phases.demand(config, counted), resumed=False)
         return predict(demand, self.base_bytes + added, self.allocator, self.device.type).peak_bytes
 
     def bound(self, option: Option) -> int:
-        """The budget that an option needs: its peak with a margin on the growth, and at least what its run predicts."""
+        """Return the budget that an option needs: its peak plus a margin on the growth, or its prediction if larger."""
         margin = max(MARGIN, self.excess * TRIAL_MARGIN) if option.measured_bytes is None else TRIAL_MARGIN
         return max(round(option.peak_bytes + (margin - 1) * self._growth(option)), option.process_bytes)
 
     def _growth(self, option: Option) -> int:
-        """The growth over a step, above what is there before the first one."""
+        """Return the growth in a step, above model and batch."""
         return option.peak_bytes - self.base_bytes - option.counted.resident_bytes
 
     def fits(self, option: Option, memory_bytes: int) -> bool:
-        """True if the option stays within the budget."""
+        """Return True if the option stays within the budget."""
         return self.bound(option) <= memory_bytes
 
     def with_times(
         self, fitting: list[tuple[Candidate, Option]], deadline: float, say: Callable[[str], None]
     ) -> list[tuple[Candidate, Option]]:
-        """Time the preferred options until the deadline, and estimate the others' times from theirs."""
+        """Time the preferred options until the deadline, and estimate the times of the others from FLOPs."""
         order = sorted(fitting, key=lambda pair: _rough(*pair))
         best_of: dict[Exactness, list[tuple[Candidate, Option]]] = {}
         for pair in order:
@@ -377,7 +377,7 @@ class _Planner:
                 break
             say(f"timing {option.name}")
             config = self.configs[option.name]
-            if not rate:  # a first step of one image tells how many images a step can have
+            if not rate:  # a first step with one image determines the number of images of the timed steps
                 rate = step_seconds(config, self.counter, self.device, 1, 0.5) / option.counted.flops
             whole = rate * option.counted.flops / config.trainer.grad_accum_steps
             images = max(1, min(config.data.batch_size, int(config.data.batch_size * _STEP / max(whole, 1e-9))))
@@ -400,10 +400,10 @@ class _Planner:
         attempt: Attempt | None,
         say: Callable[[str], None],
     ) -> tuple[str | None, list[Option], list[Excluded]]:
-        """Try the option to recommend in a process of its own; where it does not keep the budget, the next one.
+        """Try the best option in a separate process. If it exceeds the budget, try the next one.
 
         Returns:
-            The name of the option to recommend, the options that fit, and those that do not any more.
+            The name of the recommended option, the options that fit, and the options that were excluded.
         """
         refused: list[Excluded] = []
         for number in range(_TRIALS + 1):
@@ -438,20 +438,20 @@ class _Planner:
         return None, options, refused
 
     def above_budget(self, option: Option) -> Excluded:
-        """The option as one that does not fit."""
+        """Return the option as an excluded recipe."""
         bound = self.bound(option)
         how = "may take" if option.measured_bytes is None else "took, in a trial and with a margin,"
         return Excluded(option.name, f"its process {how} {format_bytes(bound)}", bound, option.exactness)
 
     def _trial_seconds(self, option: Option, memory_bytes: int) -> float | None:
-        """The seconds that a trial may take; None: its steps are too long, or the machine has no room for it now."""
+        """Return the limit of a trial in seconds; None if its steps are too long or free memory is too low."""
         if option.step_seconds is None or option.step_seconds > _TRIED_STEP:
             return None
         room = min(memory_limit_bytes() - resident_bytes(), psutil.virtual_memory().available)
         return None if self.device.type == "cpu" and room < self.bound(option) else _TRIAL
 
     def _timed_again(self, option: Option) -> Option:
-        """Time the recommended option once more, on the whole batch if its steps are short enough."""
+        """Time the recommended option again, with the full batch if its steps are short enough."""
         config = self.configs[option.name]
         whole = (option.step_seconds or 1.0) / config.trainer.grad_accum_steps
         images = max(1, min(config.data.batch_size, int(config.data.batch_size * _FINAL_STEP / whole)))
@@ -461,7 +461,7 @@ class _Planner:
     def with_losses(
         self, fitting: list[tuple[Candidate, Option]], deadline: float, say: Callable[[str], None]
     ) -> list[tuple[Candidate, Option]]:
-        """Measure the gradients of the options that are not exact, where weights and images are there."""
+        """Compare the gradients of inexact options with the exact one, if weights and images are available."""
         measurable = [Exactness.NEAR, Exactness.APPROXIMATE, Exactness.UNKNOWN]
         if self.chosen:
             measurable.append(Exactness.PART)
@@ -469,7 +469,7 @@ class _Planner:
         if not open_ or factory.missing_weights(self.base.model) is not None or missing_images(self.base):
             return fitting
         if not self.base.model.pretrained and self.base.model.weights is None:
-            return fitting  # random weights: no gradient of interest
+            return fitting  # gradients of random weights are meaningless
         say("comparing gradients")
         closeness = Closeness(self.base, self.device)
         by_methods: dict[str, float | None] = {}

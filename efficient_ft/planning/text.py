@@ -79,7 +79,7 @@ def _legend(shown: Sequence[Option]) -> str:
             " count and times from FLOPs. The other values are measured on this machine"
             + (": the recommended recipe ran for a few steps in a separate process." if tried else "."),
             "cosine: cosine of the gradient and the exact gradient, over what trains, on images of the run. A class"
-            " without a measured cosine is the one that is declared for its methods."
+            " without a measured cosine is declared by the methods."
             + (f" exact: shown by {'; '.join(evidence)}." if evidence else ""),
             "lost: points of test accuracy below full fine-tuning in finished studies of small networks, from the best"
             " to the worst, without the memory method. –: not known.",

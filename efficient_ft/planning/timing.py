@@ -1,4 +1,4 @@
-"""Time a recipe's training step on this machine, and measure its memory, on random weights and images."""
+"""Measure the time and memory of a recipe's training step on this machine, with random weights and images."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from efficient_ft.training.optimizer import build_optimizer
 from efficient_ft.training.run_task import step_spec
 from efficient_ft.training.trainer import on_device, use_channels_last
 
-#: Steps timed, at most: in turn with other recipes, and in a trial.
+#: Maximum number of timed steps, for a plan and in a trial.
 STEPS, TRIAL_STEPS = 8, 60
-#: A trial takes no further step after these seconds and these steps: a process grows over its first steps.
+#: A trial ends after these seconds and at least this many steps, because a process grows in its first steps.
 _ENOUGH, _FEW = 3.0, 6
 
 
 def step_seconds(config: Config, counter: Counter, device: torch.device, images: int, max_seconds: float) -> float:
-    """Return the seconds of one optimizer step, micro-batches included.
+    """Return the seconds of one optimizer step, including all micro-batches.
 
-    Steps of fewer images are scaled to the whole batch: their forward and backward passes, not their update.
+    If a timed step has fewer images than the batch, the time of its forward and backward passes is scaled.
 
     Args:
-        config: of the run.
-        counter: has the network.
-        device: where the step runs.
-        images: of the steps timed, at most those of the batch.
+        config: configuration of the run.
+        counter: provides the network.
+        device: device of the step.
+        images: number of images in a timed step, at most the batch size.
         max_seconds: no further step begins after this time.
 
     Raises:
-        UserError: the methods cannot be built, or applied to the network.
+        UserError: the methods cannot be built or applied to the network.
     """
     with undisturbed([device] if device.type == "cuda" else []):
         step = _training_step(config, counter.network(), device, images)
@@ -73,12 +73,12 @@ def step_seconds(config: Config, counter: Counter, device: torch.device, images:
 
 @dataclass(frozen=True)
 class Trial:
-    """Memory and time of optimizer steps of a recipe, in a process of their own.
+    """Memory and time of optimizer steps of a recipe, measured in a separate process.
 
     Attributes:
-        peak_bytes: of the process, above its size before the model; on a GPU, what was reserved on it.
-        step_seconds: the median of the steps measured.
-        steps: how many were measured.
+        peak_bytes: peak of the process minus its size before the model; on a GPU, bytes reserved on the device.
+        step_seconds: median seconds of the measured steps.
+        steps: number of measured steps.
     """
 
     peak_bytes: int
@@ -87,17 +87,17 @@ class Trial:
 
 
 def try_recipe(config: Config, num_classes: int, max_seconds: float) -> Trial:
-    """Take optimizer steps on whole batches, micro-batches included, and measure them and this process.
+    """Take optimizer steps with full batches, and measure their time and the memory of this process.
 
-    Nothing else may have been measured in the process: memory that an allocator kept would hide the growth.
+    The process must not have run other steps, because memory kept by the allocator would hide the growth.
 
     Args:
-        config: of the run.
-        num_classes: of the network.
+        config: configuration of the run.
+        num_classes: number of classes of the network.
         max_seconds: no further step begins after this time, once one is measured.
 
     Raises:
-        UserError: the methods cannot be built, or applied to the network.
+        UserError: the methods cannot be built or applied to the network.
     """
     device = on_device(config)
     interpreter = settled_bytes()
@@ -130,7 +130,7 @@ def try_recipe(config: Config, num_classes: int, max_seconds: float) -> Trial:
 
 
 def _training_step(config: Config, network: nn.Module, device: torch.device, images: int) -> TrainingStep:
-    """The training step of a run, with its methods applied to `network`, on at most `images` images."""
+    """Return the training step of a run, with its methods applied to `network`, with at most `images` images."""
     methods, spec = build_methods(config), step_spec(config)
     apply_methods(network, methods)
     if use_channels_last(config, device):

@@ -70,7 +70,7 @@ def test_a_budget_below_the_weights_is_refused() -> None:
 
 def test_a_time_without_images_is_refused(tmp_path: Path) -> None:
     settings = ("model=deit_tiny", "data=cifar100", f"data.root={tmp_path}")
-    with pytest.raises(SettingError, match="time must be left out without the images"):
+    with pytest.raises(SettingError, match="time must be left out without images"):
         make_plan(settings, configure, Limits(10**12, seconds=60))
 
 
