@@ -1,13 +1,13 @@
-"""Measure recipes against each other: alternately, in one process, after a warm-up.
+"""Compare recipes by measuring them alternately in one process, after warm-up.
 
-* `step`: training steps of a model with each recipe, by their parts.
+* `step`: parts of a training step with each recipe.
 * `memory`: measured and counted memory of a recipe's steps, each recipe in its own process.
 * `layer`: the backward pass of one linear layer, exact and low-rank.
-* `loop`: what the framework adds to a bare PyTorch loop, per step.
-* `gradient`: how close the gradients of each recipe come to the exact ones, and the bytes it keeps.
-* `optimizer`: steps of AdamW with moments in few bits, compared with 32 bits on the same gradients.
-* `gradient_error`: how close low-rank backward passes come to the exact gradient on a trained network.
+* `loop`: overhead of the framework per step, compared with a plain PyTorch loop.
+* `gradient`: errors of each recipe's gradients, and saved bytes.
+* `optimizer`: steps of AdamW with low-bit moments, compared with 32 bits on the same gradients.
+* `gradient_error`: gradient errors of low-rank backward passes on a trained network.
 
-The first six return a report for JSON, with the fields of the files in ``benchmarks``; `tables` prints it. Times are
-medians with quartiles. FLOPs and bytes are executed ones (counted); on CUDA, peaks are measured.
+The first six return a report for JSON, with the fields of the files in ``benchmarks``; `tables` formats it. Times are
+medians with quartiles. FLOPs and bytes are executed counts; on CUDA, peaks are measured.
 """

@@ -1,6 +1,6 @@
-"""How close the gradients of each recipe come to the exact ones of the same network and batch, and the bytes it keeps.
+"""Compare the gradients of recipes with the exact gradients of the same network and batch, and count saved bytes.
 
-Measured are the gradients of the blocks' trained parameters, all together and by the layer's name (``qkv``, ``fc1``).
+The comparison covers the trained parameters of the blocks, together and by layer name (``qkv``, ``fc1``).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class _Candidate:
     model: nn.Module
     methods: list[Any]
     precision: str
-    steps: int = 0  # taken already
+    steps: int = 0  # steps already taken
 
     def step_gradients(self, batch: Batch, seed: int) -> Gradients:
-        """Gradients of the next step."""
+        """Compute the gradients of the next step."""
         step, self.steps = self.steps, self.steps + 1
         return step_gradients(
             self.model, batch, methods=self.methods, step=step, precision=self.precision, seed=seed + step
@@ -61,27 +61,27 @@ def measure_gradients(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Compare the gradients of recipes with the exact ones.
+    """Compare the gradients of recipes with the exact ones. The parameters are the options of the command.
 
     Args:
-        recipes: to be compared.
-        configure: makes configurations.
+        recipes: recipes to compare.
+        configure: builds configurations.
         model: a model of conf/model or of timm.
-        weights: a file with its weights, in timm's names; None: random weights.
-        images: a folder with a folder of images for each class; None: noise.
-        image_size: pixels of a side; None: the model's own.
-        num_classes: of noise.
-        batch_size: images in the batch.
-        batches: disjoint batches measured.
-        precision: ``fp32``, ``bf16`` or ``fp16``, where a recipe sets no other.
-        device: where the network runs.
-        seed: of the images, random weights and rounding.
+        weights: a file with weights in timm's names; None: random weights.
+        images: a folder with one folder of images per class; None: noise.
+        image_size: side length in pixels; None: the default of the model.
+        num_classes: number of classes for noise.
+        batch_size: number of images in a batch.
+        batches: number of disjoint batches.
+        precision: ``fp32``, ``bf16`` or ``fp16``, unless a recipe sets it.
+        device: device of the network.
+        seed: seed of the images, random weights and rounding.
 
     Returns:
         The report, for JSON and `tables.report_text`.
 
     Raises:
-        UserError: too few images, or a recipe that trains nothing in the blocks.
+        UserError: there are too few images, or a recipe trains no parameter of the blocks.
     """
     overrides = [] if image_size is None else [f"model.image_size={image_size}"]
     overrides += [] if weights is None else [f"model.weights='{weights}'"]
@@ -141,7 +141,7 @@ def _batches(
     seed: int,
     device: torch.device | str,
 ) -> tuple[list[Batch], int]:
-    """The batches measured, and the number of classes."""
+    """Return the batches and the number of classes."""
     if images is not None:
         folder = image_folder(images, config)
         batches = list(shuffled_batches(folder, batch_size, count, 0, seed))
@@ -167,7 +167,7 @@ def _batches(
 def _plain_network(
     config: ModelConfig, classes: int, random_weights: bool, seed: int, device: torch.device | str
 ) -> nn.Module:
-    """The network; a head that starts from zero, through which no gradient would pass, gets random weights."""
+    """Return the network. A head of zeros, which would block all gradients, gets random weights."""
     torch.manual_seed(seed)
     plain = (factory.random_model if random_weights else factory.create_model)(config, classes)
     plain.to(device)
@@ -179,14 +179,14 @@ def _plain_network(
 
 
 def _inside_blocks(of_plain: ModelView) -> tuple[str, ...]:
-    """Prefixes of the parameters within the blocks and between the stages."""
+    """Return prefixes of the parameters in the blocks and between the stages."""
     return tuple(f"{name}." for name in (*of_plain.blocks, *(n for extras in of_plain.stage_extras for n in extras)))
 
 
 def _record(
     candidate: _Candidate, config: Config, batch_size: int, size: tuple[int, int], weights: str | None
 ) -> dict[str, Any]:
-    """A recipe's configuration and counts."""
+    """Return a recipe's configuration and counts."""
     settings = config.model_dump(mode="json", include={"model", "method", "trainer"})
     if weights is not None:
         settings["model"]["weights"] = Path(weights).name
@@ -200,7 +200,7 @@ def _record(
 
 
 def _statistics(by_kind: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, Any]:
-    """Mean and range over the batches, by measure and kind of layer; for all blocks also each batch."""
+    """Return mean and range over the batches, by measure and kind of layer, with each batch for all blocks."""
     found: dict[str, Any] = {}
     for column, title in enumerate(("error", "cosine")):
         values = {kind: [round(pair[column], 6) for pair in pairs] for kind, pairs in by_kind.items()}

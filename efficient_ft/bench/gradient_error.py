@@ -1,15 +1,14 @@
-"""How close low-rank backward passes come to the exact gradient, on a trained network and real images.
+"""Measure the gradient errors of low-rank backward passes, on a trained network and real images.
 
-Every method is applied as in training: to all linear layers of all blocks at once, so that errors accumulate from the
-last block to the first; fp32, cross-entropy, BatchNorm frozen. Its gradients are compared with those of plain
-back-propagation on the same batch, and its cost is the executed FLOPs of the whole backward pass of full fine-tuning,
-projections included.
+A method is applied to all linear layers of all blocks, as in training, so that errors accumulate from the last block to
+the first. Precision is fp32, the loss is cross-entropy, and BatchNorm is frozen. Gradients are compared with plain
+back-propagation on the same batch. The cost is the executed FLOPs of the backward pass, including projections.
 
-* *relative error* ‖g̃ − g‖ / ‖g‖ and *cosine*, of all weights of a group concatenated: the mean over disjoint batches,
-  and the range. Groups: ``network`` (the weights of all projected layers), each layer type (``qkv``, ``proj``, ...),
-  ``rest`` (all other parameters but the head's: norms, biases, stem, position embedding), and ``activations`` (the
-  gradients at the inputs of the blocks, concatenated) with ``first block`` (the gradient that reaches the stem).
-* ``pooled``: the same for the gradient of all images at once.
+* *relative error* ‖g̃ − g‖ / ‖g‖ and *cosine* of the concatenated gradients of a group: mean and range over disjoint
+  batches. Groups are ``network`` (weights of all projected layers), each layer type (``qkv``, ``proj``, ...), ``rest``
+  (all other parameters except the head: norms, biases, stem, position embedding), ``activations`` (gradients at the
+  inputs of the blocks) and ``first block`` (the gradient that reaches the stem).
+* ``pooled``: the same for the summed gradient of all images.
 """
 
 from __future__ import annotations
@@ -44,29 +43,29 @@ from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 from efficient_ft.models.view import view
 from efficient_ft.record.environment import environment
 
-#: The states of a network in which errors are measured: as trained, and at three points of fine-tuning it.
+#: States of the network: trained, and at three points of fine-tuning.
 STATES = ("trained", "start", "middle", "end")
 
 
 @dataclass(frozen=True)
 class Study:
-    """The settings of a study.
+    """Settings of a study.
 
     Args:
         weights: trained weights in timm's names.
-        images: held-out images, FOLDER/CLASS/*; classes sorted.
+        images: held-out images, FOLDER/CLASS/*; classes are sorted.
         model: timm name of the network.
-        orders: of LP_L1, which set the cost.
-        batch: images in a batch.
-        batches: disjoint batches measured.
-        profile_batches: other batches, from which LHE chooses.
-        headroom: also bases calibrated on each layer's own gradients.
-        finetune: also while fine-tuning on FOLDER/train, FOLDER/test; None: the trained network only.
-        finetune_steps: steps of fine-tuning.
-        finetune_batch: images in a batch of fine-tuning.
+        orders: orders of LP_L1, which determine the cost.
+        batch: number of images in a batch.
+        batches: number of disjoint batches.
+        profile_batches: number of other batches that LHE uses to choose bases.
+        headroom: also use bases calibrated on the gradients of each layer.
+        finetune: also measure during fine-tuning on FOLDER/train and FOLDER/test; None: only the trained network.
+        finetune_steps: number of fine-tuning steps.
+        finetune_batch: number of images in a batch of fine-tuning.
         finetune_lr: learning rate of fine-tuning.
-        finetune_batches: disjoint batches measured in each state of fine-tuning.
-        seed: of the shuffles and the new head.
+        finetune_batches: number of disjoint batches in each state of fine-tuning.
+        seed: seed of the shuffles and of the new head.
     """
 
     weights: Path
@@ -86,7 +85,7 @@ class Study:
 
 
 def groups(model: nn.Module) -> dict[str, list[str]]:
-    """Keys of `step_gradients` by group; see the module's docstring."""
+    """Return keys of `step_gradients` by group, see the module's docstring."""
     of_model = view(model)
     layers = [layer.name for layer in of_model.layers if layer.tokens is not None]
     weights = [f"{name}.weight" for name in layers]
@@ -101,11 +100,11 @@ def groups(model: nn.Module) -> dict[str, list[str]]:
 
 # ---------------------------------------------------------------------------------------------- measuring
 def measure(model: nn.Module, compared: Sequence[Candidate], batches: Iterable[Batch]) -> dict[str, Any]:
-    """Fill in the candidates' scores, batch by batch.
+    """Compute the candidates' scores, batch by batch.
 
     Returns:
-        ``top1``, the plain network's accuracy, and ``full_rank``, the relative error with all bases (ortho). The latter
-        must vanish except for rounding: then nothing but the projection is measured.
+        ``top1``, the accuracy of the plain network, and ``full_rank``, the relative error with all bases. The latter
+        must be zero except for rounding, which shows that only the projection causes errors.
     """
     members, blocks = groups(model), view(model).blocks
     accuracies: list[float] = []
@@ -141,7 +140,7 @@ def _sum(total: Gradients, one: Gradients) -> Gradients:
 def records(
     model: nn.Module, compared: Sequence[Candidate], about: dict[str, Any], size: tuple[int, int], batch: int
 ) -> list[dict[str, Any]]:
-    """One record for each candidate, with the executed backward FLOPs next to the exact pass's."""
+    """Return one record per candidate, with its executed backward FLOPs and those of the exact pass."""
     plain = executed(model, batch, size).backward_flops
     made = []
     for c in compared:
@@ -164,11 +163,11 @@ def _summary(values: Sequence[float]) -> dict[str, float]:
 
 # ---------------------------------------------------------------------------------------------- the study
 def train(model: nn.Module, batches: Iterable[Batch], done: int, steps: int, optimizer: torch.optim.Optimizer) -> None:
-    """Fine-tune the whole network exactly on `batches`: cosine after a tenth of warm-up.
+    """Fine-tune all parameters exactly on `batches`, with a cosine schedule after 10 % warm-up.
 
     Args:
-        done: steps taken before.
-        steps: in total.
+        done: number of earlier steps.
+        steps: total number of steps.
     """
     model.train()
     freeze_batch_norm(model)
@@ -184,11 +183,11 @@ def train(model: nn.Module, batches: Iterable[Batch], done: int, steps: int, opt
 
 
 def run_study(study: Study, size: int, say: Callable[[str], None] = lambda text: None) -> list[dict[str, Any]]:
-    """Measure one image size: the trained network, and the start, middle and end of fine-tuning it.
+    """Measure one image size: the trained network, and the start, middle and end of fine-tuning.
 
     Args:
-        study: the settings.
-        size: of the square images, in pixels.
+        study: settings of the study.
+        size: side length of the images in pixels.
         say: receives a line of progress before each state.
 
     Raises:
@@ -243,10 +242,10 @@ def run_study(study: Study, size: int, say: Callable[[str], None] = lambda text:
 
 
 def read_records(file: Path) -> dict[str, Any]:
-    """Read what `save` has written; without a file there are no records.
+    """Read records written by `save`. A missing file has no records.
 
     Raises:
-        UserError: the file cannot be read, or holds something else.
+        UserError: the file cannot be read, or has other contents.
     """
     if not file.exists():
         return {"runs": {}, "results": []}
@@ -262,7 +261,7 @@ def read_records(file: Path) -> dict[str, Any]:
 
 
 def save(file: Path, study: Study, results: list[dict[str, Any]]) -> None:
-    """Write the records of the sizes measured, one per line, and keep those of other sizes in the file."""
+    """Write the records of the measured sizes, one per line, and keep the file's records of other sizes."""
     sizes = {r["image_size"] for r in results}
     settings = {k: v.name if isinstance(v, Path) else v for k, v in asdict(study).items()}
     here = {**environment(packages=("torch", "timm", "numpy")), "precision": "fp32"}
@@ -278,7 +277,7 @@ def save(file: Path, study: Study, results: list[dict[str, Any]]) -> None:
 
 # ---------------------------------------------------------------------------------------------- tables
 def network_rows(results: Sequence[dict[str, Any]], state: str = "trained") -> tuple[list[str], list[list[Cell]]]:
-    """The whole network's relative error (cosine) in a state: a row for each grid and order, a column per method.
+    """Relative error (cosine) of the whole network in a state: one row per grid and order, one column per method.
 
     A star marks the smallest error of a row.
     """
@@ -304,7 +303,7 @@ def network_rows(results: Sequence[dict[str, Any]], state: str = "trained") -> t
 
 
 def group_rows(results: Sequence[dict[str, Any]], state: str = "trained") -> tuple[list[str], list[list[Cell]]]:
-    """Relative error by group of gradients in a state: a row for each grid, order and method."""
+    """Relative error by group of gradients in a state: one row per grid, order and method."""
     chosen = [r for r in results if r["state"] == state]
     names = list(chosen[0]["batch"])
     rows: list[list[Cell]] = [

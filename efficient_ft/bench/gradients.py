@@ -1,4 +1,4 @@
-"""Gradients of one training step, and how close two of them are."""
+"""Gradients of one training step, and the distance between two gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Gradients = dict[str, Tensor]
 
 
 class StepGradients(NamedTuple):
-    """The gradients of one step, and the accuracy (the task's metric) on its batch."""
+    """Gradients of one step, and the accuracy (the task's metric) on its batch."""
 
     accuracy: float
     gradients: Gradients
@@ -38,21 +38,21 @@ def step_gradients(
     seed: int | None = None,
     task: Task = _CLASSIFICATION,
 ) -> StepGradients:
-    """Compute the gradients of a training step that moves no parameter: the task's loss, BatchNorm statistics frozen.
+    """Compute the gradients of a training step without updating parameters; BatchNorm statistics are frozen.
 
     Args:
-        model: a network of the task, put in training mode.
-        batch: its inputs and targets on the model's device.
-        methods: the methods applied to `model`. Their own losses are left out: the exact gradient has none.
+        model: a network of the task, which is set to training mode.
+        batch: inputs and targets on the model's device.
+        methods: methods that are applied to `model`. Their additional losses are not included.
         step: number of the step for the methods.
-        inputs: names of modules at whose input the gradient is taken too.
+        inputs: names of modules whose input gradients are also returned.
         precision: ``fp32``, ``bf16`` or ``fp16``.
-        seed: of torch's generators, set before the step; None: not set.
-        task: what the network returns, and its loss.
+        seed: seed of torch's generators, set before the step; None: not set.
+        task: defines the logits and the loss.
 
     Returns:
-        The gradient of every parameter that has one, by the plain model's names, and as ``input:NAME`` those at the
-        `inputs`.
+        Gradients of all parameters that have one, by the names of the plain model, and gradients of `inputs` as
+        ``input:NAME``.
     """
     found: Gradients = {}
 
@@ -83,7 +83,7 @@ def step_gradients(
     taking_part.end()
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            found[name.replace(".base_layer", "")] = parameter.grad.detach()  # peft's name for the layer it adapts
+            found[name.replace(".base_layer", "")] = parameter.grad.detach()  # peft's name of the adapted layer
     model.zero_grad(set_to_none=True)
     scores = task.scores(logits.shape[1], local=True).to(logits.device)
     scores.update(logits.detach().float(), targets)
@@ -93,9 +93,9 @@ def step_gradients(
 def error_and_cosine(
     exact: Mapping[str, Tensor], approximate: Mapping[str, Tensor], keys: Iterable[str]
 ) -> tuple[float, float]:
-    """Compare the concatenation of the gradients `keys`: relative error ‖g̃ − g‖ / ‖g‖ and cosine.
+    """Return relative error ‖g̃ − g‖ / ‖g‖ and cosine of the concatenated gradients `keys`.
 
-    Keys without an exact gradient are left out.
+    Keys without an exact gradient are ignored.
 
     Raises:
         UserError: the exact gradient is zero.

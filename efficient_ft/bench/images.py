@@ -1,4 +1,4 @@
-"""Batches of images on which gradients are compared."""
+"""Batches of images for the comparison of gradients."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from efficient_ft.models.factory import input_of
 
 
 def image_folder(folder: Path, config: ModelConfig) -> ImageFolder:
-    """Open FOLDER/CLASS/* (classes sorted), with the transform of the network's evaluation.
+    """Open FOLDER/CLASS/* (classes are sorted), with the evaluation transform of the network.
 
     Raises:
-        UserError: there is no such folder, or it has no class folders with images.
+        UserError: the folder does not exist, or has no class folders with images.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder.")
@@ -32,14 +32,14 @@ def image_folder(folder: Path, config: ModelConfig) -> ImageFolder:
 
 
 def shuffled_batches(images: ImageFolder, batch: int, count: int, skip: int, seed: int) -> Iterator[Batch]:
-    """Load disjoint batches in the order of a seeded shuffle; fewer if the images run out.
+    """Load disjoint batches in the order of a seeded shuffle. Fewer batches are returned if there are too few images.
 
     Args:
-        images: to draw from.
-        batch: images in each.
-        count: of the batches.
-        skip: batches left out before the first.
-        seed: of the shuffle.
+        images: the data set.
+        batch: number of images in a batch.
+        count: number of batches.
+        skip: number of batches to skip.
+        seed: seed of the shuffle.
     """
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed)).tolist()
     chosen = order[skip * batch : (skip + count) * batch]

@@ -1,4 +1,4 @@
-"""The backward pass of one linear layer, exact and low-rank."""
+"""Measure the backward pass of one linear layer, exact and low-rank."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ Padding = Literal["ortho", "zero", "reflect"]
 #: The layers in Table 5 of the LBP-WHT paper.
 TABLE_5 = ("448,1792,7x7", "1792,448,7x7", "768,3072,7x7", "3072,768,7x7")
 
-#: Backward passes that are profiled.
+#: Number of profiled backward passes.
 _PROFILED = 8
-#: Operators that compute matrix products.
+#: Names of operators that compute matrix products.
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution_backward"}
-#: Rows and columns of the product that tells what the processor can do.
+#: Rows and columns of the matrix product that measures the peak of the processor.
 _LARGE = 1024
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A linear layer over a grid of tokens: input and output channels, and the grid's height and width."""
+    """A linear layer over a grid of tokens: input and output channels, and height and width of the grid."""
 
     c_in: int
     c_out: int
@@ -78,26 +78,26 @@ def measure_layers(
     warmup: int = 2,
     profile: bool = False,
 ) -> dict[str, Any]:
-    """Time and count the backward pass of layers, exact and low-rank.
+    """Time and count the backward pass of layers, exact and low-rank. The parameters are the options of the command.
 
     Args:
-        shapes: of the layers.
-        orders: of the LP_L1 selection of bases.
-        batch_size: images in the batch.
+        shapes: shapes of the layers.
+        orders: orders of the LP_L1 selection of bases.
+        batch_size: number of images in the batch.
         projector: ``wht`` or ``dct``.
-        padding: of the WHT to the next power of 2.
-        layout: ``tokens`` (B, N, C) through a linear layer, or ``map`` (B, C, H, W) through a 1×1 convolution.
+        padding: padding of the WHT to the next power of 2.
+        layout: ``tokens`` (B, N, C) for a linear layer, or ``map`` (B, C, H, W) for a 1×1 convolution.
         precision: ``fp32``, ``bf16`` or ``fp16``.
-        device: where the layers run.
-        rounds: timed.
-        warmup: rounds before these, not timed.
-        profile: also find where the time of a backward pass goes.
+        device: device of the layers.
+        rounds: number of timed rounds.
+        warmup: number of rounds before the timed ones.
+        profile: also profile a backward pass.
 
     Returns:
         The report, for JSON and `tables.report_text`.
 
     Raises:
-        SettingError: a grid that the padding does not support.
+        SettingError: the padding does not support a grid.
     """
     dtype = AUTOCAST[precision] or torch.float32
     measured, notes = {}, []
@@ -135,7 +135,7 @@ def measure_layers(
 def _functions(
     shape: LayerShape, orders: Sequence[int], projector: str, padding: Padding, layout: str
 ) -> dict[str, Callable[..., Tensor]]:
-    """The exact layer, and that at each order: low-rank, or exact where a run leaves it so."""
+    """Return the exact layer, and for each order the low-rank layer, or the exact one if runs keep it exact."""
     low_rank = low_rank_linear if layout == "tokens" else low_rank_conv1x1
     exact = torch.nn.functional.linear if layout == "tokens" else torch.nn.functional.conv2d
     functions: dict[str, Callable[..., Tensor]] = {"exact": exact}
@@ -153,7 +153,7 @@ def _functions(
 def _tensors(
     shape: LayerShape, batch_size: int, layout: str, device: torch.device, dtype: torch.dtype
 ) -> tuple[list[Tensor], Tensor]:
-    """Random input, weight and bias that need gradients, and the gradient of the output."""
+    """Return a random input, weight and bias that require gradients, and the gradient of the output."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*sizes: int) -> Tensor:
@@ -172,7 +172,7 @@ def _tensors(
 def _timed(
     function: Callable[..., Tensor], inputs: Sequence[Tensor], g: Tensor, dtype: torch.dtype
 ) -> Callable[[], dict[str, float]]:
-    """A call that runs forward and backward once; it returns the seconds of each."""
+    """Return a function that runs forward and backward once and returns the seconds of each."""
     wait = waiter(g.device)
 
     def call() -> dict[str, float]:
@@ -192,11 +192,11 @@ def _timed(
 def _profiled(
     function: Callable[..., Tensor], inputs: Sequence[Tensor], g: Tensor, dtype: torch.dtype, flops: float
 ) -> dict[str, float]:
-    """Where the time of a backward pass goes.
+    """Profile a backward pass.
 
     Returns:
-        Seconds of a pass in `products` (matrix products and convolutions), in other `passes` over data, and in the
-        `rest` (dispatch, Python, waiting); the products' FLOPs per second (`rate`); the number of `calls` of operators.
+        Seconds of `products` (matrix products and convolutions), of other `passes` over data, and of the `rest`
+        (dispatch, Python, waiting); FLOPs per second of the products (`rate`); number of operator `calls`.
     """
     on_gpu, wait = g.device.type == "cuda", waiter(g.device)
     with torch.autocast(g.device.type, dtype=dtype, enabled=dtype != torch.float32):
@@ -229,7 +229,7 @@ def _profiled(
 
 
 def _peak(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOPs per second of a large matrix product."""
+    """Return the FLOPs per second of a large matrix product."""
     a, b = (torch.randn(_LARGE, _LARGE, device=device, dtype=dtype) for _ in range(2))
     wait, seconds = waiter(device), []
     for _ in range(10):

@@ -1,4 +1,4 @@
-"""Benchmark of the framework: its time per step on top of a bare PyTorch loop, and the time a step waits for data."""
+"""Measure the framework's overhead per step compared with a plain PyTorch loop, and the time a step waits for data."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ from efficient_ft.task import TASKS
 from efficient_ft.training.module import build_optimizer
 from efficient_ft.training.run import run
 
-#: The job of conf/train.yaml as it is.
+#: The unmodified job of conf/train.yaml.
 DEFAULT_JOB = "default"
 
 
 @dataclass
 class Times:
-    """Seconds of each step: of a bare one, of the framework, and for its batch to be loaded."""
+    """Seconds of each step: of the plain loop, of the framework, and of loading its batch."""
 
     bare: list[float] = field(default_factory=list)
     framework: list[float] = field(default_factory=list)
     data: list[float] = field(default_factory=list)
 
     def after(self, warmup: int) -> Times:
-        """The times without those of the first steps."""
+        """Return the times without the first steps."""
         return Times(self.bare[warmup:], self.framework[warmup:], self.data[warmup:])
 
 
 class PacedLoader:
-    """A loader that takes one bare step before each batch it returns, and times the framework between two batches.
+    """A loader that runs one step of the plain loop before each batch, and times the framework between two batches.
 
-    Both alternate in one process, on the same batches. From the return of a batch until the next one is asked for, the
-    time is the framework's: hooks, callbacks, progress, the step itself. Loading is in neither time.
+    The two alternate in one process, on the same batches. The framework's time starts when a batch is returned and ends
+    when the next one is requested: hooks, callbacks, progress and the step. Loading is not included.
 
     Args:
-        loader: of the run; it loads in this process.
-        bare: the bare step; None: none is taken.
+        loader: loader of the run, without worker processes.
+        bare: step of the plain loop; None: no such step.
         wait: waits for the device.
-        steps: after these many the run is ended.
-        times: filled.
+        steps: number of steps after which the run ends.
+        times: receives the times.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class PacedLoader:
 
 
 class _EnoughSteps(Exception):
-    """Ends the run when enough steps are measured."""
+    """Stop the run after the measured steps."""
 
 
 def measure_loops(
@@ -108,27 +108,27 @@ def measure_loops(
     images: Path | None = None,
     settings: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Time a step of the framework and of a bare loop, and the loading of its batch, for each job.
+    """Time a step of the framework, a step of a plain loop, and the loading of its batch, for each job.
 
-    A job that does not compute its frozen part as the network does (`trainer.cache_features`, `trainer.prefix`) is
-    compared with no bare loop.
+    A job whose frozen part runs in another form (`trainer.cache_features`, `trainer.prefix`) has no plain loop. The
+    parameters are the options of the command.
 
     Args:
-        jobs: `DEFAULT_JOB`, or models of conf/model, trained whole.
-        configure: makes configurations.
-        batch_size: None: the default job's own; 8 for a model.
+        jobs: `DEFAULT_JOB`, or models of conf/model, of which all parameters train.
+        configure: builds configurations.
+        batch_size: batch size; None: that of the default job, or 8 for a model.
         precision: ``fp32``, ``bf16`` or ``fp16``.
         device: cpu or cuda.
-        rounds: timed.
-        warmup: rounds before these, not timed.
-        images: a folder of images in folders; None: the digits.
-        settings: of all jobs, KEY=VALUE.
+        rounds: number of timed rounds.
+        warmup: number of rounds before the timed ones.
+        images: a folder of class folders; None: the digits.
+        settings: settings KEY=VALUE of all jobs.
 
     Returns:
         The report, for JSON and `tables.report_text`.
 
     Raises:
-        UserError: a job that is unknown, or images or settings that cannot be used.
+        UserError: a job is unknown, or images or settings cannot be used.
     """
     configs = {}
     for job in jobs:

@@ -43,29 +43,30 @@ def measure_memory(
 ) -> dict[str, Any]:
     """Take training steps on random weights and images, and measure the memory of this process.
 
-    Nothing else may have been measured in the process: memory that an allocator kept would hide the growth. The
-    compiler of the packing kernels (numba) is loaded before: it is there once, however large the batch.
+    The process must not have run other steps, because memory kept by the allocator would hide the growth. The compiler
+    of the packing kernels (numba) is loaded first, because its size does not depend on the batch. The parameters are
+    the options of the command.
 
     Args:
         recipe: the recipe.
-        configure: makes configurations.
+        configure: builds configurations.
         model: a model of conf/model or of timm.
-        batch_size: images in the batch.
-        image_size: pixels of a side; None: the model's own.
-        num_classes: of the model.
-        precision: ``fp32``, ``bf16`` or ``fp16``, where the recipe sets no other.
-        device: where the steps run.
-        unfused: attention in parts, without timm's fused kernel.
+        batch_size: number of images in the batch.
+        image_size: side length in pixels; None: the default of the model.
+        num_classes: number of classes of the model.
+        precision: ``fp32``, ``bf16`` or ``fp16``, unless the recipe sets it.
+        device: device of the steps.
+        unfused: attention without timm's fused kernel.
         optim: an optimizer of conf/optim.
-        channels_last: on a CPU, hold convolutional maps in channels-last memory, as runs do.
-        steps: measured.
-        warmup: steps before these, and after those that the methods profile.
+        channels_last: on a CPU, use channels-last memory for convolutional maps, as runs do.
+        steps: number of measured steps.
+        warmup: number of steps before the measured ones, in addition to steps that methods profile.
 
     Returns:
         The record of the recipe, for `memory_report`.
 
     Raises:
-        UserError: a recipe or model that cannot be used.
+        UserError: a recipe or model cannot be used.
     """
     size = [] if image_size is None else [f"model.image_size={image_size}"]
     device = torch.device(device)
@@ -137,14 +138,14 @@ def measure_memory(
 def memory_report(
     model: str, batch_size: int, precision: str, unfused: bool, recipes: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """The report of recipes measured by `measure_memory`, each in its process, for JSON and `tables.report_text`.
+    """Return the report of recipes measured by `measure_memory`, for JSON and `tables.report_text`.
 
     Args:
-        model: as the recipes were measured; so are the following.
-        batch_size: images in the batch.
-        precision: where a recipe sets no other.
-        unfused: attention in parts.
-        recipes: their records by name; a recipe whose process failed has ``{"failure": REASON}``.
+        model: model of the recipes.
+        batch_size: number of images in the batch.
+        precision: precision unless a recipe sets it.
+        unfused: attention without timm's fused kernel.
+        recipes: records by name; ``{"failure": REASON}`` for a recipe whose process failed.
     """
     sources = {record["memory"]["source"] for record in recipes.values() if "memory" in record}
     failed = [f"{name}: {record['failure']}" for name, record in recipes.items() if "failure" in record]
@@ -160,7 +161,7 @@ def memory_report(
 
 
 def settled_bytes() -> int:
-    """The resident memory of this process, without garbage and without what the allocators keep of freed memory."""
+    """Return the resident memory of this process after garbage collection and release of freed memory."""
     gc.collect()
     release_freed_memory()
     if torch.cuda.is_available() and torch.cuda.is_initialized():

@@ -1,4 +1,4 @@
-"""Steps of low-bit AdamW compared with `torch.optim.AdamW` on the same gradients."""
+"""Compare steps of low-bit AdamW with `torch.optim.AdamW` on the same gradients."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from efficient_ft.bench.timing import alternate, summary, waiter
 from efficient_ft.optim import LowBitAdamW, state_tensors
 
 BASELINE = "torch AdamW, 32 bits"
-#: Values of a row: two blocks of the low-bit form, one of torchao's 8-bit form.
+#: Values in a row: two blocks of the low-bit format, one block of torchao's 8-bit format.
 _WIDTH = 256
-#: Steps of a case without a pause, with one, and of the longest.
+#: Number of steps of a case without a pause, with a pause, and of the longest case.
 _STEPS, _PAUSED, _LONG = 60, 240, 3000
 _LR = 1e-3
 
@@ -26,22 +26,22 @@ Make = Callable[[list[nn.Parameter]], Optimizer]
 
 
 def measure_optimizers(device: torch.device | str = "cpu", *, rounds: int = 10, warmup: int = 2) -> dict[str, Any]:
-    """Compare optimizers on gradients that are spread within a block, on channels that pause, and over many steps.
+    """Compare optimizers on gradients with a large spread within a block, on channels that pause, and over many steps.
 
-    torchao and bitsandbytes take part if they are installed; torchao runs without its compiler.
+    torchao and bitsandbytes are included if they are installed; torchao runs without its compiler.
 
     Args:
-        device: where the optimizers run.
-        rounds: timed steps of a parameter of 768 × 3072.
-        warmup: rounds before these, not timed.
+        device: device of the optimizers.
+        rounds: number of timed steps of a parameter of 768 × 3072.
+        warmup: number of rounds before the timed ones.
 
     Returns:
         The report, for JSON and `tables.report_text`. For each optimizer and case, ``largest`` is the largest step
-        relative to AdamW's largest, ``error`` the relative error of all steps, and ``size`` the norm of the last tenth
-        of the steps, relative to AdamW's.
+        relative to AdamW's largest step, ``error`` the relative error of all steps, and ``size`` the norm of the last
+        tenth of the steps relative to AdamW's.
     """
     makers = optimizers()
-    torch.compiler.set_stance("force_eager")  # torchao's compiler needs minutes, and on a CPU a C++ compiler
+    torch.compiler.set_stance("force_eager")  # torchao's compilation takes minutes and requires a C++ compiler on a CPU
     try:
         size = _bytes_per_value(makers, torch.device(device))
         cases = {name: _compare(makers, gradients, torch.device(device)) for name, gradients in _cases().items()}
@@ -61,7 +61,7 @@ def measure_optimizers(device: torch.device | str = "cpu", *, rounds: int = 10, 
 
 
 def optimizers() -> dict[str, Make]:
-    """Return the optimizers that this environment has, by name; the first is the baseline."""
+    """Return the available optimizers by name; the first one is the baseline."""
     options: dict[str, Any] = {"lr": _LR, "weight_decay": 0.0}
     makers: dict[str, Make] = {BASELINE: lambda p: torch.optim.AdamW(p, **options)}
     for bits in (8, 4):
@@ -86,14 +86,14 @@ def _cases() -> dict[str, Callable[[], Iterator[Tensor]]]:
 
 
 def _spread(decades: float, steps: int) -> Iterator[Tensor]:
-    """Yield Gaussian gradients whose sizes in a row are spread over these decades."""
+    """Yield Gaussian gradients with a spread of this many decades within a row."""
     for step in range(steps):
         chance = torch.Generator().manual_seed(step)
         yield torch.randn(64, _WIDTH, generator=chance) * torch.logspace(0, -decades, _WIDTH)
 
 
 def _late(one_sign: bool) -> Iterator[Tensor]:
-    """Yield gradients, every seventh channel of which is 0 in three quarters of the steps."""
+    """Yield gradients in which every seventh channel is 0 in three quarters of the steps."""
     for step, gradient in enumerate(_spread(2, _PAUSED)):
         if one_sign:
             gradient[:, ::7] = torch.logspace(0, -2, _WIDTH)[::7]
@@ -154,7 +154,7 @@ def _bytes_per_value(makers: dict[str, Make], device: torch.device) -> dict[str,
 
 
 def _timed(make: Make, device: torch.device) -> Callable[[], dict[str, float]]:
-    """Return a call that takes a step and returns its seconds."""
+    """Return a function that takes a step and returns its seconds."""
     _, optimizer = _with_state(make, device)
     wait = waiter(device)
 

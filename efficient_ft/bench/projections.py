@@ -1,4 +1,4 @@
-"""Low-rank backward passes whose gradient error is measured: the package's methods, and bases made for each layer."""
+"""Low-rank backward passes whose gradient errors are measured: the package's methods, and bases made for each layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from efficient_ft.methods.backprop.low_rank import LowRankBackward, LowRankConv2
 from efficient_ft.models.view import view
 from efficient_ft.ops.projection import Grid, Projection, Tile, dct_rows
 
-#: The methods compared, as users make them; arguments: order, number of batches that LHE profiles.
+#: Constructors of the compared methods, from the order and the number of batches that LHE profiles.
 METHODS: dict[str, Callable[[int, int], LowRankBackward]] = {
     "WHT reflect": lambda order, _: LBPWHT(order=order, padding="reflect"),
     "WHT zero": lambda order, _: LBPWHT(order=order, padding="zero"),
@@ -27,22 +27,22 @@ METHODS: dict[str, Callable[[int, int], LowRankBackward]] = {
     "DCT": lambda order, _: LBPDCT(order=order),
 }
 
-#: Bases made for each layer from its own gradients: what a calibrated method could reach.
+#: Bases computed from the gradients of each layer: the limit of a calibrated method.
 HEADROOM = ("DCT by energy", "PCA of g_y", "PCA of x and g_y")
 
 
 @dataclass
 class Candidate:
-    """A network with a method applied, and what was measured of it.
+    """A network with an applied method, and its measurements.
 
     Attributes:
-        name: of the method.
-        order: of LP_L1, which sets the cost.
+        name: name of the method.
+        order: order of LP_L1, which determines the cost.
         model: the network.
-        method: applied to it.
-        flops: executed FLOPs of the whole backward pass, per image; None: not counted yet.
+        method: the method applied to it.
+        flops: executed FLOPs of the backward pass per image; None if not counted yet.
         scores: (relative error, cosine) of each batch, by group of gradients.
-        total: the sum of the gradients of all batches.
+        total: sum of the gradients of all batches.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Candidate:
 
     @property
     def rank(self) -> int:
-        """Coefficients kept per channel, prefix tokens included."""
+        """Number of coefficients per channel, including prefix tokens."""
         return max(_rank(layer) for layer in _low_rank_layers(self.model).values())
 
 
@@ -76,9 +76,9 @@ def candidates(
 
     Args:
         model: the plain network.
-        orders: of LP_L1.
-        profiling: batches from which LHE chooses.
-        earlier: candidates of an earlier state of the network, whose choices are kept.
+        orders: orders of LP_L1.
+        profiling: batches that LHE uses to choose bases.
+        earlier: candidates of an earlier state of the network, whose bases are reused.
     """
     made = []
     for order in orders:
@@ -103,12 +103,12 @@ class OwnBasis:
     rows: np.ndarray
 
     def projection(self, grid: Grid, prefix: int, channels: tuple[int, int]) -> Projection:
-        """The projection onto the rows; `channels` play no part."""
+        """Return the projection onto the rows; `channels` is not used."""
         return Projection.from_tiles([Tile(np.arange(grid[0] * grid[1]), self.rows, self.rows)], grid, prefix)
 
 
 def headroom(model: nn.Module, orders: Sequence[int], profiling: Sequence[Batch]) -> list[Candidate]:
-    """Copy `model` with bases made for each layer from its inputs and gradients (`HEADROOM`), at the DCT's rank.
+    """Copy `model` with bases computed from each layer's inputs and gradients (`HEADROOM`), with the rank of the DCT.
 
     Raises:
         UserError: a projected layer is not a linear layer over (B, tokens, C).
@@ -121,7 +121,7 @@ def headroom(model: nn.Module, orders: Sequence[int], profiling: Sequence[Batch]
             method.apply(changed)
             for name, layer in _low_rank_layers(changed).items():
                 if not np.trace(moments[name][1]):
-                    continue  # no gradient reaches the grid: the last block, if the class token is the output
+                    continue  # no gradient reaches the grid in the last block if the output is the class token
                 grid, rank = layer.low_rank.tokens.grid, _rank(layer) - layer.low_rank.tokens.prefix
                 of_x, of_g = (m / np.trace(m) for m in moments[name])
                 if kind == "DCT by energy":

@@ -1,7 +1,7 @@
-"""Recipes to be measured, as they are written on the command line.
+"""Parse recipes of the benchmarks.
 
-A recipe is ``METHOD[:KEY=VALUE,...][+METHOD...]`` with the names and settings of the command line; ``NAME=RECIPE``
-gives it another name. A key with a dot is the full name of any setting (``full:trainer.precision=bf16``).
+A recipe is ``METHOD[:KEY=VALUE,...][+METHOD...]`` with the names and settings of the command line. ``NAME=RECIPE``
+names it. A key with a dot is the full name of any setting (``full:trainer.precision=bf16``).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _PLUS = r"\+(?![^\[]*\])"
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe to be measured.
+    """A recipe to measure.
 
     Attributes:
-        name: in tables.
-        overrides: of the configuration, as on the command line.
+        name: name in tables.
+        overrides: overrides of the configuration, as on the command line.
     """
 
     name: str
@@ -41,11 +41,11 @@ def parse_recipe(text: str, conf: Path) -> Recipe:
     """Parse ``[NAME=]METHOD[:KEY=VALUE,...][+METHOD...]``.
 
     Args:
-        text: as typed.
-        conf: the folder of this package's configuration groups; those of other packages are found.
+        text: the recipe.
+        conf: folder of this package's configuration groups; those of other packages are found automatically.
 
     Raises:
-        UserError: `text` is not of that form; another package's method has no configuration files.
+        UserError: `text` does not have this form, or another package's method has no configuration files.
     """
     folders = [conf, *itertools.chain(*configuration_folders().values())]
     name, equals, rest = text.partition("=")
@@ -71,10 +71,10 @@ def parse_recipe(text: str, conf: Path) -> Recipe:
 
 
 def parse_recipes(texts: Sequence[str], conf: Path) -> list[Recipe]:
-    """Parse recipes, see `parse_recipe`.
+    """Parse several recipes, see `parse_recipe`.
 
     Raises:
-        UserError: one is not of the form, or two have the same name.
+        UserError: a recipe is invalid, or two have the same name.
     """
     recipes = [parse_recipe(text, conf) for text in texts]
     names = [recipe.name for recipe in recipes]
@@ -84,6 +84,6 @@ def parse_recipes(texts: Sequence[str], conf: Path) -> list[Recipe]:
 
 
 def _package(option: str, folders: Iterable[Path]) -> str:
-    """The name under which a method's settings are stored; variants of one method share it."""
+    """Return the name under which a method's settings are stored, which variants of a method share."""
     files = (folder / "method" / f"{option}.yaml" for folder in folders)
     return next((method_of(file) for file in files if file.is_file()), None) or option

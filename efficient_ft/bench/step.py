@@ -1,4 +1,4 @@
-"""Training steps of a model with each recipe, timed by their parts."""
+"""Time the parts of a model's training steps with each recipe."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from efficient_ft.training.optimizer import build_optimizer
 
 
 class PartsTimer:
-    """Take training steps timed by their parts, with the bare inference of their frozen prefix.
+    """Take training steps timed by parts, and time plain inference of their frozen prefix.
 
-    The prefix ends at the first module entered that has a trainable parameter of its own. Its bare inference is the
-    plain model's, in evaluation mode and without a graph, up to the same place.
+    The prefix ends at the first executed module that has a trainable parameter. Its plain inference runs the plain
+    model in evaluation mode without a graph up to this module.
 
     Args:
         step: the training step.
@@ -41,7 +41,7 @@ class PartsTimer:
     def __init__(self, step: TrainingStep, plain: nn.Module) -> None:
         self.step, self._plain, self._wait = step, plain.to(step.device).eval(), waiter(step.device)
         self._entered = 0.0
-        #: Name of the module that ends the frozen prefix; None: there is no prefix that can be timed.
+        #: Name of the module that ends the frozen prefix; None: no prefix can be timed.
         self.prefix = self._find_prefix()
         if self.prefix is not None:
             step.model.get_submodule(self.prefix).register_forward_pre_hook(self._enter)
@@ -50,7 +50,8 @@ class PartsTimer:
     def _find_prefix(self) -> str | None:
         """Find the module that ends the prefix.
 
-        None if there is none, if the plain model has no such module, or if what trains changes from step to step.
+        Returns None if there is none, if the plain model does not contain it, or if trainable parameters change between
+        steps.
         """
         if self.step.methods.cost_steps > 1:
             return None
@@ -80,7 +81,7 @@ class PartsTimer:
         raise _PrefixEnds
 
     def __call__(self) -> dict[str, float]:
-        """Take one step; returns seconds by part."""
+        """Take one step and return its seconds by part."""
         seconds = {}
         dtype = self.step.spec.dtype
         if self.prefix is not None:
@@ -106,7 +107,7 @@ class PartsTimer:
 
 
 class _PrefixEnds(Exception):
-    """Ends the plain model's forward pass at the end of the prefix."""
+    """Raised to end the plain model's forward pass at the end of the prefix."""
 
 
 def _trains(module: nn.Module) -> bool:
@@ -127,28 +128,29 @@ def measure_steps(
     rounds: int = 10,
     warmup: int = 2,
 ) -> dict[str, Any]:
-    """Time training steps of a model on random weights and images with each recipe, and count them.
+    """Time and count training steps of a model on random weights and images with each recipe.
 
-    On a CPU all recipes except the baseline run in channels-last memory, as runs there do.
+    On a CPU, all recipes except the baseline use channels-last memory, as runs do. The parameters are the options of
+    the command.
 
     Args:
-        recipes: the first is the baseline.
-        configure: makes configurations.
+        recipes: the recipes, of which the first is the baseline.
+        configure: builds configurations.
         model: a model of conf/model or of timm.
-        batch_size: images in the batch.
-        image_size: pixels of a side; None: the model's own.
-        num_classes: of the model.
-        precision: ``fp32``, ``bf16`` or ``fp16``, where a recipe sets no other.
-        device: where the steps run.
-        unfused: attention in parts, without timm's fused kernel.
-        rounds: timed.
-        warmup: rounds before these, not timed.
+        batch_size: number of images in the batch.
+        image_size: side length in pixels; None: the default of the model.
+        num_classes: number of classes of the model.
+        precision: ``fp32``, ``bf16`` or ``fp16``, unless a recipe sets it.
+        device: device of the steps.
+        unfused: attention without timm's fused kernel.
+        rounds: number of timed rounds.
+        warmup: number of rounds before the timed ones.
 
     Returns:
         The report, for JSON and `tables.report_text`.
 
     Raises:
-        UserError: a recipe or model that cannot be used.
+        UserError: a recipe or model cannot be used.
     """
     names = [recipe.name for recipe in recipes]
     size = [] if image_size is None else [f"model.image_size={image_size}"]
@@ -164,7 +166,7 @@ def measure_steps(
             apply_methods(network, methods)
             size_of = factory.input_of(config.model).size
             spec = StepSpec(batch_size, size_of, config.trainer.precision, task=TASKS[config.task])
-            if on_cpu and recipe is not recipes[0]:  # as runs on a CPU do; the baseline stays as it comes from timm
+            if on_cpu and recipe is not recipes[0]:  # as in runs on a CPU; the baseline is timm's unmodified model
                 network.to(memory_format=torch.channels_last)
             build = partial(build_optimizer, optim=config.optim, precision=config.trainer.precision)
             counted = executed(
@@ -196,9 +198,9 @@ def measure_steps(
     for name, step in steps.items():
         counts[name]["peak_bytes"] = counts[name]["executed"]["peak_bytes"] if on_cpu else step.cuda_peak()
     if on_cpu:
-        note = "The baseline is timm's model as it comes; the others hold convolutional maps in channels-last memory."
+        note = "The baseline is timm's unmodified model. The others use channels-last memory for convolutional maps."
     else:
-        note = "The peak is the device's."
+        note = "The peak is that of the device."
     notes = [note]
     if any("trainer.cache_features=on" in recipe.overrides for recipe in recipes):
         notes.append("With trainer.cache_features=on FLOPs and bytes are those of a step that computes its features.")
@@ -217,9 +219,9 @@ def measure_steps(
 def _replace(
     config: Config, network: nn.Module, methods: Sequence[Method], device: torch.device
 ) -> Callable[[Tensor], AbstractContextManager[Tensor]] | None:
-    """The input of the network, as `trainer.prefix` and `trainer.cache_features` ask for; None: the images.
+    """Return the input of the network for `trainer.prefix` and `trainer.cache_features`; None: the images.
 
-    Stored features are those of the one batch, in memory: decoded in each step, and not read from a disk.
+    Stored features are those of the batch, in memory. They are decoded in each step and not read from disk.
     """
     options = config.trainer
     if options.prefix == "fp32" and options.cache_features != "on":
@@ -242,7 +244,7 @@ def _replace(
 
 @contextmanager
 def unfused_attention() -> Iterator[None]:
-    """Models created within compute attention in parts."""
+    """Make models created in the block compute attention without the fused kernel."""
     before, experimental = use_fused_attn(), use_fused_attn(experimental=True)
     set_fused_attn(False)
     try:

@@ -1,6 +1,6 @@
-"""Reports of benchmarks as text tables.
+"""Format reports of benchmarks as text tables.
 
-Ratios have one meaning: the recipe divided by the baseline, "× the time", "× the FLOPs". Below 1 is less.
+All ratios are recipe / baseline ("× the time", "× the FLOPs"), so values below 1 are smaller than the baseline.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ PROCESS_MEMORY = (
 )
 RATIOS = "ms: median [quartiles]; ×: recipe / baseline, so 0.50× the time is half of it"
 
-#: A column: its name, the rank with which it is left out, and its cells.
+#: A column: its name, its rank (see `core.sheet.Column`), and its cells.
 _Columns = list[tuple[str, int, list[Cell]]]
 
 
 def report_text(report: Mapping[str, Any], columns: Sequence[str] = ()) -> str:
-    """The tables of a report, as a benchmark returned it or as a file in ``benchmarks`` holds it, and its notes.
+    """Return the tables and notes of a report.
 
     Args:
-        report: of a benchmark.
-        columns: of the tables, see `core.sheet.render`; empty: those that fit the terminal.
+        report: a report of a benchmark, or a file in ``benchmarks``.
+        columns: columns of the tables, see `core.sheet.render`; empty: those that fit the terminal.
 
     Raises:
-        SettingError: there is no such column.
+        SettingError: a column does not exist.
     """
     kinds: dict[str, Callable[[Mapping[str, Any], Sequence[str]], str]] = {
         "step": _step,
@@ -55,7 +55,7 @@ def report_text(report: Mapping[str, Any], columns: Sequence[str] = ()) -> str:
 
 
 def _table(columns: _Columns, chosen: Sequence[str]) -> str:
-    """The table with these columns, the most important ones first; the first has the names of the rows."""
+    """Format a table with these columns, the most important ones first. The first column names the rows."""
     header = [name for name, _, _ in columns]
     shown = {name: Column(rank, words=number == 0) for number, (name, rank, _) in enumerate(columns)}
     rows = [list(row) for row in zip(*(cells for *_, cells in columns), strict=True)]
@@ -85,7 +85,7 @@ def _step(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
     ]
     if measured_process:
         process = [_used(record.get("process")) for record in every]
-        # The user asked for the memory with --memory-steps.
+        # present with --memory-steps
         columns += [("process", 0, [a for a, _ in process]), ("process / counted", 4, [b for _, b in process])]
     columns += [
         ("backward FLOPs / image", 3, [format_number(of["backward_flops"]) for of in counts]),
@@ -107,7 +107,7 @@ def _step(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
 
 
 def _used(record: Mapping[str, Any] | None) -> tuple[str, str]:
-    """The growth of a recipe's process and its ratio to the count of the same things."""
+    """Return the growth of a recipe's process and its ratio to the counted bytes."""
     if record is None:
         return "–", "–"
     growth, counted = record["memory"]["growth_bytes"], record["counted_bytes"]
@@ -177,7 +177,7 @@ def _layer(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
 
 
 def _layer_profile(peak: float, functions: Mapping[str, Any]) -> str:
-    """Where the time of the layer's backward passes goes."""
+    """Format the profile of the layer's backward passes."""
     rows = [["function", "products ms", "GFLOP/s", "passes ms", "rest ms", "calls"]]
     for name, of in functions.items():
         profile = of["profile"]
@@ -259,7 +259,7 @@ def _ms(value: Mapping[str, float]) -> str:
 
 
 def _time_ratio(value: Mapping[str, Any]) -> str:
-    """Recipe / baseline, from the record's median of baseline / recipe."""
+    """Return recipe / baseline, from the recorded median of baseline / recipe."""
     return format_ratio(1 / value["times_faster"]["median"]) if "times_faster" in value else ""
 
 

@@ -1,4 +1,4 @@
-"""Times taken alternately, and their statistics."""
+"""Time functions alternately, and summarize the times."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Rounds = dict[str, dict[str, list[float]]]
 
 
 def alternate(calls: Mapping[str, Callable[[], dict[str, float]]], rounds: int, warmup: int) -> Rounds:
-    """Run all calls once per round, in turn, so that machine drift affects all equally.
+    """Run all functions once per round, so that machine drift affects all equally.
 
     Args:
-        calls: by name; each returns the seconds of its parts.
-        rounds: kept.
-        warmup: rounds before these, not kept.
+        calls: functions by name; each returns the seconds of its parts.
+        rounds: number of timed rounds.
+        warmup: number of rounds before the timed ones.
     """
     seconds: Rounds = {name: {} for name in calls}
     for number in range(warmup + rounds):
@@ -31,7 +31,7 @@ def alternate(calls: Mapping[str, Callable[[], dict[str, float]]], rounds: int, 
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:
-    """Median, quartiles and mean."""
+    """Return median, quartiles and mean."""
     if len(values) == 1:
         return {"median": values[0], "q1": values[0], "q3": values[0], "mean": values[0]}
     q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
@@ -57,5 +57,5 @@ def summary(seconds: Rounds, baseline: str) -> dict[str, dict[str, Any]]:
 
 
 def waiter(device: torch.device | str) -> Callable[[], None]:
-    """A call that waits until `device` has done its work; on a CPU it does nothing."""
+    """Return a function that waits for the work of `device`; on a CPU it does nothing."""
     return torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None

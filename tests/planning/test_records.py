@@ -32,7 +32,7 @@ def test_damaged_records_of_plans_are_refused(line: str, tmp_path: Path) -> None
 def test_predictions_stand_next_to_what_runs_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from efficient_ft.training.run import run
 
-    with pytest.raises(UserError, match="no plans here"):
+    with pytest.raises(UserError, match="has no plans"):
         calibration([tmp_path])
     found = a_plan()
     record(found, tmp_path)
