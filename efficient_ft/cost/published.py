@@ -51,10 +51,10 @@ VALUE = 4
 
 @dataclass(frozen=True)
 class Keeping:
-    """Bytes per value kept for the backward pass, bitmaps included; the rule itself saves `VALUE` bytes.
+    """Stored bytes per value for the backward pass, including bitmaps. Without packing, `VALUE` bytes are stored.
 
     Attributes:
-        product: inputs of linear layers and convolutions, operands of attention's products.
+        product: inputs of linear layers and convolutions, and operands of attention products.
         norm: inputs of normalizations.
         activation: inputs of activation functions that are not piecewise linear.
     """
@@ -69,15 +69,17 @@ MESA = Keeping(1, 1, 1)
 
 
 def back_razor(sparsity: float, value_bytes: int = 2, norm_bytes: int | None = None) -> Keeping:
-    """Back Razor's keeping: a bitmap and the share 1 − `sparsity` of the values; a smooth activation's input whole.
+    """Return Back Razor's storage: a bitmap and the fraction 1 − `sparsity` of the values. Inputs of smooth activation
+    functions stay dense.
 
     Args:
-        sparsity: share of the values dropped, from 0 to below 1.
-        value_bytes: of a kept value: 2 in half precision (ViT), 4 in fp32 (Table 1), 1 together with Mesa.
-        norm_bytes: of a value kept by a normalization; None: `value_bytes`. (4 in Back Razor@90% and @95% of ViT-B.)
+        sparsity: fraction of dropped values, >= 0 and < 1.
+        value_bytes: bytes of a stored value: 2 in half precision (ViT), 4 in fp32 (Table 1), 1 with Mesa.
+        norm_bytes: bytes of a value stored by a normalization; None: `value_bytes`. It is 4 in Back Razor@90% and @95%
+            of ViT-B.
 
     Raises:
-        SettingError: a value outside these ranges.
+        SettingError: a value is out of range.
     """
     if not 0 <= sparsity < 1:
         raise SettingError("sparsity", sparsity, "a number >= 0 and < 1")
@@ -91,11 +93,11 @@ def back_razor(sparsity: float, value_bytes: int = 2, norm_bytes: int | None = N
 
 @dataclass(frozen=True)
 class Rule:
-    """The points in which the papers' rules differ.
+    """Differences between the papers' formulas.
 
     Attributes:
-        shared_inputs: projections in one matrix (qkv) keep their input once, and count as one layer.
-        residual: a block's input is held while its branch is computed.
+        shared_inputs: projections in one matrix (qkv) store their input once, and count as one layer.
+        residual: the input of a block is stored while its branch is computed.
     """
 
     shared_inputs: bool = False
@@ -110,17 +112,17 @@ BSR_RULE = Rule(shared_inputs=True, residual=False)
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a forward pass by the rule; sizes in bytes per image, in fp32.
+    """An operation of a forward pass in the formula. Sizes are bytes per image in fp32.
 
     Attributes:
-        name: full name of the module it ran in, or whose weight it used.
+        name: full name of the module that runs it, or whose weight it uses.
         kind: ``product`` (of activations and weights), ``attention`` (two products and softmax), ``norm``,
             ``activation`` or ``relu``.
-        tmp: its input and output while it runs.
-        saved: bytes it keeps if nothing is packed; a bit per element of ``relu``.
-        macs: its multiply-adds.
-        residual: bytes of block inputs held while it runs.
-        in_block: it belongs to a block, not to the stem, the final normalization or the head.
+        tmp: input and output during the operation.
+        saved: saved bytes without packing; one bit per element for ``relu``.
+        macs: multiply-adds.
+        residual: inputs of blocks stored during the operation.
+        in_block: True if it belongs to a block, instead of the stem, the final normalization or the head.
     """
 
     name: str
@@ -134,14 +136,14 @@ class Operation:
 
 @dataclass(frozen=True)
 class Published:
-    """Training memory and operations by the papers' rule.
+    """Training memory and operations by a paper's formula.
 
     Attributes:
-        parameter_bytes: of the model.
-        activation_bytes: per image, at the operation where they peak.
+        parameter_bytes: bytes of the parameters.
+        activation_bytes: bytes per image at the operation where they peak.
         peak_at: name of that operation.
-        macs: multiply-adds of the forward pass over one image, the head's included.
-        batch_size: images.
+        macs: multiply-adds of the forward pass for one image, including the head.
+        batch_size: number of images.
     """
 
     parameter_bytes: int
@@ -152,7 +154,7 @@ class Published:
 
     @property
     def bytes(self) -> float:
-        """Memory of the whole batch. The papers write MiB (2²⁰ B) for transformers and MB of 10⁶ B for CNNs."""
+        """Memory of the batch. The papers use MiB (2²⁰ B) for transformers and MB (10⁶ B) for CNNs."""
         return self.parameter_bytes + self.batch_size * self.activation_bytes
 
 
@@ -164,22 +166,21 @@ def published(
     in_chans: int = 3,
     rule: Rule = TINYTL_RULE,
 ) -> Published:
-    """Apply the rule to one training step of `model`; parameters with `requires_grad` train.
+    """Apply the formula to one training step of `model`. Parameters with `requires_grad` train.
 
     Args:
-        model: a classifier on images (B, in_chans, H, W), on any device; not changed. A method of the memory axis
-            applied to it changes nothing here: `keeping` says how activations are kept. One that drops
-            tokens in evaluation too does (ALaST does not: it drops in training only).
-        batch_size: images in the batch.
+        model: a classifier on images (B, in_chans, H, W), on any device; not changed. Methods of the memory axis have
+            no effect, since `keeping` describes the storage. Methods that drop tokens in evaluation have an effect.
+        batch_size: number of images in the batch.
         input_size: (H, W) of the images.
-        keeping: how activations are kept: in the blocks of a model with attention (as published, patch embedding,
-            final normalization and head stay dense), everywhere in one without.
-        in_chans: channels of the images.
-        rule: TinyTL's and Back Razor's, or BSR's.
+        keeping: storage of activations. It applies to the blocks of a model with attention (as in the papers, the patch
+            embedding, the final normalization and the head stay dense), and to all layers of other models.
+        in_chans: number of image channels.
+        rule: TinyTL's and Back Razor's formula, or BSR's.
 
     Raises:
-        SettingError: a batch or image size that is out of range.
-        UserError: `model` cannot be run on images of that size.
+        SettingError: a batch size or image size is out of range.
+        UserError: `model` cannot run on images of this size.
     """
     require_positive("batch_size", batch_size)
     running = operations(model, input_size, in_chans, rule)
@@ -188,17 +189,17 @@ def published(
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    """Bytes of the parameters: `VALUE` for one that trains, 1 for a frozen one."""
+    """Return the bytes of the parameters: `VALUE` for a trained one, 1 for a frozen one."""
     return sum(p.numel() * (VALUE if p.requires_grad else 1) for p in model.parameters())
 
 
 def peak(running: Sequence[Operation], keeping: Keeping = DENSE, dense: str | None = None) -> tuple[float, str]:
-    """Bytes of activations per image at the operation where they peak, and its name.
+    """Return the bytes of activations per image at the operation where they peak, and its name.
 
     Args:
         running: the operations.
-        keeping: how activations are kept, where they are not dense: see `published`.
-        dense: operations whose name has this pattern stay dense in addition.
+        keeping: storage of activations, see `published`.
+        dense: pattern of names of further operations that stay dense.
     """
     everywhere = not any(op.kind == "attention" for op in running)
     earlier, most, at = 0.0, 0.0, ""
@@ -212,7 +213,7 @@ def peak(running: Sequence[Operation], keeping: Keeping = DENSE, dense: str | No
 
 
 def _share(op: Operation, keeping: Keeping) -> float:
-    """The share of what an operation saves that packing leaves."""
+    """Return the fraction of an operation's saved bytes that remains after packing."""
     kinds = {"product": keeping.product, "attention": keeping.product, "norm": keeping.norm}
     return {**kinds, "activation": keeping.activation, "relu": VALUE}[op.kind] / VALUE
 
@@ -237,24 +238,24 @@ def operations(
     rule: Rule = TINYTL_RULE,
     blocks: Sequence[str] | None = None,
 ) -> list[Operation]:
-    """List the operations of one forward pass over one image, or text, in order, on fake tensors.
+    """List the operations of one forward pass on one image or text, in order, on fake tensors.
 
     Args:
-        model, input_size, in_chans, rule: as in `published`; of a text model `input_size` is (tokens,).
-        blocks: names of the model's blocks, if they are known already; None: those its view recognizes.
+        model, input_size, in_chans, rule: as in `published`; `input_size` is (tokens,) for a text model.
+        blocks: names of the model's blocks; None: the blocks recognized by its view.
 
     Raises:
-        SettingError: an image size or number of channels that is out of range.
-        UserError: `model` cannot be run on images of that size.
+        SettingError: an image size or number of channels is out of range.
+        UserError: `model` cannot run on images of this size.
     """
     task = TextClassification() if takes_tokens(model) else Classification()
-    StepSpec(1, input_size, in_chans=in_chans, task=task)  # refuses what is out of range
+    StepSpec(1, input_size, in_chans=in_chans, task=task)  # checks the sizes
     if blocks is None:
         blocks = view(model, tuple(input_size)).blocks
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.inference_mode(False), torch.enable_grad():
         with FakeCopyOnCPU(mode):
             probe = copy.deepcopy(model)
-        probe.eval()  # the rule ignores dropout, and methods of the memory axis act in training only
+        probe.eval()  # the formula ignores dropout, and methods of the memory axis only act in training
         inputs = task.example_inputs(1, in_chans, tuple(input_size))
         if isinstance(inputs, Tensor):
             inputs = inputs.to(next(probe.parameters()).dtype)
@@ -279,7 +280,7 @@ class _Trace(TorchFunctionMode):
         self._owner: dict[int, str] = {}
         self._running: list[str] = []
         self._blocks = frozenset(blocks)
-        # By storage: the number of operations when it was last written. The tensors are held so that no storage is
+        # Number of operations when a storage was last written. The tensors are kept alive so that no storage is
         # reused; on fake tensors that costs nothing.
         self._made = {storage_id(x): 0 for x in inputs}
         self._held = list(inputs)
@@ -354,14 +355,17 @@ class _Trace(TorchFunctionMode):
                 self.operations[at] = replace(op, residual=op.residual + VALUE * older.numel())
 
     def _choosing_tokens(self) -> bool:
-        """True if a product or softmax is not attention: it runs in addition to the fused call, or in a block whose
-        forward pass is a method's."""
+        """Return True if a product or softmax does not belong to attention.
+
+        This is the case in a module that uses fused attention, and in a block whose forward pass was replaced by a
+        method.
+        """
         module = self._model.get_submodule(self._running[-1])
         own = self._running[-1] in self._blocks and "forward" in vars(module)
         return own or bool(getattr(module, "fused_attn", False))
 
     def _product(self, a: Tensor, b: Tensor, size_a: int, macs: int) -> None:
-        """Add the product of two activations: each is kept for the other's gradient."""
+        """Add the product of two activations. Each is saved for the gradient of the other."""
         saved = size_a * b.requires_grad + b.numel() * a.requires_grad
         self._add("attention", VALUE * (a.numel() + b.numel()), VALUE * saved, macs)
 

@@ -1,1 +1,1 @@
-"""The published tables of the four papers as data (`published`), and their costs by the papers' own rules (`rules`)."""
+"""The published tables of the four papers as data (`published`), and the papers' own cost formulas (`rules`)."""

@@ -1,4 +1,4 @@
-"""The networks whose costs the papers print, on the meta device: timm's, and those that timm does not have."""
+"""Networks of the papers' cost tables on the meta device: models of timm, and models that timm does not have."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import efficient_ft.models.proxyless  # noqa: F401  registers proxyless_mobile
 from efficient_ft.config.schema import ModelConfig
 from efficient_ft.models.factory import random_model
 
-#: timm's names of the papers' models; others are timm's own, or in `_OTHERS`.
+#: timm's names of models that the papers name differently. `_OTHERS` has models that timm does not have.
 _TIMM = {
     "vit_b": "vit_base_patch16_224",
     "vit_b_moe": "vit_base_patch16_224",
@@ -36,10 +36,10 @@ _OTHERS = {
 
 
 def network(architecture: str, classes: int) -> nn.Module:
-    """Make a network of the papers, or of timm, on the meta device.
+    """Build a network of the papers or of timm on the meta device.
 
     Args:
-        architecture: the paper's name, or timm's.
+        architecture: name in the paper, or in timm.
         classes: number of classes.
     """
     if architecture not in _OTHERS:
@@ -53,10 +53,11 @@ def network(architecture: str, classes: int) -> nn.Module:
 
 
 def _pad_before_widening(model: nn.Module) -> None:
-    """Pad the map before the 1×1 convolution of a block that widens it, not in the depthwise convolution after it.
+    """Pad the map before the 1×1 convolution that widens it, instead of in the depthwise convolution after it.
 
-    So the widened maps, and what is kept of them, are larger. Back Razor's Table 5 fits this form of MobileNetV2 (what
-    can be packed takes 8280 MiB by the table, 8318 MiB so, 7528 MiB with padding in the depthwise convolution).
+    The widened maps, and the bytes saved for them, are then larger. Back Razor's Table 5 corresponds to this variant of
+    MobileNetV2: packable activations take 8280 MiB in the table, 8318 MiB with this padding, and 7528 MiB with padding
+    in the depthwise convolution.
     """
 
     def pad(by: int) -> Any:

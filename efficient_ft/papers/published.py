@@ -71,7 +71,7 @@ DATA = {
     "rte": "rte",
 }
 
-#: Printed numbers other than accuracies, with their units as printed.
+#: Published numbers except accuracies, with their units.
 COSTS = {
     "bwd_mflops": "backward MFLOPs",
     "speedup": "times fewer FLOPs",
@@ -93,7 +93,7 @@ COSTS = {
     "acc_mean": "mean accuracy %",
 }
 
-#: Papers that print accuracies as fractions; the others print percent.
+#: Papers that report accuracies as fractions instead of percent.
 _FRACTIONS = ("alast",)
 
 _SELECTION = {"partial": "last_stage", "full": "full"}
@@ -101,15 +101,15 @@ _SELECTION = {"partial": "last_stage", "full": "full"}
 
 @dataclass(frozen=True)
 class Cell:
-    """A published accuracy and how it is repeated.
+    """A published accuracy and the command that reproduces it.
 
     Attributes:
-        data: option of the group ``data``; None: there is none (segmentation, text).
-        printed: the number as printed.
-        spread: the printed ± value, or None.
+        data: option of the group ``data``; None for segmentation and text.
+        printed: the published number.
+        spread: the published ± value, or None.
         accuracy: the number as a fraction.
-        arguments: of the command line; empty if it cannot be run.
-        deviations: in which our run differs from the paper.
+        arguments: command-line arguments; empty if the cell cannot be run.
+        deviations: differences between our run and the paper.
     """
 
     data: str | None
@@ -125,14 +125,14 @@ class Row:
     """A row of a published table.
 
     Attributes:
-        name: unique in the table: the words of the columns that tell its rows apart.
-        label: as printed.
-        columns: the settings of the row, as in the CSV.
-        costs: printed costs by column (`COSTS`).
+        name: unique name in the table, made of the columns that identify the row.
+        label: label in the paper.
+        columns: settings of the row, as in the CSV.
+        costs: published costs by column (`COSTS`).
         cells: published accuracies by column (``acc_cifar10``, ``miou_cityscapes``).
-        arguments: of the command line of its first cell (or of a table of costs alone); empty if it cannot be run.
-        together: one run on all data sets in turn gives all cells.
-        reason: why it cannot be run, or None.
+        arguments: command-line arguments of the first cell, or of a table of costs; empty if the row cannot be run.
+        together: True if one run on all data sets in turn gives all cells.
+        reason: reason why the row cannot be run, or None.
     """
 
     name: str
@@ -146,14 +146,14 @@ class Row:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """The data sets of its one run, if there is one for all of them."""
+        """Data sets of the row if one run covers all of them."""
         return tuple(cell.data for cell in self.cells.values() if cell.data) if self.together else ()
 
     @property
     def runs(self) -> list[tuple[str | None, tuple[str, ...]]]:
-        """The runs that give its accuracies: the column (None: all of them), and the arguments of the command line.
+        """The runs of the row: the column of each accuracy (None: all columns), and command-line arguments.
 
-        The published accuracy is an argument, but for a run on all data sets, which has several.
+        The published accuracy is one of the arguments, except for a run on several data sets.
         """
         if self.together:
             return [(None, self.arguments)] if self.arguments else []
@@ -169,16 +169,16 @@ class Table:
     """A published table.
 
     Attributes:
-        name: ``lbp_wht/2``.
+        name: name such as ``lbp_wht/2``.
         paper: key of `PAPERS`.
-        number: as in the paper.
-        title: what it is about.
-        conditions: what holds for all rows.
-        rows: in the paper's order.
+        number: number in the paper.
+        title: subject of the table.
+        conditions: conditions of all rows.
+        rows: rows in the order of the paper.
         notes: misprints and inconsistencies.
-        reason: why nothing of it can be run, or None.
-        counted: its costs are counted although nothing of it is run.
-        count_at: arguments with which its costs are counted, besides those of a run.
+        reason: reason why no row can be run, or None.
+        counted: True if costs are counted although no row can be run.
+        count_at: additional arguments for counting costs.
     """
 
     name: str
@@ -194,11 +194,11 @@ class Table:
 
 
 def reason_of(table: str, row: Row, column: str) -> str | None:
-    """Return why our count of a printed cost of `row` may differ from it, as the table's file says; None: it does not.
+    """Return why our count of a published cost may differ, according to the table's file; None if it does not.
 
     Args:
         table: name of the table.
-        row: of the table.
+        row: row of the table.
         column: key of `COSTS`.
     """
     for one in _about(table).get("costs", ()):
@@ -208,11 +208,11 @@ def reason_of(table: str, row: Row, column: str) -> str | None:
 
 
 def rule_of(table: str, row: Row) -> dict[str, Any] | None:
-    """Return the settings under ``rule`` that hold for `row`; None: the table has no rule of costs (see `rules`).
+    """Return the settings under ``rule`` that apply to `row`; None if the table has no cost formula (see `rules`).
 
     Args:
         table: name of the table.
-        row: of the table.
+        row: row of the table.
     """
     rule = _about(table).get("rule")
     if rule is None:
@@ -225,9 +225,10 @@ def rule_of(table: str, row: Row) -> dict[str, Any] | None:
 
 
 def baseline_of(table: Table, row: Row) -> tuple[Table, Row]:
-    """Return the row, and its table, against which the printed ratios of `row` are.
+    """Return the baseline of the published ratios of `row`, with its table.
 
-    It is the row of full fine-tuning of the same model and training, or what the table's file names (``TABLE:ROW``).
+    The baseline is full fine-tuning of the same model and training, unless the table's file names another
+    (``TABLE:ROW``).
     """
     for one in _about(table.name).get("baseline", ()):
         if _matches(one.get("when", {}), row.columns):
@@ -244,7 +245,7 @@ def baseline_of(table: Table, row: Row) -> tuple[Table, Row]:
 
 @cache
 def _about(name: str) -> dict[str, Any]:
-    """The contents of a table's YAML file."""
+    """Return the contents of a table's YAML file."""
     held: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
     return held
 
@@ -261,10 +262,10 @@ def table_names() -> tuple[str, ...]:
 
 @cache
 def published_table(name: str) -> Table:
-    """Return the table of this name, ``lbp_wht/2``.
+    """Return the table with this name, such as ``lbp_wht/2``.
 
     Raises:
-        UserError: there is none.
+        UserError: the table does not exist.
     """
     if any(figure.name == name for figure in figures()):
         raise UserError(
@@ -296,11 +297,11 @@ def published_table(name: str) -> Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A published figure: its name (``alast/figure_9``), what it shows, and what draws it.
+    """A published figure.
 
     Attributes:
-        command: draws it; None: nothing does.
-        reason: why nothing does, or None.
+        command: command that draws the figure; None if no command does.
+        reason: reason why no command draws it, or None.
     """
 
     name: str
@@ -311,16 +312,16 @@ class Figure:
 
 @cache
 def figures() -> tuple[Figure, ...]:
-    """Return the figures that show results, in the order of `PAPERS`; schematic drawings are left out."""
+    """Return the figures that show results, in the order of `PAPERS`, without schematic drawings."""
     held = yaml.safe_load((FOLDER / "figures.yaml").read_text(encoding="utf-8"))
     return tuple(Figure(f"{paper}/figure_{n}", **about) for paper in PAPERS for n, about in held[paper].items())
 
 
 def chosen_rows(table: Table, names: Sequence[str]) -> tuple[Row, ...]:
-    """Return the rows of `table` with these names; all if there are none.
+    """Return the rows of `table` with these names, or all rows if no names are given.
 
     Raises:
-        UserError: no row has one of the names.
+        UserError: a name is unknown.
     """
     known = {row.name: row for row in table.rows}
     for name in names:
@@ -374,14 +375,14 @@ def _is_number(column: str) -> bool:
 
 
 def _matches(when: Mapping[str, str | list[str]], columns: Mapping[str, str]) -> bool:
-    """Whether the columns of a row have the values of `when`, or one of a list of values."""
+    """Return True if the columns of a row equal the values of `when`, each of which may be a list of alternatives."""
     return all(columns.get(key) in (value if isinstance(value, list) else [value]) for key, value in when.items())
 
 
 def _arguments(
     templates: Sequence[str], columns: Mapping[str, str], models: Mapping[str, str], data: str
 ) -> tuple[str, ...]:
-    """The arguments of a run: ``{column}`` is a cell of the row, in our words, and ``{data}`` the data set."""
+    """Return the arguments of a run. ``{column}`` is a cell of the row in our names, and ``{data}`` the data set."""
     words = dict(columns)
     words["data"] = data
     words["model"] = models.get(columns.get("model", ""), columns.get("model", ""))
@@ -398,7 +399,7 @@ def _arguments(
 
 
 def _row_names(printed: Sequence[Mapping[str, str]]) -> list[str]:
-    """A name for each row: its label, after the columns that are needed to tell the rows apart."""
+    """Return a unique name for each row: the columns that identify it, and its label."""
     keys = [key for key in printed[0] if not _is_number(key) and key not in ("label", "batch")]
     columns = [key for key in ("model", "training", "c_x", "dataset") if key in keys]
     varying = [key for key in columns if len({row[key] for row in printed}) > 1]

@@ -49,7 +49,7 @@ from efficient_ft.papers.published import Row, Table, rule_of
 _RULES = {"tinytl": TINYTL_RULE, "bsr": BSR_RULE}
 _UNITS = {"MiB": 2**20, "MB": 10**6}
 
-#: What the rows of Back Razor's tables train.
+#: Trained parts in the rows of Back Razor's tables.
 _SELECTIONS: dict[str, tuple[Callable[[], Any], ...]] = {
     "full": (),
     "head": (HeadOnly,),
@@ -67,26 +67,26 @@ _SELECTIONS: dict[str, tuple[Callable[[], Any], ...]] = {
 
 @dataclass(frozen=True)
 class CountSettings:
-    """The settings by which a paper's rule counts one row.
+    """Settings of a paper's cost formula for one row.
 
     Attributes:
-        architecture: the paper's name of the model, or timm's.
-        batch_size: images.
-        methods: applied to the model one after the other.
-        keeping: how activations are kept.
-        rule: of the paper.
-        unit: bytes in the unit of memory.
-        input_size: (height, width) of the images in pixels; (tokens,) of the texts.
-        classes: of the model.
+        architecture: name of the model in the paper or in timm.
+        batch_size: number of images.
+        methods: methods that are applied to the model in this order.
+        keeping: storage of activations.
+        rule: cost formula of the paper.
+        unit: bytes per unit of memory.
+        input_size: (height, width) of images in pixels, or (tokens,) of texts.
+        classes: number of classes.
         frozen_norms: scales and shifts do not train, as in Back Razor's CNNs.
-        parameters: parameters count: trained ones 4 bytes, frozen ones 1 (``rule``), all of them 1 (``one_byte``), or
-            not at all (``none``).
-        by_name: indices of blocks of which the published count unfroze `named_alike`.
-        experts: multiply-adds are those of linear layers and the patch embedding, without attention's products and
-            blocks 3, 7 and 11's feed-forward networks or experts (BSR, Table 6).
-        dense: operations whose name has this pattern stay dense.
-        left_out: operations whose name has this pattern are not counted.
-        note: how the row has to be counted.
+        parameters: counting of parameters: 4 bytes if trained and 1 if frozen (``rule``), 1 byte each (``one_byte``),
+            or not counted (``none``).
+        by_name: indices of blocks for which the published count unfroze `named_alike`.
+        experts: count only multiply-adds of linear layers and the patch embedding, without attention products and the
+            feed-forward networks or experts of blocks 3, 7 and 11 (BSR, Table 6).
+        dense: pattern of operations that stay dense.
+        left_out: pattern of operations that are not counted.
+        note: note on the count of the row.
     """
 
     architecture: str
@@ -106,18 +106,18 @@ class CountSettings:
     note: str = ""
 
     def model(self) -> nn.Module:
-        """Make the model that is counted, on the meta device."""
+        """Build the counted model on the meta device."""
         return _model(self.architecture, self.classes, self.methods, self.frozen_norms)
 
 
 @dataclass(frozen=True)
 class CountedCost:
-    """A row counted by its paper's rule.
+    """Cost of a row by its paper's formula.
 
     Attributes:
-        memory: in the unit of the row's `CountSettings`.
-        gmacs: 10⁹ multiply-adds of the batch's forward pass.
-        as_listed: memory if only the blocks listed had been unfrozen.
+        memory: memory in the unit of the row's `CountSettings`.
+        gmacs: 10⁹ multiply-adds of the forward pass of the batch.
+        as_listed: memory if only the listed blocks were unfrozen.
     """
 
     memory: float
@@ -126,7 +126,7 @@ class CountedCost:
 
 
 class _Settings(BaseModel):
-    """The settings under ``rule``, of the table or one of its rows."""
+    """Settings under ``rule``, of the table or of a row."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -152,9 +152,9 @@ class _Settings(BaseModel):
 
 
 def count_settings(table: Table, row: Row) -> CountSettings | None:
-    """Return how the rule of the paper counts `row`.
+    """Return the settings of the paper's cost formula for `row`.
 
-    None: the table has no such rule, or how the paper counted the row is not known.
+    Returns None if the table has no formula, or if the paper's count is not known.
     """
     held = rule_of(table.name, row)
     if held is None:
@@ -197,7 +197,7 @@ def count_settings(table: Table, row: Row) -> CountSettings | None:
 
 
 def batch_and_unit(table: Table, row: Row) -> tuple[int, int]:
-    """Return the images of the batch that the memory column of `row` is about, and the bytes of its unit."""
+    """Return the batch size of the row's memory column and the bytes of its unit."""
     settings = _Settings.model_validate(rule_of(table.name, row) or {})
     return settings.batch or int(row.columns.get("batch") or 1), _UNITS[settings.unit]
 
@@ -206,11 +206,11 @@ def _indices(columns: Mapping[str, str], key: str) -> tuple[int, ...]:
     return tuple(map(int, columns.get(key, "").split()))
 
 
-@cache  # equal partials are the same one, by which `_operations` is cached
+@cache  # equal partials are identical objects, because `_operations` is cached by them
 def _bsr(
     blocks: tuple[int, ...], drop_at: tuple[int, ...], keep_rate: float, experts: bool
 ) -> tuple[Callable[[], Any], ...]:
-    """The selection and the dropping of one of BSR's rows."""
+    """Return the selection and token dropping of a row of BSR."""
     if experts:
         return (partial(EViT, list(drop_at), keep_rate, fuse=False),)
     if not drop_at:
@@ -219,7 +219,7 @@ def _bsr(
 
 
 def count_cost(of: CountSettings) -> CountedCost:
-    """Count `of` by its rule."""
+    """Count `of` with its formula."""
     plain = _operations(of.architecture, of.classes, of.methods, of.frozen_norms, of.input_size, of.rule)
     memory = as_listed = _memory(of, plain.operations, plain.parameter_bytes)
     if alike := named_alike(plain.frozen, of.by_name):
@@ -239,9 +239,9 @@ def count_cost(of: CountSettings) -> CountedCost:
 
 
 def named_alike(names: Iterable[str], blocks: Sequence[int]) -> list[str]:
-    """The parameters that BSR's Table 7 takes for part of `blocks`: an index occurs anywhere in their names.
+    """Return the parameters that BSR's Table 7 attributes to `blocks`: the index occurs anywhere in their names.
 
-    For 2 these are block 2 and each block's ``norm2`` and ``fc2``; for 0, blocks 0 and 10.
+    For index 2, these are block 2 and each block's ``norm2`` and ``fc2``; for index 0, blocks 0 and 10.
     """
     return [name for name in names if any(str(block) in name for block in blocks)]
 
@@ -271,7 +271,7 @@ def _model(architecture: str, classes: int, methods: Sequence[Callable[[], Any]]
 
 @dataclass(frozen=True)
 class _Operations:
-    """A model as the rule counts it: operations on one image, bytes of parameters, names of the frozen ones."""
+    """Counted properties of a model: operations on one image, bytes of parameters, names of frozen parameters."""
 
     operations: tuple[Operation, ...]
     parameter_bytes: int
@@ -295,5 +295,5 @@ def _operations(
 
 @cache
 def _blocks(architecture: str, size: tuple[int, ...]) -> tuple[str, ...]:
-    """Names of the plain model's blocks, which methods do not change."""
+    """Return the names of the plain model's blocks, which methods do not change."""
     return view(_model(architecture, 2, (), False), size).blocks

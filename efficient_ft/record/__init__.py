@@ -1,11 +1,10 @@
-"""The files of a run folder: their formats, and how they are written and read.
+"""The files of a run folder: their formats, and functions that read and write them.
 
-========================  ==========================================================================
-``config.yaml``           the checked configuration (`config_file`)
-``metrics.jsonl``         one row per logged step and per epoch; ``metrics.csv`` is the same as a table (`rows`)
-``step_stats.jsonl``      one row per recorded optimizer step, with `step_stats.interval` (`step_stats`)
-``results.json``          written when the run has finished (`results`)
+========================  ========================================================================== ``config.yaml``
+the checked configuration (`config_file`) ``metrics.jsonl``         one row per logged step and per epoch;
+``metrics.csv`` is the same as a table (`rows`) ``step_stats.jsonl``      one row per recorded optimizer step, with
+`step_stats.interval` (`step_stats`) ``results.json``          results of a finished run (`results`)
 ========================  ==========================================================================
 
-Nothing here trains or needs a model: every tool that reads a run can import it.
+This package does not import training code or models, so that every tool that reads runs can import it.
 """

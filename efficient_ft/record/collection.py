@@ -1,4 +1,4 @@
-"""One table of many runs: a row per run, and the mean over the seeds of runs that differ in nothing else."""
+"""A table of many runs: one row per run, and means over runs that differ only in their seed."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Run:
     """A finished run.
 
     Attributes:
-        folder: its name in tables and messages: relative to the folder that was collected.
-        path: where it is.
-        results: its results.json.
-        config: its configuration.
-        group: the same for runs that differ in their seed only; two copies of a data set with other images, e.g. of
-            another resolution, are two groups.
+        folder: name in tables and messages, relative to the collected folder.
+        path: path of the folder.
+        results: contents of results.json.
+        config: configuration of the run.
+        group: key shared by runs that differ only in their seed. Copies of a data set with different images, such as
+            another resolution, have different keys.
     """
 
     folder: str
@@ -48,17 +48,17 @@ class Run:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Its configuration, by full names."""
+        """Settings of the run by full name."""
         return flatten(self.config.model_dump(mode="json"))
 
     @property
     def method(self) -> str:
-        """Names of its methods."""
+        """Names of the methods."""
         return "+".join(self.config.method)
 
     @property
     def data(self) -> str:
-        """Its data set, the folder's name for images of the user's own, or its tasks."""
+        """Name of the data set, of the folder of the user's images, or of the tasks."""
         if self.config.tasks:
             return "+".join(self.config.tasks)
         return Path(self.config.data.root).name if self.config.data.name == "folder" else self.config.data.name
@@ -69,9 +69,9 @@ class Collection:
     """Finished runs below a folder.
 
     Attributes:
-        runs: in the order of their folders.
-        ignored: by relative folder, why a run is left out: unfinished, damaged, or of another version.
-        copies: by the relative folder of a copy that is left out, the folder of the run.
+        runs: runs in the order of their folders.
+        ignored: reason why a run is excluded (unfinished, damaged, or of another version), by relative folder.
+        copies: folder of the original run, by relative folder of an excluded copy.
     """
 
     runs: tuple[Run, ...]
@@ -80,14 +80,14 @@ class Collection:
 
 
 def collect(folder: Path, read: Callable[[int, int], None] = lambda done, of: None) -> Collection:
-    """Read every run below `folder`; what cannot be read is left out and named.
+    """Read all runs below `folder`. Runs that cannot be read are listed in `Collection.ignored`.
 
     Args:
         folder: contains run folders.
-        read: called after each run folder with the number of those read, and of all.
+        read: called after each run folder with the number of folders that were read, and of all folders.
 
     Raises:
-        UserError: there is no such folder, or no run in it that can be read.
+        UserError: the folder does not exist, or has no readable run.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder. Pass a folder that contains run folders, e.g. outputs.")
@@ -95,15 +95,15 @@ def collect(folder: Path, read: Callable[[int, int], None] = lambda done, of: No
     found = sorted({file.parent for mark in marks for file in folder.rglob(mark) if ".hydra" not in file.parts})
     collection = collect_runs(folder, found, read)
     if not collection.runs:
-        first = next(iter(collection.ignored.values()), "there is no run folder")
-        raise UserError(f"{folder} holds no finished run of this version: {first}")
+        first = next(iter(collection.ignored.values()), "it contains no run folder")
+        raise UserError(f"{folder} contains no finished run of this version: {first}")
     return collection
 
 
 def collect_runs(
     folder: Path, runs: Sequence[Path], read: Callable[[int, int], None] = lambda done, of: None
 ) -> Collection:
-    """Read `runs`, which are named by their paths in `folder`; what cannot be read is left out and named."""
+    """Read `runs`, which are named by their paths relative to `folder`. Runs that cannot be read are ignored."""
     found, ignored = [], {}
     for number, run in enumerate(runs, start=1):
         name = run.relative_to(folder).as_posix()
@@ -117,7 +117,7 @@ def collect_runs(
 
 
 def without_copies(runs: Iterable[Run]) -> tuple[list[Run], dict[str, str]]:
-    """Return the runs without copies of a run folder, and by the folders of the others what they are copies of."""
+    """Return the runs without copies of run folders, and the folder of the original of each copy."""
     first: dict[str, Run] = {}
     copies = {}
     for run in runs:
@@ -128,9 +128,9 @@ def without_copies(runs: Iterable[Run]) -> tuple[list[Run], dict[str, str]]:
 
 
 def joined(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """The runs with their groups: one without a digest of its images belongs to the group that has the same settings.
+    """Return the runs with their groups. A run without a digest of its images joins the group with the same settings.
 
-    Where the same settings were run on several copies of the images, it is a group of its own.
+    If several copies of the images were used with these settings, the run is a separate group.
     """
     runs = tuple(runs)
     known: dict[str, set[str]] = {}
@@ -146,7 +146,7 @@ def joined(runs: Iterable[Run]) -> tuple[Run, ...]:
 
 
 def write_tables(collection: Collection, path: Path) -> list[Path]:
-    """Write a row per run to ``PATH.csv`` and ``PATH.json``, and the means over the seeds to ``PATH.md``."""
+    """Write one row per run to ``PATH.csv`` and ``PATH.json``, and means over the seeds to ``PATH.md``."""
     header, rows = run_rows(collection)
     means, mean_rows = group_rows(collection)
     texts = {
@@ -194,7 +194,7 @@ def _percent(fraction: float | None) -> float | None:
 
 
 def varying(runs: Sequence[Run]) -> list[str]:
-    """The settings in which `runs` differ, besides seed, model and data, and besides where things are."""
+    """Return the settings that differ between `runs`, except seed, model, data and paths."""
     flat = [run.settings for run in runs]
     names = dict.fromkeys(name for settings in flat for name in settings)
     shown = [name for name in names if name not in _OWN and not name.startswith((*_PLACES, "tasks."))]
@@ -214,7 +214,7 @@ def _shown(value: Any) -> str:
 
 
 def run_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
-    """The header, and a row for each run: what it was, in what it differs, accuracy, cost and totals."""
+    """Return the header and a row for each run: settings, accuracy, cost and totals."""
     settings = varying(collection.runs)
     header = ["run", "method", "model", "data", "seed", *settings, "split", *_NUMBERS]
     rows: list[list[Cell]] = []
@@ -228,7 +228,9 @@ def run_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
 
 
 def group_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
-    """The header, and a row for runs that differ in their seed only: means, and the deviation of the accuracies."""
+    """Return the header and one row per group of runs that differ only in their seed, with means and standard
+    deviations.
+    """
     settings = varying(collection.runs)
     header = ["method", "model", "data", *settings, "seeds", "test accuracy % ±", *_NUMBERS]
     rows: list[list[Cell]] = []
@@ -246,7 +248,9 @@ def group_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
 
 
 def groups(runs: Iterable[Run]) -> list[list[Run]]:
-    """Runs with the same settings but for the seed, ordered by it; of two with the same seed, the later one."""
+    """Return groups of runs that differ only in their seed, sorted by seed. Of two runs with the same seed, the later
+    one counts.
+    """
     found: dict[str, dict[int, Run]] = {}
     for run in sorted(runs, key=_date):
         found.setdefault(run.group, {})[run.config.seed] = run
@@ -254,10 +258,10 @@ def groups(runs: Iterable[Run]) -> list[list[Run]]:
 
 
 def notes(collection: Collection, means: bool) -> list[str]:
-    """Sentences about runs that are left out, and about seeds that some rows lack.
+    """Return sentences about excluded runs and missing seeds.
 
     Args:
-        means: means over the seeds are shown, which hold the later one of two runs with the same seed.
+        means: True if the table shows means over the seeds, which use the later of two runs with the same seed.
     """
     unfinished = [name for name, reason in collection.ignored.items() if "has not finished" in reason]
     said = [f"Left out: {name}: {reason}" for name, reason in collection.ignored.items() if name not in unfinished]
@@ -271,13 +275,13 @@ def notes(collection: Collection, means: bool) -> list[str]:
 
 
 def limited(collection: Collection) -> list[str]:
-    """A sentence about runs whose accuracy is that of a part of the images."""
+    """Return a sentence about runs whose accuracy was measured on a part of the images."""
     names = [run.folder for run in collection.runs if run.config.trainer.limit_eval_batches is not None]
     return [f"Accuracy on a part of the images (trainer.limit_eval_batches): {', '.join(names)}."] if names else []
 
 
 def other_images(collection: Collection) -> list[str]:
-    """A sentence for all runs with the same settings on different images, e.g. of another resolution."""
+    """Return a sentence for runs with the same settings but different images, such as another resolution."""
     first: dict[str, Run] = {}
     said = []
     for group in groups(collection.runs):
@@ -291,7 +295,7 @@ def other_images(collection: Collection) -> list[str]:
 
 
 def repeated(collection: Collection) -> list[str]:
-    """A sentence about the runs that `groups` leaves out because a later one has the same settings and seed."""
+    """Return a sentence about the runs that `groups` excludes because a later one has the same settings and seed."""
     kept = {(run.group, run.config.seed): run for group in groups(collection.runs) for run in group}
     pairs = [(run, kept[run.group, run.config.seed]) for run in collection.runs]
     names = [f"{run.folder} (than {later.folder})" for run, later in pairs if run is not later]
@@ -303,7 +307,7 @@ def _date(run: Run) -> str:
 
 
 def missing_seeds(collection: Collection) -> list[str]:
-    """A sentence for the groups that lack the same seeds, which another group on the same model and data has."""
+    """Return a sentence for groups without seeds that another group with the same model and data has."""
     every: dict[tuple[str, str], set[int]] = {}
     for run in collection.runs:
         every.setdefault(_task(run), set()).add(run.config.seed)

@@ -1,4 +1,4 @@
-"""``config.yaml`` of a run folder: the checked configuration, as plain YAML."""
+"""Read and write ``config.yaml`` of a run folder: the checked configuration as plain YAML."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def write_config(run: Path, config: Config) -> None:
 
 
 def read_config(run: Path, do: str = START_AGAIN, other_version: str = START_AGAIN) -> Config:
-    """The configuration of the run in folder `run`.
+    """Read the configuration of the run in folder `run`.
 
     Args:
         run: a run folder.
-        do: ends the error messages: what to do if there is no such file, or it is damaged.
-        other_version: ends the message for a file of another version.
+        do: last sentence of the error messages: what to do if the file is missing or damaged.
+        other_version: last sentence of the message for a file of another version.
 
     Raises:
-        OtherVersionError: it has settings that this version does not know: they were renamed or removed since.
-        UserError: there is no config.yaml, or it is damaged.
+        OtherVersionError: the file has settings that this version does not know.
+        UserError: config.yaml is missing or damaged.
     """
     file = run / NAME
     try:

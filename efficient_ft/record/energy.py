@@ -1,4 +1,4 @@
-"""Energy that the machine used, from the counters it has: NVIDIA's GPUs, and the processors of Linux (RAPL)."""
+"""Measure energy with the counters of the machine: NVIDIA GPUs, and processors on Linux (RAPL)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-#: Linux's counters of processor packages, in µJ; on many machines only root may read them.
+#: Counters of processor packages on Linux in µJ. On many machines, only root may read them.
 POWERCAP = Path("/sys/class/powercap")
 
 
 class EnergyMeter:
-    """Joules used since `start`, by the whole machine's counters: other programs count too.
+    """Measure the energy in joules since `start`, for the machine, including other programs.
 
     Args:
-        gpu: index of the CUDA device that trains; None: none does.
+        gpu: index of the CUDA device of the run; None: no GPU.
 
     Attributes:
-        source: what is counted, e.g. ``"processor packages and GPU"``; None: there is no counter that may be read.
+        source: the counters, e.g. ``"processor packages and GPU"``; None if no counter is readable.
     """
 
     def __init__(self, gpu: int | None = None) -> None:
@@ -43,11 +43,13 @@ class EnergyMeter:
 
     @property
     def joules(self) -> float | None:
-        """Joules since `start`; None without a counter. Read at least every few minutes: counters wrap around."""
+        """Return joules since `start`; None without a counter. Counters wrap around: call this at least every few
+        minutes.
+        """
         if self.source is None:
             return None
         now = [read() for read in self._counters]
-        # A counter that has wrapped around (or that failed) adds nothing for this interval.
+        # A counter that wrapped around or failed adds nothing in this interval.
         self._joules += sum(max(0.0, new - old) for new, old in zip(now, self._last, strict=False))
         self._last = now
         return self._joules
@@ -72,14 +74,14 @@ def _joules(file: Path) -> float:
 
 
 def _gpu_counter(index: int) -> Callable[[], float] | None:
-    """The energy counter of a GPU, if pynvml is installed and the GPU has one (Volta and later)."""
+    """Return the energy counter of a GPU if pynvml is installed and the GPU supports it (Volta and later)."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
         handle: Any = pynvml.nvmlDeviceGetHandleByIndex(index)
         pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-    except Exception:  # not installed, no driver, or no counter: each has its own error
+    except Exception:  # not installed, no driver, or no counter: the exceptions differ
         return None
 
     def joules() -> float:

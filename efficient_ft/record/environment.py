@@ -1,4 +1,4 @@
-"""The environment in which something was measured: versions, device, threads and load."""
+"""The environment of a measurement: versions, device, threads and load."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ BUSY_LOAD = 0.5
 def environment(
     device: torch.device | str = "cpu", packages: Iterable[str] = ("torch", "timm"), **more: Any
 ) -> dict[str, Any]:
-    """Describe the present environment, for a record in JSON.
+    """Describe the current environment, for a record in JSON.
 
     Args:
-        device: the one in use.
+        device: the device in use.
         packages: names of packages whose versions are recorded.
-        more: further entries, e.g. ``allocator="mimalloc"``.
+        more: additional entries, e.g. ``allocator="mimalloc"``.
 
     Returns:
-        ``date`` (UTC), ``efficient_ft``, the packages, ``python``, ``platform``, ``device`` (the model of the GPU or
-        CPU), ``threads`` (torch's), ``load`` (the last minute's load average; None if the system has none).
+        ``date`` (UTC), ``efficient_ft``, the packages, ``python``, ``platform``, ``device`` (model of the GPU or CPU),
+        ``threads`` (of torch), ``load`` (load average of the last minute; None if the system has none).
     """
     import torch
 
@@ -51,7 +51,7 @@ def environment(
 
 
 def device_name(device: torch.device | str) -> str:
-    """The model of the GPU or CPU that `device` stands for."""
+    """Return the model of the GPU or CPU."""
     import torch
 
     device = torch.device(device)
@@ -61,12 +61,12 @@ def device_name(device: torch.device | str) -> str:
 
 
 def _version(package: str) -> str:
-    """The version of a package, with its build (+cu128) if the module has been imported."""
+    """Return the version of a package, with its build (+cu128) if the module is imported."""
     return str(getattr(sys.modules.get(package), "__version__", None) or version(package))
 
 
 def cpu_name() -> str:
-    """The model of the CPU, or its architecture if the system does not tell the model."""
+    """Return the model of the CPU, or its architecture if the model is unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
@@ -76,10 +76,10 @@ def cpu_name() -> str:
 
 
 def busy_note(recorded: Mapping[str, Any]) -> str | None:
-    """The sentence to print with times measured on a busy machine; None if it was not busy, or no load is recorded.
+    """Return a note for times measured on a busy machine; None if it was not busy or no load is recorded.
 
     Args:
-        recorded: an environment, as `environment` returned it or as a file in ``benchmarks`` holds it.
+        recorded: an environment returned by `environment` or stored in a file in ``benchmarks``.
     """
     load = recorded.get("load")
     if load is None or load <= BUSY_LOAD:

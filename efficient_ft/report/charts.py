@@ -1,4 +1,4 @@
-"""Charts as data: panels of series, drawn as PNG and written as CSV."""
+"""Charts as data: panels of series, which are drawn as PNG and written as CSV."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from efficient_ft.core.files import write_bytes_atomically, write_text_atomicall
 from efficient_ft.core.text import csv_cell
 from efficient_ft.report.figures import DPI, require_matplotlib
 
-#: With more series than this there is no legend.
+#: Maximum number of series in a panel with a legend.
 MAX_NAMED = 14
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one name: x and y of the same length; x may be words (bars)."""
+    """Named points: x and y of the same length; x may be words (bars)."""
 
     name: str
     x: Sequence[float | str]
@@ -31,12 +31,12 @@ class Panel:
     """One pair of axes.
 
     Attributes:
-        title: above it.
-        x: what is on the x axis, with its unit.
-        y: what is on the y axis.
-        series: drawn in it.
-        kind: ``lines`` (with a mark at each point if there are few), ``points``, ``bars`` or ``image`` (the values of
-            the one series are the rows of a square picture).
+        title: title of the panel.
+        x: label of the x axis, with its unit.
+        y: label of the y axis.
+        series: the series of the panel.
+        kind: ``lines`` (with markers if there are few points), ``points``, ``bars`` or ``image`` (the values of the
+            only series are the rows of a square picture).
     """
 
     title: str
@@ -70,7 +70,7 @@ def write_chart(chart: Chart, path: Path) -> list[Path]:
 
 
 def chart_csv(chart: Chart) -> str:
-    """The data as CSV: panel, series, x and y of every point."""
+    """Return the data as CSV: panel, series, x and y of each point."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["panel", "series", "x", "y"])

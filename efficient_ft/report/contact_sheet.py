@@ -1,4 +1,4 @@
-"""A contact sheet of training samples as the network sees them: as a PNG image, and as an HTML page."""
+"""A contact sheet of training samples as the network receives them, as a PNG image or an HTML page."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ pre{white-space:pre-wrap}@media(prefers-color-scheme:dark){body{background:#111;
 
 @dataclass(frozen=True)
 class Cell:
-    """One sample: a picture, or a text, with a caption."""
+    """A sample: a picture or a text, with a caption."""
 
     content: Image.Image | str
     caption: str
@@ -49,12 +49,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class ContactSheet:
-    """Training samples as the network sees them.
+    """Training samples as the network receives them.
 
     Attributes:
-        title: a line above them.
+        title: title line.
         cells: the samples.
-        legend: names and RGB colors of classes, for masks.
+        legend: names and RGB colors of the classes of masks.
     """
 
     title: str
@@ -65,7 +65,7 @@ class ContactSheet:
         """Return the sheet as one RGB image.
 
         Args:
-            columns: cells in a row, at most.
+            columns: maximum number of cells in a row.
         """
         columns = max(min(columns, len(self.cells)), 1)
         font = _font()
@@ -90,10 +90,10 @@ class ContactSheet:
         return whole
 
     def html(self, lines: Sequence[str]) -> str:
-        """Return the sheet as a page that needs no network.
+        """Return the sheet as a self-contained page.
 
         Args:
-            lines: the report of the data, printed above the samples.
+            lines: lines of the report that precede the samples.
         """
         figures = []
         for cell in self.cells:
@@ -161,10 +161,10 @@ def contact_sheet(data: ImageData | SegmentationData | TextData, input: InputSpe
 
 
 def overlaid(picture: Image.Image, mask: np.ndarray, colors: np.ndarray) -> Image.Image:
-    """Mix a picture with the colors of its classes; pixels without a label stay as they are.
+    """Blend a picture with the colors of its classes. Pixels without a label are not changed.
 
     Args:
-        picture: RGB.
+        picture: RGB image.
         mask: uint8 (H, W), indices of classes, or `IGNORED`.
         colors: uint8 (classes, 3).
     """
@@ -174,7 +174,9 @@ def overlaid(picture: Image.Image, mask: np.ndarray, colors: np.ndarray) -> Imag
 
 
 def _font() -> _Font:
-    """DejaVu Sans, which has Latin, Greek, Cyrillic, Arabic and Hebrew letters, or Pillow's font with basic Latin."""
+    """Return DejaVu Sans (Latin, Greek, Cyrillic, Arabic and Hebrew letters), or Pillow's font with basic Latin
+    letters.
+    """
     places = ["DejaVuSans.ttf"]
     spec = importlib.util.find_spec("matplotlib")
     if spec is not None and spec.origin is not None:
@@ -208,7 +210,7 @@ def _draw(
     corner: tuple[int, int],
     font: _Font,
 ) -> None:
-    """Draw a cell at its upper left corner."""
+    """Draw a cell with its upper left corner at this position."""
     left, top = corner
     if isinstance(cell.content, str):
         lines = _wrapped(cell.content, _TEXT_LINES)

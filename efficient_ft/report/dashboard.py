@@ -1,7 +1,7 @@
-"""Weights & Biases for finished runs: each run uploaded from its record, and a report with the papers' panels.
+"""Send finished runs to Weights & Biases, with a report that has the papers' panels.
 
-Without a network (or with ``offline``) wandb writes the runs into a folder, to be sent later by ``wandb sync``, and the
-panels are written as JSON.
+Without a network (or with ``offline``), wandb writes the runs to a folder for ``wandb sync``, and the panels are
+written as JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PANELS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("Accuracy against peak memory", "points", "cost.measured.peak_bytes", ("accuracy.final",)),
     ("Accuracy against time", "points", "totals.seconds", ("accuracy.final",)),
     ("Accuracy against energy", "points", "totals.joules", ("accuracy.final",)),
-    # Of the split that chooses the epoch: published recipes choose on the test images.
+    # The split that selects the epoch; published recipes select it on the test images.
     ("Accuracy over FLOPs", "curves", "flops", ("val_accuracy", "test_accuracy")),
     ("Accuracy over time", "curves", "seconds", ("val_accuracy", "test_accuracy")),
     ("Training loss", "curves", "Step", ("train_loss",)),
@@ -34,17 +34,17 @@ PANELS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
 
 
 def upload(found: Collection, *, project: str, entity: str | None, offline: bool, out: Path) -> list[str]:
-    """Send every run to wandb as it would have been logged, under the id that the run has.
+    """Send each run to wandb under its run id, with the data that the run would have logged.
 
     Args:
         found: the runs.
-        project: of wandb.
-        entity: user or team; None: the one logged in.
-        offline: write into `out` instead.
-        out: a folder for wandb's files.
+        project: project in wandb.
+        entity: user or team; None: the logged-in user.
+        offline: write to `out` instead.
+        out: folder for wandb's files.
 
     Returns:
-        The names of the runs sent.
+        Names of the sent runs.
 
     Raises:
         UserError: wandb is not installed, or it cannot start.
@@ -72,9 +72,9 @@ def upload(found: Collection, *, project: str, entity: str | None, offline: bool
                 mode="offline" if offline else "online",
                 resume="allow" if not offline else None,
                 reinit="finish_previous",
-                settings=wandb.Settings(silent=True),  # its warnings are printed all the same
+                settings=wandb.Settings(silent=True),  # its warnings are still printed
             )
-        except Exception as error:  # wandb's own errors derive from several bases
+        except Exception as error:  # wandb's exceptions have several base classes
             raise UserError(
                 f"dashboard: wandb cannot start: {first_line(error)} Use --offline, or log in first (wandb login)."
             ) from error
@@ -87,7 +87,7 @@ def upload(found: Collection, *, project: str, entity: str | None, offline: bool
 
 
 def _history(folder: Path) -> dict[int, dict[str, Any]]:
-    """Metrics and budgets of a run, by step in ascending order."""
+    """Return metrics and budgets of a run by step, in ascending order."""
     found: defaultdict[int, dict[str, Any]] = defaultdict(dict)
     for row in MetricsFile(folder).read():
         found[row["step"]].update((key, value) for key, value in row.items() if key != "step" and value is not None)
@@ -99,16 +99,16 @@ def _history(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def write_panels(path: Path, title: str) -> None:
-    """Write the panels as JSON: what `create_report` would send."""
+    """Write the panels as JSON, as sent by `create_report`."""
     panels = [{"title": title_of, "kind": kind, "x": x, "y": y} for title_of, kind, x, y in PANELS]
     write_text_atomically(path, json.dumps({"title": title, "panels": panels}, indent=2) + "\n")
 
 
 def create_report(title: str, project: str, entity: str | None) -> str:
-    """Make a report with the panels on wandb's server and return its address.
+    """Create a report with the panels on the wandb server, and return its address.
 
     Raises:
-        UserError: wandb-workspaces is not installed, or the server refuses.
+        UserError: wandb-workspaces is not installed, or the server returns an error.
     """
     try:
         import wandb_workspaces.reports.v2 as wr

@@ -1,4 +1,4 @@
-"""Draw a record: budgets over time, how often each block trained, tokens and relative magnitudes of each block."""
+"""Draw figures of a record: budgets over time, and training frequency, tokens and relative magnitude of each block."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 150
-#: With more blocks than this, some get no label.
+#: Number of blocks above which some blocks have no label.
 MAX_LABELS = 26
 
 
@@ -28,7 +28,7 @@ def require_matplotlib() -> None:
     """Import matplotlib and set its style.
 
     Raises:
-        UserError: it is not installed.
+        UserError: matplotlib is not installed.
     """
     try:
         import matplotlib
@@ -53,14 +53,14 @@ def require_matplotlib() -> None:
 
 @dataclass(frozen=True)
 class Drawing:
-    """One figure.
+    """A figure.
 
     Attributes:
-        file: its name.
-        title: of its section.
-        alt: a description for screen readers.
-        caption: the meaning of the numbers.
-        figure: matplotlib's.
+        file: file name.
+        title: title of its section.
+        alt: description for screen readers.
+        caption: meaning of the numbers.
+        figure: the matplotlib figure.
     """
 
     file: str
@@ -71,7 +71,7 @@ class Drawing:
 
     @cached_property
     def png(self) -> bytes:
-        """The figure as a PNG file."""
+        """Return the figure as a PNG file."""
         stream = io.BytesIO()
         self.figure.savefig(stream, format="png", dpi=DPI, bbox_inches="tight", metadata={"Software": None})
         return stream.getvalue()
@@ -90,14 +90,14 @@ def _figure(width: float, height: float, columns: int = 1, **kwargs: Any) -> tup
 
 
 def _colors(count: int) -> Any:
-    """From the first block (dark) to the last (light, but not too light for white paper)."""
+    """Return colors from the first block (dark) to the last one (light, but visible on white)."""
     from matplotlib import colormaps
 
     return colormaps["viridis"](np.linspace(0, 0.88, count))
 
 
 def _per_block(axes: Axes, record: Record, room: int = 90) -> None:
-    """Label the blocks along x; the labels are turned if they need more than `room` characters."""
+    """Label the blocks along x. Labels are rotated if they need more than `room` characters."""
     labels, count = record.labels, len(record.labels)
     every = -(-count // MAX_LABELS)
     places = range(0, count, every)
@@ -111,7 +111,7 @@ def _per_block(axes: Axes, record: Record, room: int = 90) -> None:
 
 
 def _bars(axes: Axes, record: Record, heights: np.ndarray, texts: Sequence[str], inside: bool = False) -> None:
-    """Draw a bar for each block, with its number above it or inside it at the bottom."""
+    """Draw a bar for each block, with its number above the bar or at its bottom."""
     axes.bar(range(len(heights)), np.nan_to_num(heights), color="#9db4dc", width=0.78)
     if len(heights) <= MAX_LABELS:
         for i, (height, text) in enumerate(zip(np.nan_to_num(heights), texts, strict=True)):
@@ -129,7 +129,7 @@ def _whole_steps(axes: Axes) -> None:
 
 
 def draw_budgets(record: Record) -> Drawing | None:
-    """Draw a line over the steps for each block; None if there are no budgets."""
+    """Draw a line over the steps for each block. Returns None if there are no budgets."""
     if record.budgets is None:
         return None
     height = max(4.8, 1.2 + 0.17 * len(record.blocks))
@@ -154,17 +154,17 @@ def draw_budgets(record: Record) -> Drawing | None:
         "Budgets over time",
         f"Lines over the optimizer steps, one for each block. At the last one, step {record.steps[-1]}:"
         f" {_listed(record.labels, record.budgets[-1], '.3f')}.",
-        "The share of the incoming patch tokens that each block passes on, in the step it applied to. Dark: the first"
-        " blocks, light: the last ones.",
+        "The fraction of the incoming patch tokens that each block passes on, for each step. Dark lines: the first"
+        " blocks. Light lines: the last blocks.",
         figure,
     )
 
 
 def _label_ends(axes: Axes, record: Record, values: np.ndarray, colors: Any, height: float) -> None:
-    """Write the blocks' names next to the ends of their lines, moved apart where they would overlap.
+    """Write the names of the blocks next to the ends of their lines, without overlap.
 
     Args:
-        height: of the figure, in inches.
+        height: height of the figure in inches.
     """
     low, high = axes.get_ylim()
     size = 10 if len(values) <= MAX_LABELS else 8
@@ -202,7 +202,7 @@ def _label_ends(axes: Axes, record: Record, values: np.ndarray, colors: Any, hei
 
 
 def draw_trained(record: Record) -> Drawing:
-    """Draw bars: the share of the recorded steps in which each block trained."""
+    """Draw bars with the fraction of recorded steps in which each block trained."""
     shares = record.trained.mean(0)
     figure, (axes,) = _figure(8.6, 3.8)
     _bars(axes, record, 100 * shares, [f"{share:.0%}".rstrip("%") for share in shares])
@@ -211,14 +211,14 @@ def draw_trained(record: Record) -> Drawing:
         "trained.png",
         "Training frequency",
         f"Bars, one for each block: {_listed(record.labels, shares, '.0%')}.",
-        "The share of the recorded steps in which something in the block trained"
+        "The fraction of the recorded steps in which a parameter of the block trained"
         f" ({record.trained.sum(1).mean():.3g} of {len(record.blocks)} blocks in a step, on average).",
         figure,
     )
 
 
 def draw_tokens(record: Record) -> Drawing:
-    """Draw bars: the mean over the recorded steps, with lines from the fewest to the most."""
+    """Draw bars with the mean over the recorded steps, and lines from the minimum to the maximum."""
     mean, least, most = (f(record.tokens) for f in (mean_over_steps, _least, _most))
     figure, (axes,) = _figure(8.6, 3.8)
     _bars(axes, record, mean, [short(value) for value in mean], inside=True)
@@ -236,7 +236,7 @@ def draw_tokens(record: Record) -> Drawing:
         )
     axes.set(ylim=(0, 1.12 * np.nanmax(most, initial=1)), ylabel="tokens of an image", title="Tokens after each block")
     whiskers = (
-        " The bar is the mean over the recorded steps, the line goes from the fewest to the most."
+        " The bar is the mean over the recorded steps. The line ranges from the minimum to the maximum."
         if varies.any()
         else ""
     )
@@ -244,13 +244,14 @@ def draw_tokens(record: Record) -> Drawing:
         "tokens.png",
         "Tokens after each block",
         f"Bars, one for each block: {_listed(record.labels, mean, '.4g')}.",
-        f"In training, class and fused tokens included (positions of the map, in networks without tokens).{whiskers}",
+        "Tokens in training, including class and fused tokens; in networks without tokens, positions of the map."
+        f"{whiskers}",
         figure,
     )
 
 
 def draw_magnitudes(record: Record) -> Drawing:
-    """Draw the beginning and the end of the record as lines, and all of it as a heat map."""
+    """Draw the beginning and the end of the record as lines, and all steps as a heat map."""
     first, last, called = record.ends
     shown = record.thinned
     several = len(shown) > 2
@@ -283,7 +284,7 @@ def draw_magnitudes(record: Record) -> Drawing:
         if n
     ]
     special = (
-        f" Computed from the prefix tokens only, where the positions of the others are unknown: {', '.join(where)}."
+        f" Computed only from prefix tokens, since the positions of other tokens are unknown: {', '.join(where)}."
         if where
         else ""
     )
@@ -293,15 +294,15 @@ def draw_magnitudes(record: Record) -> Drawing:
         f"Lines over the blocks for the {called} at the beginning and at the end"
         + (", and a heat map of block and optimizer step" if several else "")
         + f". At the end: {_listed(record.labels, end, '.3f')}.",
-        "How much a block changes its tokens: ‖f(x)‖ / ‖f(x) + x‖, with f(x) + x its output and f(x) the difference to"
-        " its input, the mean over images and over the tokens present in both."
-        f" Small: the block changes little.{special}",
+        "The change that a block makes to its tokens: ‖f(x)‖ / ‖f(x) + x‖, where f(x) + x is its output and f(x) the"
+        " difference from its input. It is the mean over images and over the tokens present in both."
+        f" A small value means a small change.{special}",
         figure,
     )
 
 
 def mean_over_steps(values: np.ndarray) -> np.ndarray:
-    """Mean of the numbers recorded: (T, B) → (B,); NaN where there is none."""
+    """Return the mean of the recorded numbers over T steps: (T, B) → (B,); NaN without numbers."""
     there = ~np.isnan(values)
     sums, counts = np.where(there, values, 0).sum(0), there.sum(0)
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
@@ -316,7 +317,7 @@ def _most(values: np.ndarray) -> np.ndarray:
 
 
 def short(value: float) -> str:
-    """Three digits, or all before the decimal point."""
+    """Format a number with three digits, or with all digits before the decimal point."""
     return "–" if np.isnan(value) else f"{value:.0f}" if value >= 100 or value == round(value) else f"{value:.1f}"
 
 

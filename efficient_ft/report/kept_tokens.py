@@ -1,4 +1,4 @@
-"""Which patches of an image a run's network keeps, drawn over images of its own evaluation split."""
+"""Show the patches that a run's network keeps, on images of its evaluation split."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from efficient_ft.report.record import block_labels
 from efficient_ft.training.callbacks.block_stats import BlockIO, observe_blocks
 from efficient_ft.training.output import checkpoint, export
 
-#: Columns of the figure: of more blocks that drop tokens, some are left out evenly, never the last one.
+#: Maximum number of columns. If more blocks drop tokens, a subset with the last one is shown, evenly spaced.
 MAX_DROPS = 5
-#: Dropped patches keep this share of their brightness; the rest is a dark blue, so that black stays distinct.
+#: Brightness of dropped patches. They are blended with dark blue, so that they differ from black patches.
 DIMMED, TINT = 0.2, (0.08, 0.11, 0.30)
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Images, and the patches kept after each block that drops some.
+    """Images, and the patches that remain after each block that drops tokens.
 
     Attributes:
         pixels: (N, height, width, 3) from 0 to 1: the network's input before normalization.
         classes: N class names.
-        blocks: the labels of the blocks that drop tokens.
-        masks: for each of these (N, H, W), true where the patch is kept.
-        fused: for each of these, the largest number of fused tokens in an image.
-        shown: a description of the forward pass, for the caption.
+        blocks: labels of the blocks that drop tokens.
+        masks: (N, H, W) for each of these blocks, True where the patch is kept.
+        fused: largest number of fused tokens in an image, for each of these blocks.
+        shown: description of the forward pass for the caption.
     """
 
     pixels: np.ndarray
@@ -51,13 +51,13 @@ class Kept:
 def kept_tokens(run: Path, config: Config, count: int) -> Kept:
     """Run the trained network on the first images of the run's evaluation split (of its first task).
 
-    If evaluation keeps all tokens and training does not (ALaST), blocks drop as in training, by the budgets of the
-    run's checkpoint, with dropout and drop path off.
+    If only training drops tokens (ALaST), blocks drop them with the budgets in the run's checkpoint, without dropout
+    and drop path.
 
     Args:
         run: a run folder.
-        config: of the run.
-        count: of the images.
+        config: configuration of the run.
+        count: number of images.
 
     Raises:
         UserError: weights or data are missing, no tokens are dropped, or their positions are unknown.
@@ -82,11 +82,11 @@ def kept_tokens(run: Path, config: Config, count: int) -> Kept:
         for method in methods:
             method.load_state_dict(held["callbacks"]["MethodCallback"][method.state_key])
             method.apply(model)
-            for name in of_model.blocks:  # the blocks alone, and not the dropout in them
+            for name in of_model.blocks:  # only the blocks, without dropout
                 model.get_submodule(name).training = True
             shown = (
                 f"{passes}, with tokens dropped as in training by the budgets after step {held['global_step']}, dropout"
-                " off. Evaluation keeps all tokens."
+                " disabled. Evaluation keeps all tokens."
             )
         drops = _drops(model, of_model.blocks, batch)
     if not drops:
@@ -116,12 +116,12 @@ def kept_tokens(run: Path, config: Config, count: int) -> Kept:
 
 
 def _budgeted(config: Config) -> list[Method]:
-    """The run's methods that drop tokens by budgets."""
+    """Return the run's methods that drop tokens by budgets."""
     return [method for method in build_methods(config) if "budgets" in method.step_stats()]
 
 
 def _drops(model: Any, blocks: Sequence[str], batch: Any) -> dict[int, np.ndarray]:
-    """Grid positions (N, K) of the tokens kept by each block that drops some, by the block's index.
+    """Return grid positions (N, K) of the tokens kept by each block that drops tokens, by the index of the block.
 
     Raises:
         UserError: the positions are unknown.
@@ -133,7 +133,7 @@ def _drops(model: Any, blocks: Sequence[str], batch: Any) -> dict[int, np.ndarra
             return
         if passed.after.grid_index_BL is None:
             raise UserError(
-                "The grid positions of this run's tokens are unknown: they were merged, or left out at random."
+                "The grid positions of this run's tokens are unknown: tokens were merged or dropped at random."
             )
         drops[index] = passed.after.grid_index_BL.numpy()
 
@@ -143,7 +143,7 @@ def _drops(model: Any, blocks: Sequence[str], batch: Any) -> dict[int, np.ndarra
 
 
 def draw_kept(kept: Kept) -> Drawing:
-    """Draw a row for each image: the image, and after each drop the image with the dropped patches dimmed."""
+    """Draw a row for each image: the image, and a copy with darkened patches after each drop."""
     count = len(kept.blocks)
     chosen = np.unique(np.linspace(0, count - 1, min(count, MAX_DROPS)).round().astype(int))
     images, (height, width) = len(kept.pixels), kept.pixels.shape[1:3]
@@ -165,7 +165,7 @@ def draw_kept(kept: Kept) -> Drawing:
     for place, title in zip(axes[0], titles, strict=True):
         place.set_title(title, fontsize=10)
     left_out = f" {count} blocks drop tokens; {len(chosen)} of them are shown." if count > len(chosen) else ""
-    fused = f" Up to {max(kept.fused)} fused tokens, made of the dropped ones, are kept too." if max(kept.fused) else ""
+    fused = f" Up to {max(kept.fused)} fused tokens of dropped patches are also kept." if max(kept.fused) else ""
     steps = ", ".join(f"block {kept.blocks[i]}: {_counted(kept.masks[i])} of {patches}" for i in chosen)
     return Drawing(
         "kept_tokens.png",
@@ -178,7 +178,7 @@ def draw_kept(kept: Kept) -> Drawing:
 
 
 def _dimmed(pixels: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Darken pixels (height, width, 3) whose patch is not in the mask (H, W)."""
+    """Darken the pixels (height, width, 3) of patches that are not in the mask (H, W)."""
     height, width = pixels.shape[:2]
     rows, columns = np.arange(height) * mask.shape[0] // height, np.arange(width) * mask.shape[1] // width
     return np.where(mask[rows][:, columns, None], pixels, DIMMED * pixels + (1 - DIMMED) * np.array(TINT))

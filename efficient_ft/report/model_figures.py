@@ -1,4 +1,4 @@
-"""Figures of the papers that need a model and a batch of images, or nothing, and no training run."""
+"""Figures of the papers that require no training run."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from efficient_ft.report.charts import Chart, Panel, Series
 from efficient_ft.report.record import block_labels
 from efficient_ft.training.callbacks.block_stats import channel_axis, observe_blocks, relative_magnitude
 
-#: Images in the batch.
+#: Batch size.
 IMAGES = 16
 
 
 def _model_and_batch(config: Config) -> tuple[nn.Module, Tensor, Tensor]:
-    """The pretrained model of `config`, and the first images of its evaluation split with their labels.
+    """Return the pretrained model of `config`, and the first images of its evaluation split with their labels.
 
     Raises:
         UserError: weights or images are missing.
@@ -64,7 +64,7 @@ def relative_magnitudes(config: Config) -> Chart:
 def class_attention(config: Config) -> Chart:
     """ALaST, Figure 4: attention of the class token to the patches in the 2nd, 4th and 6th block, first image.
 
-    The mean over the heads.
+    The attention is the mean over the heads.
     """
     model, batch, _ = _model_and_batch(config)
     of_model = view(model)
@@ -102,14 +102,15 @@ def class_attention(config: Config) -> Chart:
 def gradient_spectrum(config: Config) -> Chart:
     """LBP-WHT, Figure 5: energy of g_y by Walsh-Hadamard basis (i, j), at the model's last attention layer.
 
-    g_y is the gradient of the loss at the layer's output for one batch of the pretrained model with a new classifier.
+    g_y is the gradient of the loss at the output of the layer, for one batch and the pretrained model with a new
+    classifier.
     """
     model, batch, labels = _model_and_batch(config)
     of_model = view(model)
     layers = [layer for layer in of_model.layers if layer.tokens is not None and layer.in_attention]
     if not layers:
         raise UserError(f"{of_model.name} has no attention layer over a grid of tokens.")
-    for name in of_model.head:  # a new classifier may start at zero, through which no gradient passes
+    for name in of_model.head:  # a new classifier of zeros would block all gradients
         for parameter in model.get_submodule(name).parameters():
             nn.init.normal_(parameter, std=0.02)
     held: dict[str, Tensor] = {}
@@ -124,7 +125,7 @@ def gradient_spectrum(config: Config) -> Chart:
     F.cross_entropy(model(batch), labels).backward()
     for handle in handles:
         handle.remove()
-    # Behind the last attention only the class token has a gradient: then the layer before it.
+    # If only the class token has a gradient after the last attention layer, use the layer before it.
     layer, grid = next(
         (one, grid) for one in reversed(layers[-4:]) if (grid := _on_grid(held[one.name], one)).abs().max() > 0
     )
@@ -135,7 +136,7 @@ def gradient_spectrum(config: Config) -> Chart:
 
 
 def _on_grid(gradient: Tensor, layer: Layer) -> Tensor:
-    """The gradient at the patches: (B, H, W, C)."""
+    """Return the gradient at the patches: (B, H, W, C)."""
     assert layer.tokens is not None
     if gradient.dim() == 4:  # a 1×1 convolution
         gradient = gradient.flatten(2).transpose(1, 2)
@@ -143,7 +144,9 @@ def _on_grid(gradient: Tensor, layer: Layer) -> Tensor:
 
 
 def training_memory(config: Config | None = None) -> Chart:
-    """Back Razor, Figure 1: training memory at a batch of 16 by TinyTL's rule; the devices' limits are not printed."""
+    """Back Razor, Figure 1: training memory at a batch size of 16 by TinyTL's formula. The paper does not state the
+    limits of the devices.
+    """
     networks = (
         ("ResNet-50", "resnet50", ()),
         ("ViT-B", "vit_base_patch16_224", ()),
@@ -166,11 +169,11 @@ FIGURES: dict[str, Callable[[Config], Chart]] = {
 
 
 def model_figure(name: str, config: Config) -> Chart:
-    """The chart of a paper's figure of the model and images of `config`.
+    """Return the chart of a paper's figure for the model and images of `config`.
 
     Raises:
-        SettingError: no such figure.
-        UserError: weights or images are missing, or the model has not what the figure shows.
+        SettingError: the figure does not exist.
+        UserError: weights or images are missing, or the model lacks what the figure shows.
     """
     if name not in FIGURES:
         raise SettingError("figure", name, FIGURES)

@@ -1,4 +1,4 @@
-"""The figure of a plan: peak against step time, by class of recipe."""
+"""The figure of a plan: peak memory and step time of the recipes, by class."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from efficient_ft.report.charts import Chart, Panel, Series
 
 
 def plan_chart(plan: Plan) -> Chart:
-    """The options of `plan` that have a step time."""
+    """Return the chart of the options of `plan` that have a step time."""
     series = []
     for exactness in Exactness:
         of = [o for o in plan.options if o.exactness is exactness and o.step_seconds is not None]

@@ -1,4 +1,4 @@
-"""Read what a run has recorded of its steps."""
+"""Read the recorded steps of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from efficient_ft.record.results import read_results
 from efficient_ft.record.rows import Rows
 from efficient_ft.record.step_stats import NAME
 
-#: If more steps are recorded, figures that draw them one by one leave some out evenly.
+#: Maximum number of steps in figures that draw each step; more steps are thinned evenly.
 MAX_STEPS = 600
 
 
@@ -30,17 +30,17 @@ MAX_STEPS = 600
 class Record:
     """The rows of step_stats.jsonl: T recorded steps of B blocks.
 
-    What each number means is documented in `efficient_ft.record.step_stats`.
+    `efficient_ft.record.step_stats` documents the numbers.
 
     Attributes:
-        steps: (T,), from 1.
+        steps: (T,), numbers of steps from 1.
         blocks: full names.
-        labels: short names, made of the numbers in the full ones.
+        labels: short names, made of the numbers in the full names.
         trained: (T, B), booleans.
-        budgets: (T, B); None: there are none.
-        tokens: (T, B), NaN where nothing was recorded.
-        magnitudes: (T, B), NaN where nothing was recorded.
-        compared: (T, B), NaN where nothing was recorded.
+        budgets: (T, B); None without budgets.
+        tokens: (T, B), NaN where not recorded.
+        magnitudes: (T, B), NaN where not recorded.
+        compared: (T, B), NaN where not recorded.
     """
 
     steps: np.ndarray
@@ -61,16 +61,16 @@ class Record:
 
     @property
     def thinned(self) -> np.ndarray:
-        """Indices of the steps that are drawn one by one, at most `MAX_STEPS`."""
+        """Indices of at most `MAX_STEPS` evenly spaced steps."""
         count = len(self.steps)
         return np.unique(np.linspace(0, count - 1, min(count, MAX_STEPS)).round().astype(int))
 
 
 def read(run: Path) -> Record:
-    """Read what `run` has recorded.
+    """Read the record of `run`.
 
     Raises:
-        UserError: there is no such folder, or it holds no record, or one that cannot be read.
+        UserError: the folder does not exist, has no record, or has one that cannot be read.
     """
     if not run.is_dir():
         raise UserError(f"{run}: no such folder. {PASS_A_RUN}")
@@ -79,14 +79,14 @@ def read(run: Path) -> Record:
         if (run / CONFIG).is_file():
             read_config(run, PASS_A_RUN, USE_ITS_VERSION)
         raise UserError(
-            f"{run} holds no record ({NAME}). Train with step_stats.interval=1 (every optimizer step; n: every n-th);"
+            f"{run} contains no record ({NAME}). Train with step_stats.interval=1 (n: every n-th optimizer step);"
             " resume=never repeats a finished run."
         )
     if not all({"step", "blocks", "trained"} <= row.keys() for row in rows):
         raise UserError(f"{run / NAME} cannot be read: a row lacks step, blocks or trained. {USE_ITS_VERSION}")
     try:
         return _record(rows)
-    except (TypeError, ValueError, IndexError) as error:  # values of another kind, or rows of unequal length
+    except (TypeError, ValueError, IndexError) as error:  # values of other types, or rows of different lengths
         raise UserError(f"{run / NAME} is damaged ({error}). Train again, with resume=never.") from error
 
 
@@ -113,19 +113,19 @@ def _record(rows: Sequence[dict[str, Any]]) -> Record:
 
 
 def block_labels(blocks: Sequence[str]) -> list[str]:
-    """Short names of blocks: the numbers in their names, if these are distinct."""
+    """Return short names of blocks: the numbers in their names if these are distinct."""
     short = [".".join(re.findall(r"\d+", name)) for name in blocks]
     return short if all(short) and len(set(short)) == len(short) else list(blocks)
 
 
 def describe(run: Path, record: Record) -> tuple[dict[str, str], Config]:
-    """Describe the run.
+    """Describe a run.
 
     Returns:
         Facts by title, in the order of the page, and the run's configuration.
 
     Raises:
-        UserError: config.yaml or results.json cannot be read: damaged, or of another version.
+        UserError: config.yaml or results.json is damaged or of another version.
     """
     config = read_config(run, PASS_A_RUN, USE_ITS_VERSION)
     data: str = config.data.name

@@ -1,4 +1,4 @@
-"""One HTML page for several runs: a table that sorts, accuracy against costs with the front, curves over training."""
+"""One HTML page for several runs: a sortable table, accuracy against costs, and training curves."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from efficient_ft.report.record import read
 from efficient_ft.task import TASKS
 from efficient_ft.training.output.predict_masks import EXAMPLES
 
-#: Points of a curve, at most: 200 runs fit into a page that opens at once.
+#: Maximum number of points of a curve, so that a page with 200 runs opens without delay.
 MAX_POINTS = 120
 
-#: Runs whose predictions are shown, at most.
+#: Maximum number of runs whose predictions are shown.
 MAX_PICTURES = 20
 
-#: Keys of metrics.jsonl that are the task's metric.
+#: Keys of the task's metric in metrics.jsonl.
 METRICS = frozenset(f"{split}_{task.metric}" for split in ("val", "test") for task in TASKS.values())
 
-#: Costs that accuracy is drawn against, by the columns of `record.collection.run_rows`.
+#: Costs on the x axes of the accuracy figures: columns of `record.collection.run_rows`.
 COSTS = (
     "TFLOPs of the run",
     "backward MFLOPs/sample",
@@ -58,10 +58,10 @@ COSTS = (
 
 
 def write_runs_page(paths: Sequence[Path], out: Path) -> Path:
-    """Write one page of all runs in and below `paths` into the folder `out`.
+    """Write one page for all runs in and below `paths` to the folder `out`.
 
     Raises:
-        UserError: a path is no folder, or there is no finished run.
+        UserError: a path is not a folder, or contains no finished run.
     """
     found = collect_paths(paths)
     title = f"{len(found.runs)} runs" if len(found.runs) > 1 else names_of(found.runs)[0]
@@ -79,7 +79,7 @@ def write_runs_page(paths: Sequence[Path], out: Path) -> Path:
 
 
 def _pictures(runs: Sequence[Run]) -> str:
-    """The predictions of segmentations on some test images, as HTML; of the first runs if there are many."""
+    """Return the predictions of segmentation runs on some test images as HTML, for at most `MAX_PICTURES` runs."""
     have = [
         (run, name)
         for run, name in zip(runs, names_of(runs), strict=True)
@@ -101,10 +101,10 @@ def _pictures(runs: Sequence[Run]) -> str:
 
 
 def collect_paths(paths: Sequence[Path]) -> Collection:
-    """The finished runs in and below `paths`.
+    """Return the finished runs in and below `paths`.
 
     Raises:
-        UserError: a path is no folder, or there is no finished run.
+        UserError: a path is not a folder, or there is no finished run.
     """
     runs: list[Run] = []
     ignored: dict[str, str] = {}
@@ -113,7 +113,7 @@ def collect_paths(paths: Sequence[Path]) -> Collection:
     for path in paths:
         one = (path / CONFIG).is_file()
         found = collect_runs(path.parent, [path]) if one else collect(path)
-        # Names in two folders may be the same.
+        # Two folders may contain the same name.
         base = path.parent if one else path
         several = len(paths) > 1
         new = [run for run in found.runs if run.path.resolve() not in seen]
@@ -138,7 +138,7 @@ def _splits(found: Collection) -> str:
 
 
 def page_data(found: Collection) -> dict[str, Any]:
-    """The data that the page draws, in plain containers."""
+    """Return the data of the page for JSON."""
     header, table = run_rows(found)
     words = header.index("split")
     names = names_of(found.runs)
@@ -177,12 +177,14 @@ def page_data(found: Collection) -> dict[str, Any]:
 
 
 def table_numbers(header: Sequence[str], table: Sequence[Sequence[Cell]]) -> dict[str, list[Cell]]:
-    """The values of each column."""
+    """Return the values of each column."""
     return {name: [row[place] for row in table] for place, name in enumerate(header)}
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
-    """A name for each run: methods, settings in which runs of these methods differ, seed; model and data if several."""
+    """Return a name for each run: methods, settings that differ between runs with these methods; model and data if
+    several.
+    """
     models, data = {run.config.model.name for run in runs}, {run.data for run in runs}
     names = []
     for run, own in zip(runs, method_names(runs), strict=True):
@@ -192,7 +194,9 @@ def names_of(runs: Sequence[Run]) -> list[str]:
 
 
 def method_names(runs: Sequence[Run], prefix: str = "") -> list[str]:
-    """For each run its methods, and the settings that begin with `prefix` in which runs of these methods differ."""
+    """Return the methods of each run, with the settings starting with `prefix` that differ between runs with these
+    methods.
+    """
     alike: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         alike[run.method].append(run)
@@ -206,12 +210,12 @@ def method_names(runs: Sequence[Run], prefix: str = "") -> list[str]:
 
 
 def accuracy_of(run: Run) -> float:
-    """Percent on the test images; without any, on the split that chose the epoch."""
+    """Return the accuracy in percent on the test images, or, without any, on the split that selected the epoch."""
     return round(100 * final_accuracy(run.results["accuracy"]), 4)
 
 
 def _curve_rows(folder: Path) -> list[dict[str, float]]:
-    """Points of the curves: step, epoch, TFLOPs, seconds and images so far, loss or accuracy."""
+    """Return points of the curves: step, epoch, TFLOPs, seconds and images so far, loss or accuracy."""
     rows = MetricsFile(folder).read()
     windows = any("train_loss" in row for row in rows)  # a short run has none
     points = []
@@ -227,7 +231,7 @@ def _curve_rows(folder: Path) -> list[dict[str, float]]:
             "accuracy %": next((100 * v for k, v in row.items() if k in METRICS), None),
         }
         points.append({key: float(f"{value:.5g}") for key, value in values.items() if value is not None})
-    # Each curve has its own points: rows of steps are many more than those of epochs.
+    # Curves have their own points, because there are many more rows of steps than of epochs.
     losses, accuracies = ([i for i, point in enumerate(points) if key in point] for key in ("loss", "accuracy %"))
     best = max(accuracies, key=lambda i: points[i]["accuracy %"], default=None)
     kept = {*_thinned(losses), *_thinned(accuracies), *(() if best is None else (best,))}
@@ -235,14 +239,14 @@ def _curve_rows(folder: Path) -> list[dict[str, float]]:
 
 
 def _thinned(places: Sequence[int]) -> list[int]:
-    """At most `MAX_POINTS` of `places`, evenly spread, with the first and the last."""
+    """Return at most `MAX_POINTS` of `places`, evenly spaced, including the first and the last."""
     if len(places) <= MAX_POINTS:
         return list(places)
     return [places[i] for i in np.unique(np.linspace(0, len(places) - 1, MAX_POINTS).round().astype(int))]
 
 
 def budgets_of(folder: Path) -> dict[str, Any] | None:
-    """The budgets that a run has recorded: steps, blocks, and values by step; None: it has recorded none."""
+    """Return the recorded budgets of a run (steps, blocks, and values by step); None if it has none."""
     try:
         record = read(folder)
     except UserError:  # the run has recorded none

@@ -1,4 +1,4 @@
-"""The table of a study: what each row reached over the seeds, and what it cost."""
+"""The table of a study: the accuracy of each row over the seeds, and its cost."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from efficient_ft.core.sheet import Cell
 from efficient_ft.core.text import spelled
 from efficient_ft.record.study import Records, shown, test_accuracy
 
-#: Marks a value at an end of the grid, beyond which a better one may be.
+#: Marks a value at an end of the grid. A better value may be outside the grid.
 AT_END = "*"
 
 
-#: The formats of a table's numbers in Markdown, by the beginnings of their columns.
+#: Number formats in Markdown, by the beginning of the column name.
 _FORMATS = {"TFLOPs": ".2f", "times fewer FLOPs": ".2f", "saved KiB": ".0f", "times fewer bytes": ".1f",
             "peak MiB": ".0f", "process MiB": ".0f", "seconds": ".0f"}  # fmt: skip
 
 
 def study_cells(records: Records, rows: Sequence[str]) -> tuple[list[str], list[list[Cell]]]:
-    """The header, and a line for each of `rows` that is tuned; ratios are to the row ``full``, or else to the first.
+    """Return the header and a line for each tuned row of `rows`. Ratios are relative to the row ``full``, or to the
+    first row.
 
-    Accuracy (or the task's metric) is the mean over the seeds in percent, with the lowest and the highest; costs are
-    those of a run. If all records have it, the growth of the process in the steps follows the counted peak.
+    Accuracy (or the task's metric) is the mean over the seeds in percent, with minimum and maximum. Costs are those of
+    a run. If all records have the growth of the process, it follows the counted peak.
     """
     found = {row: runs for row in rows if (runs := records.finished(row))}
     base = next(iter(records.finished("full") if "full" in records.study.rows else ()), None)
@@ -39,7 +40,7 @@ def study_cells(records: Records, rows: Sequence[str]) -> tuple[list[str], list[
 
 
 def study_table(records: Records, rows: Sequence[str]) -> list[list[str]]:
-    """The header and the lines of `study_cells` as text, for Markdown."""
+    """Return the header and the lines of `study_cells` as text for Markdown."""
     header, lines = study_cells(records, rows)
     formats = [next((f for start, f in _FORMATS.items() if name.startswith(start)), "") for name in header]
     return [
@@ -69,21 +70,21 @@ def _line(
 
 
 def spread(values: Sequence[float]) -> str:
-    """The mean, with the lowest and the highest value if there are several."""
+    """Return the mean, with minimum and maximum if there are several values."""
     mean = f"{statistics.fmean(values):.2f}"
     return mean if len(values) == 1 else f"{mean} [{min(values):.2f}…{max(values):.2f}]"
 
 
 def notes(records: Records, rows: Sequence[str]) -> list[str]:
-    """Sentences on the marks of the table, rows that are not tuned yet or always diverged, and missing seeds."""
+    """Return sentences on the marks of the table, rows that are not tuned or diverged, and missing seeds."""
     said = []
     if any(AT_END in str(line[1]) for line in study_cells(records, rows)[1]):
-        said.append(f"{AT_END}: the best value is at the end of the grid.")
+        said.append(f"{AT_END}: the best value is at an end of the grid.")
     if alike := records.of_the_search_alone():
         ignored = ", ".join(records.study.tune.ignore)
-        said.append(f"Runs of the search that had another {ignored} than those of the table: {alike}.")
+        said.append(f"Runs of the search with a {ignored} different from the table: {alike}.")
     if other := records.of_other_settings():
-        said.append(f"Runs with earlier settings of the study, which are kept and do not count: {other}.")
+        said.append(f"Runs with earlier settings of the study, which are not used: {other}.")
     waiting = [row for row in rows if records.tuning_runs([row])]
     if waiting:
         said.append(f"Not tuned yet: {', '.join(waiting)}.")

@@ -157,7 +157,7 @@ def test_a_record_of_other_settings_does_not_count(folder: Path) -> None:
     changed = Records(folder)
     again = changed.tuning_runs(["full"])[0]
     assert changed.find(again) is None
-    assert notes(changed, ["full"])[0] == "Runs with earlier settings of the study, which are kept and do not count: 1."
+    assert notes(changed, ["full"])[0] == "Runs with earlier settings of the study, which are not used: 1."
     changed.add(again, results(0.6))
     assert [record["accuracy"]["best"] for record in Records(folder).runs] == [0.5, 0.6], "nothing is lost"
 
@@ -177,8 +177,8 @@ def test_records_that_differ_in_ignored_settings_count_in_the_search_alone(folde
     assert records.tuning_runs(["full", "head"]) == []
     assert records.finished("full") == []
     assert notes(records, ["full"])[:2] == [
-        "Runs of the search that had another trainer.precision than those of the table: 4.",
-        "Runs with earlier settings of the study, which are kept and do not count: 1.",
+        "Runs of the search with a trainer.precision different from the table: 4.",
+        "Runs with earlier settings of the study, which are not used: 1.",
     ]
     low, high = (records.run("full", value, 0) for value in (1e-3, 1e-2))
     records.add(high, results(0.4))

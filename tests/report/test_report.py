@@ -237,7 +237,7 @@ def earlier(folder: Path) -> None:
         (lambda folder: None, "no such folder"),
         (
             lambda folder: folder.mkdir(),
-            "run holds no record (step_stats.jsonl). Train with step_stats.interval=1",
+            "run contains no record (step_stats.jsonl). Train with step_stats.interval=1",
         ),
         (lambda folder: Rows(folder / "step_stats.jsonl").rewind(0), "resume=never"),
         (earlier, "config.yaml was written by an earlier version of efficient-ft (it says data.workers"),
