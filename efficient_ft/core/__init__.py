@@ -1,1 +1,1 @@
-"""Basics without dependencies inside the package: errors, seeding, processes, the input specification."""
+"""Basic modules without dependencies on the package: errors, seeding, processes, files, text."""

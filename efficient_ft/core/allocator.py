@@ -1,12 +1,12 @@
-"""The memory allocator of the process: one that is fast and does not split its heap, where it can be had.
+"""Select the memory allocator of the process.
 
-glibc unmaps each large activation when it is freed and faults it in again one step later. With settings that keep freed
-memory it is faster, but small tensors that live until the backward pass split its heap: a process then takes up to four
-times the bytes that are live. tcmalloc and mimalloc keep freed memory and reuse it; tcmalloc, which no Python package
-brings, wastes least (`benchmarks/allocators_*.json`). Both have to be loaded before the first allocation, so the
-program starts again, once, with the library in ``LD_PRELOAD``.
+glibc unmaps large activations when they are freed, and the next step pays for page faults. With settings that keep
+freed memory it is faster, but small tensors that live until the backward pass fragment its heap, and a process takes up
+to four times its live bytes. tcmalloc and mimalloc keep and reuse freed memory. tcmalloc wastes least
+(`benchmarks/allocators_*.json`), but no Python package contains it. Both must be loaded before the first allocation, so
+the program re-executes once with the library in ``LD_PRELOAD``.
 
-Only programs call this, never the library on import: it changes the whole process.
+Only programs call these functions, because they change the process. Importing the library does not.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _M_MMAP_MAX = -4
 #: Values of the setting ``allocator``.
 CHOICES = ("auto", "mimalloc", "tcmalloc", "keep", "system")
 
-#: What `allocator_in_use` calls glibc with `keep_freed_memory`.
+#: Name of glibc with `keep_freed_memory` in `allocator_in_use`.
 KEEPING = "keeping freed memory (glibc)"
 
-#: In the order in which ``auto`` looks for them: file names, and how to install one.
+#: File names of allocators and how to install them, in the order of ``auto``.
 _PRELOADED = {
     "tcmalloc": (
         ("libtcmalloc_minimal.so.4*", "libtcmalloc.so.4*", "libtcmalloc_minimal.so", "libtcmalloc.so"),
@@ -45,27 +45,27 @@ _PRELOADED = {
     "mimalloc": (("libmimalloc.so", "libmimalloc.so.[23]*"), "pip install cmeel-mimalloc"),
 }
 
-#: Set in the process that was started again, so that it never starts a third time.
+#: Set in the re-executed process, so that it does not restart again.
 _RESTARTED = "EFFICIENT_FT_RESTARTED"
 
-#: Settings of the allocators; those of the user's environment are kept. Huge pages (torch's THP_MEM_ALLOC_ENABLE) are
-#: left out: with either allocator a step is no faster, and with mimalloc some recipes take more memory.
+#: Settings of the allocators, unless the user's environment sets them. Huge pages (torch's THP_MEM_ALLOC_ENABLE) are
+#: not enabled: they do not speed up steps, and some recipes take more memory with mimalloc.
 _TUNING = {
-    "MIMALLOC_PURGE_DELAY": "-1",  # freed memory stays: returning it costs the page faults that glibc pays
+    "MIMALLOC_PURGE_DELAY": "-1",  # keep freed memory, which avoids page faults
     "TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD": "0",
 }
 
-#: Programs of this package that may start again, by the name of their file.
+#: File names of the package's programs that may restart.
 _PROGRAMS = ("efficient-ft", "train.py", "bench.py")
 
 _kept = False
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc keep freed memory in the process. Call it before the first tensor is created.
+    """Make glibc keep freed memory. Call this before the first tensor is created.
 
     Returns:
-        True if it took effect; False without glibc (macOS, Windows, musl), where nothing changes.
+        True if this took effect; False without glibc (macOS, Windows, musl).
     """
     global _kept
     if not _glibc():
@@ -78,18 +78,18 @@ def keep_freed_memory() -> bool:
 
 
 def restart_with(choice: str, setting: str = "allocator") -> None:
-    """Start this program again with the allocator `choice` preloaded; return if that is not needed or not possible.
+    """Re-execute this program with the allocator `choice` preloaded; return if this is not needed or not possible.
 
-    Replaces the process (same id, same terminal); `use_allocator` then notes it in the log. Does nothing in a process
-    that is not a program of this package (a notebook, a test, somebody's script), under a debugger or profiler, once
-    torch is loaded, or if an allocator is preloaded already. Processes started by this one inherit the allocator.
+    The process keeps its id and terminal; `use_allocator` then logs the restart. Nothing happens in a process that is
+    not a program of this package (a notebook, a test, another script), under a debugger or profiler, after torch was
+    loaded, or if an allocator is already preloaded. Child processes inherit the allocator.
 
     Args:
-        choice: one of `CHOICES`; ``auto``: the first allocator found that loads, or none.
-        setting: its name, for errors.
+        choice: one of `CHOICES`; ``auto``: the first available allocator that loads, or none.
+        setting: name of the setting, for errors.
 
     Raises:
-        SettingError: the allocator named by `choice` is not installed or does not load.
+        SettingError: the allocator `choice` is not installed or does not load.
     """
     if choice in ("keep", "system") or _preloaded() is not None or not _may_restart():
         return
@@ -109,13 +109,13 @@ def use_allocator(choice: str, setting: str = "allocator") -> str:
 
     Args:
         choice: one of `CHOICES`; ``auto`` keeps freed memory unless an allocator is preloaded.
-        setting: its name, for errors.
+        setting: name of the setting, for errors.
 
     Returns:
-        What is in use, see `allocator_in_use`.
+        The allocator in use, see `allocator_in_use`.
 
     Raises:
-        SettingError: the allocator is not one of `CHOICES`, or the one named cannot be had in this process.
+        SettingError: `choice` is not one of `CHOICES`, or is not available in this process.
     """
     if choice not in CHOICES:
         raise SettingError(setting, choice, CHOICES)
@@ -123,7 +123,7 @@ def use_allocator(choice: str, setting: str = "allocator") -> str:
     if choice in ("auto", "keep"):
         kept = loaded is None and keep_freed_memory()
         if choice == "keep" and not kept:
-            why = f"{loaded} is preloaded" if loaded else "there is no glibc on this system"
+            why = f"{loaded} is preloaded" if loaded else "this system does not use glibc"
             raise SettingError(setting, choice, "auto or system here", f"{why[0].upper()}{why[1:]}.")
     elif choice != "system" and loaded != choice:
         raise _missing(choice, setting)
@@ -146,7 +146,7 @@ def _glibc() -> bool:
 
 
 def _preloaded() -> str | None:
-    """The allocator of `CHOICES` that is mapped into this process; None: no such library."""
+    """Return the allocator that is mapped into this process; None if there is none."""
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:  # not Linux
@@ -160,7 +160,7 @@ def _mapped(maps: str) -> str | None:
 
 
 def _may_restart() -> bool:
-    """True in a program of this package that has done nothing yet which a new start would repeat or lose."""
+    """Return True in a program of this package that has not done any work yet."""
     main = sys.modules.get("__main__")
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     module = spec is not None and spec.name == "efficient_ft.__main__"
@@ -177,7 +177,7 @@ def _may_restart() -> bool:
 
 
 def _libraries(name: str) -> Iterator[Path]:
-    """Shared libraries of an allocator: from Python packages, then of the environment, then of the system."""
+    """Yield shared libraries of an allocator from Python packages, the environment and the system, in this order."""
     patterns, _ = _PRELOADED[name]
     if name == "mimalloc":
         try:
@@ -193,14 +193,14 @@ def _libraries(name: str) -> Iterator[Path]:
 
 
 def _environment(library: Path) -> dict[str, str]:
-    """The environment of the new start."""
+    """Return the environment of the new process."""
     before = os.environ.get("LD_PRELOAD")
     preload = f"{library}:{before}" if before else str(library)
     return {**_TUNING, **os.environ, "LD_PRELOAD": preload, _RESTARTED: "1"}
 
 
 def _loads(name: str, environment: dict[str, str]) -> bool:
-    """True if a Python process with this environment starts and has the allocator."""
+    """Return True if a Python process with this environment starts and has the allocator."""
     code = "print(open('/proc/self/maps').read())"
     try:
         trial = subprocess.run(
@@ -212,7 +212,7 @@ def _loads(name: str, environment: dict[str, str]) -> bool:
 
 
 def _missing(name: str, setting: str) -> SettingError:
-    """The error for an allocator named by the user that this process does not have."""
+    """Return the error for a requested allocator that is not available in this process."""
     found = next(_libraries(name), None) if _glibc() else None
     if not _glibc():
         do = "Allocators are preloaded on Linux with glibc only."
@@ -222,4 +222,4 @@ def _missing(name: str, setting: str) -> SettingError:
         do = f"{found} does not load. Install another: {_PRELOADED[name][1]}."
     else:
         do = f"This process cannot start again. Set LD_PRELOAD={found} in its environment."
-    return SettingError(setting, name, "an allocator that this process can have", do)
+    return SettingError(setting, name, "an allocator that is available in this process", do)

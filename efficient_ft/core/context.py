@@ -1,9 +1,9 @@
-"""Thread-local context of the running code: packing, tokens, recomputation, local-only execution.
+"""Thread-local context: packing, tokens, recomputation, local execution.
 
-A value set here holds for code that the same thread runs inside the ``with`` block, not for other threads. Autograd
-runs the backward pass on CUDA in threads of its own, which start from the defaults; a forward pass that is recomputed
-there enters its contexts again. State that has to travel from block to block of a model does not belong here: it is
-attached to the tensors (`efficient_ft.ops.tokens.attach_tokens`), so that recomputation replays it.
+A value that is set here applies to code that the same thread runs in the ``with`` block. Autograd runs the backward
+pass on CUDA in separate threads with default values; a forward pass that is recomputed there enters its contexts again.
+State that moves from block to block of a model is attached to tensors instead
+(`efficient_ft.ops.tokens.attach_tokens`), so that recomputation replays it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 
 
 class Context(threading.local):
-    """The fields and their defaults, one set for each thread.
+    """Fields of a thread and their defaults.
 
     Attributes:
-        packing: the innermost packing mode (`efficient_ft.ops.saving.PackedOperations`); None: no mode is entered.
-        tokens: the record (`efficient_ft.ops.tokens.Tokens`) of the tokens that the current layer takes; None: all.
-        token_reduction_suspended: blocks neither drop nor merge tokens.
-        local_only: this process takes steps that the other processes do not take.
-        short_reports: reports of `apply` leave out what has to be counted for them.
+        packing: the innermost packing mode (`efficient_ft.ops.saving.PackedOperations`), or None.
+        tokens: the record (`efficient_ft.ops.tokens.Tokens`) of the current layer's input tokens; None: all tokens.
+        token_reduction_suspended: if True, blocks do not drop or merge tokens.
+        local_only: if True, this process takes steps that the other processes do not take.
+        short_reports: if True, reports of `apply` omit values that must be counted.
     """
 
     packing: Any = None
@@ -40,7 +40,7 @@ context = Context()
 
 @contextmanager
 def set_context(field: str, value: Any) -> Iterator[None]:
-    """Set one field of `context`, and restore its value at the end."""
+    """Set one field of `context` in the block, and restore it at the end."""
     before = getattr(context, field)
     setattr(context, field, value)
     try:

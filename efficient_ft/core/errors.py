@@ -1,6 +1,6 @@
-"""Errors that a user can fix: the setting, the constraint, the value, and what to do.
+"""Errors that a user can fix. The message names the setting, the constraint, the value, and a remedy.
 
-Mistakes in this package itself are asserts. Imports no torch: configurations are checked before anything heavy loads.
+Mistakes in this package are assertions. This module does not import torch, because configurations are checked first.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from contextlib import contextmanager
 
 
 class UserError(ValueError):
-    """An error that the user can fix. The command line prints its text alone, with exit status 2."""
+    """An error that the user can fix. The command line shows only its message, with exit status 2."""
 
 
 class DivergedError(UserError):
-    """The training loss was not finite: the settings can be tried no further, which is a finding of a study."""
+    """The training loss is not finite. A study records this as a result of the settings."""
 
 
 class SettingError(UserError):
-    """A setting whose value cannot be used: "<setting> must be <constraint>, got <value>."
+    """A setting has an invalid value: "<setting> must be <constraint>, got <value>."
 
     Args:
-        setting: the full name as it is written on the command line, e.g. ``method.lbp_wht.order``.
-        value: the value given.
-        allowed: the constraint in words (``"an integer >= 1"``), or the allowed values.
-        do: a sentence that says what to do; None where `allowed` says it.
+        setting: full name as on the command line, e.g. ``method.lbp_wht.order``.
+        value: the given value.
+        allowed: the constraint (``"an integer >= 1"``), or the allowed values.
+        do: a sentence with the remedy; None if `allowed` is sufficient.
     """
 
     def __init__(self, setting: str, value: object, allowed: str | Iterable[str], do: str | None = None):
@@ -41,25 +41,27 @@ class SettingError(UserError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `` Did you mean 'x'?`` for the nearest of the `known` names, or an empty string if none is near."""
+    """Return `` Did you mean 'x'?`` for the most similar of the `known` names, or an empty string."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" Did you mean '{near[0]}'?" if near else ""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, at most 300 characters; its type's name if the text is empty."""
+    """Return the first line of an error message, at most 300 characters, or the name of its type if the message is
+    empty.
+    """
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def why_unreadable(error: BaseException) -> str:
-    """Return why a file of tensors cannot be loaded; never torch's advice to load what could run code."""
+    """Return why a file of tensors cannot be loaded, without torch's advice to load unsafe files."""
     if "weights only" in str(error).lower() or "weights_only" in str(error):
         return "it holds Python objects other than tensors and plain values, which are not loaded: they could run code"
     return first_line(error)
 
 
 def replace_unprintable() -> None:
-    """Print ``?`` for signs that a terminal or file without Unicode cannot show, instead of failing."""
+    """Print ``?`` for characters that the terminal or file cannot encode, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
@@ -67,7 +69,7 @@ def replace_unprintable() -> None:
 
 @contextmanager
 def single_values() -> Iterator[None]:
-    """Turn the error of a BatchNorm layer that gets one value per channel into a message that names the settings.
+    """Replace the error of a BatchNorm layer that gets one value per channel with a message that names the settings.
 
     Raises:
         UserError: a batch of one image reached such a layer.
@@ -84,10 +86,10 @@ def single_values() -> Iterator[None]:
 
 
 class TerminatedRun(SystemExit):
-    """A signal other than Ctrl-C asked the command to end; the exit status is that of shells.
+    """A signal other than SIGINT ended the command. The exit status is 128 plus its number, as in shells.
 
     Args:
-        number: of the signal; default: SIGTERM.
+        number: number of the signal; default: SIGTERM.
     """
 
     def __init__(self, number: int = 15) -> None:

@@ -1,7 +1,7 @@
-"""Writing files: complete at any moment, also after a kill or a power failure, and never through a link.
+"""Write files atomically, and never through a link.
 
-A folder may be shared, or come from somebody else. A link in the place of a file that this package writes would let
-somebody else choose a file of the user that is overwritten.
+A file is complete after a kill or a power failure. In a shared folder, a link could redirect a write to another file of
+the user.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import IO, Any
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.terminal import shown_path
 
-#: The name of the folder of a temporary file, with a random part between these.
+#: Prefix and suffix of the name of a temporary folder.
 _TEMPORARY = (".efficient_ft.", ".tmp")
 #: Names of the streams of a process, which cannot be replaced.
 _STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
@@ -27,13 +27,13 @@ _STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """Write a temporary file, sync it to disk, and rename it to `path`.
 
-    The temporary file is in a new folder with a random name that only this user can enter, next to `path`. It has the
-    permissions of any new file. A link at `path` is replaced, and its target is not changed. A device or a pipe, such
-    as ``/dev/stdout``, is written to.
+    The temporary file is in a new folder next to `path`, which only this user can enter. It has the permissions of any
+    new file. A link at `path` is replaced, and its target is not changed. Devices and pipes, such as ``/dev/stdout``,
+    are written directly.
 
     Args:
         path: the file to write; its folder is created.
-        write: called with the temporary file's path, whose name is that of `path`.
+        write: called with the path of the temporary file, which has the same name as `path`.
     """
     if _is_stream(path):
         write(path)
@@ -52,17 +52,17 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """`write_atomically` for a text, in UTF-8."""
+    """Write a text in UTF-8, see `write_atomically`."""
     write_bytes_atomically(path, text.encode())
 
 
 def write_bytes_atomically(path: Path, content: bytes) -> None:
-    """`write_atomically` for bytes."""
+    """Write bytes, see `write_atomically`."""
     write_atomically(path, lambda temporary: _write_bytes(temporary, content))
 
 
 def remove_temporary(folder: Path) -> None:
-    """Remove the temporary files that killed processes left in `folder`. No other process may write there.
+    """Remove temporary files of killed processes from `folder`. No other process may write there.
 
     Links are not followed.
     """
@@ -73,11 +73,11 @@ def remove_temporary(folder: Path) -> None:
 
 
 def open_file(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
-    """Open a file for writing, as `open` does, but not through a link.
+    """Open a file for writing, but not through a link.
 
     Args:
         path: the file.
-        mode: as for `open`; a text is written in UTF-8.
+        mode: as for `open`; text is written in UTF-8.
         buffering: as for `open`.
 
     Raises:
@@ -92,7 +92,7 @@ def open_file(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
 
 
 def refuse_link(path: Path) -> None:
-    """Refuse to write into a file or folder that is a link.
+    """Check that a file or folder to be written is not a link.
 
     Raises:
         UserError: `path` is a link.
@@ -105,7 +105,7 @@ def refuse_link(path: Path) -> None:
 
 
 def _remove_folder(private: Path) -> None:
-    """Remove a folder with its files, but no folders in it; it stays if that is not possible."""
+    """Remove a folder and its files, but no subfolders. Errors are ignored."""
     with suppress(OSError):  # the error of a write is more important
         for file in private.iterdir():
             file.unlink()
@@ -113,7 +113,7 @@ def _remove_folder(private: Path) -> None:
 
 
 def _is_stream(path: Path) -> bool:
-    """Return True for a device, a pipe, or a name of a stream of a process."""
+    """Return True for a device, a pipe, or a stream of a process."""
     if str(path).startswith(_STREAMS):
         return True
     try:
@@ -133,7 +133,7 @@ def _write_bytes(path: Path, content: bytes) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename in `folder` durable; Windows cannot open a folder for it."""
+    """Make a rename in `folder` durable. Windows does not support this."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:

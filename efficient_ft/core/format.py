@@ -1,4 +1,4 @@
-"""Numbers, sizes, times and percentages as text for people: the only place that formats them."""
+"""Format numbers, sizes, times and percentages for people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def format_number(value: float, unit: str = "", step: int = 1000) -> str:
-    """Three digits and a prefix: 1234567 → ``1.23 M``; with ``step=1024``: ``1.18 Mi``."""
+    """Format a number with three digits and a prefix: 1234567 → ``1.23 M``; with ``step=1024``: ``1.18 Mi``."""
     prefixes = ["", "k", "M", "G", "T", "P"] if step == 1000 else ["", "Ki", "Mi", "Gi", "Ti", "Pi"]
     power = 0
     while abs(value) >= 999.5 and power < len(prefixes) - 1:
@@ -34,13 +34,13 @@ def format_seconds(value: float) -> str:
 
 
 def format_percent(fraction: float, sign: bool = False) -> str:
-    """0.93139 → ``93.14 %``; a fraction below 1 is never ``100 %``, and one above 0 never ``0 %``.
+    """Format a fraction: 0.93139 → ``93.14 %``. Values below 1 are never ``100 %``, and values above 0 never ``0 %``.
 
-    Two decimals tell accuracies over 10,000 samples apart.
+    Two decimals distinguish accuracies over 10,000 samples.
 
     Args:
         fraction: 1 is 100 %.
-        sign: begin with a plus if it is positive.
+        sign: begin positive values with a plus.
     """
     value = 100 * fraction
     value = min(value, 99.99) if value < 100 else value
@@ -55,7 +55,7 @@ def format_ratio(value: float) -> str:
 
 
 def bytes_setting(value: float) -> str:
-    """Return a size as a setting that is at least as large: 4271234567 → ``3.98GiB``; 4000000000 → ``4GB``."""
+    """Return a size as a setting, rounded up: 4271234567 → ``3.98GiB``; 4000000000 → ``4GB``."""
     hundredths = 100 * value / 2**30
     if hundredths % 1 and not value % 10**7:
         return f"{value / 10**9:g}GB"
@@ -63,7 +63,7 @@ def bytes_setting(value: float) -> str:
 
 
 def format_digits(value: float, digits: int = 4) -> str:
-    """A number with some significant digits and no prefix, for a column whose unit is in its header: ``1203``."""
+    """Format a number with significant digits and no prefix, for a column with a unit in its header: ``1203``."""
     if not value or not math.isfinite(value):
         return f"{value:g}"
     return f"{value:.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}"

@@ -1,4 +1,4 @@
-"""The settings of a training loop that an optimizer which steps inside the backward pass excludes."""
+"""Settings of a training loop that are incompatible with an optimizer that steps inside the backward pass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from efficient_ft.core.errors import SettingError
 
 
 class Wrong(NamedTuple):
-    """A setting that is excluded: its name, its value, and the value it must have."""
+    """An incompatible setting: its name, its value, and the required value."""
 
     name: str
     value: Any
@@ -23,17 +23,17 @@ def refuse_in_backward(
     scaling: Wrong | None = None,
     processes: Wrong | None = None,
 ) -> None:
-    """Refuse the first of these that is given; None: the training loop does not do this.
+    """Raise an error for the first incompatible setting. None means that the training loop does not do this.
 
     Args:
-        by: what turns stepping inside the backward pass on, for the message.
-        clipping: by the norm of the whole gradient.
-        accumulation: of the gradients of several batches.
-        scaling: of the loss, as with fp16.
-        processes: more than one, whose gradients are averaged.
+        by: what enables stepping inside the backward pass, for the message.
+        clipping: clipping by the norm of all gradients.
+        accumulation: accumulation of gradients over several batches.
+        scaling: scaling of the loss, as with fp16.
+        processes: averaging of gradients over several processes.
 
     Raises:
-        SettingError: one is given.
+        SettingError: a setting is incompatible.
     """
     for wrong, why in (
         (clipping, "The norm of the whole gradient is known only after the backward pass, when its parts are gone."),

@@ -1,4 +1,4 @@
-"""Facts that models and data share: what a network takes, and the label of unlabeled pixels."""
+"""The input of a network, and the label of unlabeled pixels."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from efficient_ft.core.errors import UserError
 if TYPE_CHECKING:
     from efficient_ft.core.tokenizer import Tokenizer
 
-#: The label of pixels that have none, in the targets of a segmentation.
+#: The label of unlabeled pixels in segmentation targets.
 IGNORED = 255
 
 
 @dataclass(frozen=True)
 class InputSpec:
-    """The input of a network: size and normalization of images, or the length of texts and their tokenizer.
+    """The input of a network: size and normalization of images, or length and tokenizer of texts.
 
     Args:
-        size: height and width in pixels; or of texts the largest number of tokens, alone.
-        mean: per channel (red, green, blue; or one of gray), of values in [0, 1]; of texts empty.
-        std: per channel, of values in [0, 1].
+        size: (height, width) in pixels, or (tokens,) with the maximum number of tokens of texts.
+        mean: mean per channel (red, green, blue, or gray) for values in [0, 1]; empty for texts.
+        std: standard deviation per channel for values in [0, 1]; empty for texts.
         interpolation: a name of torchvision's `InterpolationMode`, e.g. ``bicubic``.
-        tokenizer: of texts; None: that of the model.
+        tokenizer: tokenizer of texts; None: the tokenizer of the model.
     """
 
     size: tuple[int, ...]
@@ -40,7 +40,7 @@ class InputSpec:
             UserError: the network takes texts.
         """
         if len(self.size) == 1:
-            raise UserError("This serves networks that take images, not texts.")
+            raise UserError("This function requires a network for images, got one for texts.")
         height, width = self.size
         return height, width
 

@@ -1,4 +1,4 @@
-"""Access to URLs: whether one can be fetched, asked within seconds, and the reason in words where it cannot."""
+"""Check within seconds if a URL can be fetched, and report the reason if not."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 #: Seconds until a URL counts as unreachable, name resolution included.
 PROBE_SECONDS = 8.0
 
-# Everything that opening or reading a URL raises.
+# Exceptions raised when opening or reading a URL.
 _ERRORS = (OSError, http.client.HTTPException, ValueError)
 
 _HEADERS = {"User-Agent": "efficient-ft"}
 
 
 def open_url(url: str, timeout: float) -> Any:
-    """Open `url` through the proxies that the environment names now.
+    """Open `url` through the proxies of the current environment.
 
     Args:
         url: http, https, ftp or file.
-        timeout: seconds without a byte until the connection is given up.
+        timeout: seconds without data until the connection is closed.
 
     Returns:
         The response: a context manager with `headers` and `read`.
@@ -31,23 +31,23 @@ def open_url(url: str, timeout: float) -> Any:
     Raises:
         OSError, http.client.HTTPException, ValueError: `url` cannot be opened.
     """
-    # urllib's shared opener would keep the proxies of its first use.
+    # urllib's shared opener caches the proxies of its first use.
     opener = urllib.request.build_opener()
     return opener.open(urllib.request.Request(url, headers=_HEADERS), timeout=timeout)
 
 
 def unreachable(url: str, size: int | None = None, accept_404: bool = False) -> str | None:
-    """Ask whether `url` can be fetched, without fetching it.
+    """Check if `url` can be fetched, without fetching it.
 
-    Proxies come from the environment (`https_proxy`, `no_proxy`, ...), as in all of urllib.
+    Proxies come from the environment (`https_proxy`, `no_proxy`, ...), as in urllib.
 
     Args:
         url: the file.
-        size: its expected length in bytes; a host that announces another length counts as unreachable.
-        accept_404: a host that answers 404 counts as reachable: it may have the file under another name.
+        size: expected length in bytes. A host that announces a different length counts as unreachable.
+        accept_404: a host that answers 404 counts as reachable, because it may have the file under another name.
 
     Returns:
-        None if the host answers within `PROBE_SECONDS`, else the reason: host, proxy, error.
+        None if the host answers within `PROBE_SECONDS`, otherwise the reason: host, proxy, error.
     """
     answer: list[str | None] = []
 
@@ -65,7 +65,7 @@ def unreachable(url: str, size: int | None = None, accept_404: bool = False) -> 
 
 
 def reason_of(error: Exception) -> str:
-    """Return the reason of an error from `open_url` in a few words."""
+    """Return a short reason for an error of `open_url`."""
     if isinstance(error, urllib.error.HTTPError):
         return f"HTTP {error.code} {error.reason}"
     if isinstance(error, urllib.error.URLError):
@@ -88,7 +88,7 @@ def _ask(url: str, size: int | None, accept_404: bool) -> str | None:
 
 
 def _through(url: str) -> str:
-    """`` through the proxy HOST`` if the environment names one, without its password."""
+    """Return `` through the proxy HOST``, without its password, if the environment names a proxy."""
     parts = urllib.parse.urlsplit(url)
     proxy = urllib.request.getproxies().get(parts.scheme)
     if not proxy or urllib.request.proxy_bypass(parts.hostname or ""):

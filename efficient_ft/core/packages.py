@@ -26,7 +26,7 @@ def configuration_folders() -> dict[str, list[Path]]:
     """Return the configuration folders of all installed packages with methods, by the name of the distribution.
 
     Raises:
-        UserError: a method has no YAML, or its YAML does not name it; the text names the package.
+        UserError: a method has no YAML file, or its YAML file does not name it.
     """
     folders: dict[str, list[Path]] = {}
     for entry in sorted(entry_points(group=GROUP)):
@@ -38,7 +38,7 @@ def configuration_folders() -> dict[str, list[Path]]:
 
 
 def method_files(folders: Mapping[str, list[Path]]) -> Iterator[tuple[str, str, Path]]:
-    """Yield each option of ``method`` in the folders: its package, the method it sets, and its file."""
+    """Yield each option of ``method`` in the folders: its package, its method, and its file."""
     for package, places in folders.items():
         for folder in places:
             for file in sorted((folder / "method").glob("*.yaml")):
@@ -48,19 +48,19 @@ def method_files(folders: Mapping[str, list[Path]]) -> Iterator[tuple[str, str, 
 
 
 def method_of(file: Path) -> str | None:
-    """Return the method whose settings a YAML holds, by its line ``# @package method.NAME``; variants share it."""
+    """Return the method of a YAML file, named in its line ``# @package method.NAME``, which variants share."""
     found = re.search(r"^# @package method\.(\w+)\s*$", file.read_text(encoding="utf-8"), re.MULTILINE)
     return found[1] if found else None
 
 
 def _configuration_folder(entry: EntryPoint, package: str) -> Path:
-    """The folder ``conf`` of the package that holds the method of `entry`."""
+    """Return the folder ``conf`` of the package that contains the method of `entry`."""
     top = entry.module.partition(".")[0]
-    spec = importlib.util.find_spec(top)  # of a top-level package: imports nothing
+    spec = importlib.util.find_spec(top)  # does not import a top-level package
     if spec is None or spec.submodule_search_locations is None:
         raise UserError(
             f"Package {package}: its method {entry.name} ({entry.value}) is not in an importable package."
-            " Mend or uninstall the package."
+            " Fix or uninstall the package."
         )
     for place in spec.submodule_search_locations:
         folder = Path(place) / "conf"

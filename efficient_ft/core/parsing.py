@@ -1,4 +1,4 @@
-"""JSON and YAML of files from others. Any fault of a text raises `ValueError`."""
+"""Parse JSON and YAML of untrusted files. Any fault raises `ValueError`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 
 from efficient_ft.core.errors import first_line
 
-#: Values that a YAML text may have once its references are written out: a text of 300 bytes can have billions.
+#: Maximum number of values of a YAML text with expanded references: a text of 300 bytes can have billions.
 MOST_VALUES = 1_000_000
 _TOO_DEEP = "it is nested too deeply"
 
@@ -20,14 +20,14 @@ def parse_json(
     parse_constant: Callable[[str], Any] | None = None,
     parse_float: Callable[[str], float] | None = None,
 ) -> Any:
-    """Parse a JSON text.
+    """Parse JSON.
 
     Args:
         text: the text.
         parse_constant, parse_float: as for `json.loads`.
 
     Raises:
-        ValueError: it is not JSON, not UTF-8, or nested too deeply.
+        ValueError: the text is not valid JSON or UTF-8, or is nested too deeply.
     """
     try:
         return json.loads(text, parse_constant=parse_constant, parse_float=parse_float)
@@ -40,11 +40,11 @@ def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> An
 
     Args:
         text: the text.
-        loader: a safe one.
+        loader: a safe loader.
 
     Raises:
-        ValueError: it is not YAML, a value cannot be read, it is nested too deeply, contains itself, or has more than
-            `MOST_VALUES` values once its references are written out.
+        ValueError: the text is not valid YAML, has an invalid value, is nested too deeply, contains itself, or has more
+            than `MOST_VALUES` values with expanded references.
     """
     try:
         reader = loader(text)
@@ -53,7 +53,7 @@ def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> An
             if node is None:
                 return None
             if _values(node, {}) > MOST_VALUES:
-                raise ValueError(f"its references stand for more than {MOST_VALUES:,} values")
+                raise ValueError(f"its references expand to more than {MOST_VALUES:,} values")
             return reader.construct_document(node)
         finally:
             reader.dispose()
@@ -61,16 +61,16 @@ def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> An
         raise ValueError(" ".join(str(error).split())) from error
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-    except (LookupError, TypeError, AttributeError, OverflowError) as error:  # of values such as `!!int ''`
+    except (LookupError, TypeError, AttributeError, OverflowError) as error:  # raised by values such as `!!int ''`
         raise ValueError(f"it holds a value that cannot be read: {first_line(error)}") from error
 
 
 def _values(node: yaml.Node, known: dict[int, int]) -> int:
-    """Return the number of values of a node with its references written out.
+    """Return the number of values of a node with expanded references.
 
     Args:
         node: the node.
-        known: numbers of nodes that have been counted, by identity; 0: a node that is being counted.
+        known: numbers of values of counted nodes, by identity; 0: the node is being counted.
 
     Raises:
         ValueError: the node contains itself.

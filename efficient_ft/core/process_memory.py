@@ -1,8 +1,8 @@
-"""Resident memory of this process: its size now, and the highest size that a piece of code brings it to.
+"""Resident memory of this process: the current size, and the peak during a piece of code.
 
-Linux keeps a high-water mark of each process (``VmHWM``) that the process can reset (a 5 written to
-``/proc/self/clear_refs``): exact, and free of cost. Where it cannot be reset (macOS, Windows, some containers), a
-thread samples the size through psutil; the result names the way it was measured.
+Linux has a high-water mark per process (``VmHWM``), which is exact and which the process can reset by writing 5 to
+``/proc/self/clear_refs``. If it cannot be reset (macOS, Windows, some containers), a thread samples the size with
+psutil. The result names the method of measurement.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INTERVAL = 0.005
 
 
 def resident_bytes() -> int:
-    """The resident memory of this process now: its pages in physical memory, shared libraries included."""
+    """Return the resident memory of this process, including shared libraries."""
     return psutil.Process().memory_info().rss
 
 
@@ -34,36 +34,36 @@ _earlier_peak = 0
 
 
 def lifetime_peak_bytes() -> int:
-    """The highest resident memory of this process since it started, as the system keeps it (``VmHWM``).
+    """Return the highest resident memory of this process since it started (``VmHWM``).
 
-    Measurements of pieces of code reset the system's mark (`HighWaterMark`); their earlier marks count here.
+    Earlier marks count, even if `HighWaterMark` has reset the mark of the system.
     """
     return max(_earlier_peak, _system_mark() or 0, resident_bytes())
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int:
-    """The memory that this process and those of its container may take: the machine's, or a lower limit of a cgroup.
+    """Return the memory available to this process and its container: that of the machine, or a lower cgroup limit.
 
-    On Linux the limits of the process's control group and of all groups above it count (cgroup v2 ``memory.max``, v1
+    On Linux, the limits of the process's control group and of all its parents apply (cgroup v2 ``memory.max``, v1
     ``memory.limit_in_bytes``).
 
     Args:
-        root: of the file system, for tests.
+        root: root of the file system, for tests.
     """
     return min([psutil.virtual_memory().total, *_cgroup_limits(root)])
 
 
 def room_bytes() -> int:
-    """The memory that this process may take in all: its size, and the memory that is free within all limits.
+    """Return the maximum size of this process: its current size plus free memory, within all limits.
 
-    These are the limits of `memory_limit_bytes` and `process_limit_bytes`, and the free memory of the machine.
+    The limits are those of `memory_limit_bytes` and `process_limit_bytes`.
     """
     free = resident_bytes() + psutil.virtual_memory().available
     return min(memory_limit_bytes(), free, process_limit_bytes() or free)
 
 
 def process_limit_bytes() -> int | None:
-    """The size up to which the limits of this process let it grow (``ulimit -v`` and ``-d``); None: it has none."""
+    """Return the maximum size allowed by the limits of this process (``ulimit -v`` and ``-d``); None without limits."""
     if sys.platform == "win32":
         return None
     import resource
@@ -90,26 +90,27 @@ def _cgroup_limits(root: Path) -> Iterator[int]:
         top = mounted / "memory" if controllers else mounted
         own = (top / path.lstrip("/")).resolve()
         name = "memory.limit_in_bytes" if controllers else "memory.max"
-        # Inside a container the path may be the host's, which is not mounted: its root is then the container's group.
+        # In a container, the path may be that of the host. The mounted root is then the container's group.
         groups = [own, *own.parents] if own.is_dir() and own.is_relative_to(top.resolve()) else [top]
         for group in groups:
             with suppress(OSError, ValueError):
-                yield int((group / name).read_text())  # v2 writes "max" where there is no limit
+                yield int((group / name).read_text())  # v2 has "max" without a limit
             if group == top.resolve():
                 break
 
 
 class HighWaterMark:
-    """Measure the highest resident memory of this process between `start` and `stop`, or within a ``with`` block.
+    """Measure the highest resident memory of this process between `start` and `stop`, or in a ``with`` block.
 
-    The system has one mark per process, so only one object measures at a time.
+    The system has one mark per process, so only one object can measure at a time.
 
     Attributes:
         before_bytes: resident memory at the start.
-        peak_bytes: the highest resident memory since the start, set at the end; memory freed before it does not count.
-        source: ``RESET`` if the system's own mark was read, ``SAMPLED`` if a thread sampled the size. Sampling can miss
-            a peak shorter than its interval, unless this was the highest of the process's life, which is read where the
-            system keeps it.
+        peak_bytes: highest resident memory since the start, set at the end. Memory freed before the start does not
+            count.
+        source: ``RESET`` if the mark of the system was read, ``SAMPLED`` if a thread sampled the size. Sampling can
+            miss a peak shorter than its interval, unless it is the highest since the process started and the system
+            records it.
     """
 
     def __init__(self) -> None:
@@ -119,19 +120,19 @@ class HighWaterMark:
 
     @property
     def growth_bytes(self) -> int:
-        """The peak above the size at the start."""
+        """Peak minus the size at the start."""
         return self.peak_bytes - self.before_bytes
 
     def start(self) -> None:
-        """Begin to measure."""
+        """Start the measurement."""
         reset = _reset_mark()
         self.before_bytes = resident_bytes()
         self._sampler = None if reset else _Sampler()
         self.source = RESET if reset else SAMPLED
 
     def stop(self) -> None:
-        """End and set `peak_bytes`."""
-        # The kernel's counters are exact to a few pages only: the size now is one more lower bound.
+        """End the measurement and set `peak_bytes`."""
+        # The kernel's counters are only exact to a few pages, so the current size is another lower bound.
         peak = _system_mark() if self._sampler is None else self._sampler.stop()
         self.peak_bytes = max(peak or 0, resident_bytes(), self.before_bytes)
 
@@ -144,7 +145,7 @@ class HighWaterMark:
 
 
 class _Sampler(threading.Thread):
-    """Sample the resident memory until it is stopped."""
+    """Sample the resident memory until the thread is stopped."""
 
     def __init__(self) -> None:
         super().__init__(name="memory sampler", daemon=True)
@@ -154,13 +155,13 @@ class _Sampler(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Sample until the end."""
+        """Sample until stopped."""
         process = psutil.Process()
         while not self._ended.wait(_INTERVAL):
             self._peak = max(self._peak, process.memory_info().rss)
 
     def stop(self) -> int:
-        """End, and return the highest size seen; the process's lifetime peak if that rose meanwhile."""
+        """Stop, and return the highest sampled size, or the lifetime peak of the process if it rose during sampling."""
         self._ended.set()
         self.join()
         now = _system_mark()
@@ -170,20 +171,20 @@ class _Sampler(threading.Thread):
 
 
 def _reset_mark() -> bool:
-    """Reset the system's high-water mark to the present size; False where this cannot be done."""
+    """Reset the high-water mark to the current size. Returns False if this is not possible."""
     global _earlier_peak
     _earlier_peak = max(_earlier_peak, _system_mark() or 0)
     try:
         _CLEAR_REFS.write_text("5")
     except OSError:
         return False
-    # A kernel that ignores the request (gVisor) would leave an older, higher peak, or has no mark at all.
+    # A kernel that ignores the request (gVisor) keeps an older, higher peak or has no mark.
     mark = _system_mark()
     return mark is not None and mark - resident_bytes() < 2**22
 
 
 def _system_mark() -> int | None:
-    """The highest size of this process since it started or since a reset; None if the system keeps none."""
+    """Return the highest size of this process since its start or a reset; None if the system does not record it."""
     if sys.platform == "win32":
         return psutil.Process().memory_info().peak_wset
     if sys.platform == "darwin":
@@ -198,9 +199,9 @@ def _system_mark() -> int | None:
 
 
 def release_freed_memory() -> None:
-    """Return what the memory allocator holds of freed memory to the system, as far as the allocator can.
+    """Return freed memory to the system, as far as the memory allocator supports it.
 
-    Known are glibc, and tcmalloc and mimalloc if they are preloaded. Otherwise nothing happens.
+    Supported allocators are glibc, tcmalloc and mimalloc.
     """
     if sys.platform == "win32":
         return
@@ -221,10 +222,10 @@ _PURGE_DELAY, _RARELY = 15, 60_000
 
 @contextmanager
 def return_freed_memory_on_request() -> Iterator[None]:
-    """Let `release_freed_memory` return what is freed in the block to the system, with every known allocator.
+    """Let `release_freed_memory` return memory that is freed in the block, with every supported allocator.
 
-    mimalloc as this package starts it keeps freed memory for good. In the block it keeps it for a minute, or until it
-    is asked.
+    This package configures mimalloc to keep freed memory permanently. In the block, mimalloc keeps it for a minute or
+    until `release_freed_memory` is called.
     """
     program = None if sys.platform == "win32" else ctypes.CDLL(None)
     if program is None or not hasattr(program, "mi_option_set"):

@@ -1,4 +1,4 @@
-"""Seeds from counters: random choices depend on the step alone, so that resumed runs and all ranks agree."""
+"""Seeds from counters: random choices depend only on the step, so that resumed runs and all ranks agree."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 
 def seed_of(*counters: int) -> int:
-    """Hash counters (seed, rank, batch, ...) into a 64-bit seed.
+    """Hash counters (seed, rank, batch, ...) to a 64-bit seed.
 
-    splitmix64 (Steele, Lea, Flood, OOPSLA 2014), chained over the counters: neighboring counters give independent
-    seeds.
+    The hash is splitmix64 (Steele, Lea, Flood, OOPSLA 2014), chained over the counters, so that neighboring counters
+    give independent seeds.
     """
     state = 0
     for counter in counters:
@@ -21,10 +21,10 @@ def seed_of(*counters: int) -> int:
 
 
 def seed_step(seed: int, device: torch.device) -> None:
-    """Seed the generators that a step uses: the CPU's and that of `device`.
+    """Seed the generators of the CPU and of `device`.
 
-    `torch.manual_seed` would queue a seed for every kind of accelerator, with a stack trace, at each call: half a
-    millisecond.
+    `torch.manual_seed` takes half a millisecond, because it queues a seed with a stack trace for each type of
+    accelerator.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""A table in one of several forms: for a terminal, as Markdown, CSV, JSON or LaTeX."""
+"""Write a table for a terminal, or as Markdown, CSV, JSON or LaTeX."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from efficient_ft.core.errors import SettingError
 
 Cell = str | int | float | None
 
-#: Forms of a table, in the order in which they are listed, and those for programs.
+#: Formats of a table, and the formats for programs.
 FORMS = ("text", "markdown", "csv", "json", "latex")
 DATA = ("csv", "json")
 
 
 @dataclass(frozen=True)
 class Column:
-    """How a column is shown to people; CSV and JSON hold its name and its values as they are.
+    """Display of a column for people. CSV and JSON files contain its name and its raw values.
 
     Attributes:
-        rank: of the columns that do not fit the terminal those with the highest rank are left out; 0: none of them.
-        show: returns a value as text.
-        title: the header; empty: the column's name.
-        words: the column is aligned to the left, and a cell may break into several lines.
+        rank: columns with the highest rank are omitted first if the table does not fit the terminal; 0: never omitted.
+        show: formats a value.
+        title: the header; empty: the name of the column.
+        words: True to align the column to the left and wrap its cells.
     """
 
     rank: int = 0
@@ -44,19 +44,19 @@ def render(
     columns: Mapping[str, Column] | None = None,
     chosen: Sequence[str] = (),
 ) -> str:
-    """The table as a text.
+    """Return the table as text.
 
     Args:
         header: names of the columns.
-        rows: of cells; None: empty. Numbers stay numbers in CSV and JSON.
+        rows: cells of each row; None: an empty cell. Numbers remain numbers in CSV and JSON.
         form: one of `FORMS`.
-        left: the number of first columns that hold words.
-        columns: by name, how columns are shown to people, in the order in which they are shown; the others follow.
-        chosen: the columns to show, besides the first one: names or titles, or parts of them; ``["all"]``: all.
-            Empty: all in the forms of files; those that fit the terminal and hold a value in the form ``text``.
+        left: number of leading columns that contain words.
+        columns: display of columns by name, in display order; other columns follow.
+        chosen: columns to show in addition to the first one: names, titles, or parts of them; ``["all"]``: all columns.
+            If empty, files have all columns, and a terminal has those that fit and are not empty.
 
     Raises:
-        SettingError: `chosen` has a word that is in no name or title.
+        SettingError: a word of `chosen` occurs in no name or title.
     """
     if form == "text":
         lines = Lines(header, rows, left, columns, chosen)
@@ -73,17 +73,17 @@ def render(
 
 
 class Lines:
-    """A table for the terminal whose rows can be printed one by one.
+    """A table for the terminal whose rows can be printed one at a time.
 
     Args:
-        header: see `render`, as the other arguments.
-        rows: all rows, or samples that are as wide as them.
-        left: the number of first columns that hold words.
-        columns: how columns are shown.
-        chosen: the columns to show; empty: those that fit, and hold a value in `rows`.
+        header: see `render`.
+        rows: all rows, or samples of the same width.
+        left: number of leading columns that contain words.
+        columns: display of columns by name.
+        chosen: columns to show; empty: columns that fit and are not empty in `rows`.
 
     Attributes:
-        fit: the columns fit the terminal; False: use `panels`.
+        fit: True if the columns fit the terminal; otherwise use `panels`.
 
     Raises:
         SettingError: see `render`.
@@ -118,15 +118,15 @@ class Lines:
         return self._layout.head()
 
     def row(self, row: Sequence[Cell]) -> str:
-        """The lines of a row, which has all columns."""
+        """Return the lines of a row with all columns."""
         return self._layout.row(self._cells(row))
 
     def foot(self) -> list[str]:
-        """A line that names the columns that are left out, if any."""
+        """Return a line that names the omitted columns; empty if there are none."""
         return [_not_shown(self._hidden)] if self._hidden else []
 
     def panels(self) -> str:
-        """The table, divided into several ones if it is too wide."""
+        """Return the table, divided into several tables if it is too wide."""
         return text.table(self._table, left=self._left)
 
     def _cells(self, row: Sequence[Cell]) -> list[str]:
@@ -142,7 +142,7 @@ class Lines:
         return sum(least) + 2 * (len(least) - 1)
 
     def _fitting(self, names: Sequence[str]) -> list[str]:
-        """The columns that fit the terminal: those of the highest ranks are left out, from the right."""
+        """Return the columns that fit the terminal. Columns with the highest rank are omitted first, from the right."""
         kept = list(names)
         while self._width(kept) > text.terminal_width():
             last = max(reversed(kept), key=lambda name: self._of[name].rank)
@@ -157,7 +157,7 @@ def _ordered(header: Sequence[str], columns: Mapping[str, Column] | None) -> lis
 
 
 def _not_shown(names: Sequence[str]) -> str:
-    """The line below a table that names the columns that are left out, and how to see them."""
+    """Return the line that names the omitted columns and the option that shows them."""
     do = " (--columns all, or --columns NAME,...)"
     for count in range(len(names), 0, -1):
         more = f" and {len(names) - count} more" if count < len(names) else ""
@@ -168,7 +168,7 @@ def _not_shown(names: Sequence[str]) -> str:
 
 
 def _chosen(titles: Mapping[str, str], chosen: Sequence[str]) -> list[str]:
-    """The first of the columns, and those that the words of a command line choose, in their order."""
+    """Return the first column and the columns that match the words of a command line, in their order."""
     found = [next(iter(titles))]
     for word in map(str.lower, chosen):
         same = [name for name, title in titles.items() if word in (name.lower(), title.lower())]
@@ -180,7 +180,7 @@ def _chosen(titles: Mapping[str, str], chosen: Sequence[str]) -> list[str]:
 
 
 def _person(cell: Cell, column: Column) -> str:
-    """The text of a cell for people."""
+    """Return the text of a cell for people."""
     if cell is None:
         return ""
     if column.show is not None and not isinstance(cell, str):
@@ -216,7 +216,7 @@ def _latex(header: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence
     return "\n".join([*body, r"\end{tabular}"])
 
 
-#: Signs of LaTeX, and others that its default fonts lack.
+#: Special characters of LaTeX, and characters that its default fonts lack.
 _LATEX = {
     "\\": r"\textbackslash{}",
     "–": "--",

@@ -1,4 +1,4 @@
-"""Signals that ask a process to end: their numbers, those received so far, and how worker processes ignore them."""
+"""Termination signals: their numbers, the received ones, and worker processes that ignore them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 
 from efficient_ft.core.errors import TerminatedRun
 
-#: Signals by which schedulers, service managers and closed terminals ask a process to end, besides Ctrl-C (SIGINT).
+#: Termination signals of schedulers, service managers and closed terminals, in addition to Ctrl-C (SIGINT).
 TERMINATING: tuple[int, ...] = tuple(
     int(number)
     for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU")
     if (number := getattr(signal, name, None)) is not None  # Windows has only the first
 )
-#: All signals that ask a process to end.
+#: All termination signals.
 STOPPING = (int(signal.SIGINT), *TERMINATING)
-#: Those that have asked this process to end, in their order.
+#: Received termination signals, in order.
 asked: list[int] = []
 
 
 def answer(handler: Callable[[int, Any], None]) -> dict[int, Any]:
-    """Install `handler` for all signals that ask to end; return the handlers before, by signal.
+    """Install `handler` for all termination signals, and return the previous handlers by signal.
 
-    SIGHUP stays ignored where ``nohup`` has set it so.
+    SIGHUP remains ignored if ``nohup`` has set it.
     """
     before = {}
     for number in STOPPING:
@@ -40,10 +40,10 @@ def ending(number: int) -> KeyboardInterrupt | TerminatedRun:
 
 
 def leave_to_parent(_: int = 0) -> None:
-    """Ignore signals that ask to end, in a worker process: its parent finishes a step first, and then ends it.
+    """Ignore termination signals in a worker process. Its parent finishes a step and then ends the worker.
 
-    A signal often reaches a whole process group (a terminal, ``timeout``) or all processes of a job (systemd, Slurm).
-    SIGTERM from the parent, by which it ends a worker that hangs, still does.
+    A signal often reaches a process group (a terminal, ``timeout``) or all processes of a job (systemd, Slurm). SIGTERM
+    from the parent still ends a worker.
     """
     for number in STOPPING:
         if number != signal.SIGTERM:
@@ -51,12 +51,12 @@ def leave_to_parent(_: int = 0) -> None:
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    elif hasattr(os, "setpgid"):  # macOS does not tell who sent a signal
+    elif hasattr(os, "setpgid"):  # macOS does not report the sender of a signal
         os.setpgid(0, 0)
 
 
 def _end_with_parent(parent: int) -> None:
-    """Wait for SIGTERM from the process `parent`, or for any after its end, and end this process."""
+    """Wait for SIGTERM from the process `parent`, or for any SIGTERM after `parent` has ended, and end this process."""
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent and os.getppid() == parent:
         pass
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Print prose on a terminal or in a pipe: wrapped, with warnings in color, and above progress bars."""
+"""Print wrapped text on a terminal or in a pipe, with colored warnings, above progress bars."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from efficient_ft.core.text import filled, plain_text, printable, terminal_width
 
 #: Maximum width of prose, for readability.
 _WIDEST_PROSE = 120
-#: Replaces a space inside a path until its line has been wrapped.
+#: Replaces spaces in a path while its line is wrapped.
 _SPACE = "\ue000"
 #: A quoted setting in a message, which users paste into their shell.
 _SETTING = re.compile(r"'[\w.]+=[^'\n]*'")
@@ -24,12 +24,12 @@ _YELLOW, _PLAIN = "\x1b[33m", "\x1b[0m"
 
 
 def colored(stream: TextIO) -> bool:
-    """Return True if `stream` is a terminal that shows colors and the user has not set ``NO_COLOR``."""
+    """Return True if `stream` is a terminal with colors and the user has not set ``NO_COLOR``."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def shown_path(path: str | os.PathLike[str]) -> str:
-    """Return a path for a message: relative if it is below the current folder; a line is never broken inside it."""
+    """Return a path for a message, relative if it is below the current folder. Lines are not broken inside it."""
     whole = Path(path)
     with suppress(OSError, ValueError):  # outside of the current folder, or that folder was removed
         whole = whole.absolute().relative_to(Path.cwd())
@@ -37,12 +37,12 @@ def shown_path(path: str | os.PathLike[str]) -> str:
 
 
 def unbroken(text: str) -> str:
-    """Return a command or a path such that `show` does not break a line inside it."""
+    """Return a command or path in a form that `show` does not break."""
     return text.replace(" ", _SPACE)
 
 
 def wrapped(text: str, width: int) -> str:
-    """Return `text` with each line that is too long continued below it, indented; words and paths stay whole."""
+    """Wrap long lines of `text` with an indent. Words and paths are not broken."""
     lines = []
     text = _SETTING.sub(lambda found: unbroken(found[0]), text)
     for line in text.split("\n"):
@@ -52,11 +52,11 @@ def wrapped(text: str, width: int) -> str:
 
 
 def show(text: str, stream: TextIO | None = None) -> None:
-    """Print prose: wrapped, above a progress bar if there is one, a leading ``warning:`` in yellow on a terminal.
+    """Print wrapped text above a progress bar. A leading ``warning:`` is yellow on a terminal.
 
     Args:
-        text: control characters in it are printed as escapes.
-        stream: None: the standard output.
+        text: the text. Control characters are printed as escapes.
+        stream: output stream; None: the standard output.
 
     Raises:
         UserError: the stream cannot be written.
@@ -76,15 +76,15 @@ def show(text: str, stream: TextIO | None = None) -> None:
 
 
 def unwritable(error: OSError) -> UserError:
-    """Return the message for a standard output that does not take what is printed."""
+    """Return the message for a standard output that cannot be written."""
     reason = (error.strerror or str(error)).lower()
     return UserError(f"The standard output cannot be written: {reason}. Redirect it to another place.")
 
 
 class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Show log records as `show` does: of this package from INFO on, of other libraries warnings and errors.
+    """Show log records with `show`: from level INFO for this package, from WARNING for other libraries.
 
-    The file of a run (train.log) has all records, those of this package from DEBUG on.
+    The log file of a run (train.log) contains all records, from level DEBUG for this package.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -104,11 +104,11 @@ class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def start_console(verbose: bool, first: bool = True) -> None:
-    """Set up what a program of this package shows: with `verbose` the details too; warnings of Python as lines.
+    """Set up the console output of a program of this package.
 
     Args:
-        verbose: as the setting of this name.
-        first: False: another process of the same run shows what both have to say; only errors are shown.
+        verbose: show details, as the setting with this name.
+        first: False for a further process of the same run, which shows only errors.
     """
     level = (logging.DEBUG if verbose else logging.INFO) if first else logging.ERROR
     for handler in logging.getLogger().handlers:

@@ -1,4 +1,4 @@
-"""Text for terminals: tables, and names that others have chosen."""
+"""Format text for terminals: tables, and text from untrusted sources."""
 
 from __future__ import annotations
 
@@ -9,70 +9,69 @@ import unicodedata
 from collections.abc import Sequence
 from typing import TextIO
 
-#: Control characters, which move the cursor or change colors, and those that turn the direction of writing.
+#: Control characters, and characters that change the direction of writing.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def plain_text(text: str) -> str:
-    """Return `text` with its control characters, other than line feeds and tabs, as escapes: ``\\x1b``."""
+    r"""Return `text` with control characters, except line feeds and tabs, as escapes: ``\\x1b``."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def plain_line(text: str) -> str:
-    """Return `text` in one line: as `plain_text`, with line feeds and tabs as escapes, too."""
+    """Return `text` in one line: as `plain_text`, also with line feeds and tabs as escapes."""
     return plain_text(text).replace("\n", "\\x0a").replace("\t", "\\x09")
 
 
-#: The beginnings of a cell that a spreadsheet evaluates, and a number, which begins like one.
+#: Beginnings of cells that spreadsheets evaluate, and a number, which may begin in the same way.
 _FORMULA = re.compile("[=+\\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-](inf|nan)?")
-#: Signs of Markdown and HTML that begin a link, code, a tag or another cell.
+#: Characters that begin a link, code, a tag or a cell in Markdown and HTML.
 _MARKUP = re.compile(r"[\\|\[\]`]")
 
 
 def csv_cell(text: str) -> str:
-    """Return `text` for a cell of a CSV file: spreadsheets show it, and do not evaluate it as a formula.
+    """Return `text` for a cell of a CSV file that spreadsheets do not evaluate as a formula.
 
-    A text that begins like a formula gets an apostrophe before it; numbers stay as they are. Control characters are
-    written as escapes.
+    An apostrophe precedes text that begins like a formula; numbers are not changed. Control characters become escapes.
     """
     plain = plain_text(text)
     return f"'{plain}" if _FORMULA.match(plain) and not _NUMBER.fullmatch(plain) else plain
 
 
 def json_plain(text: str) -> str:
-    """Return a JSON text with the control characters in its strings as JSON's escapes, for a terminal."""
+    """Return JSON with control characters in its strings as JSON escapes, for a terminal."""
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def markdown_text(text: str) -> str:
-    """Return `text` for Markdown, in one line and without links, code or HTML."""
+    """Return `text` for Markdown, in one line without links, code or HTML."""
     plain = _MARKUP.sub(lambda found: f"\\{found[0]}", plain_line(text))
     return plain.replace("&", "&amp;").replace("<", "&lt;")
 
 
-#: Columns of a line where there is no terminal.
+#: Width of a line without a terminal.
 WITHOUT_TERMINAL = 100
 
 
 def printable(path: str | os.PathLike[str]) -> str:
-    """Return a path that can be printed: undecodable bytes (old archives) become a replacement character."""
+    """Return a printable path. Undecodable bytes (old archives) become a replacement character."""
     return os.fspath(path).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def terminal_width(stream: TextIO | None = None, least: int = 80) -> int:
-    """Return the columns that a line may have: those of ``COLUMNS`` or of the terminal, or 100 without a terminal.
+    """Return the width of lines: ``COLUMNS``, the width of the terminal, or 100 without a terminal.
 
     Args:
-        stream: written to; None: the standard output.
-        least: the smallest result, since tables cannot be narrower.
+        stream: output stream; None: the standard output.
+        least: minimum width, because tables cannot be narrower.
     """
     given = os.environ.get("COLUMNS", "")
     if given.isdigit() and int(given):
         return max(least, int(given))
     try:
         return max(least, os.get_terminal_size((stream or sys.stdout).fileno()).columns or WITHOUT_TERMINAL)
-    except (OSError, ValueError, AttributeError):  # a pipe, a file, or no real stream
+    except (OSError, ValueError, AttributeError):  # a pipe, a file, or a stream without a descriptor
         return WITHOUT_TERMINAL
 
 
@@ -91,25 +90,25 @@ def display_width(text: str) -> int:
 
 
 def padded(text: str, width: int, left: bool = True) -> str:
-    """Fill `text` up with spaces to `width` terminal columns, after it (`left`) or before it."""
+    """Pad `text` with spaces to `width` terminal columns, after it (`left`) or before it."""
     space = " " * (width - display_width(text))
     return text + space if left else space + text
 
 
 def shortened(text: str, width: int) -> str:
-    """Return `text`, or its beginning with an ellipsis, in at most `width` terminal columns."""
+    """Return `text` in at most `width` terminal columns, shortened with an ellipsis."""
     if display_width(text) <= width:
         return text
     return _head(text, width - 1) + "…"
 
 
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    """Break `text` into lines of at most `width` terminal columns: between words, else in them, at a separator.
+    """Break `text` into lines of at most `width` terminal columns: between words, or at separators in long words.
 
     Args:
-        text: in one line or several, which stay separate.
-        width: of a line.
-        indent: before all lines except the first.
+        text: one or more lines, which are wrapped separately.
+        width: maximum width of a line.
+        indent: prefix of all lines except the first.
     """
     lines = []
     for line in text.split("\n"):
@@ -130,12 +129,12 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
 
 
 def filled(text: str, width: int, indent: str = "") -> list[str]:
-    """Return one line of prose as lines of at most `width` terminal columns; a word, such as a path, is never broken.
+    """Wrap a line of text to `width` terminal columns. Words, such as paths, are never broken.
 
     Args:
-        text: a line; spaces at its beginning stay.
-        width: of a line.
-        indent: before all lines except the first.
+        text: a line; leading spaces are preserved.
+        width: maximum width of a line.
+        indent: prefix of all lines except the first.
     """
     text = plain_text(text)
     body = text.lstrip(" ")
@@ -150,19 +149,19 @@ def filled(text: str, width: int, indent: str = "") -> list[str]:
 
 
 def paragraph(text: str, indent: str = "") -> str:
-    """Return a sentence in lines that fit the terminal, see `filled`."""
+    """Wrap a sentence to the width of the terminal, see `filled`."""
     return "\n".join(filled(text, terminal_width(), indent))
 
 
-#: The places at which a line may end: between words, and in a word that is too wide.
+#: Possible line breaks: between words, and in long words.
 _SPACES = re.compile(r"(?<=\s)(?=\S)")
 _SEPARATORS = re.compile(r"(?<=[+,/;])|(?<=\.)(?=[a-z])")
-#: Columns of words are not made narrower than this, in terminal columns.
+#: Minimum width of a column of words, in terminal columns.
 _NARROW = 24
 
 
 def _head(text: str, width: int) -> str:
-    """The longest beginning of `text` in `width` terminal columns; at least one sign."""
+    """Return the longest prefix of `text` that fits `width` terminal columns, with at least one character."""
     end = next((i for i in range(1, len(text)) if display_width(text[: i + 1]) > width), len(text))
     return text[:end]
 
@@ -177,19 +176,19 @@ def table(
     whole: Sequence[int] = (),
     width: int | None = None,
 ) -> str:
-    """Align columns, in lines that fit the terminal.
+    """Align columns in lines that fit the terminal.
 
-    A column is as wide as its widest cell. Where the terminal is too narrow, headers and columns of words break into
-    several lines; where this is not enough, the columns are divided into several tables, which repeat the first one.
+    A column is as wide as its widest cell. If the table is too wide, headers and columns of words are wrapped. If it is
+    still too wide, it is divided into several tables, each with the first column.
 
     Args:
-        rows: the header, then the lines; short ones are filled up with empty cells.
-        left: indices of the columns aligned to the left, which hold words; the others are aligned to the right.
+        rows: the header and the lines. Missing cells are empty.
+        left: indices of columns of words, which are aligned to the left. The others are aligned to the right.
         widths: minimum widths of the first columns.
-        gap: between two columns.
-        rule: the sign that the line below the header is made of; empty: no line.
-        whole: indices of the columns that are never broken: paths.
-        width: of a line; None: that of the terminal.
+        gap: separator between columns.
+        rule: character of the line below the header; empty: no line.
+        whole: indices of columns that are never wrapped, such as paths.
+        width: maximum width of a line; None: that of the terminal.
     """
     limit = terminal_width() if width is None else width
     count = max(len(row) for row in rows)
@@ -218,16 +217,16 @@ def table(
 
 
 class Layout:
-    """The widths of a table's columns, with which its lines can be printed one by one.
+    """The widths of a table's columns, for printing its lines one at a time.
 
     Args:
-        rows: the header, and all rows or samples that are as wide as them.
-        left: see `table`, as the other arguments.
+        rows: the header, and all rows or samples of the same width.
+        left: see `table`.
         widths: minimum widths of the first columns.
-        gap: between two columns.
-        rule: the sign of the line below the header.
-        whole: columns that are never broken.
-        width: of a line.
+        gap: separator between columns.
+        rule: character of the line below the header.
+        whole: columns that are never wrapped.
+        width: maximum width of a line.
     """
 
     def __init__(
@@ -255,13 +254,13 @@ class Layout:
                 self._sizes[i] += max(0, min(wanted[i] - self._sizes[i], room - sum(self._sizes)))
 
     def head(self) -> str:
-        """The header, aligned at the bottom, and the line below it."""
+        """Return the header, aligned at the bottom, and the line below it."""
         total = sum(self._sizes) + len(self._gap) * (len(self._sizes) - 1)
         lines = self._lines(self._header, top=False)
         return "\n".join([*lines, *([self._rule * min(total, self._limit)] if self._rule else [])])
 
     def row(self, cells: Sequence[str]) -> str:
-        """The lines of a row."""
+        """Return the lines of a row."""
         return "\n".join(self._lines(cells, top=True))
 
     def _lines(self, row: Sequence[str], top: bool) -> list[str]:
@@ -283,7 +282,7 @@ class Layout:
 
 
 def least_widths(rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,), whole: Sequence[int] = ()) -> list[int]:
-    """Return the smallest width of each column of a `table`: of numbers and paths that of the widest one."""
+    """Return the minimum width of each column of a `table`; for numbers and paths, the width of the widest cell."""
     found = []
     for i, (header, *cells) in enumerate(zip(*rows, strict=True)):
         body = max(map(display_width, cells), default=0)
@@ -294,5 +293,5 @@ def least_widths(rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,), w
 
 
 def spelled(metric: str) -> str:
-    """The name of a metric as text: ``mean_iou`` → ``mean IoU``."""
+    """Return the display name of a metric: ``mean_iou`` → ``mean IoU``."""
     return {"mean_iou": "mean IoU"}.get(metric, metric.replace("_", " "))

@@ -1,4 +1,4 @@
-"""The tokenizer of a text model: texts, or pairs of them, to token ids."""
+"""Convert texts, or pairs of texts, to token ids."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from efficient_ft.core.errors import UserError, first_line
 if TYPE_CHECKING:
     import tokenizers
 
-#: Sequences of a batch are padded to a multiple of this, so that batches have few different lengths.
+#: Sequences are padded to a multiple of this length, so that batches have few different lengths.
 MULTIPLE = 8
 #: A character that most vocabularies do not contain. A tokenizer without an unknown token fails at it.
 _RARE = "\u16d4"
 
 
 class Tokenizer:
-    """Turns texts into the inputs of a network, cut and padded.
+    """Convert texts to the inputs of a network, with truncation and padding.
 
     Args:
-        tokenizer: of the library tokenizers.
-        inputs: names of the network's inputs: ``input_ids``, ``attention_mask``, and ``token_type_ids`` where it has
-            them.
-        pad: id and text of the token that pads.
+        tokenizer: a tokenizer of the tokenizers library.
+        inputs: names of the network's inputs: ``input_ids``, ``attention_mask``, and possibly ``token_type_ids``.
+        pad: id and text of the padding token.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, inputs: Sequence[str], pad: tuple[int, str]) -> None:
@@ -48,7 +47,7 @@ class Tokenizer:
         return self._tokenizer.get_vocab_size()
 
     def measure(self, texts: Sequence[Sequence[str]]) -> tuple[list[int], list[int]]:
-        """Return the number of tokens of each text or pair, the special ones included, and of the unknown tokens."""
+        """Return the number of tokens of each text or pair, including special tokens, and of unknown tokens."""
         unknown = self._unknown()
         found = [encoding.ids for encoding in self._encode(texts)]
         return [len(ids) for ids in found], [ids.count(unknown) for ids in found]
@@ -58,16 +57,16 @@ class Tokenizer:
         return self._tokenizer.num_special_tokens_to_add(texts > 1)
 
     def _unknown(self) -> int | None:
-        """The id of the token for unknown characters; None if the vocabulary has no such token."""
+        """Return the id of the unknown token; None if the vocabulary has none."""
         model = json.loads(self._tokenizer.to_str())["model"]
         if model.get("unk_id") is not None:  # Unigram
             return int(model["unk_id"])
         return self._tokenizer.token_to_id(model["unk_token"]) if model.get("unk_token") else None
 
     def batch(self, texts: Sequence[Sequence[str]], max_length: int) -> dict[str, Tensor]:
-        """Encode texts, or pairs, as int64 (B, L) by the names of `inputs`; L is at most `max_length`.
+        """Encode texts or pairs as int64 (B, L) by the names of `inputs`; L is at most `max_length`.
 
-        If a pair is too long, its longer text is cut first.
+        For a pair, the longer text is truncated first.
         """
         self._tokenizer.enable_truncation(max_length, strategy="longest_first")
         try:
@@ -82,7 +81,7 @@ class Tokenizer:
         return {name: torch.tensor([getattr(encoding, parts[name]) for encoding in found]) for name in self.inputs}
 
     def decode(self, ids: Tensor) -> list[str]:
-        """Return token ids (B, L) as texts, as the network sees them: with special tokens, without padding."""
+        """Return token ids (B, L) as texts with special tokens and without padding, as the network receives them."""
         kept = [[int(token) for token in row if int(token) != self.pad[0]] for row in ids]
         return [self._tokenizer.decode(row, skip_special_tokens=False) for row in kept]
 
@@ -97,12 +96,12 @@ class Tokenizer:
             ) from error
 
     def dumps(self) -> str:
-        """The tokenizer as text, for `loads`."""
+        """Return the tokenizer as text for `loads`."""
         return json.dumps({"tokenizer": self._tokenizer.to_str(), "inputs": self.inputs, "pad": self.pad})
 
     @staticmethod
     def loads(text: str) -> Tokenizer:
-        """Read what `dumps` has written."""
+        """Read a tokenizer written by `dumps`."""
         import tokenizers
 
         about = json.loads(text)
@@ -111,14 +110,14 @@ class Tokenizer:
 
 
 def checked_tokenizer(source: Path, make: Callable[[], Tokenizer]) -> Tokenizer:
-    """Make a tokenizer and check that it encodes an unknown character.
+    """Create a tokenizer and check that it encodes an unknown character.
 
     Args:
-        source: the file or folder that the tokenizer is read from.
+        source: file or folder of the tokenizer.
         make: returns the tokenizer.
 
     Raises:
-        UserError: its files are damaged.
+        UserError: the files are damaged.
     """
     try:
         tokenizer = make()

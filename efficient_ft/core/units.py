@@ -1,4 +1,4 @@
-"""Sizes and times as a user writes them: ``4GB``, ``3.5GiB``, ``2h``, ``1h30min``."""
+"""Parse sizes and times of settings: ``4GB``, ``3.5GiB``, ``2h``, ``1h30min``."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}  # fmt: skip
 #: Seconds of each unit.
 SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
-#: Further spellings of these units.
+#: Alternative spellings of units.
 _ALSO = {"m": 60, "sec": 1}
 
 _NUMBER = r"(\d+(?:\.\d+)?|\.\d+)"
 
 
 def parse_bytes(setting: str, value: object) -> int:
-    """Return the bytes that `value` stands for, e.g. ``4GB`` (4·10⁹) or ``4GiB`` (4·2³⁰), in any case of letters.
+    """Return the number of bytes for a size such as ``4GB`` (4·10⁹) or ``4GiB`` (4·2³⁰), with units in upper or lower
+    case.
 
     Args:
-        setting: its name, for the error.
-        value: as given.
+        setting: name of the setting, for the error.
+        value: value of the setting.
 
     Raises:
-        SettingError: it is not a positive number with a unit.
+        SettingError: the value is not a positive number with a unit.
     """
     units = {name.lower(): size for name, size in BYTES.items()}
     found = re.fullmatch(rf"{_NUMBER}\s*({'|'.join(units)})", str(value).strip().lower())
@@ -40,15 +41,15 @@ def parse_bytes(setting: str, value: object) -> int:
 
 
 def parse_seconds(setting: str, value: object, plain: bool = False) -> float:
-    """Return the seconds that `value` stands for, e.g. ``2h``, ``90min``, ``1h30min``.
+    """Return the number of seconds for a time such as ``2h``, ``90min``, ``1h30min``.
 
     Args:
-        setting: its name, for the error.
-        value: as given.
-        plain: a number without a unit is one of seconds.
+        setting: name of the setting, for the error.
+        value: value of the setting.
+        plain: a number without a unit means seconds.
 
     Raises:
-        SettingError: it is not one or several positive numbers with a unit each.
+        SettingError: the value is not one or more positive numbers with units.
     """
     if plain and isinstance(value, int | float) and not isinstance(value, bool):
         value = f"{value:.6f}s"

@@ -1,1 +1,1 @@
-"""Models: timm classifiers and their weights (`factory`), and the view of a model that methods use (`view`)."""
+"""Networks and their weights (`factory`), and the view of a network that methods use (`view`)."""

@@ -47,9 +47,9 @@ class Contents:
     """The tensors of a file.
 
     Attributes:
-        tensors: tensors by full name; the keys of nested mappings and lists are joined by dots.
-        keys: the part of each full name that names the mapping; "" at the top level.
-        objects: classes of the Python objects in the file that were not loaded.
+        tensors: tensors by full name; keys of nested mappings and lists are joined by dots.
+        keys: the key of the nested mapping in each full name; "" at the top level.
+        objects: classes of Python objects in the file that were not loaded.
     """
 
     tensors: dict[str, Tensor]
@@ -83,8 +83,8 @@ def read_contents(path: Path) -> Contents:
         why = _other_file(path, start)
         if why is None:
             held, objects = _read(path, start)
-    except Exception as error:  # torch, numpy and safetensors raise a dozen kinds on a damaged file
-        damaged = isinstance(error, OSError) and error.errno == errno.EINVAL  # torch's, at the end of the file
+    except Exception as error:  # torch, numpy and safetensors raise many types of errors for a damaged file
+        damaged = isinstance(error, OSError) and error.errno == errno.EINVAL  # raised by torch at the end of the file
         reason = "it is truncated or damaged" if damaged else why_unreadable(error).partition(". ")[0].rstrip(".")
         why = f"Reading it failed: {reason}"
         if "Python objects" in why:
@@ -188,9 +188,9 @@ def _unpickle(path: Path) -> tuple[Any, tuple[str, ...]]:
     Settings, metrics and paths are often stored next to the weights.
     """
     try:
-        with open(path, "rb") as opened:  # torch would judge a path by its suffix
+        with open(path, "rb") as opened:  # for a path, torch would use its suffix
             names = [str(name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(opened)]
-    except ValueError:  # a format older than archives
+    except ValueError:  # the format before archives
         names = []
     inert: dict[str, type] = {name: type(name, (_Inert,), {}) for name in names}
     while True:
@@ -200,7 +200,7 @@ def _unpickle(path: Path) -> tuple[Any, tuple[str, ...]]:
                 held = torch.load(opened, map_location="cpu", weights_only=True)
             return held, tuple(names)
         except pickle.UnpicklingError as error:
-            # A mapping or list of a custom class: torch names the replaced class that it would have to fill.
+            # A mapping or list of a custom class. torch names the inert class that it would have to fill.
             kind = {"Can only SETITEM": _InertDict, "Can only append": _InertList, "Can only extend": _InertList}
             other = next((made for text, made in kind.items() if text in str(error)), None)
             found = next((n for n, cls in inert.items() if issubclass(cls, _Inert) and repr(cls) in str(error)), None)
@@ -224,7 +224,7 @@ def _walk(held: Any, path: tuple[str, ...], above: tuple[int, ...] = ()) -> Iter
 
 
 def _without_tensors(path: Path, held: Any, objects: tuple[str, ...]) -> SettingError:
-    """The error for a file in which no tensor has a name."""
+    """Return the error for a file without named tensors."""
     arrays = any(name.endswith("multiarray._reconstruct") for name in objects)
     objects = tuple(name for name in objects if not name.startswith(("numpy.", "builtins.")))
     inside = ", ".join(map(str, list(held)[:5])) if isinstance(held, Mapping) and held else "nothing"

@@ -14,7 +14,7 @@ from efficient_ft.ops.frozen_batch_norm import frozen_batch_norm
 
 
 class FrozenBatchNorm2d(nn.BatchNorm2d):
-    """`nn.BatchNorm2d` with its running statistics in training mode too; weight and bias may still train."""
+    """`nn.BatchNorm2d` that uses its running statistics in training mode. Weight and bias may still train."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x (B, C, H, W) with the running statistics."""
@@ -22,7 +22,7 @@ class FrozenBatchNorm2d(nn.BatchNorm2d):
 
 
 class FrozenBatchNormAct2d(BatchNormAct2d):
-    """timm's `BatchNormAct2d` (normalization and activation in one layer) with its running statistics, likewise."""
+    """timm's `BatchNormAct2d` (normalization and activation) that uses its running statistics in training mode."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x (B, C, H, W) with the running statistics, then drop and activate."""
@@ -39,19 +39,19 @@ def _frozen(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
     return F.batch_norm(*arguments, False, 0.0, norm.eps)
 
 
-#: The frozen class of each class of layer.
+#: The frozen class of each layer class.
 FROZEN: dict[type, type] = {nn.BatchNorm2d: FrozenBatchNorm2d, BatchNormAct2d: FrozenBatchNormAct2d}
 
 
 def freeze_batch_norm(model: nn.Module) -> list[str]:
-    """Freeze the BatchNorm statistics of `model`, in training mode too.
+    """Freeze the BatchNorm statistics of `model` in training mode.
 
-    A later `model.train()` does not undo it: `nn.BatchNorm2d` and timm's `BatchNormAct2d` change their class, and
-    layers of other classes, with a forward of their own, go to evaluation mode before each forward pass. Names and
-    values of the state stay as they are. Scales and shifts still train.
+    `model.train()` does not undo it: `nn.BatchNorm2d` and timm's `BatchNormAct2d` change their class, and other
+    BatchNorm layers switch to evaluation mode before each forward pass. The state dict is not changed. Scales and
+    shifts still train.
 
     Returns:
-        The names of the layers.
+        Names of the layers.
     """
     names = []
     for name, module in model.named_modules():

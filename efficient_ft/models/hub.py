@@ -1,4 +1,4 @@
-"""Pretrained weights from the Hugging Face hub or a URL: local caches, what is missing, the download."""
+"""Pretrained weights from the Hugging Face hub or a URL: local caches, availability, download."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from efficient_ft.models.timm_config import pretrained_cfg
 if TYPE_CHECKING:
     from efficient_ft.config.schema import ModelConfig
 
-# The files that timm looks for on the hub, in its order.
+# File names that timm tries on the hub, in order.
 _HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 
 _ALTERNATIVES = "Or use model.weights=FILE (a local file), or model.pretrained=false (random weights)."
 
 
 def missing_weights(config: ModelConfig) -> str | None:
-    """Look for a model's weights without downloading them: the given file, the local caches, and last the network.
+    """Look for a model's weights without downloading them: the given file, local caches, then the network.
 
-    Takes at most about `core.network.PROBE_SECONDS`.
+    This takes at most about `core.network.PROBE_SECONDS`.
 
     Returns:
-        None if the weights are present, can be downloaded now or are not wanted, else a message: what is missing, where
-        it can be put, and alternatives.
+        None if the weights are available or not needed; otherwise a message with the missing file, its place, and
+        alternatives.
 
     Raises:
-        SettingError: an unknown model.
+        SettingError: the model is unknown.
     """
     if is_text(config):
         return missing_text(config)
@@ -68,7 +68,7 @@ def fetch_weights(config: ModelConfig, cfg: PretrainedCfg) -> Path:
     """Return the local file of the pretrained weights, downloaded if necessary.
 
     Raises:
-        UserError: there are none, or the download fails.
+        UserError: there are no weights, or the download fails.
     """
     cached = _cached(cfg)
     if cached is not None:
@@ -87,7 +87,7 @@ def fetch_weights(config: ModelConfig, cfg: PretrainedCfg) -> Path:
         for name in names:
             try:
                 return Path(hf_hub_download(repo, name, revision=revision))
-            except Exception as error:  # the hub's errors share no narrower base with the transport's
+            except Exception as error:  # errors of the hub and of the transport have no narrower common base
                 errors.append(f"{name}: {first_line(error)}")
     except OSError as error:
         errors.append(first_line(error))
@@ -95,7 +95,7 @@ def fetch_weights(config: ModelConfig, cfg: PretrainedCfg) -> Path:
 
 
 def _hub_files(cfg: PretrainedCfg) -> tuple[str, str | None, tuple[str, ...]]:
-    """Repository, revision, and the file names that timm would try."""
+    """Return the repository, the revision, and the file names that timm tries."""
     repo, _, revision = str(cfg.hf_hub_id).partition("@")
     if cfg.hf_hub_filename:
         names = [cfg.hf_hub_filename]
@@ -106,7 +106,7 @@ def _hub_files(cfg: PretrainedCfg) -> tuple[str, str | None, tuple[str, ...]]:
 
 
 def _cached(cfg: PretrainedCfg) -> Path | None:
-    """The weights in the hub's or torch's local cache."""
+    """Return the weights in the local cache of the hub or of torch."""
     if cfg.hf_hub_id:
         repo, revision, names = _hub_files(cfg)
         for name in names:
@@ -132,7 +132,7 @@ def _url(cfg: PretrainedCfg) -> str:
 
 
 def _unavailable(cfg: PretrainedCfg, url: str) -> str | None:
-    """The reason why `url` cannot be fetched now, or None."""
+    """Return why `url` cannot be fetched; None if it can."""
     if cfg.hf_hub_id and os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
         return "HF_HUB_OFFLINE is set, and the file is not in the local cache"
     return unreachable(url, accept_404=True)

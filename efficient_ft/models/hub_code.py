@@ -1,7 +1,7 @@
-"""Configurations of transformers that name code: the entries that are left out, and those that are rejected.
+"""Configurations of transformers that name code: ignored and rejected entries.
 
-transformers fetches and imports a kernel that ``config.json`` names (``attn_implementation: "owner/name"``), and the
-classes under ``auto_map``. A folder of weights is data, so none of them is loaded.
+transformers fetches and imports kernels named in ``config.json`` (``attn_implementation: "owner/name"``) and classes in
+``auto_map``. A folder of weights is data, so this code is not loaded.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from efficient_ft.core.text import plain_line
 
 log = logging.getLogger(__name__)
 
-#: Entries that choose an implementation, which may be a kernel of the hub. transformers has several spellings.
+#: Entries that select an implementation, possibly a kernel of the hub. transformers has several spellings.
 _IMPLEMENTATION = re.compile(r"_*\w*implementations?(_internal|_autoset)?")
-#: Implementations in PyTorch alone.
+#: Implementations in PyTorch.
 _OWN = (None, "eager", "sdpa", True, False)
-#: Entries that name code, or allow it to be loaded.
+#: Entries that name code or allow loading it.
 _CODE = frozenset(
     ["auto_map", "trust_remote_code", "custom_pipelines", "use_kernels", "kernel_config", "kernels", "custom_generate"]
 )
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a configuration file without the entries that name code; they are reported once for a file.
+    """Read a configuration file without entries that name code; these are reported once per file.
 
     Raises:
-        UserError: it cannot be read, is no mapping, or says that the weights are quantized.
+        UserError: the file cannot be read, is not a mapping, or declares quantized weights.
     """
     try:
         held = json.loads(file.read_bytes().decode("utf-8-sig"))
@@ -58,17 +58,17 @@ def without_code(held: Any) -> Any:
 
 
 def refuse_code(kwargs: dict[str, Any]) -> None:
-    """Refuse `model.kwargs` that name code, also in a configuration within them.
+    """Reject `model.kwargs` that name code, including nested configurations.
 
     Raises:
-        UserError: for the first such entry.
+        UserError: an entry names code.
     """
     if named := next(names_of_code(kwargs), None):
         raise UserError(f"model.kwargs: {named} names code, which is not loaded. Leave it out.")
 
 
 def names_of_code(held: Any) -> Iterator[str]:
-    """Yield ``name=value`` of each entry that `without_code` leaves out."""
+    """Yield ``name=value`` of each entry that `without_code` removes."""
     for name, value in _entries(held):
         if _names_code(name, value):
             yield plain_line(f"{name}={value if isinstance(value, str) else json.dumps(value)}")[:100]

@@ -1,7 +1,7 @@
-"""The record, on a model, of the methods applied to it.
+"""The record of applied methods on a model.
 
-Every method leaves one `Mark`. Marks are copied and pickled with the model, so a deep copy still knows what was
-applied; the view of a model reads from them which modules are not the model's own.
+Every method adds one `Mark`, which is copied and pickled with the model. The view of a model uses the marks to find
+modules that methods added.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-#: The attribute of a model that holds its marks.
+#: Attribute of a model with its marks.
 _MARKS = "efficient_ft_methods"
-#: The attribute of a model that holds the names of its classifier's modules.
+#: Attribute of a model with the names of its classifier's modules.
 _CLASSIFIER = "efficient_ft_classifier"
 
 
 @dataclass(frozen=True)
 class Mark:
-    """One method, as recorded on the model it was applied to.
+    """A record of a method on the model it was applied to.
 
     Attributes:
-        method: its name.
+        method: name of the method.
         key: name and settings (`Method.state_key`).
-        axes: the axes on which it decides (values of `methods.Axis`).
-        adds: what it adds (values of `methods.Adds`).
-        conflicts: axes, additions or method names it cannot be stacked with, each with the reason.
-        modules: full names of the modules it put into the model. They and all below them are no layers of the model.
-        routed: full names of modules whose input it routes: tokens of any images, without the grid.
+        axes: axes of the method (values of `methods.Axis`).
+        adds: additions of the method (values of `methods.Adds`).
+        conflicts: axes, additions or method names that it cannot be stacked with, each with the reason.
+        modules: full names of modules that the method added. They and their submodules are not layers of the model.
+        routed: full names of modules whose input the method routes: tokens of any images, without a grid.
     """
 
     method: str
@@ -41,7 +41,7 @@ class Mark:
 
 
 def marks_of(model: nn.Module) -> tuple[Mark, ...]:
-    """Marks of the methods applied to `model`, in the order of application."""
+    """Return the marks of methods applied to `model`, in the order of application."""
     return getattr(model, _MARKS, ())
 
 
@@ -60,19 +60,19 @@ def remove_mark(model: nn.Module, key: str) -> None:
 
 
 def name_classifier(model: nn.Module, names: tuple[str, ...]) -> None:
-    """Record on `model` the full names of its classifier's modules, as its user states them."""
+    """Record the full names of the classifier's modules, given by the user."""
     setattr(model, _CLASSIFIER, names)
 
 
 def named_classifier(model: nn.Module) -> tuple[str, ...]:
-    """Full names of the classifier's modules as the user of `model` stated them; empty: not stated."""
+    """Return the full names of the classifier's modules given by the user; empty if not given."""
     return getattr(model, _CLASSIFIER, ())
 
 
 def added_modules(model: nn.Module) -> frozenset[str]:
-    """Full names of the modules that adapters put into `model`: those that marks name, and peft's own.
+    """Return the full names of modules that adapters added to `model`, according to marks and peft.
 
-    peft's layers list what they added to the layer they wrap in ``adapter_layer_names`` (``lora_A``, ``lora_B``, ...).
+    peft's layers list their additional modules in ``adapter_layer_names`` (``lora_A``, ``lora_B``, ...).
     """
     names = {name for mark in marks_of(model) for name in mark.modules}
     for name, module in model.named_modules():
@@ -82,11 +82,11 @@ def added_modules(model: nn.Module) -> frozenset[str]:
 
 
 def routed_modules(model: nn.Module) -> frozenset[str]:
-    """Full names of the modules of `model` whose input a method routes."""
+    """Return the full names of modules whose input a method routes."""
     return frozenset(name for mark in marks_of(model) for name in mark.routed)
 
 
 def is_inside(name: str, modules: frozenset[str]) -> bool:
-    """True if `name` is one of `modules` or below one of them."""
+    """Return True if `name` is one of `modules` or a submodule of one of them."""
     parts = name.split(".")
     return any(".".join(parts[:n]) in modules for n in range(1, len(parts) + 1))

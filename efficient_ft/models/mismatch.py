@@ -23,7 +23,7 @@ _COMMON = ("resnet18", "resnet50", "deit_tiny_patch16_224", "vit_base_patch16_22
            "convnext_tiny", "efficientnet_b0", "mobilenetv2_100", "mobilenetv3_large_100", "resnet34", "resnet101",
            "deit_small_patch16_224", "deit_base_patch16_224", "vit_small_patch16_224", "densenet121", "vgg16",
            "regnety_016", "tf_efficientnet_lite0", "beit_base_patch16_224", "mixer_b16_224")  # fmt: skip
-#: Ends of names that torch gives to another form of the weights, and a sentence about each.
+#: Suffixes of names of quantized, pruned and sharded weights, and a sentence about each.
 _OTHER_FORMS = {
     "._packed_params.0": "It contains quantized weights. Save those of the network before it was quantized.",
     ".weight_orig": "It contains pruned weights and their masks. Merge them first:"
@@ -31,7 +31,7 @@ _OTHER_FORMS = {
     "_flat_param": "It contains weights that FSDP has flattened. Save a full state dict"
     " (torch: StateDictType.FULL_STATE_DICT).",
 }
-#: Ends of names by which a form of timm's ViT differs, and the argument that builds it.
+#: Suffixes of names that identify a variant of timm's ViT, and the argument that builds it.
 _FORM_ARGUMENTS = {(".ls1.gamma", ".ls2.gamma"): "init_values=1e-5", (".attn.qkv.bias",): "qkv_bias=false"}
 _INDEX = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")
 
@@ -81,7 +81,7 @@ def explain(
         details = f"its names cannot be converted ({fit.error})"
     elif alike * 20 <= len(own):
         count = "few of its {} names occur" if alike else "none of its {} names occurs"
-        held = contents.tensors if alike else given  # some are alike by chance, in a part of the file
+        held = contents.tensors if alike else given  # a part of the file may contain some names by chance
         details = (
             f"{count.format(len(contents.tensors))} in the network: the file contains {some(list(held))};"
             f" the network has {some(list(own))}"
@@ -150,11 +150,11 @@ def _with_tokens(name: str, tokens: Mapping[str, int]) -> str:
 
 
 def _with_argument(fit: Fit) -> str:
-    """A sentence about the argument of timm's ViT that builds the form in the file."""
+    """Return a sentence about the argument of timm's ViT that builds the variant in the file."""
     names = (*fit.missing, *fit.foreign)
     for ends, argument in _FORM_ARGUMENTS.items():
         if names and not fit.misshapen and all(one.endswith(ends) for one in names):
-            return f" Its form of the network may need +model.kwargs.{argument}."
+            return f" Its variant of the network may need +model.kwargs.{argument}."
     return ""
 
 

@@ -1,9 +1,9 @@
-"""The frozen prefix of a network: all that it computes below the first layer that trains.
+"""The frozen prefix of a network: all computations below the first trained layer.
 
-Of a frozen prefix only the output matters. For the same image it is the same in every step, so it can be computed once
-and stored. `find_prefix` finds the place where a network can be cut, and checks it by running the rest of the network
-from the stored output alone. The network's own forward pass is run for that: its modules below the cut return empty
-placeholders at once, and the last of them returns what was stored. So nothing is assumed of an architecture.
+Only the output of a frozen prefix matters. It is the same in every step for the same image, so it can be computed once
+and stored. `find_prefix` finds a place to cut the network, and checks it by running the rest of the network from the
+stored output. The check runs the network's own forward pass: modules below the cut return empty placeholders, and the
+last one returns the stored output. This makes no assumptions about the architecture.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.models.frozen_batch_norm import FROZEN
 from efficient_ft.models.prefix_form import Folds, Form, autocast_of, find_folds
 
-#: Places tried, from the last one down. A cut inside a residual branch, or before a second use, fails its check.
+#: Number of candidate cuts, from the last one down. Cuts in a residual branch or before a second use are not valid.
 _TRIES = 12
-#: What a network raises when placeholders of its prefix do not take the place of their values.
+#: Exceptions of a network that depends on values that are replaced by placeholders.
 _NOT_REPLACEABLE = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
 
 
@@ -39,33 +39,33 @@ class _Like:
     dtype: torch.dtype
 
     def empty(self, n: int, device: torch.device) -> Tensor:
-        """A tensor of N images that takes the memory of one value."""
+        """Return a tensor of N images that occupies the memory of one value."""
         return torch.zeros((), dtype=self.dtype, device=device).expand(n, *self.shape[1:])
 
 
 @dataclass
 class _Call:
-    """One call of a module: the events of entering and leaving it, and what it returned."""
+    """A call of a module: the events of entering and leaving it, and its result."""
 
     name: str
     entered: int
     left: int = -1
     output: Any = None
-    #: Of an output that is one tensor: its dimensions in the order of its memory.
+    #: Dimensions of a tensor output in memory order.
     order: tuple[int, ...] = ()
     carries_more: bool = False
 
 
 class FrozenPrefix:
-    """A network cut behind a module, below which nothing trains. Made by `find_prefix`.
+    """A network that is cut after a module, below which no parameter trains. Created by `find_prefix`.
 
     Attributes:
-        end: the name of the last module of the prefix.
-        shape: of the features of one image.
-        dtype: of the features.
-        reason: why it does not go on, e.g. ``stages.3.blocks.0.norm1 trains``.
+        end: name of the last module of the prefix.
+        shape: shape of the features of one image.
+        dtype: type of the features.
+        reason: why the prefix ends, e.g. ``stages.3.blocks.0.norm1 trains``.
         model: the network.
-        form: in which `features` computes; see `models.prefix_form`.
+        form: form of the computation in `features`, see `models.prefix_form`.
     """
 
     def __init__(
@@ -80,16 +80,16 @@ class FrozenPrefix:
 
     @property
     def device(self) -> torch.device:
-        """Where the network is."""
+        """Device of the network."""
         return next(self.model.parameters()).device
 
     @property
     def values(self) -> int:
-        """Values of the features of one image."""
+        """Number of values of the features of one image."""
         return math.prod(self.shape)
 
     def digest(self) -> str:
-        """16 hex digits of the weights and buffers from which features are computed."""
+        """Return 16 hex digits that identify the weights and buffers of the prefix."""
         inside = {self.end, *self._skipped}
         around = {"", *(name for one in inside for name in _ancestors(one))}
         found = hashlib.blake2b(digest_size=8)
@@ -108,7 +108,7 @@ class FrozenPrefix:
             images: (B, C, H, W).
 
         Returns:
-            The features, (B, ...), in the memory layout in which the network computes them.
+            The features (B, ...), in the memory layout of the network.
         """
         if self.form is Form.FP32:
             return self._features(images)
@@ -131,23 +131,23 @@ class FrozenPrefix:
         raise RuntimeError(f"{self.end} was not called")
 
     def to_rows(self, features: Tensor) -> Tensor:
-        """Return features (B, ...) as they are stored: (B, values), in the order of their memory."""
+        """Return features (B, ...) in storage order: (B, values), in the order of their memory."""
         return features.permute(self._order).flatten(1)
 
     def from_rows(self, rows: Tensor) -> Tensor:
-        """Return features (B, ...), in the layout in which the network computes them, from `to_rows`."""
+        """Invert `to_rows`: return features (B, ...) in the memory layout of the network."""
         in_memory = rows.view(len(rows), *(self.shape[d - 1] for d in self._order[1:]))
         return in_memory.permute([self._order.index(d) for d in range(len(self._order))])
 
     @contextmanager
     def replaced(self, features: Tensor) -> Iterator[Tensor]:
-        """Let the network compute from `features` inside a ``with`` block, and not from its input.
+        """Make the network compute from `features` instead of its input, in a ``with`` block.
 
         Args:
             features: (B, ...).
 
         Yields:
-            An empty placeholder to pass for the images, (B, C, H, W).
+            An empty placeholder (B, C, H, W) to pass as images.
         """
         before = []
 
@@ -181,17 +181,17 @@ class _Left(Exception):
 
 
 def find_prefix(model: nn.Module, images: Tensor) -> FrozenPrefix:
-    """Find the largest frozen prefix of `model` whose output determines all that comes after it.
+    """Find the largest frozen prefix of `model` whose output determines everything after it.
 
-    The prefix ends before the first module that has a parameter that trains, draws random numbers, computes statistics
-    of the batch, or returns a tensor that carries more than its values.
+    The prefix ends before the first module that has a trainable parameter, draws random numbers, computes batch
+    statistics, or returns a tensor that carries more than its values.
 
     Args:
         model: the network on the CPU, with its methods applied, in training mode.
-        images: (B, C, H, W), two images or a few more.
+        images: (B, C, H, W), at least two images.
 
     Raises:
-        UserError: there is no such prefix; the text says why.
+        UserError: there is no such prefix; the message gives the reason.
     """
     with _buffers_kept(model):
         return _find_prefix(model, images)
@@ -200,7 +200,7 @@ def find_prefix(model: nn.Module, images: Tensor) -> FrozenPrefix:
 def _find_prefix(model: nn.Module, images: Tensor) -> FrozenPrefix:
     trace = _Trace(model)
     trace.run(images)
-    expected = _seeded(model, images)  # without the trace's hooks: layers that have some may compute in another way
+    expected = _seeded(model, images)  # without hooks, because layers with hooks may compute differently
     end, reason = trace.first_that_matters()
     below = [call for call in trace.calls if 0 <= call.left <= end and trace.once(call)]
     ends = [call for call in below if isinstance(call.output, _Like) and call.output.shape[0] == len(images)]
@@ -217,7 +217,7 @@ def _find_prefix(model: nn.Module, images: Tensor) -> FrozenPrefix:
 
 
 class _Trace:
-    """A forward pass, event by event."""
+    """Record a forward pass as a sequence of events."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -231,7 +231,7 @@ class _Trace:
         self._drawn: tuple[int, str] | None = None
 
     def run(self, images: Tensor) -> None:
-        """Run the model, as `_seeded` does."""
+        """Run the model as in `_seeded`."""
         handles = []
         for name, module in self._modules.items():
             handles.append(module.register_forward_pre_hook(lambda m, args, name=name: self._enter(name)))
@@ -267,11 +267,11 @@ class _Trace:
             call.carries_more = bool(vars(output))
 
     def once(self, call: _Call) -> bool:
-        """True if the module of `call` was called once."""
+        """Return True if the module of `call` was called once."""
         return self._counts[call.name] == 1
 
     def first_that_matters(self) -> tuple[int, str]:
-        """The event before the first one that differs between steps, and why it does."""
+        """Return the event before the first computation that differs between steps, and the reason."""
         found = [(self._drawn[0], f"{self._drawn[1]} draws random numbers")] if self._drawn else []
         for call in self.calls:
             for name in self._own(call.name):
@@ -293,7 +293,7 @@ class _Trace:
 
 
 def _continues_in_evaluation(model: nn.Module, prefix: FrozenPrefix, images: Tensor) -> bool:
-    """The same in evaluation mode, where a network may take another way."""
+    """Check the prefix in evaluation mode, where a network may compute differently."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -305,7 +305,7 @@ def _continues_in_evaluation(model: nn.Module, prefix: FrozenPrefix, images: Ten
 
 @contextmanager
 def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Give buffers, e.g. statistics that a forward pass updates, their values back at the end of the block."""
+    """Restore the values of buffers, such as statistics updated by a forward pass, at the end of the block."""
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         yield
@@ -315,19 +315,19 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _is_live(norm: _BatchNorm) -> bool:
-    """True if the layer uses the statistics of the batch."""
+    """Return True if the layer uses batch statistics."""
     return norm.running_mean is None or (norm.training and type(norm) not in FROZEN.values())
 
 
 def _ancestors(name: str) -> list[str]:
-    """The names of the modules around a module, the next one first, without the network itself."""
+    """Return the names of the parent modules of a module, the nearest first, without the network."""
     parts = name.split(".")
     return [".".join(parts[:k]) for k in range(len(parts) - 1, 0, -1)]
 
 
 @torch.no_grad()
 def _seeded(model: nn.Module, images: Tensor, start: Any = lambda: None) -> Tensor:
-    """Run the model with random numbers that are the same in every call."""
+    """Run the model with the same random numbers in every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         start()
@@ -336,7 +336,7 @@ def _seeded(model: nn.Module, images: Tensor, start: Any = lambda: None) -> Tens
 
 
 def _continues(model: nn.Module, prefix: FrozenPrefix, images: Tensor, expected: Tensor) -> bool:
-    """True if the network computes the same from the stored output of the prefix as from the images."""
+    """Return True if the network computes the same result from the stored output as from the images."""
     try:
         rows = prefix.to_rows(prefix.features(images)).clone()
         with prefix.replaced(prefix.from_rows(rows)) as placeholder:

@@ -1,7 +1,7 @@
-"""Faster forms in which a frozen prefix can compute, and the choice of one by measurement.
+"""Faster forms of a frozen prefix, and the choice of a form by measurement.
 
-Nothing in a frozen prefix needs a gradient. So a BatchNorm with frozen statistics is folded into the convolution before
-it, which saves a pass over its map, and products run in bfloat16 where the processor has units for them.
+A frozen prefix needs no gradients. A BatchNorm with frozen statistics can be folded into the preceding convolution,
+which saves a pass over its map, and products can run in bfloat16 on processors with bfloat16 units.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from efficient_ft.models.frozen_batch_norm import FROZEN, FrozenBatchNormAct2d
 
-#: A form is taken if its output deviates by at most this (relative, Frobenius norm).
+#: Maximum deviation of the output of a form (relative, Frobenius norm).
 ALLOWED = {"folded": 1e-3, "bf16": 0.05}
-#: And if it takes at most this share of the time of the next simpler one.
+#: Maximum time of a form relative to the next simpler one.
 _WORTH = 0.9
-#: Rounds timed, after one that is not.
+#: Number of timed rounds, after one warm-up round.
 _ROUNDS = 3
 
 
 class Form(StrEnum):
-    """A form of the prefix: as it is; with folded BatchNorm; that in bfloat16 autocast as well."""
+    """A form of the prefix: unchanged, with folded BatchNorm, or with folded BatchNorm and bfloat16 autocast."""
 
     FP32 = "fp32"
     FOLDED = "folded"
@@ -41,7 +41,7 @@ class Folds:
     """Convolutions and the BatchNorm layers with frozen statistics that can be folded into them.
 
     Args:
-        pairs: of a convolution and the layer behind it.
+        pairs: pairs of a convolution and the following BatchNorm layer.
     """
 
     def __init__(self, pairs: Sequence[tuple[nn.Conv2d, _BatchNorm]]) -> None:
@@ -53,7 +53,7 @@ class Folds:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Fold inside a ``with`` block: without gradients, and only there."""
+        """Fold in a ``with`` block, where gradients are disabled."""
         if not self._folded or self._folded[0][0].device != self._pairs[0][0].weight.device:
             self._folded = [folded(conv, norm) for conv, norm in self._pairs]
         changed: list[tuple[nn.Module, Any]] = []
@@ -72,15 +72,15 @@ class Folds:
 
 
 def find_folds(model: nn.Module, run: Callable[[], Any]) -> Folds:
-    """Find the convolutions whose output the next BatchNorm with frozen statistics takes.
+    """Find convolutions whose output is the input of a BatchNorm layer with frozen statistics.
 
-    What else uses the output of such a convolution is not seen here: compare the results before a fold is used.
+    Other uses of the convolution's output are not detected: compare the results before using a fold.
 
     Args:
-        model: has the modules.
-        run: a forward pass of `model`, or of a part of it.
+        model: the network.
+        run: runs a forward pass of `model` or of a part of it.
     """
-    made: dict[int, tuple[nn.Conv2d, Tensor]] = {}  # holds the outputs, so that no other tensor has their ids
+    made: dict[int, tuple[nn.Conv2d, Tensor]] = {}  # keeps the outputs alive, so that their ids are unique
     calls: Counter[nn.Module] = Counter()
     pairs: list[tuple[nn.Conv2d, _BatchNorm]] = []
 
@@ -113,7 +113,7 @@ def find_folds(model: nn.Module, run: Callable[[], Any]) -> Folds:
 
 @torch.no_grad()
 def folded(conv: nn.Conv2d, norm: _BatchNorm) -> tuple[Tensor, Tensor]:
-    """The weight (as the convolution's) and bias (C_out,) of convolution and normalization in one."""
+    """Return the weight (with the convolution's shape) and bias (C_out,) of convolution and normalization."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
     scale = (norm.running_var.double() + norm.eps).rsqrt()
@@ -132,28 +132,28 @@ def _convolve(conv: nn.Conv2d, weight: Tensor, bias: Tensor) -> Callable[[Tensor
 
 
 def _rest(norm: _BatchNorm) -> Callable[[Tensor], Tensor]:
-    """The rest of a folded BatchNorm layer: its activation, if it has one."""
+    """Return the part of a folded BatchNorm layer that remains: its activation, if any."""
     if isinstance(norm, FrozenBatchNormAct2d):
         return lambda x: norm.act(norm.drop(x))
     return lambda x: x
 
 
 def autocast_of(form: Form, device: torch.device) -> Any:
-    """The autocast of a form, a context manager."""
+    """Return the autocast context of a form."""
     return torch.autocast(device.type, dtype=torch.bfloat16) if form is Form.BF16 else nullcontext()
 
 
 def choose_form(
     run: Callable[[Form], Tensor], forms: Sequence[Form]
 ) -> tuple[Form, dict[str, float], dict[str, float]]:
-    """Time the forms in turn, and choose the fastest that is exact enough.
+    """Time the forms alternately, and choose the fastest one that is sufficiently exact.
 
     Args:
         run: computes the features of a batch in a form.
-        forms: from the simplest on, `Form.FP32` first.
+        forms: forms in order of complexity, with `Form.FP32` first.
 
     Returns:
-        The form; by form the median seconds, and the deviation of the output from that in fp32.
+        The form, the median seconds of each form, and the deviation of its output from fp32.
     """
     outputs = {form: run(form).float() for form in forms}
     exact = outputs[Form.FP32]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 __all__ = ["proxyless_mobile", "timm_names"]
 
-#: The blocks of each stage: kernel size, stride, expansion, output channels.
+#: Blocks of each stage: kernel size, stride, expansion, output channels.
 STAGES = [
     ["ds_r1_k3_s1_c16"],
     ["ir_r1_k5_s2_e3_c32", "ir_r1_k3_s1_e3_c32"],
@@ -75,11 +75,11 @@ _BLOCK = re.compile(r"blocks\.(\d+)\.mobile_inverted_conv\.(\w+\.\w+\.)(.+)")
 def timm_names(weights: dict[str, Tensor], *_: Any) -> dict[str, Tensor]:
     """Rename the state dict of the ProxylessNAS release to timm's names.
 
-    The release also numbers blocks without weights, so blocks are matched by their order. Unknown names stay, and are
-    refused when the weights are loaded. A state dict with timm's names is returned unchanged.
+    The release numbers blocks without weights as well, so blocks are matched by their order. Unknown names are not
+    changed, and are rejected when the weights are loaded. A state dict with timm's names is returned unchanged.
 
     Raises:
-        ValueError: another number of blocks, as in another network of the release.
+        ValueError: the number of blocks differs, as for other networks of the release.
     """
     if not any(name.startswith("first_conv.") for name in weights):
         return weights

@@ -1,11 +1,11 @@
-"""One network for several tasks: a classifier for each, of which the active task's runs.
+"""A network for several tasks, with one classifier per task.
 
 >>> tasks = give_heads(model, {"cifar10": 10, "pets": 37})
 >>> tasks.active = "pets"
 >>> model(images).shape  # (B, 37)
 
-Every module that differs between tasks (classifiers, routers of experts) is a `PerTask`, whose parameters carry the
-task in their names (``head.pets.weight``). All of them share one `Tasks` object, which is copied and pickled with the
+Every module that differs between tasks (classifiers, routers of experts) is a `PerTask`. The names of its parameters
+contain the task (``head.pets.weight``). All of them share one `Tasks` object, which is copied and pickled with the
 network.
 """
 
@@ -25,14 +25,13 @@ class Tasks:
     """The tasks of a network and the active one.
 
     Args:
-        names: at least one, without repetition, of letters, digits, ``_`` and ``-``: they become parts of parameter
-            names.
+        names: one or more unique names of letters, digits, ``_`` and ``-``, which become parts of parameter names.
 
     Attributes:
-        names: as given.
+        names: the names.
 
     Raises:
-        SettingError: no names, repeated or unusable ones.
+        SettingError: there are no names, or names are repeated or invalid.
     """
 
     __slots__ = ("_active", "names")  # a mistyped `active` is an error
@@ -51,10 +50,10 @@ class Tasks:
 
     @property
     def active(self) -> str:
-        """The task of the next forward pass; initially the first.
+        """Task of the next forward pass; initially the first one.
 
         Raises:
-            SettingError: set to a name that is not one of `names`.
+            SettingError: the name is not one of `names`.
         """
         return self._active
 
@@ -66,11 +65,11 @@ class Tasks:
 
 
 class PerTask(nn.ModuleDict):
-    """A module per task; the forward pass runs the active task's.
+    """A module per task. The forward pass runs the module of the active task.
 
     Args:
         tasks: shared by all such modules of a network.
-        modules: by task.
+        modules: modules by task.
     """
 
     def __init__(self, tasks: Tasks, modules: Mapping[str, nn.Module]) -> None:
@@ -79,34 +78,34 @@ class PerTask(nn.ModuleDict):
         self.tasks = tasks
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the active task's module."""
+        """Run the module of the active task."""
         return self[self.tasks.active](*args, **kwargs)
 
 
 def tasks_of(model: nn.Module) -> Tasks | None:
-    """Return the tasks of a network with several; None if it has one task."""
+    """Return the tasks of a network with several tasks; None for one task."""
     return next((module.tasks for module in model.modules() if isinstance(module, PerTask)), None)
 
 
 def for_each_task(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
-    """Call `make` once per task of `model` and return a `PerTask` of the results; with one task, the single result."""
+    """Call `make` for each task of `model` and return a `PerTask` of the results; for one task, return the result."""
     tasks = tasks_of(model)
     return make() if tasks is None else PerTask(tasks, {name: make() for name in tasks.names})
 
 
 def give_heads(model: nn.Module, classes: Mapping[str, int], zero: bool = False) -> Tasks:
-    """Replace the classifier of `model` by one per task.
+    """Replace the classifier of `model` by one classifier per task.
 
-    The first task with as many classes as the model has keeps the model's own classifier; the others are newly
+    The first task with as many classes as the model keeps the classifier of the model. The others are newly
     initialized.
 
     Args:
-        model: of timm, before any method is applied to it.
+        model: a timm model without applied methods.
         classes: number of classes by task, in the order of the tasks.
-        zero: newly initialized classifiers give 0 for every class.
+        zero: initialize new classifiers to output 0 for every class.
 
     Raises:
-        SettingError: unusable names of tasks.
+        SettingError: names of tasks are invalid.
         UserError: the classifier cannot be replaced, or the network already has several tasks.
     """
     if tasks_of(model) is not None:
@@ -118,8 +117,8 @@ def give_heads(model: nn.Module, classes: Mapping[str, int], zero: bool = False)
         )
     tasks = Tasks(classes)
     own = getattr(model, "num_classes", None)
-    heads: dict[str, dict[str, nn.Module]] = {}  # by full name of the classifier, then by task
-    # The task that keeps the model's own classifier first, before another one replaces it.
+    heads: dict[str, dict[str, nn.Module]] = {}  # by full name of the classifier, and by task
+    # First the task that keeps the model's classifier, before it is replaced.
     for task in sorted(classes, key=lambda task: classes[task] != own):
         is_new = classes[task] != own or bool(heads)
         if is_new:

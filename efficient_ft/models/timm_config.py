@@ -1,4 +1,4 @@
-"""A model configuration in timm's terms: its pretrained record, its keyword arguments, its input, its creation."""
+"""Convert a model configuration to timm: pretrained record, keyword arguments, input, creation."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ SET_ELSEWHERE = {
 
 
 def pretrained_cfg(config: ModelConfig) -> PretrainedCfg:
-    """Return timm's record of a model's weights and input; an empty one for a model that has none.
+    """Return timm's record of a model's weights and input; empty for a model without a record.
 
     Raises:
-        SettingError: timm has no such model, or the model no such tag.
+        SettingError: the model or its tag is unknown to timm.
     """
     name = config.name
     if not timm.is_model(name):
@@ -78,7 +78,7 @@ def build(config: ModelConfig, kwargs: dict[str, Any], **more: Any) -> nn.Module
     Raises:
         UserError: the model refuses the arguments.
     """
-    # What a loader of weights does not take is reported by its caller.
+    # Unused weights are reported by the caller.
     refusals = (TypeError, ValueError, AssertionError, *(() if more else (ArithmeticError, LookupError, RuntimeError)))
     try:
         return timm.create_model(config.name, **kwargs, **more)
@@ -90,7 +90,7 @@ def build(config: ModelConfig, kwargs: dict[str, Any], **more: Any) -> nn.Module
 
 
 def image_size(config: ModelConfig, cfg: PretrainedCfg) -> tuple[int, int]:
-    """Return (H, W) in pixels: `model.image_size`, by default that of the pretrained weights."""
+    """Return (H, W) in pixels: `model.image_size`, or by default the size of the pretrained weights."""
     size = cfg.input_size[-2:] if config.image_size is None else config.image_size
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
@@ -99,7 +99,7 @@ def input_of(config: ModelConfig) -> InputSpec:
     """Return the size (H, W), normalization and interpolation of a model's input images.
 
     Raises:
-        SettingError: an unknown model, or `model.mean` or `model.std` without one value per channel.
+        SettingError: the model is unknown, or `model.mean` or `model.std` do not have one value per channel.
     """
     cfg = pretrained_cfg(config)
     mean, std = (

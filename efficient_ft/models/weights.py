@@ -1,6 +1,6 @@
-"""Load weights from a file into a timm model. Missing names, and names of another variant of the model, are errors.
+"""Load weights from a file into a timm model. Missing names, and names of a different variant of the model, are errors.
 
-Only a classifier of another size is replaced by a newly initialized one.
+Only a classifier with a different number of classes is replaced by a newly initialized one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from efficient_ft.models.timm_config import build
 if TYPE_CHECKING:
     from efficient_ft.config.schema import ModelConfig
 
-#: Larger values are reported: running variances, and weights.
+#: Larger running variances and weights are reported.
 _LARGE_VARIANCE, _LARGE_WEIGHT = 1e8, 1e6
 #: Larger values are rejected.
 _ABSURD = 1e15
@@ -86,7 +86,7 @@ def match_timm(
     heads = (cfg.classifier,) if isinstance(cfg.classifier, str) else tuple(cfg.classifier or ())
     overlay: dict[str, Any] = {"num_classes": kwargs["num_classes"], "custom_load": False}
     size = noted_size(path)
-    if size is not None:  # timm reads the shape of a grid that is not square from its record
+    if size is not None:  # timm reads the shape of a non-square grid from its record
         overlay["input_size"] = (kwargs.get("in_chans", 3), *size)
     with _caught_conversion() as caught:
         model = build(config, kwargs, pretrained=True, pretrained_cfg_overlay=overlay)
@@ -183,14 +183,16 @@ def check_values(path: Path, weights: Mapping[str, Tensor], model: nn.Module) ->
 
 def _classifier(model: nn.Module) -> set[int]:
     """The ids of the parameters of a timm model's classifiers."""
-    classifier: Any = getattr(model, "get_classifier", tuple)  # networks of other libraries have none
+    classifier: Any = getattr(model, "get_classifier", tuple)  # absent in networks of other libraries
     found = classifier()
     modules = found if isinstance(found, tuple | list) else (found,)
     return {id(p) for module in modules if isinstance(module, nn.Module) for p in module.parameters()}
 
 
 def _is_matrix(name: str, value: Tensor | None) -> bool:
-    """Whether a parameter is the matrix or kernel of a layer; RoBERTa's token types are zero as published."""
+    """Return True for the matrix or kernel of a layer. RoBERTa's token types are excluded, since they are published as
+    zeros.
+    """
     layer = name.endswith("weight") and "token_type" not in name
     return layer and value is not None and value.ndim > 1 and value.numel() > 1
 
@@ -229,7 +231,7 @@ def _quiet() -> Iterator[None]:
     log.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # numpy's and torch's, about how timm interpolates
+            warnings.simplefilter("ignore")  # warnings of numpy and torch about timm's interpolation
             yield
     finally:
         log.setLevel(level)

@@ -165,7 +165,9 @@ def test_no_new_start_without_a_preload(tmp_path: Path, choice: str) -> None:
 def test_an_allocator_that_cannot_be_had_is_an_error(tmp_path: Path, before: str, do: str) -> None:
     process = start(tmp_path, "tcmalloc", before=before)
     assert process.returncode == 1
-    assert "allocator must be an allocator that this process can have, got tcmalloc." in unwrapped(process.stderr)
+    assert "allocator must be an allocator that is available in this process, got tcmalloc." in unwrapped(
+        process.stderr
+    )
     assert do in unwrapped(process.stderr)
 
 

@@ -1,8 +1,7 @@
 """The view of a model that methods use: stages, blocks, head, and the layout of the tokens in every layer's input.
 
-Methods never ask for an architecture. The view reads a timm classifier's own attributes and runs one forward pass on
-fake tensors to see what each layer is really given; grids are taken from there, never inferred from a token count
-alone.
+Methods do not depend on an architecture. The view reads attributes of a timm classifier, and runs one forward pass on
+fake tensors to see the input of each layer. Grids come from this pass and are never inferred from a token count alone.
 """
 
 from efficient_ft.models.view.head import state_classifier

@@ -1,7 +1,7 @@
-"""The head of a network and its other new parts, which a method must not freeze at their random start.
+"""The head of a network and other new parts, which methods must not freeze at their random initialization.
 
-timm's networks state their classifier. In other networks the head has a usual name, or it is inferred: the parts around
-a pretrained network that a larger module holds, or the parts that follow the blocks.
+timm's networks declare their classifier. In other networks, the head has a common name, or it is inferred from the
+parts around a pretrained network or after the blocks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from efficient_ft.core.errors import SettingError
 from efficient_ft.models.marks import is_inside, name_classifier, named_classifier
 from efficient_ft.models.view.structure import after, holder_of, is_norm, names_of, stages_of
 
-#: Where networks without timm's `get_classifier` have their last layer; the first of these that a network has.
+#: Names of the last layer in networks without timm's `get_classifier`; the first existing one is used.
 _CLASSIFIERS = ("segmentation_head", "decode_head.classifier", "classifier", "score")
-#: Usual names of heads in other networks; each of these that a network has.
+#: Common names of heads in other networks; all existing ones are used.
 _HEADS = ("head", "heads", "fc", "mlp_head", "classification_head", "cls_head")
-#: Classes of whose kind networks of transformers, of segmentation-models-pytorch and timm's feature extractors are.
+#: Base classes of networks of transformers and segmentation-models-pytorch, and of timm's feature extractors.
 _NETWORKS = {"PreTrainedModel", "EncoderMixin", "FeatureDictNet", "FeatureGetterNet"}
 
 
@@ -31,8 +31,8 @@ class Head:
 
     Attributes:
         modules: full names of its modules.
-        others: full names of the other modules and parameters around a pretrained network.
-        note: a phrase for reports that names the inferred parts; empty: nothing is inferred.
+        others: full names of other modules and parameters around a pretrained network.
+        note: a phrase for reports that names inferred parts; empty if nothing is inferred.
     """
 
     modules: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ def head_of(model: nn.Module) -> Head:
 
 
 def _stated(model: nn.Module) -> list[nn.Module] | None:
-    """Return the classifier modules that timm's `get_classifier` gives; None: `model` has none, or it was replaced."""
+    """Return the classifier modules from timm's `get_classifier`; None if `model` has none, or it was replaced."""
     get_classifier: Any = getattr(model, "get_classifier", None)
     if get_classifier is None or not hasattr(type(model), "get_classifier"):  # forwarded by a wrapper
         return None
@@ -79,7 +79,7 @@ def _stated(model: nn.Module) -> list[nn.Module] | None:
 
 
 def networks_in(model: nn.Module) -> list[str]:
-    """Return the full names of the pretrained networks that `model` holds, none inside another; empty: it is one."""
+    """Return the full names of the pretrained networks in `model`, without nested ones; empty if `model` itself is one."""
     base = getattr(model, "base_model_prefix", "")  # transformers: the network without its head
     if base and isinstance(getattr(model, base, None), nn.Module):
         return [base]
@@ -93,7 +93,7 @@ def networks_in(model: nn.Module) -> list[str]:
 
 
 def _network_around_blocks(model: nn.Module) -> list[str]:
-    """Return the outermost submodule that has the blocks and the first convolution or embedding, if there is one."""
+    """Return the outermost submodule that contains the blocks and the first convolution or embedding, if any."""
     first = next((n for n, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Embedding)), "")
     parts = holder_of(model).split(".")
     names = (".".join(parts[: depth + 1]) for depth in range(len(parts)))
@@ -120,7 +120,7 @@ def _around(module: nn.Module, networks: Iterable[str], prefix: str = "") -> Ite
 
 
 def _without(model: nn.Module, name: str, known: frozenset[str]) -> list[str]:
-    """Return the parts of the module or parameter `name` that are not inside the modules in `known`."""
+    """Return the parts of the module or parameter `name` outside the modules in `known`."""
     if is_inside(name, known):
         return []
     if not any(part.startswith(f"{name}.") for part in known):
@@ -159,10 +159,10 @@ def _is_parameter(model: nn.Module, name: str) -> bool:
 
 
 def state_classifier(model: nn.Module, classifier: str | Iterable[str]) -> None:
-    """Record on `model` which modules are its classifier; empty: what is recorded stays.
+    """Record the modules of the classifier on `model`; an empty value keeps the record.
 
     Raises:
-        SettingError: the model has no such module, or it has no parameters.
+        SettingError: a module does not exist or has no parameters.
     """
     names = (classifier,) if isinstance(classifier, str) else tuple(classifier)
     with_parameters = [n for n, module in model.named_modules() if n and next(module.parameters(), None) is not None]

@@ -14,9 +14,9 @@ _FUSED = {"qkv": 3, "kv": 2, "qk": 2}
 
 
 def projections_in(name: str) -> int:
-    """Return how many projections the layer of this full name combines in one matrix: 3 for ``qkv``, usually 1.
+    """Return the number of projections that the layer combines in one matrix: 3 for ``qkv``, usually 1.
 
-    The last two parts of the name are looked up: a convolution inside a conv-norm module is ``qkv.c``.
+    The last two parts of the name are checked: a convolution in a conv-norm module is named ``qkv.c``.
     """
     return next((_FUSED[part] for part in name.split(".")[-2:] if part in _FUSED), 1)
 
@@ -26,11 +26,11 @@ class TokenLayout:
     """Layout of a grid's positions in a layer's input.
 
     Attributes:
-        form: ``tokens`` (B, prefix + H·W, C); ``channels_last`` (B, H, W, C); ``channels_first`` (B, C, H, W).
-            A window of a windowed attention is a map of its own: (B·windows, H·W, C).
-        grid: (H, W). In the two map forms the grid of a step is read from the input's shape; this is the one at the
-            model's own image size.
-        prefix: tokens before the grid (class, distillation, registers).
+        form: ``tokens`` (B, prefix + H·W, C); ``channels_last`` (B, H, W, C); ``channels_first`` (B, C, H, W). Each
+            window of windowed attention is a separate map (B·windows, H·W, C).
+        grid: (H, W) at the image size of the model. For the two map layouts, the grid of a step is read from the
+            input's shape.
+        prefix: number of tokens before the grid (class, distillation, registers).
     """
 
     form: Literal["tokens", "channels_last", "channels_first"]
@@ -45,16 +45,16 @@ class TokenLayout:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One linear layer or convolution.
+    """A linear layer or convolution.
 
     Attributes:
         name: full module name.
         module: the `nn.Linear` or `nn.Conv2d`.
-        tokens: the layout of its input, or None with the reason in `why_not`.
-        why_not: why the input has no layout; None where it has one.
-        in_attention: it belongs to an attention module.
-        reach: full name of the attention module whose `qkv_bias_separate` must be set so that this module's forward
-            is called at all (SwinV2, BEiT and EVA compute qkv from its weight otherwise), or None.
+        tokens: layout of its input; None if there is none.
+        why_not: reason why the input has no layout, or None.
+        in_attention: True if it belongs to an attention module.
+        reach: full name of the attention module whose `qkv_bias_separate` must be set so that this module's forward is
+            called (SwinV2, BEiT and EVA otherwise use its weight directly), or None.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The view of a model: its parts by name, found once, and the layout of every layer's tokens."""
+"""The view of a model: its parts by name, and the layout of every layer's tokens."""
 
 from __future__ import annotations
 
@@ -17,34 +17,35 @@ from efficient_ft.models.view.probe import Probed, layout_of, probe, takes_token
 from efficient_ft.models.view.reason import Reason, Skipped
 from efficient_ft.models.view.structure import above, after, parameters_under, stages_of, stem_of
 
-#: The parameters of a "last stage" follow the papers: EfficientFormerV2's was trained without its downsample.
+#: Modules excluded from a "last stage", as in the papers: EfficientFormerV2 was trained without its downsampling.
 LAST_STAGE_WITHOUT = {"EfficientFormerV2": "downsample"}
 
-#: Attention modules by class; not the blocks that have one and an MLP (XCiT's ClassAttentionBlock).
+#: Classes of attention modules, without blocks of attention and MLP (XCiT's ClassAttentionBlock).
 _ATTENTION = re.compile(r"^(?!.*Block$).*(Attention|Attn|MHSA|GPSA|XCA|LiteMLA)")
 
 
-#: (H, W) of the images of a model that states none.
+#: (H, W) of the images of a model that declares no size.
 _USUAL_SIZE = (224, 224)
 
 
 class ModelView:
-    """A model as methods see it. All names are full module names, in forward order.
+    """A model as seen by methods. All names are full module names, in forward order.
 
-    The structure is read at once; `layers` and `functions` need one forward pass on fake tensors, which runs when
-    either is first read. A view describes the model at that moment: take a new one after changing the model.
+    The structure is read when the view is created. `layers` and `functions` need a forward pass on fake tensors, which
+    runs when one of them is first accessed. A view describes the model at that moment: create a new one after changing
+    the model.
 
     Attributes:
-        model: the model; a view never changes it.
-        image_size: (H, W) in pixels of the forward pass; of a text model (tokens,).
-        stages: the blocks of each stage, in order; an isotropic transformer is cut into four equal stages.
+        model: the model, which a view never changes.
+        image_size: (H, W) in pixels of the forward pass, or (tokens,) of a text model.
+        stages: blocks of each stage, in order; an isotropic transformer is divided into four equal stages.
         stage_extras: other modules of each stage (downsampling).
         blocks: all blocks.
-        head: the classifier modules, see `models.view.head`.
-        outside: further modules and parameters outside of a pretrained network that a larger module holds.
-        head_note: a phrase for reports about an inferred head; empty: the model or its user states it.
+        head: modules of the classifier, see `models.view.head`.
+        outside: other modules and parameters outside of a pretrained network in a larger module.
+        head_note: a phrase for reports about an inferred head; empty if the model or the user declares it.
         tail: modules that run after the last stage (norms, decoder, head).
-        prefix_tokens: class, distillation and register tokens.
+        prefix_tokens: number of class, distillation and register tokens.
     """
 
     def __init__(self, model: nn.Module, image_size: tuple[int, ...] | None = None) -> None:
@@ -59,12 +60,12 @@ class ModelView:
 
     @property
     def name(self) -> str:
-        """The timm architecture where there is one, else the class."""
+        """Name of the timm architecture, or of the class."""
         cfg = getattr(self.model, "pretrained_cfg", None) or {}
         return cfg.get("architecture") or type(self.model).__name__
 
     def new_parameters(self) -> dict[str, Tensor]:
-        """Return the parameters that no method may freeze: of the head, and outside of a pretrained network."""
+        """Return the parameters that no method may freeze: those of the head and outside of a pretrained network."""
         return parameters_under(self.model, (*self.head, *self.outside))
 
     @property
@@ -74,10 +75,10 @@ class ModelView:
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """Every linear layer and convolution, the head's included; not those that adapters added.
+        """All linear layers and convolutions, including the head, without those added by adapters.
 
         Raises:
-            UserError: the model cannot be run on an image of `image_size`.
+            UserError: the model cannot run on an image of `image_size`.
         """
         added, routed, stem = added_modules(self.model), routed_modules(self.model), stem_of(self.model)
         layers = []
@@ -93,15 +94,15 @@ class ModelView:
 
     @property
     def single_patch(self) -> bool:
-        """True if the patch embedding makes one patch of an image."""
+        """True if the patch embedding produces one patch per image."""
         return tuple(getattr(getattr(self.model, "patch_embed", None), "grid_size", None) or ()) == (1, 1)
 
     @cached_property
     def block_grid(self) -> tuple[int, int] | None:
-        """(H, W) of the grid of the tokens in every block; None: they are not on one, or it differs between blocks.
+        """(H, W) of the token grid of all blocks; None if tokens are not on a grid, or grids differ between blocks.
 
         Raises:
-            UserError: the model cannot be run on an image of `image_size`.
+            UserError: the model cannot run on an image of `image_size`.
         """
         inside = tuple(f"{block}." for block in self.blocks)
         layouts = {x.tokens for x in self.layers if x.tokens is not None and x.name.startswith(inside)}
@@ -110,10 +111,10 @@ class ModelView:
         return next(iter(layouts)).grid
 
     def functions(self, name: str) -> frozenset[Callable[..., Any]] | None:
-        """The torch functions that the forward of the module `name` calls itself; None: it calls none.
+        """Return the torch functions that the forward of the module `name` calls directly; None if there are none.
 
         Raises:
-            UserError: the model cannot be run on an image of `image_size`.
+            UserError: the model cannot run on an image of `image_size`.
         """
         return self._probed.functions.get(name)
 
@@ -130,10 +131,10 @@ class ModelView:
             ) from error
 
     def last_stage(self) -> tuple[str, ...]:
-        """Modules of the last stage: its blocks, its downsampling (see LAST_STAGE_WITHOUT) and all that follows it.
+        """Modules of the last stage: its blocks, its downsampling (see LAST_STAGE_WITHOUT) and all modules after it.
 
         Raises:
-            UserError: the model has no stages or blocks that could be recognized.
+            UserError: no stages or blocks of the model are recognized.
         """
         if not self.stages:
             raise UserError(
@@ -146,20 +147,20 @@ class ModelView:
 
 
 def view(model: nn.Module, image_size: tuple[int, ...] | None = None) -> ModelView:
-    """Look at `model`, which is not changed.
+    """Create a view of `model`, which is not changed.
 
     Args:
-        model: takes images (B, channels, H, W), or the token ids of texts.
-        image_size: (H, W) in pixels, or (tokens,); by default the model's own.
+        model: takes images (B, channels, H, W), or token ids of texts.
+        image_size: (H, W) in pixels, or (tokens,); by default that of the model.
     """
     return ModelView(model, image_size)
 
 
 def default_image_size(model: nn.Module) -> tuple[int, ...]:
-    """(H, W) the model was built for: its patch embedding's, its configuration's or its own, else 224 × 224.
+    """Return (H, W) of the patch embedding, the configuration or the model, or else 224 × 224.
 
-    Where a larger module holds a pretrained network, that of the network. Of a text model (tokens,): those of its
-    record, else as many as it has positions.
+    If a larger module contains a pretrained network, the size of that network is returned. For a text model, the result
+    is (tokens,), the recorded number or the number of positions.
     """
     return _stated_size(model) or _USUAL_SIZE
 
@@ -185,17 +186,17 @@ def _as_size(size: Any) -> tuple[int, ...]:
 
 
 def _with_inner(model: nn.Module) -> list[nn.Module]:
-    """Return `model` and the pretrained networks that it holds."""
+    """Return `model` and the pretrained networks in it."""
     inner = [] if hasattr(model, "get_classifier") else networks_in(model)
     return [model, *(model.get_submodule(name) for name in inner)]
 
 
-#: Parameters that are prefix tokens, in networks that do not state their number.
+#: Names of parameters that are prefix tokens, in networks that do not declare their number.
 _PREFIX_TOKENS = re.compile(r"(^|\.)(cls_token|class_token|dist_token|distillation_token|register_tokens)$")
 
 
 def prefix_tokens_of(model: nn.Module) -> int:
-    """Return the number of prefix tokens that the network states, or else that of its parameters which are tokens."""
+    """Return the number of prefix tokens that the network declares, or the number of its parameters that are tokens."""
     for network in _with_inner(model):
         stated = getattr(network, "num_prefix_tokens", None)
         if stated is not None or hasattr(network, "get_classifier"):

@@ -1,4 +1,4 @@
-"""One forward pass of a model on fake tensors (no memory, no arithmetic): what each layer is given."""
+"""One forward pass of a model on fake tensors, which records the input of each layer."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ BATCH = 2
 
 @dataclass(frozen=True)
 class Input:
-    """The input of a linear layer or convolution in its first call.
+    """Input of a linear layer or convolution in its first call.
 
     Attributes:
-        shape: of the tensor.
-        window: (h, w) of the windowed attention it belongs to, if any.
-        maps: grids of the maps before it, the latest first.
+        shape: shape of the tensor.
+        window: (h, w) of the windowed attention that contains the layer, if any.
+        maps: grids of the preceding maps, the latest first.
     """
 
     shape: tuple[int, ...]
@@ -39,12 +39,12 @@ class Input:
 
 @dataclass(frozen=True)
 class Probed:
-    """The record of one forward pass; keys are full module names.
+    """Record of a forward pass; keys are full module names.
 
     Attributes:
-        inputs: of every linear layer and convolution that was called.
-        reach: for layers that are not called as the model is: the attention module to be switched (`Layer.reach`).
-        functions: the torch functions that each module's own forward called, those of its children left out.
+        inputs: inputs of every linear layer and convolution that was called.
+        reach: attention modules that must be switched so that a layer is called (`Layer.reach`).
+        functions: torch functions that each module's forward calls directly.
     """
 
     inputs: Mapping[str, Input]
@@ -53,7 +53,7 @@ class Probed:
 
 
 class _Functions(TorchFunctionMode):
-    """Records which torch functions are called by which module."""
+    """Record which torch functions each module calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class _Functions(TorchFunctionMode):
         self.found: defaultdict[str, set[Callable[..., Any]]] = defaultdict(set)
 
     def watch(self, name: str, module: nn.Module) -> None:
-        """Attribute to `name` what the forward of `module` calls itself."""
+        """Attribute direct calls in the forward of `module` to `name`."""
 
         def enter(*_: Any) -> None:
             self.running.append(name)
@@ -79,19 +79,19 @@ class _Functions(TorchFunctionMode):
 
 
 def fake_copy(original: Any) -> tuple[FakeTensorMode, Any]:
-    """Return a copy of a model, or of several objects, on fake tensors, and the mode to run it in."""
+    """Return a copy of a model, or of several objects, on fake tensors, and the mode in which it runs."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with FakeCopyMode(mode):
         return mode, copy.deepcopy(original)
 
 
 def takes_tokens(model: nn.Module) -> bool:
-    """Whether a model takes token ids, as text models of transformers do."""
+    """Return True if a model takes token ids, as text models of transformers do."""
     return getattr(model, "main_input_name", None) == "input_ids"
 
 
 def call(model: nn.Module, size: tuple[int, ...]) -> Any:
-    """Run `model` on an empty batch of images of (H, W) pixels, or texts of (L,) tokens, in the mode of its copy."""
+    """Run `model` on an empty batch of images of (H, W) pixels or texts of (L,) tokens, in the mode of its copy."""
     if takes_tokens(model):
         ids = torch.zeros(BATCH, *size, device=next(model.parameters()).device, dtype=torch.long)
         return model(input_ids=ids, attention_mask=torch.ones_like(ids))
@@ -99,7 +99,7 @@ def call(model: nn.Module, size: tuple[int, ...]) -> Any:
 
 
 def in_words(size: tuple[int, ...]) -> str:
-    """The input of a model in words."""
+    """Return a description of the model's input."""
     return f"texts of {size[0]} tokens" if len(size) == 1 else f"images of {size[0]}×{size[1]}"
 
 
@@ -111,10 +111,10 @@ def _images_for(model: nn.Module, size: tuple[int, ...]) -> Tensor:
 
 
 def probe(model: nn.Module, size: tuple[int, ...]) -> Probed:
-    """Run a fake copy of `model` on images of (H, W) pixels, or texts of (L,) tokens; `model` is not changed.
+    """Run a fake copy of `model` on images of (H, W) pixels or texts of (L,) tokens; `model` is not changed.
 
     Raises:
-        UserError: the model cannot be run on an input of that size.
+        UserError: the model cannot run on an input of that size.
     """
     mode, fake = fake_copy(model)
     fake.eval()
@@ -156,7 +156,7 @@ def probe(model: nn.Module, size: tuple[int, ...]) -> Probed:
 def layout_of(
     name: str, module: nn.Linear | nn.Conv2d, given: Input | None, prefix: int, head: tuple[str, ...], stem: str | None
 ) -> tuple[TokenLayout | None, Skipped | None]:
-    """The layout of a layer's positions, or the reason why it has none."""
+    """Return the layout of a layer's positions, or the reason why it has none."""
     if any(name == h or name.startswith(f"{h}.") for h in head):
         return None, Skipped(Reason.HEAD)
     if stem is not None and (name == stem or name.startswith(f"{stem}.")):
@@ -190,7 +190,7 @@ def layout_of(
 
 
 def _window(model: nn.Module, name: str) -> tuple[int, int] | None:
-    """The window (h, w) of the windowed attention a layer belongs to."""
+    """Return the window (h, w) of the windowed attention that contains a layer."""
     for module in reversed(list(above(model, name))):
         window = getattr(module, "window_size", None)
         if "Attention" in type(module).__name__ and isinstance(window, tuple) and len(window) == 2:

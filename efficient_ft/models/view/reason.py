@@ -1,4 +1,4 @@
-"""Why a part of a model is left as it is."""
+"""Reasons why a part of a model is not changed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from enum import Enum
 
 
 class Reason(Enum):
-    """Why a part of a model is left as it is; the value is the text that reports show.
+    """Reason why a part of a model is not changed. The value is the text in reports.
 
-    The first group is found by the view of the model, the second decided by a method. A method that needs a reason
-    which is not here uses `OTHER` with a detail.
+    The view of the model finds the first group; methods decide the second group. A method with another reason uses
+    `OTHER` with a detail.
     """
 
     HEAD = "the head"
@@ -28,22 +28,22 @@ class Reason(Enum):
     FROZEN = "frozen by the selection"
     NOT_CHOSEN = "not chosen"
     NOT_ATTENTION = "not in an attention module"
-    OTHER_FORM = "a module of another form"
+    OTHER_FORM = "a module of a different structure"
     TOO_NARROW = "no wider than the rank"
     EXACT_IS_CHEAPER = "exact is cheaper"
-    AS_PUBLISHED = "left out, as published"
-    UNPACKED_OPERATION = "dense: its operation is not one of those that are packed"
+    AS_PUBLISHED = "excluded, as in the paper"
+    UNPACKED_OPERATION = "dense: its operation is not packed"
     NO_EFFECT = "its setting has no effect here"
     OTHER = "for another reason"
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A part of a model that a method leaves as it is.
+    """A part of a model that a method does not change.
 
     Args:
-        reason: why, for code to read.
-        detail: why, for people to read; empty: the reason's own text.
+        reason: the reason, for code.
+        detail: the reason, for people; empty: the text of `reason`.
     """
 
     reason: Reason

@@ -1,8 +1,8 @@
-"""The structure of a network, from its attributes alone: stages, blocks, stem, head, normalizations.
+"""The structure of a network from its attributes: stages, blocks, stem, head, normalizations.
 
-Most timm classifiers have their stages at their top, a few one module below (``body.layer1``). In networks of
-transformers and segmentation-models-pytorch they are in an encoder (``encoder.model.blocks``, ``segformer.stages``,
-``bert.encoder.layer``), with decoder or classifier after it.
+In most timm classifiers, stages are at the top level; in a few, they are one module below (``body.layer1``). In
+networks of transformers and segmentation-models-pytorch, they are in an encoder (``encoder.model.blocks``,
+``segformer.stages``, ``bert.encoder.layer``), which a decoder or classifier follows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NORM = re.compile(r"norm|abn|^affine$", re.IGNORECASE)
 
 
 def above(model: nn.Module, name: str) -> Iterator[nn.Module]:
-    """Yield the modules that contain `name`, from the model down, without itself."""
+    """Yield the modules that contain `name`, starting with the model, without the module itself."""
     module = model
     for part in name.split("."):
         yield module
@@ -32,7 +32,7 @@ def names_of(model: nn.Module, modules: Iterable[nn.Module]) -> tuple[str, ...]:
 
 
 def stem_of(model: nn.Module) -> str | None:
-    """Return the name of the top-level module that holds the first convolution; in an encoder, of the convolution."""
+    """Return the name of the top-level module with the first convolution; in an encoder, of the convolution."""
     cfg = getattr(model, "pretrained_cfg", None) or {}
     first = cfg.get("first_conv")
     if isinstance(first, tuple | list):
@@ -50,7 +50,9 @@ def stem_of(model: nn.Module) -> str | None:
 def stages_of(
     model: nn.Module,
 ) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """Return blocks of each stage, its other modules (downsampling), and the modules that hold them, by full name."""
+    """Return the blocks of each stage, its other modules (downsampling), and the modules that contain them, by full
+    name.
+    """
     holder = holder_of(model)
     inside = f"{holder}." if holder else ""
     owner = model.get_submodule(holder)
@@ -74,27 +76,29 @@ def stages_of(
     return (*_split_stages(modules, containers), containers)
 
 
-#: Attributes that hold stages or blocks.
+#: Attributes that contain stages or blocks.
 _CONTAINERS = ("blocks", "stages", "layers", "layer", "levels", "transformers", "network", "dense_stages")
-#: The same where it is a plain sequence of blocks, as in RexNet; other networks have single layers there.
+#: Attributes that may be a sequence of blocks, as in RexNet. In other networks, they contain single layers.
 _FEATURES = "features"
-#: Or stages that are attributes each: ``layer1``, ``stages_0``, ``s1``; of the first form that a network has.
+#: Patterns of stages that are separate attributes: ``layer1``, ``stages_0``, ``s1``. The first existing one is used.
 _NUMBERED = tuple(
     map(
         re.compile,
         (r"layer[1-8]", r"stages_\d", r"layers_\d", r"s[1-8]", r"stage[1-8]", r"denseblock\d", r"level\d", r"block\d+"),
     )
 )
-#: Attributes of a stage that hold its blocks.
+#: Attributes of a stage that contain its blocks.
 _BLOCKS_OF_STAGE = ("blocks", "transformer_encoder")
-#: In timm's classifiers, modules that can hold the stages.
+#: Modules of timm's classifiers that may contain the stages.
 _TIMM_HOLDERS = ("encoder", "body", "features")
-#: An encoder is looked for down to this depth below the model.
+#: Maximum depth at which an encoder is searched.
 _DEPTH = 2
 
 
 def holder_of(model: nn.Module) -> str:
-    """Return the full name of the encoder that holds the stages or blocks; empty: the model itself does, or nothing."""
+    """Return the full name of the encoder that contains the stages or blocks; empty for the model itself, or if there
+    are none.
+    """
     if _containers(model):
         return ""
     names = [n for n, _ in model.named_modules() if n and n.count(".") < _DEPTH and not n.startswith("decode")]
@@ -105,9 +109,9 @@ def holder_of(model: nn.Module) -> str:
 
 
 def _containers(module: nn.Module) -> list[str]:
-    """The names of the submodules that hold stages or blocks, or are the stages."""
+    """Return the names of the submodules that contain stages or blocks, or are the stages."""
     for name in _CONTAINERS:
-        container = module._modules.get(name)  # getattr of a wrapper may reach into the module inside
+        container = module._modules.get(name)  # getattr of a wrapper may access the inner module
         if isinstance(container, nn.ModuleList | nn.Sequential) and len(container):
             return [name]
     features = module._modules.get(_FEATURES)
@@ -115,11 +119,11 @@ def _containers(module: nn.Module) -> list[str]:
         return [_FEATURES]
     children = [name for name, _ in module.named_children()]
     series = ([n for n in children if form.fullmatch(n)] for form in _NUMBERED)
-    return next((names for names in series if names and names[0][-1] in "01"), [])  # not the rest of a series
+    return next((names for names in series if names and names[0][-1] in "01"), [])  # exclude the rest of a series
 
 
 def _blocks_of(stage: nn.Module) -> tuple[str, nn.Module] | None:
-    """The module that lists the blocks of a stage, and its name in it (empty: the stage itself); None: no stage."""
+    """Return the module that lists the blocks of a stage, and its name in the stage (empty: the stage), or None."""
     for name in _BLOCKS_OF_STAGE:
         if isinstance(getattr(stage, name, None), nn.ModuleList | nn.Sequential):
             return f"{name}.", getattr(stage, name)
@@ -129,7 +133,7 @@ def _blocks_of(stage: nn.Module) -> tuple[str, nn.Module] | None:
 
 
 def _holds_blocks(stage: nn.Module) -> bool:
-    """Whether a list is one of blocks: not mostly of layers, which make up a single block (ConvMixer)."""
+    """Return True if a list contains blocks, and not mostly layers of a single block (ConvMixer)."""
     found = _blocks_of(stage)
     if found is None:
         return False
@@ -140,11 +144,12 @@ def _holds_blocks(stage: nn.Module) -> bool:
 def _split_stages(
     modules: list[tuple[str, nn.Module]], stages: tuple[str, ...] = ()
 ) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
-    """Blocks and other modules of each stage.
+    """Return blocks and other modules of each stage.
 
     Args:
-        modules: stages, and between two of them what belongs to the second; in order.
-        stages: names of the stages; a stage that lists no blocks is one block. Empty: those that list blocks.
+        modules: stages, and modules between them, which belong to the following stage; in order.
+        stages: names of the stages. A stage that does not list blocks is one block. Empty: the modules that list
+            blocks.
     """
     blocks: list[tuple[str, ...]] = []
     extras: list[tuple[str, ...]] = []
@@ -168,7 +173,7 @@ def _split_stages(
 
 
 def after(model: nn.Module, container: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the modules registered after the stages, at the top and in their encoder: in the order they run."""
+    """Return the modules registered after the stages, at the top level and in their encoder, in the order they run."""
     found: list[str] = []
     around = container[0].split(".")[:-1] if container else []
     for depth in range(len(around), -1, -1):
@@ -192,7 +197,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def parameters_under(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return the parameters, by full name, of the modules (or parameters) with these full names."""
+    """Return the parameters, by full name, of modules or parameters with these full names."""
     prefixes = tuple(names)
     return {
         n: p
