@@ -175,7 +175,7 @@ def test_what_cannot_be_read_is_left_out_and_named(runs: Path, capsys: pytest.Ca
         assert "other/0" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("make", "said"), [(False, "no such folder"), (True, "holds no finished run")])
+@pytest.mark.parametrize(("make", "said"), [(False, "no such folder"), (True, "contains no finished run")])
 def test_a_folder_without_runs_is_refused(tmp_path: Path, make: bool, said: str) -> None:
     folder = tmp_path / "runs"
     if make:

@@ -79,7 +79,7 @@ def _stated(model: nn.Module) -> list[nn.Module] | None:
 
 
 def networks_in(model: nn.Module) -> list[str]:
-    """Return the full names of the pretrained networks in `model`, without nested ones; empty if `model` itself is one."""
+    """Return the full names of the pretrained networks in `model`, without nested ones; empty if `model` is one."""
     base = getattr(model, "base_model_prefix", "")  # transformers: the network without its head
     if base and isinstance(getattr(model, base, None), nn.Module):
         return [base]
