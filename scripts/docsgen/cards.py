@@ -16,8 +16,11 @@ from typing import Any
 
 import yaml
 
-from docsgen import configuration, labels, records
-from docsgen.markdown import duration, table, times
+from docsgen import configuration, records
+from docsgen.columns import COUNTED, MEASURED, cells, counted_rows, headings
+from docsgen.labels import LABELS
+from docsgen.markdown import table
+from docsgen.registry import block
 from efficient_ft.core.packages import method_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,26 +34,9 @@ SELECT = (
     " `requires_grad` as it is)"
 )
 
-#: Measurements with plain full fine-tuning as baseline, and how their recipes are shown.
-MEASURED = {
-    "memory": labels.MEMORY,
-    "memory_felt": {
-        name: label for name, (label, _) in labels.MEMORY_FELT.items() if name.startswith(("compact", "low_bit"))
-    },
-    "tokens": labels.TOKENS,
-    "stacked": labels.TOKENS,
-    "methods": labels.METHODS,
-    "memory_gpu": labels.GPU,
-    "memory_gpu_bf16": labels.GPU,
-}
-
-NETWORKS = {
-    "deit_small": "DeiT-S",
-    "vit_base": "ViT-B/16",
-    "efficientformer_l1": "EfficientFormer-L1",
-    "proxyless_mobile": "ProxylessNAS-Mobile",
-    "resnet50": "ResNet-50",
-}
+#: Measurements with plain full fine-tuning as baseline, and the labels of their recipes.
+MEASUREMENTS = {"memory": "memory", "memory_felt": "memory_felt", "tokens": "tokens", "stacked": "tokens",
+                "methods": "methods", "memory_gpu": "memory_gpu", "memory_gpu_bf16": "memory_gpu"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -141,8 +127,9 @@ def classes() -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------- settings
-def settings_table(name: str) -> str:
-    """Settings, their types, defaults by option, and meanings."""
+@block
+def settings(name: str) -> str:
+    """Show the settings of a method, their types, defaults by option, and meanings."""
     options = options_of()[name]
     values = {option: yaml.safe_load(_yaml(option)) or {} for option in options}
     keys = list(dict.fromkeys(key for given in values.values() for key in given))
@@ -224,30 +211,36 @@ def _arguments(doc: str) -> Iterator[tuple[str, str]]:
 
 
 # ---------------------------------------------------------------------------------------------- costs
-def cost_tables(name: str) -> str:
-    """Counted and measured cost of a method, relative to full fine-tuning."""
+@block
+def cost(name: str) -> str:
+    """Show the counted and measured cost of a method, relative to full fine-tuning."""
     counted, measured = _counted(name), _measured(name)
     parts = []
     if counted:
-        head = ["network", "recipe", "parameters trained", "forward GFLOP / image", "backward GFLOP / image"]
-        parts.append(
-            f"Counted (the same on every machine; `{records.path('counted')}`):\n\n"
-            + table([*head, "saved MiB / image", "peak MiB of the batch"], counted, left=2)
-        )
+        head = ["network", "recipe", *headings(COUNTED)]
+        title = f"Counted (the same on every machine; `{records.path('counted')}`):"
+        parts.append(f"{title}\n\n{table(head, counted, left=2)}")
     if measured:
-        head = ["network, batch, machine", "recipe", "step", "time / time of `full`", "saved MiB / image"]
-        parts.append("Measured:\n\n" + table([*head, "peak MiB of the batch"], measured, left=2))
+        head = ["network, batch, machine", "recipe", *headings(MEASURED)]
+        parts.append(f"Measured:\n\n{table(head, measured, left=2)}")
     else:
         parts.append(_not_timed(name))
     return "\n\n".join(parts)
 
 
+def _of(name: str, recipes: dict[str, Any]) -> list[str]:
+    """Return the names of the recipes whose list of methods has an option of the method."""
+    options = set(options_of()[name])
+    return [
+        one for one, recipe in recipes.items() if set(re.findall(r"\w+", recipe["arguments"][0].split("=")[1])) & options
+    ]
+
+
 def _not_timed(name: str) -> str:
-    """The sentences of a card without a measurement: what there is, and the command that measures."""
+    """Return the text of a card without a measurement, with the command that measures."""
     for model, of in records.load("counted")["models"].items():
-        own = [r["arguments"] for r in of["recipes"].values() if _names(r["arguments"][0]) & set(options_of()[name])]
-        if own:
-            recipes = shlex.join(["full", *map(_bench_recipe, own)])
+        if own := _of(name, of["recipes"]):
+            recipes = shlex.join(["full", *(_bench_recipe(of["recipes"][one]["arguments"]) for one in own)])
             command = f"efficient-ft bench step {recipes} --model {model} --batch {of['batch']}"
             first = "These costs are counted; step times are not recorded. Measure them on your machine:"
             return f"{first}\n\n```bash\n{command}\n```"
@@ -255,7 +248,7 @@ def _not_timed(name: str) -> str:
 
 
 def _bench_recipe(arguments: Sequence[str]) -> str:
-    """Arguments of the command line as a recipe of `efficient-ft bench`: ``METHOD:KEY=VALUE+METHOD``."""
+    """Return arguments of the command line as a recipe of `efficient-ft bench`: ``METHOD:KEY=VALUE+METHOD``."""
     options, *settings = arguments
     parts = []
     for option in options.removeprefix("method=").strip("[]").split(","):
@@ -268,60 +261,32 @@ def _bench_recipe(arguments: Sequence[str]) -> str:
 def _counted(name: str) -> list[list[str]]:
     rows = []
     for model, of in records.load("counted")["models"].items():
-        recipes = of["recipes"]
-        own = [r for r, recipe in recipes.items() if _names(recipe["arguments"][0]) & set(options_of()[name])]
-        if name != "full" and own and own != ["full"]:
-            own = ["full", *(r for r in own if r != "full")]
-        elif name == "full":
-            own = ["full"] if "full" in recipes else []
-        for recipe in own:
-            executed = recipes[recipe]["executed"]
-            rows.append(
-                [
-                    f"{NETWORKS[model]}, batch {of['batch']}",
-                    labels.command(recipes[recipe]["arguments"]),
-                    f"{recipes[recipe]['trainable_parameters'] / 1e6:.2f} M",
-                    f"{executed['forward_flops'] / 1e9:.2f}",
-                    f"{executed['backward_flops'] / 1e9:.2f}",
-                    f"{executed['saved_bytes'] / records.MIB:.2f}",
-                    f"{executed['peak_bytes'] / records.MIB:.0f}",
-                ]
-            )
+        own = _of(name, of["recipes"])
+        if name == "full":
+            own = [one for one in own if one == "full"]
+        elif own and own != ["full"]:
+            own = ["full", *(one for one in own if one != "full")]
+        network = f"{LABELS['networks'][model]}, batch {of['batch']}"
+        rows += [[network, *row] for row in counted_rows(model, own)]
     return rows
-
-
-def _names(argument: str) -> set[str]:
-    return set(argument.removeprefix("method=").strip("[]").split(","))
 
 
 def _measured(name: str) -> list[list[str]]:
+    """Return the rows of measurements about the method; selections only where they stand alone."""
     rows = []
-    own = classes()[name].__name__
-    for file, shown in MEASURED.items():
-        data = records.load(file)
+    own = f"{classes()[name].__name__}("
+    for file, labels in MEASUREMENTS.items():
+        data, shown = records.load(file), LABELS[labels]
+        if file == "memory_felt":
+            shown = {one: label for one, label in shown.items() if one.startswith(("compact", "low_bit"))}
+        environment = data["environment"]
+        machine = environment["device"]
+        if "NVIDIA" not in machine:
+            machine += f", {environment['threads']} threads"
+        precision = "" if data["dtype"] == "fp32" else f", {data['dtype']}"
+        where = f"{LABELS['networks'][data['model']]}, {data['batch']}, {machine}{precision}"
         for recipe, of in data["recipes"].items():
-            if recipe not in shown or not _holds(of["methods"], own, name):
-                continue
-            environment = data["environment"]
-            machine = environment["device"] + (
-                "" if "NVIDIA" in environment["device"] else f", {environment['threads']} threads"
-            )
-            precision = "" if data["dtype"] == "fp32" else f", {data['dtype']}"
-            rows.append(
-                [
-                    f"{NETWORKS[data['model']]}, {data['batch']}, {machine}{precision}",
-                    shown[recipe],
-                    duration(records.seconds(file, recipe)),
-                    times(records.time(file, recipe)),
-                    f"{records.saved(file, recipe):.2f}",
-                    f"{records.peak(file, recipe):.0f}",
-                ]
-            )
+            alone = len(of["methods"]) == 1 or name not in ("full", "last_stage")
+            if recipe in shown and alone and any(text.startswith(own) for text in of["methods"]):
+                rows.append([where, shown[recipe], *cells(file, recipe, MEASURED)])
     return rows
-
-
-def _holds(methods: list[str], own: str, name: str) -> bool:
-    """Whether a recipe is about the method: selections only where they stand alone."""
-    if name in ("full", "last_stage"):
-        return len(methods) == 1 and methods[0].startswith(f"{own}(")
-    return any(text.startswith(f"{own}(") for text in methods)

@@ -6,8 +6,10 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from docsgen import labels, records
+from docsgen import records
+from docsgen.labels import LABELS
 from docsgen.markdown import table
+from docsgen.registry import block
 
 BASELINE = "full"
 
@@ -73,11 +75,12 @@ def pair(network: str, recipe: str, other: str) -> tuple[Recipe, Recipe]:
 
 
 def target(network: str) -> float:
-    """The accuracy to come to: the record's share of full fine-tuning's last one."""
+    """Return the target accuracy: the record's share of full fine-tuning's last one."""
     share: float = records.load("accuracy")["share"]
     return share * statistics.mean(recipes(network)[BASELINE].last)
 
 
+@block
 def time_to_accuracy(network: str) -> str:
     """A table of the recipes, by the seconds that they need."""
     goal, of = target(network), recipes(network)
@@ -90,12 +93,13 @@ def time_to_accuracy(network: str) -> str:
         if len(recipe.last) > 1:
             accuracy += f" [{100 * min(recipe.last):.1f}…{100 * max(recipe.last):.1f}]"
         reached = ["not reached", "–"] if until is None else [f"{until:.0f}", f"{base / until:.1f}"]
-        rows.append([labels.CURVES[recipe.name], *reached, f"{recipe.seconds:.0f}", accuracy, str(len(recipe.runs))])
+        rows.append([LABELS["curves"][recipe.name], *reached, f"{recipe.seconds:.0f}", accuracy, str(len(recipe.runs))])
     head = ["recipe", f"seconds to {goal:.1%}".replace("%", " %"), "times faster", "seconds, all epochs"]
     return table([*head, "accuracy after the last", "seeds"], rows)
 
 
-def conditions(network: str) -> str:
+@block
+def time_to_accuracy_conditions(network: str) -> str:
     """How the runs were made, in sentences."""
     data = records.load("accuracy")
     environment, settings = data["environment"], data["networks"][network]["settings"]

@@ -1,60 +1,17 @@
-"""Blocks about memory: activations, moments, allocators, predictions."""
+"""Blocks about memory and its predictions: allocators, states of optimizers, adapters, plans."""
 
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
 
-from docsgen import labels, records
-from docsgen.block import block
-from docsgen.markdown import cosine, duration, table, times
-
-
-@block
-def memory(page: Path) -> str:
-    """DeiT-S: how activations are kept, with gradient cosines."""
-    rows = []
-    for name in records.load("memory")["recipes"]:
-        trained = labels.TRAINED.get(name)
-        rows.append(
-            [
-                labels.MEMORY[name],
-                f"{records.saved('memory', name):.2f}",
-                f"{records.peak('memory', name):.0f}",
-                duration(records.seconds("memory", name)),
-                times(records.time("memory", name)),
-                _cosine("gradient_random", name),
-                _cosine("gradient", trained) if trained else "–",
-            ]
-        )
-    head = ["recipe", "saved MiB / image", "peak MiB, batch", "step", "time / time of `full`"]
-    return table([*head, "cosine, this network", "cosine, trained network"], rows)
+from docsgen import records
+from docsgen.labels import LABELS
+from docsgen.markdown import table
+from docsgen.registry import block
 
 
 @block
-def memory_felt(page: Path) -> str:
-    """DeiT-S: what autograd stores, and by how much the process grows."""
-    rows = []
-    for name, record in records.load("memory_felt")["recipes"].items():
-        label, gradient = labels.MEMORY_FELT[name]
-        growth, counted = records.growth("memory_felt", name), record["process"]["counted_bytes"] / records.MIB
-        rows.append(
-            [
-                label,
-                f"{records.saved('memory_felt', name):.2f}",
-                f"{counted:.0f}",
-                f"{growth:.0f}",
-                f"{growth / counted:.2f}",
-                times(records.time("memory_felt", name)),
-                _cosine("gradient_bits", gradient) if gradient else "1",
-            ]
-        )
-    head = ["recipe", "saved MiB / image", "counted MiB of a step", "process grows by, MiB", "grows by / counted"]
-    return table([*head, "time / time of `full`", "cosine, trained network"], rows)
-
-
-@block
-def allocators(model: str, page: Path) -> str:
+def allocators(model: str) -> str:
     """One model: by how much the process grows with each allocator, relative to what is counted."""
     recipes = records.load("allocators")["models"][model]["recipes"]
     names = [name for name in ("keep", "mimalloc", "tcmalloc") if name in next(iter(recipes.values()))]
@@ -62,12 +19,12 @@ def allocators(model: str, page: Path) -> str:
     for recipe, by_allocator in recipes.items():
         counted = by_allocator[names[0]]["counted_bytes"]
         ratios = [f"{by_allocator[name]['felt']['growth_bytes'] / counted:.2f}" for name in names]
-        rows.append([labels.ALLOCATORS[recipe], f"{counted / records.MIB:.0f}", *ratios])
+        rows.append([LABELS["allocators"][recipe], f"{counted / records.MIB:.0f}", *ratios])
     return table(["recipe", "counted MiB of a step", *(f"`{name}`: grows by / counted" for name in names)], rows)
 
 
 @block
-def optimizer_states(page: Path) -> str:
+def optimizer_states() -> str:
     """Low-bit AdamW: largest steps, errors and bytes, relative to AdamW in 32 bits."""
     data = records.load("optimizer_states")
     cases = list(next(iter(data["optimizers"].values()))["cases"])
@@ -86,7 +43,7 @@ def optimizer_states(page: Path) -> str:
 
 
 @block
-def allocators_conditions(page: Path) -> str:
+def allocators_conditions() -> str:
     """How allocators were measured, and how fast their steps are."""
     data = records.load("allocators")
     environment = data["environment"]
@@ -104,26 +61,7 @@ def allocators_conditions(page: Path) -> str:
 
 
 @block
-def gigabyte(file: str, page: Path) -> str:
-    """ViT-B/16: the process at its peak in training, and the time of a step."""
-    rows = []
-    for name, record in records.load(file)["recipes"].items():
-        rows.append(
-            [
-                labels.GIGABYTE[name],
-                f"{record['trainable_parameters'] / 1e6:.1f}",
-                f"{records.saved(file, name):.1f}",
-                f"{record['process']['optimizer_bytes'] / records.MIB:.0f}",
-                f"{records.above_interpreter(file, name):.0f}",
-                times(records.time(file, name)),
-            ]
-        )
-    head = ["recipe", "trained parameters, M", "saved MiB / image", "optimizer's state, MiB"]
-    return table([*head, "process above the interpreter, MiB", "time / time of `full`"], rows)
-
-
-@block
-def plan_predictions(page: Path) -> str:
+def plan_predictions() -> str:
     """How far the predictions of plans were off, and how many runs kept their budgets."""
     data = records.load("plans")
     cases = data["cases"]
@@ -131,7 +69,7 @@ def plan_predictions(page: Path) -> str:
     stopped = [case for case in cases if case["outcome"].startswith("not trained")]
     above = len(stopped) + sum(case["process"][1] > case["memory_bytes"] for case in trained)
     rows = []
-    for key, label in labels.PREDICTIONS.items():
+    for key, label in LABELS["predictions"].items():
         off = sorted(abs(case[key][0] / case[key][1] - 1) for case in trained)
         cells = [statistics.median(off), off[int(0.9 * (len(off) - 1))], off[-1]]
         rows.append([label, *(f"{cell:.1%}".replace("%", " %") for cell in cells)])
@@ -155,43 +93,27 @@ def plan_predictions(page: Path) -> str:
     return f"{table(head, rows)}\n\n{text} Record: `{records.path('plans')}`, with both."
 
 
-def _cosine(file: str, name: str) -> str:
-    return cosine(records.recipe(file, name)["cosine"]["blocks"]["mean"])
-
-
 @block
-def memory_gpu(page: Path) -> str:
-    """ViT-B/16 on a GPU, in fp32 and bf16."""
+def adapters() -> str:
+    """ResNet-50: adapters, with frozen statistics of BatchNorm and with those of the batch."""
+    data = records.load("adapters")
     rows = []
-    for name in records.load("memory_gpu")["recipes"]:
-        cells = [labels.GPU[name]]
-        for file in ("memory_gpu", "memory_gpu_bf16"):
-            if name in records.load(file)["recipes"]:
-                cells += [
-                    duration(records.seconds(file, name)),
-                    times(records.time(file, name)),
-                    f"{records.peak(file, name):.0f}",
-                ]
-            else:
-                cells += ["", "", ""]
+    for name, recipe in data["recipes"].items():
+        reported = data["reported"].get(name)
+        cells = [LABELS["adapters"][name], f"{recipe['trainable_parameters']:,}"]
+        cells.append("–" if reported is None else f"{reported:.0f}")
+        cells += [f"{records.adapters_saved(name, statistics):.0f}" for statistics in ("batch", "frozen")]
+        cells.append(f"{recipe['frozen']['peak_bytes'] / records.MIB:.0f}")
         rows.append(cells)
-    columns = (" step", ": time / time of `full`", " peak MiB")
-    parts = [f"{precision}{what}" for precision in ("fp32", "bf16") for what in columns]
-    return table(["recipe", *parts], rows)
-
-
-@block
-def gradients(page: Path) -> str:
-    """Gradient error and cosine of every recipe measured on the trained network."""
-    rows = [
-        [
-            labels.current(name),
-            f"{records.saved('gradient', name):.2f}",
-            f"{recipe['error']['blocks']['mean']:.3f}",
-            cosine(recipe["cosine"]["blocks"]["mean"]),
-            f"{cosine(recipe['cosine']['blocks']['min'])} to {cosine(recipe['cosine']['blocks']['max'])}",
-        ]
-        for name, recipe in records.load("gradient")["recipes"].items()
-        if name != "full"
+    head = [
+        "recipe",
+        "parameters trained",
+        f"reported in {data['reported']['source']}, MiB",
+        "saved MiB, batch statistics",
     ]
-    return table(["recipe", "saved MiB / image", "relative error", "cosine", "lowest to highest batch"], rows)
+    return table([*head, "saved MiB, frozen statistics", "peak MiB, frozen statistics"], rows)
+
+
+# ---------------------------------------------------------------------------------------------- projectors and speed
+_PROJECTORS = ("WHT reflect", "WHT zero", "WHT ortho", "LHE", "DCT")
+_PROJECTOR_HEAD = ["WHT `reflect` (published)", "WHT `zero`", "WHT `ortho`", "LHE (`ortho`)", "DCT"]

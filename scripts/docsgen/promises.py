@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+from docsgen.registry import block
+
 ROOT = Path(__file__).resolve().parents[2]
 
 #: Files by form: what ``efficient-ft selftest [--long] --json FILE`` has written.
 _RECORDS = {form: ROOT / "benchmarks" / f"selftest_{form}_cpu.json" for form in ("short", "long")}
 
 
+@block
 def promises() -> str:
     """Each promise with its trials and their last result in both forms."""
     from efficient_ft.selftest.promises import PROMISES

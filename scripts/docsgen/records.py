@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from docsgen import markdown
 from efficient_ft.record.environment import BUSY_LOAD
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,3 +154,8 @@ def conditions(file: str) -> str:
             " `efficient-ft bench` calls a machine busy: times are less certain than their ratios."
         )
     return f"{text} Record: `{path(file)}`."
+
+
+def cosine(file: str, name: str) -> str:
+    """Return the cosine of the gradient of all blocks to the exact one, the mean over the batches."""
+    return markdown.cosine(recipe(file, name)["cosine"]["blocks"]["mean"])
