@@ -232,7 +232,9 @@ def _of(name: str, recipes: dict[str, Any]) -> list[str]:
     """Return the names of the recipes whose list of methods has an option of the method."""
     options = set(options_of()[name])
     return [
-        one for one, recipe in recipes.items() if set(re.findall(r"\w+", recipe["arguments"][0].split("=")[1])) & options
+        one
+        for one, recipe in recipes.items()
+        if set(re.findall(r"\w+", recipe["arguments"][0].split("=")[1])) & options
     ]
 
 

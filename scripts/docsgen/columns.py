@@ -137,4 +137,6 @@ def memory_gpu() -> str:
         ]
         for name in records.load("memory_gpu")["recipes"]
     ]
-    return table(["recipe", *(f"{precision}: {one}" for precision in ("fp32", "bf16") for one in headings(columns))], rows)
+    return table(
+        ["recipe", *(f"{precision}: {one}" for precision in ("fp32", "bf16") for one in headings(columns))], rows
+    )

@@ -22,7 +22,9 @@ def doc(file: Path) -> str:
 @cache
 def imports() -> dict[str, frozenset[str]]:
     """Return by package of efficient_ft: the other packages that its modules import."""
-    found: dict[str, set[str]] = {folder.name: set() for folder in PACKAGE.iterdir() if (folder / "__init__.py").is_file()}
+    found: dict[str, set[str]] = {
+        folder.name: set() for folder in PACKAGE.iterdir() if (folder / "__init__.py").is_file()
+    }
     for name, others in found.items():
         for file in (PACKAGE / name).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

@@ -71,7 +71,9 @@ def index(readme: str) -> str:
         return f"]({outside.get(target, target)}"
 
     note = "<!-- Generated from README.md by scripts/docs.py. -->"
-    plain = re.sub(r"^<!-- (?:generated: .+|end) -->\n\n?", "", VALUE.sub(lambda m: m["old"], readme), flags=re.MULTILINE)
+    plain = re.sub(
+        r"^<!-- (?:generated: .+|end) -->\n\n?", "", VALUE.sub(lambda m: m["old"], readme), flags=re.MULTILINE
+    )
     return f"{note}\n{LINK.sub(moved, plain)}"
 
 

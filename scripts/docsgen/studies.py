@@ -216,7 +216,7 @@ def recommended() -> str:
         study, row = one["study"], one["row"]
         of, full = point(study, row), point(study, "full")
         settings = " ".join(f"'{s}'" if "[" in s else s for s in records(study).study.rows[row])
-        costs = [f"{full[cost] / of[cost]:.1f}× fewer" if row != "full" else "1" for cost in ("flops", "saved")]
+        costs = [f"{full[cost] / of[cost]:.1f}× fewer".replace("1.0× fewer", "same") for cost in ("flops", "saved")]
         accuracy = f"{of['accuracy']:.1f} %" + (f" (full: {full['accuracy']:.1f} %)" if row != "full" else "")
         rows.append([one["goal"], f"`{settings}`", accuracy, *costs])
     return table(["if you want", "use", "accuracy", "FLOPs", "stored bytes"], rows, left=3)

@@ -52,7 +52,9 @@ class Canvas:
 
     def box(self, x: float, y: float, width: float, height: float) -> None:
         """Draw a rectangle with round corners."""
-        self.items.append(f'<rect class="box" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="5"/>')
+        self.items.append(
+            f'<rect class="box" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="5"/>'
+        )
 
     def __str__(self) -> str:
         """Return the file's text."""
