@@ -102,11 +102,10 @@ def published_rule(name: str) -> str:
         ("gmacs", "our GMACs", ".1f"),
     ]
     columns = [c for c in columns if any(row[c[0]] is not None for row in rows)]
-    cells = [
-        [f"`{row['row']}`", *("" if row[key] is None else format(row[key], form) for key, _, form in columns)]
-        + [row["note"]]
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        numbers = ["" if row[key] is None else format(row[key], form) for key, _, form in columns]
+        cells.append([f"`{row['row']}`", *numbers, row["note"]])
     head = ["row", *(name for _, name, _ in columns), "note"]
     noted = any(row[-1] for row in cells)
     if not noted:

@@ -1,4 +1,4 @@
-"""The reference: signature, summary and file of each class and function. `site_hooks` adds the docstrings to the site."""
+"""The reference: signature, summary and file of each class and function. `site_hooks` adds docstrings to the site."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _row(name: str, of: Any, page: Path) -> list[str]:
     """Return the signature, linked to the file, and the first sentence of the docstring."""
     function = of.fget if isinstance(of, property) else getattr(of, "__func__", of)
     shown = name
-    if isinstance(function, FunctionType) and of is function or (isinstance(of, type) and "__init__" in vars(of)):
+    if (isinstance(function, FunctionType) and of is function) or (isinstance(of, type) and "__init__" in vars(of)):
         parameters = inspect.signature(of).parameters.values()
         short = [str(one.replace(annotation=one.empty)) for one in parameters if one.name != "self"]
         shown = f"{name}({', '.join(one if len(one) < 40 else one.split('=')[0] + '=…' for one in short)})"

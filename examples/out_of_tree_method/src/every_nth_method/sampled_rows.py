@@ -46,7 +46,7 @@ class _SampledLinear(torch.autograd.Function):
 
 
 class SampledLinear(nn.Linear):
-    """`nn.Linear` with `_SampledLinear` in training. Only the class of a layer changes, so it still copies and saves."""
+    """`nn.Linear` with `_SampledLinear` in training. Only the class of a layer changes, so copies and saving work."""
 
     sampled: tuple[int, int]
 
