@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 #: Endings of words that are not imperatives: "Added", "Fixes", "Adding". Exceptions follow.
-_NOT_IMPERATIVE = re.compile(r"(?i)^(?!(?:address|pass|process|embed|need|feed|speed|seed|bring|string|discuss|access)\b)\w+(?:ed|ing|[^s]s)$")
+_NOT_IMPERATIVE = re.compile(
+    r"(?i)^(?!(?:address|pass|process|embed|need|feed|speed|seed|bring|string|discuss|access)\b)\w+(?:ed|ing|[^s]s)$"
+)
 
 
 def mistakes(message: str) -> list[str]:

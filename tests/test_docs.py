@@ -348,6 +348,12 @@ def test_the_notices_cite_the_four_papers():
     yaml.safe_load(text(REPOSITORY / "CITATION.cff"))
 
 
+def test_the_changelog_describes_features_and_no_history():
+    changes = text(REPOSITORY / "CHANGELOG.md")
+    assert not re.search(r"\b(Fixed|Changed|Removed|Deprecated|no longer|is now)\b", changes)
+    assert len(changes.splitlines()) <= 100
+
+
 def paragraphs(page: Path) -> Iterator[str]:
     """Paragraphs, list items and table rows."""
     for chunk in re.split(r"\n\s*\n", text(page)):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import shlex
 import textwrap
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -41,16 +40,12 @@ MEASUREMENTS = {"memory": "memory", "memory_felt": "memory_felt", "tokens": "tok
 
 @dataclass(frozen=True)
 class Card:
-    """A method's page.
-
-    Attributes:
-        options: the YAML files of conf/method that are variants of it, its own name first.
-        summary: the first sentence of the page.
-    """
+    """A method's page: its YAML options (its own name first), its axes, its title and its first sentence."""
 
     name: str
     options: tuple[str, ...]
     axes: str
+    title: str
     summary: str
 
     @property
@@ -60,7 +55,7 @@ class Card:
 
 @cache
 def options_of() -> dict[str, tuple[str, ...]]:
-    """By method: its options, the one of its own name first."""
+    """Return the options by method, the one of its own name first."""
     found: dict[str, list[str]] = {}
     for file in sorted((configuration.CONF / "method").glob("*.yaml")):
         name = method_of(file)
@@ -71,31 +66,27 @@ def options_of() -> dict[str, tuple[str, ...]]:
 
 @cache
 def all_cards() -> list[Card]:
-    """Every card, by axis and then by name."""
+    """Return every card, by axis and then by name."""
     cards = [card(name) for name in options_of()]
     return sorted(cards, key=lambda c: (ORDER.index(c.axes.split(", ")[0]), "," in c.axes, c.name))
 
 
 def card(name: str) -> Card:
-    """One card.
-
-    Raises:
-        ValueError: the method has none.
-    """
+    """Return the card of a method."""
     file = CARDS / f"{name}.md"
     if not file.is_file():
         raise ValueError(f"docs/methods/{name}.md is missing: every method of conf/method has a card")
-    text = file.read_text(encoding="utf-8")
-    first = re.match(r"# [^\n]+\n\n(.+?)\n\n", text, re.DOTALL)
+    first = re.match(r"# ([^\n]+)\n\n(.+?)\n\n", file.read_text(encoding="utf-8"), re.DOTALL)
     if first is None:
-        raise ValueError(f"docs/methods/{name}.md: a card begins with a title and a paragraph that sums the method up")
-    summary = " ".join(first[1].split())
-    of = classes()[name]
-    return Card(name, options_of()[name], ", ".join((of.axis, *of.other_axes)), summary)
+        raise ValueError(
+            f"docs/methods/{name}.md: a card begins with a title and a paragraph that describes the method"
+        )
+    axes = ", ".join((classes()[name].axis, *classes()[name].other_axes))
+    return Card(name, options_of()[name], axes, first[1], " ".join(first[2].split()))
 
 
 def by_axis() -> dict[str, list[Card]]:
-    """The cards by heading: an axis, or several."""
+    """Return the cards by heading: an axis, or several."""
     found: dict[str, list[Card]] = {}
     for one in all_cards():
         found.setdefault("Several axes" if "," in one.axes else one.axes.capitalize(), []).append(one)
@@ -103,24 +94,21 @@ def by_axis() -> dict[str, list[Card]]:
 
 
 def navigation() -> str:
-    """The lines of mkdocs.yml that list the cards."""
+    """Return the lines of mkdocs.yml that list the cards."""
     lines = []
     for heading, cards in by_axis().items():
-        lines.append(f"      - {heading}:\n")
-        for one in cards:
-            title = one.file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-            lines.append(f"          - {title}: methods/{one.name}.md\n")
+        lines += [f"      - {heading}:\n", *(f"          - {one.title}: methods/{one.name}.md\n" for one in cards)]
     return "".join(lines)
 
 
 def link(of: Card, page: Path) -> str:
-    """The address of a card as seen from a page."""
+    """Return the address of a card as seen from a page."""
     return Path(os.path.relpath(of.file, page.parent)).as_posix()
 
 
 @cache
 def classes() -> dict[str, Any]:
-    """The methods' classes by name."""
+    """Return the classes of the methods by name."""
     from efficient_ft.methods import METHODS
 
     return dict(METHODS)
@@ -166,48 +154,38 @@ def _value(value: Any) -> str:
 
 
 def _kind(hint: Any) -> str:
-    """A type in words: integer, number, one of the names."""
+    """Return a type in words: integer, number, one of the names."""
+    arguments, simple = typing.get_args(hint), {int: "integer", float: "number", bool: "true or false", str: "text"}
     if typing.get_origin(hint) is typing.Literal:
-        return ", ".join(f"`{choice}`" for choice in typing.get_args(hint))
-    several = typing.get_args(hint)
-    if several and typing.get_origin(hint) is not list:
-        return " or ".join(_kind(one) for one in several)
-    simple = {int: "integer", float: "number", bool: "true or false", str: "text", type(None): "null"}
-    if hint in simple:
-        return simple[hint]
-    return "list of integers" if typing.get_args(hint) == (int,) else str(hint)
+        return ", ".join(f"`{choice}`" for choice in arguments)
+    if typing.get_origin(hint) is list and arguments == (int,):
+        return "list of integers"
+    if arguments and typing.get_origin(hint) is not list:
+        return " or ".join(map(_kind, arguments))
+    return "null" if hint is type(None) else simple.get(hint, str(hint))
 
 
 def _meanings(of: Any) -> dict[str, str]:
-    """By argument: what the docstring of its class says, or that of the class it refers to."""
+    """Return the descriptions of the arguments: from the class, its bases, or the class that the text refers to."""
     found: dict[str, str] = {}
     for base in reversed(of.__mro__):
         for key, meaning in _arguments(base.__doc__ or ""):
-            # "see `LayersPerStep`" is no meaning: the base's stays.
-            if not re.match(r"(as in|see) `\w+`", meaning):
+            reference = re.match(r"(?:as in|see) `(\w+)`", meaning)
+            if reference is None:
                 found[key] = meaning
             elif key not in found:
-                found[key] = _meanings_of(meaning, key)
+                (other,) = (one for one in classes().values() if one.__name__ == reference[1])
+                found[key] = _meanings(other)[key]
     return found
 
 
-def _meanings_of(reference: str, key: str) -> str:
-    named = re.search(r"`(\w+)`", reference)
-    other = next((c for c in classes().values() if named and c.__name__ == named[1]), None)
-    assert other is not None, f"{key}: {reference}"
-    return _meanings(other)[key]
-
-
 def _arguments(doc: str) -> Iterator[tuple[str, str]]:
-    """Arguments and their texts in a docstring's ``Args:``."""
+    """Yield the arguments and their texts in the section ``Args:`` of a docstring."""
     section = re.search(r"^Args:\n((?:[ ]{4}.*\n|\n)*)", inspect.cleandoc(doc) + "\n", re.MULTILINE)
-    if section is None:
-        return
-    lines = textwrap.dedent(section[1])
+    lines = textwrap.dedent(section[1]) if section else ""
     for names, text in re.findall(r"^([\w, ]+?)(?: \([^)]*\))?: (.*(?:\n[ ]+.*)*)", lines, re.MULTILINE):
         meaning = " ".join(text.split()).replace("``", "`").replace("|", "\\|")
-        for argument in names.split(","):
-            yield argument.strip(), meaning
+        yield from ((argument.strip(), meaning) for argument in names.split(","))
 
 
 # ---------------------------------------------------------------------------------------------- costs
@@ -224,7 +202,9 @@ def cost(name: str) -> str:
         head = ["network, batch, machine", "recipe", *headings(MEASURED)]
         parts.append(f"Measured:\n\n{table(head, measured, left=2)}")
     else:
-        parts.append(_not_timed(name))
+        parts.append(
+            "Step times are not recorded. `efficient-ft bench step` measures them ([guide](../guides/comparing.md))."
+        )
     return "\n\n".join(parts)
 
 
@@ -236,28 +216,6 @@ def _of(name: str, recipes: dict[str, Any]) -> list[str]:
         for one, recipe in recipes.items()
         if set(re.findall(r"\w+", recipe["arguments"][0].split("=")[1])) & options
     ]
-
-
-def _not_timed(name: str) -> str:
-    """Return the text of a card without a measurement, with the command that measures."""
-    for model, of in records.load("counted")["models"].items():
-        if own := _of(name, of["recipes"]):
-            recipes = shlex.join(["full", *(_bench_recipe(of["recipes"][one]["arguments"]) for one in own)])
-            command = f"efficient-ft bench step {recipes} --model {model} --batch {of['batch']}"
-            first = "These costs are counted; step times are not recorded. Measure them on your machine:"
-            return f"{first}\n\n```bash\n{command}\n```"
-    return "Neither counts nor step times are recorded."
-
-
-def _bench_recipe(arguments: Sequence[str]) -> str:
-    """Return arguments of the command line as a recipe of `efficient-ft bench`: ``METHOD:KEY=VALUE+METHOD``."""
-    options, *settings = arguments
-    parts = []
-    for option in options.removeprefix("method=").strip("[]").split(","):
-        method = next(name for name, variants in options_of().items() if option in variants)
-        own = [s.removeprefix(f"method.{method}.") for s in settings if s.startswith(f"method.{method}.")]
-        parts.append(f"{option}:{','.join(own)}" if own else option)
-    return "+".join(parts)
 
 
 def _counted(name: str) -> list[list[str]]:

@@ -52,26 +52,24 @@ class Recipe:
 
 
 def recipes(network: str) -> dict[str, Recipe]:
-    """The recipes that were run, by name."""
+    """Return the recipes that were run, by name."""
     return recorded(records.load("accuracy")["networks"][network]["recipes"])
 
 
-def recorded(of: dict[str, Any]) -> dict[str, Recipe]:
-    """The recipes of a record that have runs, by name."""
-    return {name: _recipe(name, recipe) for name, recipe in of.items() if recipe["runs"]}
-
-
-def _recipe(name: str, of: Any, seeds: set[int] | None = None) -> Recipe:
-    runs = [run["curve"] for run in of["runs"] if seeds is None or run["seed"] in seeds]
-    return Recipe(name, tuple(tuple((at, accuracy) for at, accuracy in curve) for curve in runs))
+def recorded(of: dict[str, Any], seeds: set[int] | None = None) -> dict[str, Recipe]:
+    """Return the recipes of a record that have runs, by name; with `seeds` their runs with these seeds."""
+    runs = {
+        name: tuple(tuple(map(tuple, run["curve"])) for run in recipe["runs"] if seeds is None or run["seed"] in seeds)
+        for name, recipe in of.items()
+    }
+    return {name: Recipe(name, own) for name, own in runs.items() if own}
 
 
 def pair(network: str, recipe: str, other: str) -> tuple[Recipe, Recipe]:
-    """Two recipes, each with the runs of the seeds that both have."""
+    """Return two recipes, each with the runs of the seeds that both have."""
     of = records.load("accuracy")["networks"][network]["recipes"]
-    common = {run["seed"] for run in of[recipe]["runs"]} & {run["seed"] for run in of[other]["runs"]}
-    one, two = (_recipe(name, of[name], common) for name in (recipe, other))
-    return one, two
+    found = recorded(of, {run["seed"] for run in of[recipe]["runs"]} & {run["seed"] for run in of[other]["runs"]})
+    return found[recipe], found[other]
 
 
 def target(network: str) -> float:

@@ -11,24 +11,6 @@ from docsgen.svg import Canvas, Scale, dots
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "figures"
 
-#: Recipes of the figure of time and memory: file, name in it, label, and kind.
-POINTS = (
-    ("memory", "full", "full fine-tuning", "c0"),
-    ("memory", "checkpointing", "checkpointing", "c1"),
-    ("memory", "mesa", "Mesa", "c1"),
-    ("memory", "back_razor", "Back Razor, 80 %", "c1"),
-    ("memory", "back_razor_mesa", "Back Razor + Mesa", "c1"),
-    ("memory", "lbp_wht", "LBP-WHT", "c3"),
-    ("tokens", "evit", "EViT", "c2"),
-    ("tokens", "tome:r=13", "ToMe, r = 13", "c2"),
-    ("tokens", "alast_fixed", "ALaST", "c2"),
-    ("tokens", "uniform_layers", "uniform layers", "c2"),
-    ("stacked", "lisa", "LISA", "c2"),
-    ("tokens", "bsr", "BSR", "c2"),
-    ("memory", "lbp_wht_back_razor", "LBP-WHT + Back Razor", "c4"),
-    ("stacked", "bsr+back_razor", "BSR + Back Razor", "c4"),
-    ("stacked", "bsr+checkpointing", "BSR + checkpointing", "c4"),
-)
 KINDS = {
     "c0": "baseline",
     "c1": "compressed activations",
@@ -44,7 +26,10 @@ def time_memory() -> str:
         Scale("peak of a step, MiB (log)", (150, 300, 600, 1200), log=True),
         Scale("step time ÷ full fine-tuning", (0, 0.5, 1, 1.5)),
     ]
-    rows = [(label, kind, (records.peak(file, name), records.time(file, name))) for file, name, label, kind in POINTS]
+    rows = []
+    for label, where in LABELS["time_memory"].items():
+        file, name, kind = where.split()
+        rows.append((label, kind, (records.peak(file, name), records.time(file, name))))
     return dots("Peak memory and step time of methods on DeiT-S", scales, rows, KINDS)
 
 

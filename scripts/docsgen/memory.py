@@ -74,21 +74,16 @@ def plan_predictions() -> str:
         cells = [statistics.median(off), off[int(0.9 * (len(off) - 1))], off[-1]]
         rows.append([label, *(f"{cell:.1%}".replace("%", " %") for cell in cells)])
     seconds = [case["planning_seconds"] for case in cases if "planning_seconds" in case]
-    environment = data["environment"]
-    twice = [case["first"] for case in cases if "first" in case]
-    first = sorted(abs(case["step"][0] / case["step"][1] - 1) for case in twice)
+    environment, twice = data["environment"], [case for case in cases if "first" in case]
+    first = max((abs(case["step"][0] / case["step"][1] - 1) for case in twice), default=0)
     text = (
-        f"{len(cases)} cases: in {len(trained)} the recipe recommended was trained; in the others nothing fit, or only"
+        f"{len(cases)} cases: in {len(trained)} the recommended recipe was trained. In the others nothing fit, or only"
         f" recipes that lose more than a point or an unknown amount. **{above} of the"
-        f" {len(trained) + len(stopped)} runs took more than their budget.** A plan took"
-        f" {statistics.median(seconds):.0f} s (median), {max(seconds):.0f} s at most, on {environment['device']},"
-        f" {environment['threads']} threads, {environment['date'][:10]}."
+        f" {len(trained) + len(stopped)} runs exceeded their budget.** A plan took {statistics.median(seconds):.0f} s"
+        f" (median), {max(seconds):.0f} s at most, on {environment['device']}, {environment['threads']} threads, {environment['date'][:10]}. {len(twice)} cases"
+        f" were measured twice: their step time was off by more than 15 % (by up to {100 * first:.0f} %), because the"
+        f" machine was slower for some minutes. The second measurement counts."
     )
-    if twice:
-        text += (
-            f" {len(twice)} cases were checked twice, since their step time was off by more than 15 % (by up to"
-            f" {first[-1]:.0%}): the machine was slower for minutes at a time. Their second measurement counts."
-        ).replace("%)", " %)")
     head = ["predicted", "off by, median", "90 % are off by at most", "largest"]
     return f"{table(head, rows)}\n\n{text} Record: `{records.path('plans')}`, with both."
 

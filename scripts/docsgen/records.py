@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from docsgen import markdown
+from docsgen.labels import LABELS
 from efficient_ft.record.environment import BUSY_LOAD
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,41 +18,8 @@ MIB = 2**20
 #: One-minute load average above which `efficient-ft bench` says that the machine is busy.
 BUSY = BUSY_LOAD
 
-#: Short names of the files.
-FILES = {
-    "memory": "memory_deit_small_cpu",
-    "memory_felt": "memory_felt_deit_small_cpu",
-    "allocators": "allocators_cpu",
-    "gigabyte": "vit_base_gigabyte_cpu",
-    "gigabyte_part": "vit_base_part_cpu",
-    "memory_gpu": "memory_vit_base_h200",
-    "memory_gpu_bf16": "memory_vit_base_bf16_h200",
-    "memory_gpu_unfused": "memory_vit_base_unfused_h200",
-    "tokens": "tokens_deit_small_cpu",
-    "stacked": "tokens_stacked_deit_small_cpu",
-    "masks": "tokens_masks_deit_small_cpu",
-    "methods": "methods_efficientformer_l1_cpu",
-    "step": "step_efficientformer_l1_cpu",
-    "step_features": "step_features_efficientformer_l1_cpu",
-    "step_gpu": "step_efficientformer_l1_h200",
-    "swin": "step_swinv2_small_cpu",
-    "layer": "layer_cpu",
-    "loop": "loop_cpu",
-    "gradient": "gradient_vit_micro_56_cpu",
-    "gradient_bits": "gradient_bits_vit_micro_56_cpu",
-    "gradient_bits_auto": "gradient_bits_auto_vit_micro_56_cpu",
-    "gradient_32": "gradient_vit_micro_32_cpu",
-    "gradient_random": "gradient_deit_small_random_cpu",
-    "projectors": "gradient_error",
-    "counted": "counted_methods",
-    "adapters": "adapters_resnet50",
-    "published": "published_rule",
-    "costs": "table_costs",
-    "plans": "plans_cpu",
-    "accuracy": "time_to_accuracy_cpu",
-    "default_job": "default_job_cpu",
-    "optimizer_states": "optimizer_states_cpu",
-}
+#: Files by their short names.
+FILES = LABELS["files"]
 
 
 def path(file: str) -> str:

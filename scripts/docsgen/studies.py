@@ -220,18 +220,3 @@ def recommended() -> str:
         accuracy = f"{of['accuracy']:.1f} %" + (f" (full: {full['accuracy']:.1f} %)" if row != "full" else "")
         rows.append([one["goal"], f"`{settings}`", accuracy, *costs])
     return table(["if you want", "use", "accuracy", "FLOPs", "stored bytes"], rows, left=3)
-
-
-def points_lost() -> dict[str, dict[str, float]]:
-    """Return by row, and by study: points of mean test accuracy below the row ``full`` over the same seeds."""
-    lost: dict[str, dict[str, float]] = {}
-    for folder in sorted((ROOT / "results").iterdir()):
-        of = records(folder.name)
-        base = {run["seed"]: test_accuracy(run) for run in of.finished("full")}
-        for row in of.study.rows:
-            runs = {run["seed"]: test_accuracy(run) for run in of.finished(row)}
-            seeds = base.keys() & runs.keys()
-            if seeds:
-                difference = sum(base[seed] - runs[seed] for seed in seeds) / len(seeds)
-                lost.setdefault(row, {})[of.study.title] = round(difference, 1)
-    return dict(sorted(lost.items()))

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parent.parent
 
 #: By model, the batch and the recipes counted on it: ``counted.yaml``.
 COUNTED: dict[str, dict[str, Any]] = yaml.safe_load(
@@ -182,10 +182,25 @@ def _write(name: str, record: Any) -> Path:
     return file
 
 
+def _points_lost() -> dict[str, dict[str, float]]:
+    """Return by row, and by study: points of mean test accuracy below the row ``full`` over the same seeds."""
+    from efficient_ft.record.study import Records, test_accuracy
+
+    lost: dict[str, dict[str, float]] = {}
+    for folder in sorted((ROOT / "results").iterdir()):
+        of = Records(folder)
+        base = {run["seed"]: test_accuracy(run) for run in of.finished("full")}
+        for row in of.study.rows:
+            runs = {run["seed"]: test_accuracy(run) for run in of.finished(row)}
+            seeds = base.keys() & runs.keys()
+            if seeds:
+                difference = sum(base[seed] - runs[seed] for seed in seeds) / len(seeds)
+                lost.setdefault(row, {})[of.study.title] = round(difference, 1)
+    return dict(sorted(lost.items()))
+
+
 def record_lost() -> str:
     """Write what rows of the finished studies lost against full fine-tuning, for plans; returns the file's name."""
-    from docsgen.studies import points_lost
-
     file = ROOT / "efficient_ft" / "planning" / "studies.json"
-    file.write_text(json.dumps(points_lost(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(_points_lost(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return str(file.relative_to(ROOT))
