@@ -1,4 +1,4 @@
-"""Record what has no measurement of its own: executed counts of every method, and the papers' costs by their rules.
+"""Count costs that no benchmark measures: executed counts of every method, and the papers' costs by their rules.
 
 Both are deterministic and need neither data, nor weights, nor an idle machine. Together they take some minutes, so that
 their results are files under benchmarks/ and are not computed at every check.
@@ -36,7 +36,7 @@ def counted() -> dict[str, dict[str, Any]]:
 
 
 def record_counts() -> Path:
-    """Count every recipe of `counted` with `efficient_ft.cost.executed`; returns the file written."""
+    """Count every recipe of `counted` with `efficient_ft.cost.executed`; return the file written."""
     from efficient_ft.cli.hydra.compose import configurations
     from efficient_ft.cli.hydra.groups import CONF, register
     from efficient_ft.cost import executed
@@ -69,10 +69,10 @@ def record_counts() -> Path:
 
 
 def record_adapters() -> Path:
-    """Repeat the measurement of peft#2196 (ResNet-50, batch 16) and count LoRA-FA; returns the file written.
+    """Repeat the measurement of peft#2196 (ResNet-50, batch 16) and count LoRA-FA; return the file written.
 
-    Its network has one output, and adapters in every convolution. That its adapters had dropout, and that BatchNorm
-    took the statistics of the batch, is not printed there but follows from its numbers.
+    The network has one output, and adapters in every convolution. The issue does not report dropout in the adapters and
+    BatchNorm with batch statistics. Both are inferred from its numbers.
     """
     import timm
     from peft import LoraConfig, inject_adapter_in_model
@@ -123,7 +123,7 @@ def record_adapters() -> Path:
 
 
 def record_published() -> Path:
-    """Count the published tables by the papers' own rule; returns the file written."""
+    """Count the published tables by the papers' own rule; return the file written."""
     from efficient_ft.papers.published import published_table, table_names
     from efficient_ft.papers.rules import batch_and_unit, count_cost, count_settings
 
@@ -159,7 +159,7 @@ def record_published() -> Path:
 
 
 def record_costs() -> Path:
-    """Count every printed cost of every table, by its rule and as executed; returns the file written."""
+    """Count every reported cost of every table, by its rule and as executed; return the file written."""
     from efficient_ft.cli.commands.table_costs import cost_cells
     from efficient_ft.papers.published import published_table, table_names
 
@@ -169,7 +169,7 @@ def record_costs() -> Path:
             for cell in cost_cells(table, row):
                 by = "rule" if cell.rule is not None else None if cell.deviation is None else "executed"
                 counted = {**asdict(cell), "by": by, "agrees": cell.agrees}
-                del counted["reason"]  # it stands in the table's own file
+                del counted["reason"]  # the table's file has it
                 cells.append({"table": table.name, "row": row.name, **counted})
         print(table.name, flush=True)
     record = {"command": "python scripts/docs.py --record costs", "kind": "printed costs", "cells": cells}
@@ -183,7 +183,7 @@ def _write(name: str, record: Any) -> Path:
 
 
 def _points_lost() -> dict[str, dict[str, float]]:
-    """Return by row, and by study: points of mean test accuracy below the row ``full`` over the same seeds."""
+    """Return by row and by study: points of mean test accuracy below the row ``full`` over the same seeds."""
     from efficient_ft.record.study import Records, test_accuracy
 
     lost: dict[str, dict[str, float]] = {}
@@ -200,7 +200,7 @@ def _points_lost() -> dict[str, dict[str, float]]:
 
 
 def record_lost() -> str:
-    """Write what rows of the finished studies lost against full fine-tuning, for plans; returns the file's name."""
+    """Write the losses of rows of finished studies relative to full fine-tuning, for plans; return the file's name."""
     file = ROOT / "efficient_ft" / "planning" / "studies.json"
     file.write_text(json.dumps(_points_lost(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return str(file.relative_to(ROOT))

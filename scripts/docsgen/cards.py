@@ -1,4 +1,4 @@
-"""The method cards, docs/methods/*.md: what they say of themselves, their settings and their costs."""
+"""The method cards, docs/methods/*.md: their titles, summaries, settings and costs."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ CARDS = ROOT / "docs" / "methods"
 
 ORDER = ("selection", "backprop", "memory", "tokens", "patches", "adapters")
 
-#: What a value of `select` is, of the methods whose constructor has no such argument.
+#: The meaning of the setting `select`, which is not an argument of a constructor.
 SELECT = (
-    "what trains if the list names no selection: `last_stage`, `all`, another selection, or `keep` (leaves"
-    " `requires_grad` as it is)"
+    "the selection to use if the list of methods has none: `last_stage`, `all`, another selection, or `keep` (leaves"
+    " `requires_grad` unchanged)"
 )
 
 #: Measurements with plain full fine-tuning as baseline, and the labels of their recipes.
@@ -55,7 +55,7 @@ class Card:
 
 @cache
 def options_of() -> dict[str, tuple[str, ...]]:
-    """Return the options by method, the one of its own name first."""
+    """Return the options by method, first the option with the name of the method."""
     found: dict[str, list[str]] = {}
     for file in sorted((configuration.CONF / "method").glob("*.yaml")):
         name = method_of(file)
@@ -131,7 +131,7 @@ def settings(name: str) -> str:
         if key in parameters:
             kind, meaning = _kind(hints.get(key, Any)), meanings[key]
         else:
-            assert key == "select", f"{name}.{key} is no argument of the constructor"
+            assert key == "select", f"{name}.{key} is not an argument of the constructor"
             kind, meaning = "name", SELECT
         shown = [_value(given[key]) if key in given else "" for given in values.values()]
         rows.append([f"`{key}`", kind, *shown, meaning])

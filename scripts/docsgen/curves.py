@@ -1,4 +1,4 @@
-"""Time to accuracy: the curves of `scripts/time_to_accuracy.py`, and when each comes near full fine-tuning."""
+"""Time to accuracy: the curves of `scripts/time_to_accuracy.py`, and the time until each is near full fine-tuning."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ class Recipe:
 
     @property
     def last(self) -> list[float]:
-        """Accuracy of each run after its last epoch."""
+        """Return the accuracy of each run after its last epoch."""
         return [run[-1][1] for run in self.runs]
 
     @property
     def seconds(self) -> float:
-        """Seconds of all epochs, the mean of the runs."""
+        """Return the seconds of all epochs, the mean of the runs."""
         return statistics.mean(run[-1][0] for run in self.runs)
 
     def until(self, accuracy: float) -> float | None:
-        """Seconds to the end of the first epoch that reached an accuracy, the mean of the runs; None: not all did."""
+        """Return the mean seconds until an accuracy is reached at the end of an epoch, or None if a run missed it."""
         reached = [next((at for at, found in run if found >= accuracy), None) for run in self.runs]
         found = [at for at in reached if at is not None]
         return statistics.mean(found) if len(found) == len(reached) else None
 
     @property
     def curve(self) -> list[tuple[float, float]]:
-        """Seconds and accuracy after each epoch, the means of the runs."""
+        """Return seconds and accuracy after each epoch, the means of the runs."""
         return [
             (statistics.mean(at for at, _ in epoch), statistics.mean(accuracy for _, accuracy in epoch))
             for epoch in zip(*self.runs, strict=True)
@@ -80,7 +80,7 @@ def target(network: str) -> float:
 
 @block
 def time_to_accuracy(network: str) -> str:
-    """A table of the recipes, by the seconds that they need."""
+    """Show the recipes by the seconds that they need."""
     goal, of = target(network), recipes(network)
     base = of[BASELINE].until(goal)
     assert base is not None, f"{network}: a run of {BASELINE} did not reach {goal:.1%}"
@@ -98,7 +98,7 @@ def time_to_accuracy(network: str) -> str:
 
 @block
 def time_to_accuracy_conditions(network: str) -> str:
-    """How the runs were made, in sentences."""
+    """State the conditions of the runs."""
     data = records.load("accuracy")
     environment, settings = data["environment"], data["networks"][network]["settings"]
     torch = environment["torch"].partition("+")[0]

@@ -53,7 +53,7 @@ def first_screen() -> str:
 
 
 def study_front() -> str:
-    """Draw the rows of the first study that no other row exceeds in accuracy at the same or a lower cost."""
+    """Draw the Pareto fronts of the first study."""
     of = studies.points("deit_tiny_caltech101")
     fronts = {cost: studies.front(of, cost) for cost in ("flops", "saved")}
     best = [one for one in of if one["row"] == "full" or any(one in front for front in fronts.values())]

@@ -12,7 +12,7 @@ from docsgen.registry import block
 
 @block
 def allocators(model: str) -> str:
-    """One model: by how much the process grows with each allocator, relative to what is counted."""
+    """Show the growth of the process with each allocator, relative to the counted bytes."""
     recipes = records.load("allocators")["models"][model]["recipes"]
     names = [name for name in ("keep", "mimalloc", "tcmalloc") if name in next(iter(recipes.values()))]
     rows = []
@@ -20,12 +20,12 @@ def allocators(model: str) -> str:
         counted = by_allocator[names[0]]["counted_bytes"]
         ratios = [f"{by_allocator[name]['felt']['growth_bytes'] / counted:.2f}" for name in names]
         rows.append([LABELS["allocators"][recipe], f"{counted / records.MIB:.0f}", *ratios])
-    return table(["recipe", "counted MiB of a step", *(f"`{name}`: grows by / counted" for name in names)], rows)
+    return table(["recipe", "counted MiB of a step", *(f"`{name}`: growth / counted" for name in names)], rows)
 
 
 @block
 def optimizer_states() -> str:
-    """Low-bit AdamW: largest steps, errors and bytes, relative to AdamW in 32 bits."""
+    """Show low-bit AdamW: largest steps, errors and bytes, relative to AdamW in 32 bits."""
     data = records.load("optimizer_states")
     cases = list(next(iter(data["optimizers"].values()))["cases"])
     shown = (cases[0], cases[-2], cases[-1])
@@ -44,7 +44,7 @@ def optimizer_states() -> str:
 
 @block
 def allocators_conditions() -> str:
-    """How allocators were measured, and how fast their steps are."""
+    """State the conditions of the measurement of allocators, and their step times."""
     data = records.load("allocators")
     environment = data["environment"]
     recipes = data["models"]["deit_small"]["recipes"].values()
@@ -54,15 +54,15 @@ def allocators_conditions() -> str:
     ]
     return (
         f"Measured on {environment['device']}, {environment['threads']} threads, torch"
-        f" {environment['torch'].partition('+')[0]}, {data['dtype']}, AdamW, {environment['date'][:10]}, every recipe"
-        " and allocator in a process of its own. The shortest step of DeiT-S took, relative to the one with `keep`, the"
+        f" {environment['torch'].partition('+')[0]}, {data['dtype']}, AdamW, {environment['date'][:10]}, each recipe"
+        " and allocator in a separate process. The shortest step of DeiT-S took, relative to the one with `keep`, the"
         f" median over the recipes: {', '.join(ratios)}. Record: `{records.path('allocators')}`."
     )
 
 
 @block
 def plan_predictions() -> str:
-    """How far the predictions of plans were off, and how many runs kept their budgets."""
+    """Show the errors of the predictions of plans, and the number of runs that exceeded their budgets."""
     data = records.load("plans")
     cases = data["cases"]
     trained = [case for case in cases if case["outcome"] == "measured"]
@@ -76,13 +76,14 @@ def plan_predictions() -> str:
     seconds = [case["planning_seconds"] for case in cases if "planning_seconds" in case]
     environment, twice = data["environment"], [case for case in cases if "first" in case]
     first = max((abs(case["step"][0] / case["step"][1] - 1) for case in twice), default=0)
+    where = f"{environment['device']}, {environment['threads']} threads, {environment['date'][:10]}"
     text = (
         f"{len(cases)} cases: in {len(trained)} the recommended recipe was trained. In the others nothing fit, or only"
         f" recipes that lose more than a point or an unknown amount. **{above} of the"
         f" {len(trained) + len(stopped)} runs exceeded their budget.** A plan took {statistics.median(seconds):.0f} s"
-        f" (median), {max(seconds):.0f} s at most, on {environment['device']}, {environment['threads']} threads, {environment['date'][:10]}. {len(twice)} cases"
-        f" were measured twice: their step time was off by more than 15 % (by up to {100 * first:.0f} %), because the"
-        f" machine was slower for some minutes. The second measurement counts."
+        f" (median), {max(seconds):.0f} s at most, on {where}. {len(twice)} cases were measured twice: their step time"
+        f" was off by more than 15 % (by up to {100 * first:.0f} %), because the machine was slower for some minutes. The"
+        " second measurement counts."
     )
     head = ["predicted", "off by, median", "90 % are off by at most", "largest"]
     return f"{table(head, rows)}\n\n{text} Record: `{records.path('plans')}`, with both."
@@ -90,7 +91,7 @@ def plan_predictions() -> str:
 
 @block
 def adapters() -> str:
-    """ResNet-50: adapters, with frozen statistics of BatchNorm and with those of the batch."""
+    """Show adapters on ResNet-50, with frozen and with batch statistics of BatchNorm."""
     data = records.load("adapters")
     rows = []
     for name, recipe in data["recipes"].items():

@@ -16,7 +16,7 @@ _RECORDS = {form: ROOT / "benchmarks" / f"selftest_{form}_cpu.json" for form in 
 
 @block
 def promises() -> str:
-    """Each promise with its trials and their last result in both forms."""
+    """Show each promise with its trials, and their last results in both forms."""
     from efficient_ft.selftest.promises import PROMISES
 
     records = {
@@ -34,7 +34,7 @@ def promises() -> str:
 
 
 def _result(form: str, held: dict[str, Any] | None) -> str:
-    """One line about the last run of a form."""
+    """Return one line about the last run of a form."""
     if held is None:
         return f"Last {form} form: not run yet."
     failed, here = len(held["failed"]), held["environment"]

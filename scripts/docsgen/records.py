@@ -1,4 +1,4 @@
-"""Reading benchmarks/*.json: one recipe's numbers, ratios to the baseline of the same file, and how it was measured."""
+"""Read benchmarks/*.json: the numbers of a recipe, ratios to the baseline of the same file, and conditions."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ FILES = LABELS["files"]
 
 
 def path(file: str) -> str:
-    """The file's path in the repository."""
+    """Return the path of a file in the repository."""
     return f"benchmarks/{FILES[file]}.json"
 
 
 @cache
 def load(file: str) -> Any:
-    """The contents of a file, by its short name."""
+    """Return the contents of a file."""
     return json.loads((ROOT / path(file)).read_text(encoding="utf-8"))
 
 
 def recipe(file: str, name: str) -> Any:
-    """One recipe of a file; of `counted`, NAME is MODEL/RECIPE."""
+    """Return one recipe of a file. In `counted`, the name is MODEL/RECIPE."""
     if file == "counted":
         model, _, name = name.partition("/")
         return load(file)["models"][model]["recipes"][name]
@@ -42,40 +42,40 @@ def recipe(file: str, name: str) -> Any:
 
 
 def saved(file: str, name: str) -> float:
-    """MiB that autograd keeps for the backward pass, per image."""
+    """Return the MiB that autograd stores for the backward pass, per image."""
     return recipe(file, name)["executed"]["saved_bytes"] / MIB
 
 
 def adapters_saved(name: str, statistics: str) -> float:
-    """MiB that autograd keeps of the whole batch on the ResNet-50; `statistics` of BatchNorm: frozen or batch."""
+    """Return the MiB stored for the batch on the ResNet-50, with frozen or batch statistics of BatchNorm."""
     data = load("adapters")
     return data["recipes"][name][statistics]["saved_bytes"] * data["batch"] / MIB
 
 
 def peak(file: str, name: str) -> float:
-    """Peak of the whole batch in MiB: the allocator's on a GPU, counted elsewhere."""
+    """Return the peak of the batch in MiB: from the allocator on a GPU, counted on a CPU."""
     of = recipe(file, name)
     return of.get("peak_bytes", of["executed"]["peak_bytes"]) / MIB
 
 
 def growth(file: str, name: str) -> float:
-    """MiB by which the process of a recipe's own grows over its steps."""
+    """Return the MiB by which the process of a recipe grows over its steps."""
     return recipe(file, name)["process"]["felt"]["growth_bytes"] / MIB
 
 
 def above_interpreter(file: str, name: str) -> float:
-    """MiB of a recipe's process at its peak, without the interpreter and its libraries."""
+    """Return the peak MiB of the process of a recipe, without the interpreter and its libraries."""
     process = recipe(file, name)["process"]
     return (process["felt"]["peak_bytes"] - process["interpreter_bytes"]) / MIB
 
 
 def seconds(file: str, name: str, part: str = "step") -> float:
-    """Median time of a part of the step."""
+    """Return the median time of a part of the step."""
     return recipe(file, name)["measured"][part]["median"]
 
 
 def rounds(file: str) -> int:
-    """Timed rounds of a file."""
+    """Return the number of timed rounds of a file."""
     data = load(file)
     if data["kind"] == "loop":
         return len(data["jobs"]["default"]["bare loop"]["seconds"])
@@ -86,7 +86,7 @@ def rounds(file: str) -> int:
 
 
 def time(file: str, name: str, part: str = "step", baseline: str | None = None) -> float:
-    """Times of a part, as a ratio to the baseline's of the same round: the median over the rounds. Below 1: faster."""
+    """Return the median over the rounds of time / time of the baseline in the same round. Values below 1 are faster."""
     of = load(file)["recipes"]
     base = of[baseline or load(file)["baseline"]]["measured"][part]["seconds"]
     own = of[name]["measured"][part]["seconds"]
@@ -94,12 +94,12 @@ def time(file: str, name: str, part: str = "step", baseline: str | None = None) 
 
 
 def faster(file: str, name: str, part: str = "step") -> float:
-    """The reciprocal ratio: how many times faster than the baseline of the same round, the median over the rounds."""
+    """Return the median over the rounds of time of the baseline / time."""
     return recipe(file, name)["measured"][part]["times_faster"]["median"]
 
 
 def conditions(file: str) -> str:
-    """How a file was measured, in sentences."""
+    """Return the conditions of a measurement as sentences."""
     data = load(file)
     environment = data["environment"]
     device, threads, torch = environment["device"], environment["threads"], environment["torch"].partition("+")[0]

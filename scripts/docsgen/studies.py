@@ -35,7 +35,7 @@ def _mean(runs: Sequence[dict[str, Any]]) -> float:
 
 @cache
 def point(name: str, row: str) -> dict[str, Any]:
-    """Return what a row reaches and costs: mean test accuracy in percent, seeds, TFLOPs of the run, KiB per image."""
+    """Return the mean test accuracy of a row in percent, its seeds, TFLOPs of the run, and stored KiB per image."""
     runs = records(name).finished(row)
     if not runs:
         raise ValueError(f"{row} of the study {name} is not tuned")
@@ -54,7 +54,7 @@ def points(name: str) -> list[dict[str, Any]]:
 
 
 def front(of: Sequence[dict[str, Any]], cost: str) -> list[dict[str, Any]]:
-    """Return the points that no other one exceeds in accuracy at the same or a lower cost, by rising cost."""
+    """Return the Pareto front by rising cost: each other point with the same or a lower cost is less accurate."""
     best: list[dict[str, Any]] = []
     for one in sorted(of, key=lambda one: (one[cost], -one["accuracy"])):
         if not best or one["accuracy"] > best[-1]["accuracy"]:
@@ -197,7 +197,14 @@ def alast_7_compared(name: str) -> str:
         measured = "" if at_rate is None else f"{test_accuracy(at_rate):.1f}"
         spread = studies.spread([test_accuracy(one) for one in runs])
         lines.append([f"`{row}`", f"{100 * published:.0f}", above[0], measured, spread, above[1]])
-    head = ["row", "reported", "above full", "here, at the paper's rate", "here, at its own rate", "above full"]
+    head = [
+        "row",
+        "reported",
+        "above full",
+        "here, at the paper's learning rate",
+        "here, at its best learning rate",
+        "above full",
+    ]
     return table(head, lines)
 
 
