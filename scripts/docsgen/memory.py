@@ -82,8 +82,8 @@ def plan_predictions() -> str:
         f" recipes that lose more than a point or an unknown amount. **{above} of the"
         f" {len(trained) + len(stopped)} runs exceeded their budget.** A plan took {statistics.median(seconds):.0f} s"
         f" (median), {max(seconds):.0f} s at most, on {where}. {len(twice)} cases were measured twice: their step time"
-        f" was off by more than 15 % (by up to {100 * first:.0f} %), because the machine was slower for some minutes. The"
-        " second measurement counts."
+        f" was off by more than 15 % (by up to {100 * first:.0f} %), because the machine was slower for some minutes."
+        " The second measurement counts."
     )
     head = ["predicted", "off by, median", "90 % are off by at most", "largest"]
     return f"{table(head, rows)}\n\n{text} Record: `{records.path('plans')}`, with both."
