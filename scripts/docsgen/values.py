@@ -11,7 +11,8 @@ from docsgen.markdown import duration, span, times
 
 
 def _signed(*numbers: float, form: str = ".1f") -> list[str]:
-    return [format(round(number, 6) + 0.0, form).replace("-", "−") for number in numbers]
+    digits = int(form.strip("+.f"))
+    return [format(round(number, digits) + 0.0, form).replace("-", "−") for number in numbers]  # no −0.0
 
 
 def _extra_range(file: str, *recipes: str) -> str:
