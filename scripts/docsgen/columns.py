@@ -100,6 +100,13 @@ BLOCKS |= {name: partial(recipes, name) for name in TABLES}
 
 
 @block
+def chosen(file: str, columns: str, *names: str) -> str:
+    """Show some recipes of a record: ``chosen memory_felt "saved cosine-felt time" low_bit back_razor``."""
+    rows = [[LABELS[file][name], *cells(file, name, columns)] for name in names]
+    return table(["recipe", *headings(columns)], rows)
+
+
+@block
 def gradients() -> str:
     """Show the gradient error and cosine of every recipe measured on the trained network."""
     columns = "saved error cosine-mean cosine-range"
