@@ -1,9 +1,9 @@
-"""Measure how near allocators keep a process to what is counted, and how fast its steps are.
+"""Measure process memory and step time with each memory allocator.
 
     python scripts/allocators.py --json benchmarks/allocators_cpu.json
 
-Each recipe is measured by `efficient-ft bench memory` with each allocator in turn, every time in a process of its own.
-Allocators that this machine does not have are left out. Recipes of models that the file has already are kept.
+`efficient-ft bench memory` measures each recipe with each allocator in turn, each time in a separate process.
+Allocators that are not installed are left out. Recipes that are already in the file are kept.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MODELS: dict[str, tuple[int, tuple[str, ...], dict[str, str]]] = {
 
 
 def main() -> None:
-    """Measure what the file does not have yet."""
+    """Measure the recipes that are not in the file yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     parser.add_argument("--steps", type=int, default=4, help="steps measured (default 4)")
@@ -83,7 +83,7 @@ def main() -> None:
 def measure(
     model: str, batch: int, recipe: str, allocator: str, steps: int
 ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Measure one recipe with one allocator; None: it cannot be had here."""
+    """Measure one recipe with one allocator; return None if the allocator is not installed."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "memory.json"
         words = ["bench", "memory", f"x={recipe}", "--model", model, "--batch", str(batch), "--steps", str(steps)]
@@ -98,9 +98,9 @@ def measure(
     one = report["recipes"]["x"]
     kept = ("counted_bytes", "optimizer_bytes", "interpreter_bytes", "with_model_bytes", "memory", "seconds")
     growth = one["memory"]["growth_bytes"] / one["counted_bytes"]
-    print(f"{model} {recipe} {allocator}: grows by {growth:.2f} of what is counted", flush=True)
+    print(f"{model} {recipe} {allocator}: growth / counted = {growth:.2f}", flush=True)
     environment = report["environment"]
-    load = environment.pop("load", None)  # of this measurement, as the allocator is
+    load = environment.pop("load", None)  # belongs to this measurement, like the allocator
     del environment["allocator"]
     return environment, {**{key: one[key] for key in kept}, "load": load}
 

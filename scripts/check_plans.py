@@ -2,15 +2,15 @@
 
     python scripts/check_plans.py --count 100 --json benchmarks/plans_cpu.json
 
-Each case is planned by `efficient-ft plan` in a process of its own, on a few random images in folders. The recipe
-recommended is then trained for some steps by the command that the plan prints, with its budget. Recorded are what the
-plan says and what the run measured: the peak of the process (`process`; `memory`: above interpreter and libraries;
-`predicted`: from the count alone, without the plan's own trial), the counted peak, and the step time. With `--again`
-`efficient-ft bench memory` times the step once more (`step again`), which tells how far this machine agrees with
-itself. A summary is printed. A case in which nothing fits is recorded too.
+Each case runs `efficient-ft plan` in a separate process on a few random images in folders. The recommended recipe is
+then trained for some steps with the command that the plan prints, within its budget. The record has the predictions
+and the measurements: the peak of the process (`process`; `memory`: above interpreter and libraries; `predicted`: from
+the count alone, without the plan's trial), the counted peak, and the step time. With `--again`, `efficient-ft bench
+memory` times the step again (`step again`), which shows the variation of this machine. Cases in which no recipe fits
+are recorded too.
 
-With `--repeat` cases of the file whose step time was off by more than 15 % are checked once more, since other programs
-on a machine slow down whole minutes; what was found first stays in them as `first`.
+With `--repeat`, cases of the file whose step time was off by more than 15 % are checked again, because other programs
+may slow a machine down for minutes. The first measurement stays in the case as `first`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ BATCHES = (4, 8, 16, 32)
 
 
 def main() -> None:
-    """Check as many cases as asked for."""
+    """Check the requested number of cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
@@ -92,12 +92,12 @@ def main() -> None:
 
 
 def _is_off(case: dict[str, Any]) -> bool:
-    """Whether the step time of a case was off by more than 15 %, and it has not been checked again."""
+    """Return True if the step time of a case was off by more than 15 % and was measured once."""
     return "step" in case and "first" not in case and abs(case["step"][0] / case["step"][1] - 1) > 0.15
 
 
 def check(model: str, size: int, batch: int, room: float, again: bool) -> dict[str, Any]:
-    """Plan one case with `room` GB above the interpreter and its libraries, and train what is recommended."""
+    """Plan one case with `room` GB above the interpreter and its libraries, and train the recommended recipe."""
     with tempfile.TemporaryDirectory() as folder:
         _write_images(Path(folder) / "images", 4 * batch)
         base = _base_bytes()
@@ -151,7 +151,7 @@ def _write_images(root: Path, count: int) -> None:
 
 
 def _step_seconds(best: dict[str, Any], settings: list[str], options: list[str], folder: str) -> float:
-    """Time the recipe's step by `efficient-ft bench memory`."""
+    """Time the step of the recipe with `efficient-ft bench memory`."""
     own = [a for a in best["arguments"] if a not in settings]
     (method,) = [a.partition("=")[2].strip("[]").replace(",", "+") for a in own if a.startswith("method=")]
     others = [a for a in own if not a.startswith("method=")]
@@ -166,7 +166,7 @@ def _step_seconds(best: dict[str, Any], settings: list[str], options: list[str],
 
 
 def summary(cases: list[dict[str, Any]]) -> str:
-    """How far the predictions were off."""
+    """Return the errors of the predictions as text."""
     measured = [case for case in cases if case["outcome"] == "measured"]
     over = [case for case in measured if case["process"][1] > case["memory_bytes"]]
     over += [case for case in cases if case["outcome"].startswith("not trained")]
@@ -185,7 +185,7 @@ def summary(cases: list[dict[str, Any]]) -> str:
 
 
 def _base_bytes() -> int:
-    """Resident memory of a process that plans, before any model."""
+    """Return the resident memory of a planning process before it builds a model."""
     code = (
         "import efficient_ft.planning, efficient_ft.training.run;"
         "from efficient_ft.core.process_memory import resident_bytes; print(resident_bytes())"

@@ -1,9 +1,9 @@
-"""Run the default job with several seeds and numbers of threads, and note the accuracy of each run.
+"""Run the default job with several seeds and numbers of threads, and record the accuracy of each run.
 
     python scripts/default_job.py --json benchmarks/default_job_cpu.json
 
-Every run is `efficient-ft seed=SEED` in a process of its own, one at a time. Runs that the file has already, from this
-processor, are not repeated.
+Each run is `efficient-ft seed=SEED` in a separate process, one at a time. Runs of this processor that are already in
+the file are not repeated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def main() -> None:
-    """Run what the file does not have yet."""
+    """Run the jobs that are not in the file yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
@@ -73,7 +73,7 @@ def run(seed: int, threads: int) -> dict[str, float]:
 
 
 def summary(runs: list[dict[str, Any]]) -> str:
-    """A table: the accuracy on the test images by processor and number of threads."""
+    """Return a table of the accuracy on the test images by processor and number of threads."""
     rows = [["processor", "threads", "runs", "mean", "lowest", "highest", "seconds"]]
     for device, threads in sorted({(run["device"], run["threads"]) for run in runs}):
         of = [run for run in runs if (run["device"], run["threads"]) == (device, threads)]

@@ -1,11 +1,11 @@
-"""Train a network with each method, and note how long each takes to come near full fine-tuning's accuracy.
+"""Train a network with each method, and record the time until it reaches nearly the accuracy of full fine-tuning.
 
     python scripts/time_to_accuracy.py --network deit_tiny --weights FILE --images DIR --json FILE
 
-DIR has class folders in train/ and test/. Every run is one of the command line, in a process of its own, one at a time;
-its accuracy on the test images is measured after every epoch, and so is the time since its training began, evaluation
-included. Runs whose name has `cached` store the features of their frozen part, in a folder that is empty when the first
-of them begins. Runs that the file has already are not repeated. A table is printed.
+DIR has class folders in train/ and test/. Each run is a command in a separate process, one at a time. Its accuracy on
+the test images is measured after each epoch, and so is the time since training began, with evaluation. Runs whose
+name contains `cached` store the features of their frozen part, in a folder that is empty before the first of them.
+Runs that are already in the file are not repeated. A table is printed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ SHARE = 0.95
 
 
 def main() -> None:
-    """Train what the file does not have yet."""
+    """Train the runs that are not in the file yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", choices=NETWORKS, required=True)
     parser.add_argument("--weights", type=Path, required=True, metavar="FILE", help="pretrained, in timm's names")
@@ -116,7 +116,7 @@ def train(settings: list[str], place: Path) -> tuple[list[tuple[float, float]], 
 
 
 def summary(of: dict[str, Any]) -> str:
-    """A table of the accuracy at the end, and of the seconds until the target is reached."""
+    """Return a table of the final accuracy, and of the seconds until the target accuracy."""
     recipes = recorded(of)
     if BASELINE not in recipes:
         return f"There is no run of {BASELINE} yet, and so no accuracy to come near."

@@ -74,7 +74,7 @@ def files(*patterns: str) -> list[Path]:
 PACKAGE = files("efficient_ft/**/*.py")
 TESTS = [path for path in files("tests/**/*.py") if path.name != "test_language.py"]  # this file holds the words
 PYTHON = PACKAGE + files("hydra_plugins/**/*.py", "scripts/**/*.py", "examples/**/*.py", "train.py") + TESTS
-PAGES = files("docs/**/*.md", "examples/**/*.md", "README.md", "CONTRIBUTING.md", "conf/**/*.yaml")
+PAGES = files("docs/**/*.md", "examples/**/*.md", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "conf/**/*.yaml")
 
 
 @cache

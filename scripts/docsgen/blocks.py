@@ -1,214 +1,99 @@
-"""Blocks between markers: ``<!-- generated: NAME ARGUMENT... -->``. Each takes the page it stands on as well."""
+"""Blocks between markers: projectors, layers, published tables, methods, conditions."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from docsgen import cards, configuration, curves, labels, printed, promises, records, studies
-from docsgen import memory as memory  # its blocks are added to BLOCKS
-from docsgen.block import BLOCKS, Block, block
-from docsgen.markdown import duration, table, times
-from docsgen.values import error, projector
+from docsgen import cards, printed, records
+from docsgen.markdown import duration, table
+from docsgen.registry import BLOCKS, block
 from efficient_ft.papers.published import COSTS
 
 
 @block
-def conditions(*files: str, page: Path) -> str:
-    """How the files were measured."""
+def conditions(*files: str) -> str:
+    """State how the files were measured."""
     return "\n\n".join(records.conditions(file) for file in files)
 
 
-# ---------------------------------------------------------------------------------------------- tokens and layers
-@block
-def tokens(page: Path) -> str:
-    """DeiT-S: fewer tokens, fewer layers."""
-    rows = []
-    for file in ("tokens", "stacked"):
-        for name in records.load(file)["recipes"]:
-            if name not in labels.TOKENS or (file == "stacked" and name == "full"):
-                continue
-            executed = records.recipe(file, name)["executed"]
-            rows.append(
-                [
-                    labels.TOKENS[name],
-                    f"{(executed['forward_flops'] + executed['backward_flops']) / 1e9:.1f}",
-                    f"{records.saved(file, name):.2f}",
-                    f"{records.peak(file, name):.0f}",
-                    duration(records.seconds(file, name)),
-                    times(records.time(file, name)),
-                ]
-            )
-    head = ["recipe", "forward + backward GFLOP / image", "saved MiB / image", "peak MiB, batch", "step"]
-    return table([*head, "time / time of `full`"], rows)
-
-
-# ---------------------------------------------------------------------------------------------- methods
-@block
-def methods_cost(page: Path) -> str:
-    """EfficientFormer-L1: what trains, and adapters."""
-    rows = []
-    for name, of in records.load("methods")["recipes"].items():
-        rows.append(
-            [
-                labels.METHODS[name],
-                f"{of['trainable_parameters'] / 1e6:.2f} M",
-                f"{of['executed']['backward_flops'] / 1e6:.0f}",
-                f"{records.saved('methods', name):.2f}",
-                f"{records.peak('methods', name):.0f}",
-                duration(records.seconds("methods", name)),
-                times(records.time("methods", name)),
-            ]
-        )
-    head = ["recipe", "parameters trained", "backward MFLOPs / image", "saved MiB / image", "peak MiB, batch", "step"]
-    return table([*head, "time / time of `full`"], rows)
-
-
-@block
-def counted(model: str, page: Path) -> str:
-    """Executed counts of every recipe on one model."""
-    of = records.load("counted")["models"][model]
-    rows = []
-    for recipe in of["recipes"].values():
-        executed = recipe["executed"]
-        rows.append(
-            [
-                labels.command(recipe["arguments"]),
-                f"{recipe['trainable_parameters'] / 1e6:.2f} M",
-                f"{executed['forward_flops'] / 1e9:.2f}",
-                f"{executed['backward_flops'] / 1e9:.2f}",
-                f"{executed['saved_bytes'] / records.MIB:.2f}",
-                f"{executed['peak_bytes'] / records.MIB:.0f}",
-            ]
-        )
-    head = ["recipe", "parameters trained", "forward GFLOP / image", "backward GFLOP / image", "saved MiB / image"]
-    return table([*head, f"peak MiB, batch {of['batch']}"], rows)
-
-
-@block
-def adapters(page: Path) -> str:
-    """ResNet-50: adapters, with frozen statistics of BatchNorm and with those of the batch."""
-    data = records.load("adapters")
-    rows = []
-    for name, recipe in data["recipes"].items():
-        reported = data["reported"].get(name)
-        cells = [labels.ADAPTERS[name], f"{recipe['trainable_parameters']:,}"]
-        cells.append("–" if reported is None else f"{reported:.0f}")
-        cells += [f"{records.adapters_saved(name, statistics):.0f}" for statistics in ("batch", "frozen")]
-        cells.append(f"{recipe['frozen']['peak_bytes'] / records.MIB:.0f}")
-        rows.append(cells)
-    head = [
-        "recipe",
-        "parameters trained",
-        f"reported in {data['reported']['source']}, MiB",
-        "saved MiB, batch statistics",
-    ]
-    return table([*head, "saved MiB, frozen statistics", "peak MiB, frozen statistics"], rows)
-
-
 # ---------------------------------------------------------------------------------------------- projectors and speed
-_PROJECTORS = ("WHT reflect", "WHT zero", "WHT ortho", "LHE", "DCT")
-_PROJECTOR_HEAD = ["WHT `reflect` (published)", "WHT `zero`", "WHT `ortho`", "LHE (`ortho`)", "DCT"]
+_PROJECTORS = {
+    "WHT reflect": "WHT `reflect` (published)",
+    "WHT zero": "WHT `zero`",
+    "WHT ortho": "WHT `ortho`",
+    "LHE": "LHE (`ortho`)",
+    "DCT": "DCT",
+}
 
 
-@block
-def projectors(page: Path) -> str:
-    """Relative error and cosine by projector on the trained network."""
+def projector(state: str, grid: int, method: str, order: int) -> dict:
+    """Return one result of the comparison of projectors."""
+    return next(
+        r
+        for r in records.load("projectors")["results"]
+        if (r["state"], r["grid"], r["method"], r["order"]) == (state, [grid, grid], method, order)
+    )
+
+
+def error(result: dict, layer: str = "network", what: str = "error") -> float:
+    """Return the relative error of a gradient, the mean over the batches."""
+    return result["batch"][layer][what]["mean"]
+
+
+BLOCKS["projectors"] = lambda: _projectors("trained")
+BLOCKS["projectors-finetuning"] = lambda: _projectors("start", "middle", "end")
+
+
+def _projectors(*states: str) -> str:
+    """Return the relative error by projector: in one state with the cosine, in several separated by slashes."""
     rows = []
     for grid in (7, 8, 14):
         for order in (4, 6):
-            results = [projector("trained", grid, name, order) for name in _PROJECTORS]
-            best = min(error(r) for r in results)
-            dct = results[-1]
-            rows.append(
-                [
-                    f"{grid}×{grid}, order {order}",
-                    f"{dct['backward_mflops']:.0f} ({dct['exact_mflops']:.0f})",
-                    *(
-                        _bold(f"{error(r):.3f} ({r['batch']['network']['cosine']['mean']:.3f})", error(r) == best)
-                        for r in results
-                    ),
-                ]
-            )
-    return table(["grid, order", "backward MFLOPs (exact)", *_PROJECTOR_HEAD], rows)
+            by_state = []
+            for state in states:
+                of = [projector(state, grid, name, order) for name in _PROJECTORS]
+                errors = [error(one) for one in of]
+                texts = [f"{value:.3f}" for value in errors]
+                if len(states) == 1:
+                    texts = [f"{t} ({error(r, what='cosine'):.3f})" for t, r in zip(texts, of, strict=True)]
+                best = min(errors)
+                by_state.append([f"**{t}**" if e == best else t for t, e in zip(texts, errors, strict=True)])
+            cost = [f"{of[-1]['backward_mflops']:.0f} ({of[-1]['exact_mflops']:.0f})"] if len(states) == 1 else []
+            rows.append([f"{grid}×{grid}, order {order}", *cost, *map(" / ".join, zip(*by_state, strict=True))])
+    cost = ["backward MFLOPs (exact)"] if len(states) == 1 else []
+    return table(["grid, order", *cost, *_PROJECTORS.values()], rows)
 
 
 @block
-def projectors_finetuning(page: Path) -> str:
-    """Relative error at the start, middle and end of fine-tuning."""
-    rows = []
-    for grid in (7, 8, 14):
-        for order in (4, 6):
-            found = [
-                [error(projector(s, grid, name, order)) for s in ("start", "middle", "end")] for name in _PROJECTORS
-            ]
-            best = [min(column) for column in zip(*found, strict=True)]
-            cells = [
-                " / ".join(_bold(f"{e:.3f}", e == b) for e, b in zip(errors, best, strict=True)) for errors in found
-            ]
-            rows.append([f"{grid}×{grid}, order {order}", *cells])
-    return table(["grid, order", *_PROJECTOR_HEAD], rows)
+def projectors_layers() -> str:
+    """Show the relative error by kind of layer, in the trained network, 7×7, order 4."""
+    of = [projector("trained", 7, name, 4) for name in _PROJECTORS]
+    rows = [[kind, *(f"{error(one, kind):.3f}" for one in of)] for kind in ("qkv", "proj", "fc1", "fc2")]
+    return table(["layer", *_PROJECTORS.values()], rows)
 
 
 @block
-def projectors_layers(page: Path) -> str:
-    """Relative error by kind of layer, trained network, 7×7, order 4."""
-    rows = []
-    for kind in ("qkv", "proj", "fc1", "fc2"):
-        results = [projector("trained", 7, name, 4) for name in _PROJECTORS]
-        rows.append([kind, *(f"{r['batch'][kind]['error']['mean']:.3f}" for r in results)])
-    return table(["layer", *_PROJECTOR_HEAD], rows)
-
-
-@block
-def low_rank_step(file: str, page: Path) -> str:
-    """Backward pass and whole step with low-rank backward; ratios to the exact last stage of timm's model."""
-    batch = records.load(file)["batch"]
-    rows = [
-        [
-            labels.LOW_RANK[name],
-            f"{of['executed']['backward_flops'] / 1e6:.0f}",
-            duration(records.seconds(file, name, "backward")),
-            times(records.time(file, name, "backward")),
-            duration(records.seconds(file, name)),
-            times(records.time(file, name)),
-            f"{records.saved(file, name) * batch:.1f}",
-        ]
-        for name, of in records.load(file)["recipes"].items()
-    ]
-    head = ["recipe", "backward MFLOPs / image", "backward", "backward / exact", "step", "step / exact"]
-    return table([*head, f"saved MiB, batch of {batch}"], rows)
-
-
-@block
-def low_rank_layer(page: Path) -> str:
-    """The backward pass of one linear layer, with the paper's speedups."""
+def low_rank_layer() -> str:
+    """Show the backward pass of one linear layer, with the paper's speedups."""
     rows = []
     for shape, orders in records.load("layer")["shapes"].items():
         exact = orders["exact"]["measured"]["backward"]
         cells = [shape.replace(",", " → ", 1).replace(",", ", "), duration(exact["median"])]
         for order in ("order 2", "order 4", "order 6"):
             measured = orders[order]["measured"]["backward"]
-            cells += [
-                duration(measured["median"]),
-                f"{measured['times_faster']['median']:.1f}",
-                printed.layer_speedup(shape, order),
-            ]
+            faster = f"{measured['times_faster']['median']:.1f}"
+            cells += [duration(measured["median"]), faster, printed.layer_speedup(shape, order)]
         rows.append(cells)
-    parts = [
-        f"{name}{what}"
-        for name in ("LP-2", "LP-4", "LP-6")
-        for what in ("", ", times faster", ", paper's times faster")
-    ]
+    parts = [f"LP-{order}{what}" for order in (2, 4, 6) for what in ("", ", times faster", ", paper's times faster")]
     return table(["layer (channels, grid)", "exact", *parts], rows)
 
 
 # ---------------------------------------------------------------------------------------------- published
 @block
-def published_rule(name: str, page: Path) -> str:
-    """A table of the papers' costs and our count by the same rule."""
+def published_rule(name: str) -> str:
+    """Show a table of the papers' costs and our count by the same rule."""
     of = next(t for t in records.load("published")["tables"] if t["table"] == name)
-    rows = of["rows"]
-    unit = of["unit"]
+    rows, unit = of["rows"], of["unit"]
     columns = [
         ("published", f"published {unit}", "g"),
         ("memory", f"our {unit}", ".1f"),
@@ -217,7 +102,10 @@ def published_rule(name: str, page: Path) -> str:
         ("gmacs", "our GMACs", ".1f"),
     ]
     columns = [c for c in columns if any(row[c[0]] is not None for row in rows)]
-    cells = [[f"`{row['row']}`", *(_number(row[key], form) for key, _, form in columns), row["note"]] for row in rows]
+    cells = []
+    for row in rows:
+        numbers = ["" if row[key] is None else format(row[key], form) for key, _, form in columns]
+        cells.append([f"`{row['row']}`", *numbers, row["note"]])
     head = ["row", *(name for _, name, _ in columns), "note"]
     noted = any(row[-1] for row in cells)
     if not noted:
@@ -226,8 +114,8 @@ def published_rule(name: str, page: Path) -> str:
 
 
 @block
-def table_costs(page: Path) -> str:
-    """How many printed costs our counts agree with, by column; all of them, and the reasons: ``table NAME --cost``."""
+def table_costs() -> str:
+    """Show by column how many printed costs our counts agree with."""
     cells = records.load("costs")["cells"]
     rows = []
     for column, name in COSTS.items():
@@ -238,74 +126,31 @@ def table_costs(page: Path) -> str:
         shares = [f"{sum(c['agrees'] for c in group)} of {len(group)}" if group else "" for group in (ruled, counted)]
         tables = dict.fromkeys(f"`{cell['table']}`" for cell in of)
         rows.append([name, ", ".join(tables), *shares, str(len(of) - len(ruled) - len(counted))])
-    return table(["printed cost", "tables", "by rule", "executed", "measured, or not derived"], rows, left=2)
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+    return table(["reported cost", "tables", "by rule", "executed", "measured, or not derived"], rows, left=2)
 
 
 @block
-def printed_accuracies(name: str, group: str = "", *, page: Path) -> str:
-    """A table of accuracies as a paper printed it: ``printed-accuracies lbp_wht/2 efficientformer_l1``."""
+def printed_accuracies(name: str, group: str = "") -> str:
+    """Show a table of accuracies as a paper reports it: ``printed-accuracies lbp_wht/2 efficientformer_l1``."""
     columns, rows = printed.accuracies(name, group)
-    return (
-        f"{table(['', *columns], rows)}\n\n*{printed.source(name, group)} As printed in the paper, not measured here.*"
-    )
+    return f"{table(['', *columns], rows)}\n\n*{printed.source(name, group)} Reported by the paper, not measured here.*"
 
 
-def _bold(text: str, yes: bool) -> str:
-    return f"**{text}**" if yes else text
-
-
-# ---------------------------------------------------------------------------------------------- configuration
+# ---------------------------------------------------------------------------------------------- methods
 @block
 def methods(page: Path) -> str:
-    """Every method with its axis and its card's summary."""
+    """Show every method with its axis and its card's summary."""
     rows = []
     for card in cards.all_cards():
-        link = cards.link(card, page)
         options = ", ".join(f"`{option}`" for option in card.options if option != card.name)
-        rows.append([f"[`{card.name}`]({link})" + (f" ({options})" if options else ""), card.axes, card.summary])
-    return table(["method", "axis", "what it does"], rows, left=3)
+        link = f"[`{card.name}`]({cards.link(card, page)})"
+        rows.append([f"{link} ({options})" if options else link, card.axes, card.summary])
+    return table(["method", "axis", "description"], rows, left=3)
 
 
 @block
-def reference(page: Path) -> str:
-    """The classes of all methods, from their docstrings, by axis."""
-    parts = []
-    for heading, of in cards.by_axis().items():
-        parts.append(f"## {heading}")
-        parts += [f"::: {cards.classes()[one.name].__module__}.{cards.classes()[one.name].__name__}" for one in of]
-    return "\n\n".join(parts)
-
-
-@block
-def header(method: str, page: Path) -> str:
-    """Axis, options and class of a method."""
+def header(method: str) -> str:
+    """State the axis, options and class of a method."""
     of = cards.card(method)
     options = ", ".join(f"`method={option}`" for option in of.options)
     return f"Axis: {of.axes}. Options: {options}. Class: `efficient_ft.methods.{cards.classes()[method].__name__}`."
-
-
-def _without_page(function: Block) -> Block:
-    return lambda *arguments, page: function(*arguments)
-
-
-#: Blocks that other modules write.
-BLOCKS |= {
-    name: _without_page(function)
-    for name, function in {
-        "options": configuration.options_table,
-        "recipes": configuration.recipes_table,
-        "promises": promises.promises,
-        "settings": cards.settings_table,
-        "cost": cards.cost_tables,
-        "study-rows": studies.study_rows,
-        "study": studies.study_table,
-        "alast-7-compared": studies.alast_7_compared,
-        "study-conditions": studies.study_conditions,
-        "time-to-accuracy": curves.time_to_accuracy,
-        "time-to-accuracy-conditions": curves.conditions,
-    }.items()
-}

@@ -6,32 +6,32 @@ from collections.abc import Sequence
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, text_last: bool = False) -> str:
-    """A Markdown table: the first `left` columns (and the last, if it is text) to the left, the others to the right."""
+    """Return a Markdown table. The first `left` columns, and a last column of text, are aligned to the left."""
     last = len(head) - 1
     rule = ["---" if column < left or (text_last and column == last) else "---:" for column in range(len(head))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))
 
 
 def times(ratio: float) -> str:
-    """A ratio to the baseline: 1.09×, 0.50×."""
+    """Return a ratio to the baseline: 1.09×, 0.50×."""
     return f"{ratio:.2f}×"
 
 
 def duration(seconds: float) -> str:
-    """2.71 s, 320 ms, 7.2 ms."""
+    """Return a duration: 2.71 s, 320 ms, 7.2 ms."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.0f} ms" if seconds >= 0.1 else f"{seconds * 1e3:.1f} ms"
 
 
 def cosine(value: float) -> str:
-    """Three digits, four if it is near 1."""
+    """Return a cosine with three digits, or four if it is near 1."""
     if value >= 0.99995:
         return "1"
     return f"{value:.4f}" if value >= 0.9985 else f"{value:.3f}"
 
 
 def span(low: float, high: float, digits: int = 0) -> str:
-    """34–46, or one number where both are equal."""
+    """Return a range, 34–46, or one number if both ends are equal."""
     a, b = f"{low:.{digits}f}", f"{high:.{digits}f}"
     return a if a == b else f"{a}–{b}"

@@ -1,74 +1,31 @@
-"""Blocks about memory: activations, moments, allocators, predictions."""
+"""Blocks about memory and its predictions: allocators, states of optimizers, adapters, plans."""
 
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
 
-from docsgen import labels, records
-from docsgen.block import block
-from docsgen.markdown import cosine, duration, table, times
-
-
-@block
-def memory(page: Path) -> str:
-    """DeiT-S: how activations are kept, with gradient cosines."""
-    rows = []
-    for name in records.load("memory")["recipes"]:
-        trained = labels.TRAINED.get(name)
-        rows.append(
-            [
-                labels.MEMORY[name],
-                f"{records.saved('memory', name):.2f}",
-                f"{records.peak('memory', name):.0f}",
-                duration(records.seconds("memory", name)),
-                times(records.time("memory", name)),
-                _cosine("gradient_random", name),
-                _cosine("gradient", trained) if trained else "–",
-            ]
-        )
-    head = ["recipe", "saved MiB / image", "peak MiB, batch", "step", "time / time of `full`"]
-    return table([*head, "cosine, this network", "cosine, trained network"], rows)
+from docsgen import records
+from docsgen.labels import LABELS
+from docsgen.markdown import table
+from docsgen.registry import block
 
 
 @block
-def memory_felt(page: Path) -> str:
-    """DeiT-S: what autograd stores, and by how much the process grows."""
-    rows = []
-    for name, record in records.load("memory_felt")["recipes"].items():
-        label, gradient = labels.MEMORY_FELT[name]
-        growth, counted = records.growth("memory_felt", name), record["process"]["counted_bytes"] / records.MIB
-        rows.append(
-            [
-                label,
-                f"{records.saved('memory_felt', name):.2f}",
-                f"{counted:.0f}",
-                f"{growth:.0f}",
-                f"{growth / counted:.2f}",
-                times(records.time("memory_felt", name)),
-                _cosine("gradient_bits", gradient) if gradient else "1",
-            ]
-        )
-    head = ["recipe", "saved MiB / image", "counted MiB of a step", "process grows by, MiB", "grows by / counted"]
-    return table([*head, "time / time of `full`", "cosine, trained network"], rows)
-
-
-@block
-def allocators(model: str, page: Path) -> str:
-    """One model: by how much the process grows with each allocator, relative to what is counted."""
+def allocators(model: str) -> str:
+    """Show the growth of the process with each allocator, relative to the counted bytes."""
     recipes = records.load("allocators")["models"][model]["recipes"]
     names = [name for name in ("keep", "mimalloc", "tcmalloc") if name in next(iter(recipes.values()))]
     rows = []
     for recipe, by_allocator in recipes.items():
         counted = by_allocator[names[0]]["counted_bytes"]
         ratios = [f"{by_allocator[name]['memory']['growth_bytes'] / counted:.2f}" for name in names]
-        rows.append([labels.ALLOCATORS[recipe], f"{counted / records.MIB:.0f}", *ratios])
-    return table(["recipe", "counted MiB of a step", *(f"`{name}`: grows by / counted" for name in names)], rows)
+        rows.append([LABELS["allocators"][recipe], f"{counted / records.MIB:.0f}", *ratios])
+    return table(["recipe", "counted MiB of a step", *(f"`{name}`: growth / counted" for name in names)], rows)
 
 
 @block
-def optimizer_states(page: Path) -> str:
-    """Low-bit AdamW: largest steps, errors and bytes, relative to AdamW in 32 bits."""
+def optimizer_states() -> str:
+    """Show low-bit AdamW: largest steps, errors and bytes, relative to AdamW in 32 bits."""
     data = records.load("optimizer_states")
     cases = list(next(iter(data["optimizers"].values()))["cases"])
     shown = (cases[0], cases[-2], cases[-1])
@@ -86,8 +43,8 @@ def optimizer_states(page: Path) -> str:
 
 
 @block
-def allocators_conditions(page: Path) -> str:
-    """How allocators were measured, and how fast their steps are."""
+def allocators_conditions() -> str:
+    """State the conditions of the measurement of allocators, and their step times."""
     data = records.load("allocators")
     environment = data["environment"]
     recipes = data["models"]["deit_small"]["recipes"].values()
@@ -97,101 +54,62 @@ def allocators_conditions(page: Path) -> str:
     ]
     return (
         f"Measured on {environment['device']}, {environment['threads']} threads, torch"
-        f" {environment['torch'].partition('+')[0]}, {data['dtype']}, AdamW, {environment['date'][:10]}, every recipe"
-        " and allocator in a process of its own. The shortest step of DeiT-S took, relative to the one with `keep`, the"
+        f" {environment['torch'].partition('+')[0]}, {data['dtype']}, AdamW, {environment['date'][:10]}, each recipe"
+        " and allocator in a separate process. The shortest step of DeiT-S took, relative to the one with `keep`, the"
         f" median over the recipes: {', '.join(ratios)}. Record: `{records.path('allocators')}`."
     )
 
 
 @block
-def gigabyte(file: str, page: Path) -> str:
-    """ViT-B/16: the process at its peak in training, and the time of a step."""
-    rows = []
-    for name, record in records.load(file)["recipes"].items():
-        rows.append(
-            [
-                labels.GIGABYTE[name],
-                f"{record['trainable_parameters'] / 1e6:.1f}",
-                f"{records.saved(file, name):.1f}",
-                f"{record['process']['optimizer_bytes'] / records.MIB:.0f}",
-                f"{records.above_interpreter(file, name):.0f}",
-                times(records.time(file, name)),
-            ]
-        )
-    head = ["recipe", "trained parameters, M", "saved MiB / image", "optimizer's state, MiB"]
-    return table([*head, "process above the interpreter, MiB", "time / time of `full`"], rows)
-
-
-@block
-def plan_predictions(page: Path) -> str:
-    """How far the predictions of plans were off, and how many runs kept their budgets."""
+def plan_predictions() -> str:
+    """Show the errors of the predictions of plans, and the number of runs that exceeded their budgets."""
     data = records.load("plans")
     cases = data["cases"]
     trained = [case for case in cases if case["outcome"] == "measured"]
     stopped = [case for case in cases if case["outcome"].startswith("not trained")]
     above = len(stopped) + sum(case["process"][1] > case["memory_bytes"] for case in trained)
     rows = []
-    for key, label in labels.PREDICTIONS.items():
+    for key, label in LABELS["predictions"].items():
         off = sorted(abs(case[key][0] / case[key][1] - 1) for case in trained)
         cells = [statistics.median(off), off[int(0.9 * (len(off) - 1))], off[-1]]
         rows.append([label, *(f"{cell:.1%}".replace("%", " %") for cell in cells)])
     seconds = [case["planning_seconds"] for case in cases if "planning_seconds" in case]
-    environment = data["environment"]
-    twice = [case["first"] for case in cases if "first" in case]
-    first = sorted(abs(case["step"][0] / case["step"][1] - 1) for case in twice)
+    environment, twice = data["environment"], [case for case in cases if "first" in case]
+    first = max((abs(case["step"][0] / case["step"][1] - 1) for case in twice), default=0)
+    where = f"{environment['device']}, {environment['threads']} threads, {environment['date'][:10]}"
     text = (
-        f"{len(cases)} cases: in {len(trained)} the recipe recommended was trained; in the others nothing fit, or only"
+        f"{len(cases)} cases: in {len(trained)} the recommended recipe was trained. In the others nothing fit, or only"
         f" recipes that lose more than a point or an unknown amount. **{above} of the"
-        f" {len(trained) + len(stopped)} runs took more than their budget.** A plan took"
-        f" {statistics.median(seconds):.0f} s (median), {max(seconds):.0f} s at most, on {environment['device']},"
-        f" {environment['threads']} threads, {environment['date'][:10]}."
+        f" {len(trained) + len(stopped)} runs exceeded their budget.** A plan took {statistics.median(seconds):.0f} s"
+        f" (median), {max(seconds):.0f} s at most, on {where}. {len(twice)} cases were measured twice: their step time"
+        f" was off by more than 15 % (by up to {100 * first:.0f} %), because the machine was slower for some minutes."
+        " The second measurement counts."
     )
-    if twice:
-        text += (
-            f" {len(twice)} cases were checked twice, since their step time was off by more than 15 % (by up to"
-            f" {first[-1]:.0%}): the machine was slower for minutes at a time. Their second measurement counts."
-        ).replace("%)", " %)")
     head = ["predicted", "off by, median", "90 % are off by at most", "largest"]
     return f"{table(head, rows)}\n\n{text} Record: `{records.path('plans')}`, with both."
 
 
-def _cosine(file: str, name: str) -> str:
-    return cosine(records.recipe(file, name)["cosine"]["blocks"]["mean"])
-
-
 @block
-def memory_gpu(page: Path) -> str:
-    """ViT-B/16 on a GPU, in fp32 and bf16."""
+def adapters() -> str:
+    """Show adapters on ResNet-50, with frozen and with batch statistics of BatchNorm."""
+    data = records.load("adapters")
     rows = []
-    for name in records.load("memory_gpu")["recipes"]:
-        cells = [labels.GPU[name]]
-        for file in ("memory_gpu", "memory_gpu_bf16"):
-            if name in records.load(file)["recipes"]:
-                cells += [
-                    duration(records.seconds(file, name)),
-                    times(records.time(file, name)),
-                    f"{records.peak(file, name):.0f}",
-                ]
-            else:
-                cells += ["", "", ""]
+    for name, recipe in data["recipes"].items():
+        reported = data["reported"].get(name)
+        cells = [LABELS["adapters"][name], f"{recipe['trainable_parameters']:,}"]
+        cells.append("–" if reported is None else f"{reported:.0f}")
+        cells += [f"{records.adapters_saved(name, statistics):.0f}" for statistics in ("batch", "frozen")]
+        cells.append(f"{recipe['frozen']['peak_bytes'] / records.MIB:.0f}")
         rows.append(cells)
-    columns = (" step", ": time / time of `full`", " peak MiB")
-    parts = [f"{precision}{what}" for precision in ("fp32", "bf16") for what in columns]
-    return table(["recipe", *parts], rows)
-
-
-@block
-def gradients(page: Path) -> str:
-    """Gradient error and cosine of every recipe measured on the trained network."""
-    rows = [
-        [
-            labels.current(name),
-            f"{records.saved('gradient', name):.2f}",
-            f"{recipe['error']['blocks']['mean']:.3f}",
-            cosine(recipe["cosine"]["blocks"]["mean"]),
-            f"{cosine(recipe['cosine']['blocks']['min'])} to {cosine(recipe['cosine']['blocks']['max'])}",
-        ]
-        for name, recipe in records.load("gradient")["recipes"].items()
-        if name != "full"
+    head = [
+        "recipe",
+        "parameters trained",
+        f"reported in {data['reported']['source']}, MiB",
+        "saved MiB, batch statistics",
     ]
-    return table(["recipe", "saved MiB / image", "relative error", "cosine", "lowest to highest batch"], rows)
+    return table([*head, "saved MiB, frozen statistics", "peak MiB, frozen statistics"], rows)
+
+
+# ---------------------------------------------------------------------------------------------- projectors and speed
+_PROJECTORS = ("WHT reflect", "WHT zero", "WHT ortho", "LHE", "DCT")
+_PROJECTOR_HEAD = ["WHT `reflect` (published)", "WHT `zero`", "WHT `ortho`", "LHE (`ortho`)", "DCT"]

@@ -1,34 +1,42 @@
-"""The pages and their markers: what stands between them, and what should."""
+"""The pages and their markers: the text between them, and the text that the records give."""
 
 from __future__ import annotations
 
 import difflib
+import inspect
+import posixpath
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from docsgen import blocks, cards, figure, values
+from docsgen import blocks, cards, curves, figure, graph, memory, promises, reference, studies, values
+from docsgen.registry import BLOCKS
 
 ROOT = Path(__file__).resolve().parents[2]
+
+#: Modules whose blocks are in BLOCKS once they are imported.
+_WITH_BLOCKS = (blocks, cards, curves, graph, memory, promises, reference, studies)
 
 #: A marker in backticks is shown, not filled in.
 BLOCK = re.compile(r"^<!-- generated: (?P<call>.+?) -->\n(?P<old>.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
 VALUE = re.compile(r"(?<!`)(?P<open><!-- = (?P<call>.+?) -->)(?P<old>[^<]*)<!-- / -->")
 NAVIGATION = re.compile(r"(?P<open> *# generated: methods\n).*?(?P<end> *# end\n)", re.DOTALL)
 MARKER = re.compile(r"<!-- (?:generated: |= |end -->|/ -->)")
+LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)")
 
 
 def pages() -> list[Path]:
-    """README.md and the pages of docs/."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    """Return README.md and the pages of docs/ that are not generated as a whole."""
+    own = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page != ROOT / "docs" / "index.md"]
+    return [ROOT / "README.md", *own]
 
 
 def filled(page: Path, text: str) -> str:
-    """`text` with everything between its markers generated.
+    """Return `text` with everything between its markers generated.
 
     Raises:
-        ValueError: a marker without its end, at the start of a line, or of a name that nothing has.
+        ValueError: a marker has no end, begins a line, or has an unknown name.
     """
     where = page.relative_to(ROOT).as_posix()
     if VALUE.search(text) and re.search(r"^ {0,3}<!-- = ", text, re.MULTILINE):
@@ -39,9 +47,10 @@ def filled(page: Path, text: str) -> str:
 
     def block(match: re.Match[str]) -> str:
         name, *arguments = shlex.split(match["call"])
-        if name not in blocks.BLOCKS:
-            raise ValueError(f"{where}: no block is called {name}; there are {', '.join(blocks.BLOCKS)}")
-        new = blocks.BLOCKS[name](*arguments, page=page)
+        if name not in BLOCKS:
+            raise ValueError(f"{where}: no block is called {name}; there are {', '.join(BLOCKS)}")
+        of_page = {"page": page} if "page" in inspect.signature(BLOCKS[name]).parameters else {}
+        new = BLOCKS[name](*arguments, **of_page)
         return f"<!-- generated: {match['call']} -->\n\n{new.strip()}\n\n<!-- end -->"
 
     def value(match: re.Match[str]) -> str:
@@ -53,35 +62,54 @@ def filled(page: Path, text: str) -> str:
     return VALUE.sub(value, BLOCK.sub(block, text))
 
 
-def navigation(text: str) -> str:
-    """mkdocs.yml with the cards of all methods between its two comments."""
-    return NAVIGATION.sub(lambda match: match["open"] + cards.navigation() + match["end"], text)
+def index(readme: str) -> str:
+    """Return docs/index.md: the README without its markers, with links that start from docs/."""
+
+    def moved(match: re.Match[str]) -> str:
+        target = posixpath.relpath(match[1], "docs")
+        outside = {"../CONTRIBUTING.md": "contributing.md", "../CHANGELOG.md": "changelog.md"}
+        return f"]({outside.get(target, target)}"
+
+    note = "<!-- Generated from README.md by scripts/docs.py. -->"
+    plain = re.sub(
+        r"^<!-- (?:generated: .+|end) -->\n\n?", "", VALUE.sub(lambda m: m["old"], readme), flags=re.MULTILINE
+    )
+    return f"{note}\n{LINK.sub(moved, plain)}"
 
 
 def _wanted() -> Iterator[tuple[Path, str]]:
-    """Each file and what it should hold."""
+    """Yield each file and the text that it should hold."""
     for page in pages():
-        yield page, filled(page, page.read_text(encoding="utf-8"))
+        text = filled(page, page.read_text(encoding="utf-8"))
+        yield page, text
+        if page == ROOT / "README.md":
+            yield ROOT / "docs" / "index.md", index(text)
     site = ROOT / "mkdocs.yml"
-    yield site, navigation(site.read_text(encoding="utf-8"))
+    text = site.read_text(encoding="utf-8")
+    yield site, NAVIGATION.sub(lambda match: match["open"] + cards.navigation() + match["end"], text)
+    yield from figure.wanted()
 
 
 def write() -> list[Path]:
-    """Generate everything; returns the files that changed."""
+    """Generate everything; return the files that changed."""
     changed = []
     for file, wanted in _wanted():
-        if file.read_text(encoding="utf-8") != wanted:
+        if not file.is_file() or file.read_text(encoding="utf-8") != wanted:
+            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(wanted, encoding="utf-8")
             changed.append(file)
-    return [*changed, *figure.write()]
+    return changed
 
 
 def stale() -> list[str]:
-    """The lines of a diff from what the files hold to what they should; empty if nothing is stale."""
+    """Return the lines of a diff from the text of the files to the generated text; empty if nothing is stale."""
     lines = []
     for file, wanted in _wanted():
-        name, old = file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")
+        name, old = file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8") if file.is_file() else ""
+        if file.suffix == ".svg":
+            lines += [] if old == wanted else [f"{name}: changed, or drawn from other data"]
+            continue
         lines += difflib.unified_diff(
             old.splitlines(), wanted.splitlines(), name, f"{name} (generated)", lineterm="", n=1
         )
-    return [*lines, *figure.stale()]
+    return lines

@@ -1,4 +1,4 @@
-"""Accuracies and speedups as the papers print them, from the package's tables (`efficient_ft.papers`)."""
+"""Accuracies and speedups that the papers report, from the package's tables (`efficient_ft.papers`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MODELS = {"deit_t": "DeiT-T", "deit_s": "DeiT-S", "vit_b": "ViT-B/16", "resnet5
 
 
 def rows(table: str, group: str = "") -> list[Row]:
-    """The rows of a table whose names begin with `group`."""
+    """Return the rows of a table whose names begin with `group`."""
     return [row for row in published_table(table).rows if row.name.startswith(group)]
 
 
@@ -24,12 +24,12 @@ def _paper(table: str) -> str:
 
 
 def _label(table: str, row: Row) -> str:
-    """The row as printed, without its number in the paper's references, and with the paper's method for "Ours"."""
+    """Return the paper's label of a row, without reference numbers, and with the name of the method for "Ours"."""
     return re.sub(r"\bOurs$", _paper(table), re.sub(r" (\[\d+\]|\(ours\))$", "", row.label))
 
 
 def accuracies(table: str, group: str = "") -> tuple[list[str], list[list[str]]]:
-    """The columns, and a label and the printed accuracies per row: by data set, or by network if labels repeat."""
+    """Return the columns, and the rows: a label and accuracies by data set, or by network if labels repeat."""
     of = rows(table, group)
     labels = [_label(table, row) for row in of]
     names = list(dict.fromkeys(labels))
@@ -49,14 +49,14 @@ def accuracies(table: str, group: str = "") -> tuple[list[str], list[list[str]]]
 
 
 def source(table: str, group: str = "") -> str:
-    """The paper, the table's number, what it is about and its conditions."""
+    """Return the paper, the number of the table, its subject and its conditions."""
     of = published_table(table)
     part = f", rows `{group}*`" if group else ""
     return f"{_paper(table)}, Table {table.partition('/')[2]}{part}: {of.title}; {of.conditions}."
 
 
 def layer_speedup(shape: str, order: str) -> str:
-    """How many times faster LBP-WHT's Table 5 has the backward pass of a layer on a CPU: "448,1792,7x7", "order 4"."""
+    """Return the CPU speedup of a layer in LBP-WHT's Table 5: ``layer_speedup("448,1792,7x7", "order 4")``."""
     wanted = (*shape.split(",")[:2], order)
     return next(
         row.costs["speedup_cpu"]

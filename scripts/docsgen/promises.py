@@ -6,14 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+from docsgen.registry import block
+
 ROOT = Path(__file__).resolve().parents[2]
 
 #: Files by form: what ``efficient-ft selftest [--long] --json FILE`` has written.
 _RECORDS = {form: ROOT / "benchmarks" / f"selftest_{form}_cpu.json" for form in ("short", "long")}
 
 
+@block
 def promises() -> str:
-    """Each promise with its trials and their last result in both forms."""
+    """Show each promise with its trials, and their last results in both forms."""
     from efficient_ft.selftest.promises import PROMISES
 
     records = {
@@ -31,7 +34,7 @@ def promises() -> str:
 
 
 def _result(form: str, held: dict[str, Any] | None) -> str:
-    """One line about the last run of a form."""
+    """Return one line about the last run of a form."""
     if held is None:
         return f"Last {form} form: not run yet."
     failed, here = len(held["failed"]), held["environment"]

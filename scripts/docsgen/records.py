@@ -1,4 +1,4 @@
-"""Reading benchmarks/*.json: one recipe's numbers, ratios to the baseline of the same file, and how it was measured."""
+"""Read benchmarks/*.json: the numbers of a recipe, ratios to the baseline of the same file, and conditions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from docsgen import markdown
+from docsgen.labels import LABELS
 from efficient_ft.record.environment import BUSY_LOAD
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,56 +18,23 @@ MIB = 2**20
 #: One-minute load average above which `efficient-ft bench` says that the machine is busy.
 BUSY = BUSY_LOAD
 
-#: Short names of the files.
-FILES = {
-    "memory": "memory_deit_small_cpu",
-    "memory_felt": "memory_felt_deit_small_cpu",
-    "allocators": "allocators_cpu",
-    "gigabyte": "vit_base_gigabyte_cpu",
-    "gigabyte_part": "vit_base_part_cpu",
-    "memory_gpu": "memory_vit_base_h200",
-    "memory_gpu_bf16": "memory_vit_base_bf16_h200",
-    "memory_gpu_unfused": "memory_vit_base_unfused_h200",
-    "tokens": "tokens_deit_small_cpu",
-    "stacked": "tokens_stacked_deit_small_cpu",
-    "masks": "tokens_masks_deit_small_cpu",
-    "methods": "methods_efficientformer_l1_cpu",
-    "step": "step_efficientformer_l1_cpu",
-    "step_features": "step_features_efficientformer_l1_cpu",
-    "step_gpu": "step_efficientformer_l1_h200",
-    "swin": "step_swinv2_small_cpu",
-    "layer": "layer_cpu",
-    "loop": "loop_cpu",
-    "gradient": "gradient_vit_micro_56_cpu",
-    "gradient_bits": "gradient_bits_vit_micro_56_cpu",
-    "gradient_bits_auto": "gradient_bits_auto_vit_micro_56_cpu",
-    "gradient_32": "gradient_vit_micro_32_cpu",
-    "gradient_random": "gradient_deit_small_random_cpu",
-    "projectors": "gradient_error",
-    "counted": "counted_methods",
-    "adapters": "adapters_resnet50",
-    "published": "published_rule",
-    "costs": "table_costs",
-    "plans": "plans_cpu",
-    "accuracy": "time_to_accuracy_cpu",
-    "default_job": "default_job_cpu",
-    "optimizer_states": "optimizer_states_cpu",
-}
+#: Files by their short names.
+FILES = LABELS["files"]
 
 
 def path(file: str) -> str:
-    """The file's path in the repository."""
+    """Return the path of a file in the repository."""
     return f"benchmarks/{FILES[file]}.json"
 
 
 @cache
 def load(file: str) -> Any:
-    """The contents of a file, by its short name."""
+    """Return the contents of a file."""
     return json.loads((ROOT / path(file)).read_text(encoding="utf-8"))
 
 
 def recipe(file: str, name: str) -> Any:
-    """One recipe of a file; of `counted`, NAME is MODEL/RECIPE."""
+    """Return one recipe of a file. In `counted`, the name is MODEL/RECIPE."""
     if file == "counted":
         model, _, name = name.partition("/")
         return load(file)["models"][model]["recipes"][name]
@@ -73,40 +42,40 @@ def recipe(file: str, name: str) -> Any:
 
 
 def saved(file: str, name: str) -> float:
-    """MiB that autograd keeps for the backward pass, per image."""
+    """Return the MiB that autograd stores for the backward pass, per image."""
     return recipe(file, name)["executed"]["saved_bytes"] / MIB
 
 
 def adapters_saved(name: str, statistics: str) -> float:
-    """MiB that autograd keeps of the whole batch on the ResNet-50; `statistics` of BatchNorm: frozen or batch."""
+    """Return the MiB stored for the batch on the ResNet-50, with frozen or batch statistics of BatchNorm."""
     data = load("adapters")
     return data["recipes"][name][statistics]["saved_bytes"] * data["batch"] / MIB
 
 
 def peak(file: str, name: str) -> float:
-    """Peak of the whole batch in MiB: the allocator's on a GPU, counted elsewhere."""
+    """Return the peak of the batch in MiB: from the allocator on a GPU, counted on a CPU."""
     of = recipe(file, name)
     return of.get("peak_bytes", of["executed"]["peak_bytes"]) / MIB
 
 
 def growth(file: str, name: str) -> float:
-    """MiB by which the process of a recipe's own grows over its steps."""
+    """Return the MiB by which the process of a recipe grows over its steps."""
     return recipe(file, name)["process"]["memory"]["growth_bytes"] / MIB
 
 
 def above_interpreter(file: str, name: str) -> float:
-    """MiB of a recipe's process at its peak, without the interpreter and its libraries."""
+    """Return the peak MiB of the process of a recipe, without the interpreter and its libraries."""
     process = recipe(file, name)["process"]
     return (process["memory"]["peak_bytes"] - process["interpreter_bytes"]) / MIB
 
 
 def seconds(file: str, name: str, part: str = "step") -> float:
-    """Median time of a part of the step."""
+    """Return the median time of a part of the step."""
     return recipe(file, name)["measured"][part]["median"]
 
 
 def rounds(file: str) -> int:
-    """Timed rounds of a file."""
+    """Return the number of timed rounds of a file."""
     data = load(file)
     if data["kind"] == "loop":
         return len(data["jobs"]["default"]["bare loop"]["seconds"])
@@ -117,7 +86,7 @@ def rounds(file: str) -> int:
 
 
 def time(file: str, name: str, part: str = "step", baseline: str | None = None) -> float:
-    """Times of a part, as a ratio to the baseline's of the same round: the median over the rounds. Below 1: faster."""
+    """Return the median over the rounds of time / time of the baseline in the same round. Values below 1 are faster."""
     of = load(file)["recipes"]
     base = of[baseline or load(file)["baseline"]]["measured"][part]["seconds"]
     own = of[name]["measured"][part]["seconds"]
@@ -125,12 +94,12 @@ def time(file: str, name: str, part: str = "step", baseline: str | None = None) 
 
 
 def faster(file: str, name: str, part: str = "step") -> float:
-    """The reciprocal ratio: how many times faster than the baseline of the same round, the median over the rounds."""
+    """Return the median over the rounds of time of the baseline / time."""
     return recipe(file, name)["measured"][part]["times_faster"]["median"]
 
 
 def conditions(file: str) -> str:
-    """How a file was measured, in sentences."""
+    """Return the conditions of a measurement as sentences."""
     data = load(file)
     environment = data["environment"]
     device, threads, torch = environment["device"], environment["threads"], environment["torch"].partition("+")[0]
@@ -153,3 +122,8 @@ def conditions(file: str) -> str:
             " `efficient-ft bench` calls a machine busy: times are less certain than their ratios."
         )
     return f"{text} Record: `{path(file)}`."
+
+
+def cosine(file: str, name: str) -> str:
+    """Return the cosine of the gradient of all blocks to the exact one, the mean over the batches."""
+    return markdown.cosine(recipe(file, name)["cosine"]["blocks"]["mean"])

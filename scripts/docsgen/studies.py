@@ -1,13 +1,18 @@
-"""Tables of the studies in results/: what was run, accuracy over the seeds, and what it cost."""
+"""Tables of the studies in results/: findings, accuracy over the seeds, and what each row costs."""
 
 from __future__ import annotations
 
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from docsgen.markdown import table
+from docsgen.registry import block
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -17,102 +22,86 @@ from efficient_ft.record.study import NEAR, Records, shown, test_accuracy  # noq
 from efficient_ft.report import studies  # noqa: E402
 
 
+@cache
 def records(name: str) -> Records:
-    """The records of a study."""
+    """Return the records of a study."""
     return Records(ROOT / "results" / name)
 
 
-def study_table(name: str) -> str:
-    """A row for each method that is tuned: the rate chosen, accuracy, and costs, with ratios to full fine-tuning.
+def _mean(runs: Sequence[dict[str, Any]]) -> float:
+    """Return the mean test accuracy of runs in percent."""
+    return statistics.fmean(map(test_accuracy, runs))
 
-    Without seconds, which say nothing where several runs share the machine.
+
+@cache
+def point(name: str, row: str) -> dict[str, Any]:
+    """Return the mean test accuracy of a row in percent, its seeds, TFLOPs of the run, and stored KiB per image."""
+    runs = records(name).finished(row)
+    if not runs:
+        raise ValueError(f"{row} of the study {name} is not tuned")
+    return {
+        "row": row,
+        "accuracy": round(_mean(runs), 4),
+        "seeds": len(runs),
+        "flops": round(runs[0]["totals"]["flops"] / 1e12, 3),
+        "saved": round(runs[0]["executed"]["saved_bytes"] / 1024, 2),
+    }
+
+
+def points(name: str) -> list[dict[str, Any]]:
+    """Return the points of all rows that are tuned."""
+    return [point(name, row) for row in records(name).study.rows if records(name).finished(row)]
+
+
+def front(of: Sequence[dict[str, Any]], cost: str) -> list[dict[str, Any]]:
+    """Return the Pareto front by rising cost: each other point with the same or a lower cost is less accurate."""
+    best: list[dict[str, Any]] = []
+    for one in sorted(of, key=lambda one: (one[cost], -one["accuracy"])):
+        if not best or one["accuracy"] > best[-1]["accuracy"]:
+            best.append(one)
+    return best
+
+
+# ------------------------------------------------------------------------------------------------ whole studies
+@block
+def study(name: str) -> str:
+    """Show each tuned row of a study: the learning rate, accuracy, and costs, with ratios to full fine-tuning.
+
+    Seconds are left out: several runs shared the machine.
     """
-    found = records(name)
-    head, *rows = studies.study_table(found, list(found.study.rows))
+    of = records(name)
+    head, *rows = studies.study_table(of, list(of.study.rows))
     assert head[-1] == "seconds"
     lines = [table(head[:-1], [[f"`{row[0]}`", *row[1:-1]] for row in rows])]
-    for note in studies.notes(found, list(found.study.rows)):
-        lines += ["", note.replace(studies.AT_END, "\\*")]
-    return "\n".join(lines)
+    lines += [note.replace(studies.AT_END, "\\*") for note in studies.notes(of, list(of.study.rows))]
+    return "\n\n".join(lines)
 
 
+@block
 def study_conditions(name: str) -> str:
-    """Conditions of a study: its own words, its settings, and the machines."""
-    found = records(name)
-    study, tune = found.study, found.study.tune
-    machines = sorted({f"{one['environment']['device']}, torch {one['environment']['torch']}" for one in found.runs
-                       if "environment" in one})  # fmt: skip
+    """State the conditions of a study: its description, its settings, and the machines."""
+    of = records(name)
+    environments = (one["environment"] for one in of.runs if "environment" in one)
+    machines = sorted({f"{one['device']}, torch {one['torch']}" for one in environments})
+    tune = of.study.tune
     if len(tune.values) > 1:
-        rates = ", ".join(shown(value) for value in tune.values)
-        first = " and ".join(shown(value) for value in tune.values[max(len(tune.values) // 2 - 1, 0) :][:2])
+        values = ", ".join(map(shown, tune.values))
+        first = " and ".join(map(shown, tune.values[max(len(tune.values) // 2 - 1, 0) :][:2]))
         chosen = (
-            f"The `{tune.setting}` of every row is searched for in {rates} with seed {tune.seed}: {first} first, then"
-            f" the neighbors of the best value on the validation {study.sample}s and of every value within"
-            f" {100 * NEAR:g} point of it, until no neighbor is left. The best value is then run with"
+            f"`{tune.setting}` of every row is searched over {values} with seed {tune.seed}. The search begins with"
+            f" {first}. It continues with the neighbors of the best value on the validation {of.study.sample}s, and of"
+            f" every value within {100 * NEAR:g} point of it. The best value is then run with"
         )
     else:
-        chosen = f"All rows are run with `{tune.setting}={shown(tune.values[0])}` and"
-    return (
-        f"{' '.join(study.about.split())}\n\n{chosen} {'seeds' if len(study.seeds) > 1 else 'seed'}"
-        f" {', '.join(map(str, study.seeds))}. Settings of all runs: `{' '.join(study.settings)}`. Run on"
-        f" {'; '.join(machines)}."
-    )
+        chosen = f"All rows use `{tune.setting}={shown(tune.values[0])}` and"
+    seeds = f"seed{'s' * (len(of.study.seeds) > 1)} {', '.join(map(str, of.study.seeds))}"
+    settings = f"Settings of all runs: `{' '.join(of.study.settings)}`. Machines: {'; '.join(machines)}."
+    return f"{' '.join(of.study.about.split())}\n\n{chosen} {seeds}. {settings}"
 
 
-def points_lost() -> dict[str, dict[str, float]]:
-    """By row, and by study: points of mean test accuracy below the row ``full`` over the same seeds."""
-    lost: dict[str, dict[str, float]] = {}
-    for folder in sorted((ROOT / "results").iterdir()):
-        found = records(folder.name)
-        base = {run["seed"]: test_accuracy(run) for run in found.finished("full")}
-        for row in found.study.rows:
-            runs = {run["seed"]: test_accuracy(run) for run in found.finished(row)}
-            seeds = base.keys() & runs.keys()
-            if seeds:
-                difference = sum(base[seed] - runs[seed] for seed in seeds) / len(seeds)
-                lost.setdefault(row, {})[found.study.title] = round(difference, 1)
-    return dict(sorted(lost.items()))
-
-
-#: Rows of deit_tiny_flowers102 that ALaST's Table 7 has, and the learning rate that the paper gives them.
-_ALAST_7 = {"head": ("ft_head", 1e-4), "full": ("ft_full", 1e-4), "top3": ("ft_top_3", 1e-4), "tome4": ("tome", 1e-4),
-            "bsr": ("bsr", 1e-4), "full+lora": ("lora", 1e-3), "alast9": ("alast", 1e-4)}  # fmt: skip
-
-
-def alast_7_compared(name: str) -> str:
-    """ALaST's Table 7 for DeiT-T next to a study of its rows: percent, and points above or below full fine-tuning."""
-    found = records(name)
-    printed = {row.name: row.cells["acc_flowers"].accuracy for row in published_table("alast/7").rows}
-    own = {row: _mean(runs) for row in _ALAST_7 if (runs := found.finished(row))}
-    lines = []
-    for row, (theirs, rate) in _ALAST_7.items():
-        at_rate = found.of_the_search(found.run(row, rate, found.study.tune.seed))
-        published, full = printed[f"deit_t.{theirs}"], printed["deit_t.ft_full"]
-        lines.append(
-            [
-                f"`{row}`",
-                f"{100 * published:.0f}",
-                "" if row == "full" else _points(100 * (published - full), 0),
-                "" if at_rate is None else f"{test_accuracy(at_rate):.1f}",
-                studies.spread([test_accuracy(one) for one in found.finished(row)]) if row in own else "",
-                _points(own[row] - own["full"], 1) if row in own and row != "full" else "",
-            ]
-        )
-    head = ["row", "printed", "above full", "here, at the paper's rate", "here, at its own rate", "above full"]
-    return table(head, lines)
-
-
-def _points(difference: float, digits: int) -> str:
-    return f"{round(difference, digits) + 0.0:+.{digits}f}".replace("-", "−")
-
-
-def _mean(runs: Sequence[dict[str, Any]]) -> float:
-    """The mean test accuracy of runs in percent."""
-    return sum(map(test_accuracy, runs)) / len(runs)
-
-
+@block
 def study_rows(*names: str) -> str:
-    """The settings of every row of the studies; a name stands for the same settings in all of them."""
+    """Show the settings of every row of the studies; a name stands for the same settings in all of them."""
     settings: dict[str, list[str]] = {}
     for name in names:
         for row, own in records(name).study.rows.items():
@@ -120,27 +109,121 @@ def study_rows(*names: str) -> str:
     return table(["row", "settings"], [[f"`{row}`", f"`{' '.join(own)}`"] for row, own in settings.items()], left=2)
 
 
-def study_points(name: str) -> list[dict[str, Any]]:
-    """For each row that is tuned: mean test accuracy in percent, executed TFLOPs of the run, KiB kept for an image."""
-    found = records(name)
-    points = []
-    for row in found.study.rows:
-        if runs := found.finished(row):
-            points.append(
-                {
-                    "row": row,
-                    "accuracy": round(_mean(runs), 4),
-                    "flops": round(runs[0]["totals"]["flops"] / 1e12, 3),
-                    "saved": round(runs[0]["executed"]["saved_bytes"] / 1024, 2),
-                }
-            )
-    return points
+# ------------------------------------------------------------------------------------------------ single questions
+@block
+def findings() -> str:
+    """Show the findings of ``findings.yaml``, each with the accuracies that it rests on."""
+    rows = []
+    for one in yaml.safe_load(Path(__file__).with_name("findings.yaml").read_text(encoding="utf-8")):
+        of = [point(one["study"], row) for row in one["rows"]]
+        numbers = ", ".join(f"`{p['row']}` {p['accuracy']:.1f} %" for p in of)
+        seeds = sorted({p["seeds"] for p in of})
+        seeds_shown = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
+        rows.append([f"[{one['finding']}](#{one['section']})", numbers, seeds_shown, one["holds"]])
+    return table(["finding", "test accuracy", "seeds", "holds?"], rows, left=4)
 
 
-def front(points: Sequence[dict[str, Any]], cost: str) -> list[dict[str, Any]]:
-    """The points that no other one beats in accuracy at the same or a lower cost, by rising cost."""
-    best: list[dict[str, Any]] = []
-    for point in sorted(points, key=lambda one: (one[cost], -one["accuracy"])):
-        if not best or point["accuracy"] > best[-1]["accuracy"]:
-            best.append(point)
-    return best
+@block
+def compared(name: str, *rows: str) -> str:
+    """Show some rows of a study: accuracy, seeds, and costs relative to full fine-tuning."""
+    full = point(name, "full")
+    lines = []
+    for row in rows:
+        one, runs = point(name, row), records(name).finished(row)
+        accuracy = studies.spread([test_accuracy(run) for run in runs])
+        ratios = [f"{full[cost] / one[cost]:.1f}" for cost in ("flops", "saved")]
+        lines.append([f"`{row}`", accuracy, str(one["seeds"]), *ratios])
+    return table(["row", "test accuracy, %", "seeds", "times fewer FLOPs", "times fewer bytes"], lines)
+
+
+def _runs_table(name: str, rows: Iterable[str], columns: dict[str, Callable[[str], dict[str, Any] | None]]) -> str:
+    """Return the accuracies of single runs: a row for each row of a study, a column for each kind of run."""
+    found = {row: [find(row) for find in columns.values()] for row in rows}
+    cells = [
+        [f"`{row}`", *("–" if one is None else f"{test_accuracy(one):.1f}" for one in of)] for row, of in found.items()
+    ]
+    return table(["row", *columns], cells)
+
+
+@block
+def by_seed(name: str, *rows: str) -> str:
+    """Show the test accuracy of each seed."""
+    of = records(name)
+    columns = {
+        f"seed {seed}, %": lambda row, seed=seed: next((r for r in of.finished(row) if r["seed"] == seed), None)
+        for seed in of.study.seeds
+    }
+    return _runs_table(name, rows, columns)
+
+
+@block
+def at_rate(name: str, value: str, *rows: str) -> str:
+    """Show the test accuracy of one run of the search, at one learning rate."""
+    of = records(name)
+    run = lambda row: of.of_the_search(of.run(row, float(value), of.study.tune.seed))  # noqa: E731
+    return _runs_table(name, rows, {f"test accuracy at `{of.study.tune.setting}={value}`, %": run})
+
+
+@block
+def by_precision(name: str, *rows: str) -> str:
+    """Show the test accuracy of the same run in fp32 and in bf16."""
+    of = records(name)
+
+    def bf16(row: str) -> dict[str, Any] | None:
+        value, seed, setting = of.best_value(row), of.study.tune.seed, "trainer.precision=bf16"
+        same = (one for one in of.runs if (one["row"], one["value"], one["seed"]) == (row, value, seed))
+        return next((one for one in same if setting in one["settings"] and "accuracy" in one), None)
+
+    return _runs_table(name, rows, {"fp32, %": lambda row: of.finished(row)[0], "bf16, %": bf16})
+
+
+#: Rows of deit_tiny_flowers102 that ALaST's Table 7 has, and the learning rate that the paper gives them.
+_ALAST_7 = {"head": ("ft_head", 1e-4), "full": ("ft_full", 1e-4), "top3": ("ft_top_3", 1e-4), "tome4": ("tome", 1e-4),
+            "bsr": ("bsr", 1e-4), "full+lora": ("lora", 1e-3), "alast9": ("alast", 1e-4)}  # fmt: skip
+
+
+@block
+def alast_7_compared(name: str) -> str:
+    """Show ALaST's Table 7 for DeiT-T next to a study of its rows: percent, and points relative to full fine-tuning."""
+    of = records(name)
+    reported = {row.name: row.cells["acc_flowers"].accuracy for row in published_table("alast/7").rows}
+    full = reported["deit_t.ft_full"]
+    lines = []
+    for row, (theirs, rate) in _ALAST_7.items():
+        at_rate = of.of_the_search(of.run(row, rate, of.study.tune.seed))
+        published, runs = reported[f"deit_t.{theirs}"], of.finished(row)
+        gaps = [f"{100 * (published - full):+.0f}", f"{_mean(runs) - _mean(of.finished('full')):+.1f}"]
+        above = [gap.replace("-", "−") if row != "full" else "" for gap in gaps]
+        measured = "" if at_rate is None else f"{test_accuracy(at_rate):.1f}"
+        spread = studies.spread([test_accuracy(one) for one in runs])
+        lines.append([f"`{row}`", f"{100 * published:.0f}", above[0], measured, spread, above[1]])
+    head = [
+        "row",
+        "reported",
+        "above full",
+        "here, at the paper's learning rate",
+        "here, at its best learning rate",
+        "above full",
+    ]
+    return table(head, lines)
+
+
+# ------------------------------------------------------------------------------------------------ recommendations
+@cache
+def goals() -> list[dict[str, str]]:
+    """Return the recipes that the README recommends: ``goals.yaml``."""
+    return yaml.safe_load(Path(__file__).with_name("goals.yaml").read_text(encoding="utf-8"))
+
+
+@block
+def recommended() -> str:
+    """Show the recipes of ``goals.yaml`` with their accuracy, and their costs relative to full fine-tuning."""
+    rows = []
+    for one in goals():
+        study, row = one["study"], one["row"]
+        of, full = point(study, row), point(study, "full")
+        settings = " ".join(f"'{s}'" if "[" in s else s for s in records(study).study.rows[row])
+        costs = [f"{full[cost] / of[cost]:.1f}× fewer".replace("1.0× fewer", "same") for cost in ("flops", "saved")]
+        accuracy = f"{of['accuracy']:.1f} %" + (f" (full: {full['accuracy']:.1f} %)" if row != "full" else "")
+        rows.append([one["goal"], f"`{settings}`", accuracy, *costs])
+    return table(["if you want", "use", "accuracy", "FLOPs", "stored bytes"], rows, left=3)

@@ -189,6 +189,7 @@ def test_the_out_of_tree_example_passes_its_tests(tmp_path: Path) -> None:
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: every-nth-method\nVersion: 0.1.0\n")
     (information / "entry_points.txt").write_text(
         "[efficient_ft.methods]\nevery_nth = every_nth_method.method:EveryNth\n"
+        "sampled_rows = every_nth_method.sampled_rows:SampledRows\n"
     )
     path = os.pathsep.join(map(str, (tmp_path, example / "src", REPOSITORY)))
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Record what has no measurement of its own: executed counts of every method, and the papers' costs by their rules.
+"""Count costs that no benchmark measures: executed counts of every method, and the papers' costs by their rules.
 
 Both are deterministic and need neither data, nor weights, nor an idle machine. Together they take some minutes, so that
 their results are files under benchmarks/ and are not computed at every check.
@@ -12,106 +12,31 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+import yaml
 
-#: Model, batch, and the recipes counted on it: a name for the record, and the arguments of the command line.
-COUNTED: dict[str, tuple[int, dict[str, tuple[str, ...]]]] = {
-    "deit_small": (
-        16,
-        {
-            "full": ("method=full",),
-            "head": ("method=head",),
-            "last_stage": ("method=last_stage",),
-            "blocks": ("method=blocks", "method.blocks.blocks=[3,7,11]"),
-            "bitfit": ("method=bitfit",),
-            "norm_last": ("method=norm_last",),
-            "lbp_wht": ("method=[full,lbp_wht]",),
-            "lbp_wht_last_stage": ("method=lbp_wht",),
-            "lbp_dct": ("method=[full,lbp_dct]",),
-            "lbp_dct_last_stage": ("method=lbp_dct",),
-            "back_razor": ("method=back_razor",),
-            "back_razor_exact_gradient": (
-                "method=back_razor",
-                "method.back_razor.sparsity=0",
-                "method.back_razor.value_dtype=same",
-            ),
-            "mesa": ("method=mesa",),
-            "compact": ("method=compact",),
-            "compact_recomputed": ("method=compact", "method.compact.attention=recomputed"),
-            "compact_half": ("method=compact", "method.compact.activation_dtype=bf16"),
-            "low_bit_8": ("method=low_bit", "method.low_bit.bits=8"),
-            "low_bit": ("method=low_bit",),
-            "low_bit_3": ("method=low_bit", "method.low_bit.bits=3"),
-            "low_bit_2": ("method=low_bit", "method.low_bit.bits=2"),
-            "swat": ("method=swat",),
-            "checkpointing": ("method=checkpointing",),
-            "evit": ("method=evit",),
-            "tome": ("method=tome",),
-            "bsr": ("method=bsr",),
-            "alast": ("method=alast", "method.alast.budget_lr=0"),
-            "uniform_layers": ("method=uniform_layers",),
-            "lisa": ("method=lisa",),
-            "top_layers": ("method=top_layers",),
-            "lora": ("method=[full,lora]",),
-            "lora_last_stage": ("method=lora",),
-            "lora_all": ("method=[full,lora_all]",),
-            "lora_fa": ("method=[full,lora_fa]",),
-            "lora_fa_last_stage": ("method=lora_fa",),
-            "lora_fa+mesa": ("method=[full,lora_fa,mesa]",),
-            "patch_dropout": ("method=patch_dropout",),
-            "patch_dropout+bsr": ("method=[patch_dropout,bsr]",),
-            "patch_dropout+lora_fa+mesa": ("method=[full,patch_dropout,lora_fa,mesa]",),
-            "repnet": ("method=repnet",),
-            "moe": ("method=moe",),
-            "bsr_moe": ("method=bsr_moe",),
-            "bsr_moe_published": ("method=bsr_moe_published",),
-        },
-    ),
-    "proxyless_mobile": (
-        8,
-        {
-            "full": ("method=full",),
-            "tinytl": ("method=tinytl",),
-            "tinytl_batch_norm": ("method=tinytl_batch_norm",),
-            "tinytl_batch_norm+back_razor": (
-                "method=[tinytl_batch_norm,back_razor]",
-                "method.back_razor.sparsity=0",
-                "method.back_razor.value_dtype=same",
-            ),
-            "back_razor": ("method=back_razor", "method.back_razor.sparsity=0.9"),
-        },
-    ),
-    "resnet50": (
-        16,
-        {"full": ("method=full",), "bsr_cnn": ("method=bsr_cnn",), "repnet": ("method=repnet",)},
-    ),
-    "efficientformer_l1": (
-        32,
-        {
-            "full": ("method=full",),
-            "lbp_wht": ("method=lbp_wht",),
-            "lbp_wht+back_razor": ("method=[lbp_wht,back_razor]",),
-        },
-    ),
-}
+ROOT = Path(__file__).resolve().parent.parent
 
+#: By model, the batch and the recipes counted on it: ``counted.yaml``.
+COUNTED: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_name("counted.yaml").read_text(encoding="utf-8")
+)
 
 #: Of `record_adapters`: rank of the adapters in peft#2196 (317,772 parameters in all 53 convolutions of a ResNet-50).
 PEFT_RANK = 4
 
 
-def counted() -> dict[str, tuple[int, dict[str, tuple[str, ...]]]]:
-    """`COUNTED`, with ``method=NAME`` on DeiT-S for every method that it does not name."""
+def counted() -> dict[str, dict[str, Any]]:
+    """Return `COUNTED`, with ``method=NAME`` on DeiT-S for every method that it does not name."""
     from efficient_ft.methods import METHODS
 
-    named = " ".join(argument for _, recipes in COUNTED.values() for given in recipes.values() for argument in given)
-    batch, recipes = COUNTED["deit_small"]
-    others = {name: (f"method={name}",) for name in METHODS if not re.search(rf"\b{name}\b", named)}
-    return {**COUNTED, "deit_small": (batch, {**recipes, **others})}
+    named = " ".join(argument for of in COUNTED.values() for given in of["recipes"].values() for argument in given)
+    others = {name: [f"method={name}"] for name in METHODS if not re.search(rf"\b{name}\b", named)}
+    of = COUNTED["deit_small"]
+    return {**COUNTED, "deit_small": {**of, "recipes": {**of["recipes"], **others}}}
 
 
 def record_counts() -> Path:
-    """Count every recipe of `counted` with `efficient_ft.cost.executed`; returns the file written."""
+    """Count every recipe of `counted` with `efficient_ft.cost.executed`; return the file written."""
     from efficient_ft.cli.hydra.compose import configurations
     from efficient_ft.cli.hydra.groups import CONF, register
     from efficient_ft.cost import executed
@@ -121,9 +46,10 @@ def record_counts() -> Path:
 
     register()
     models: dict[str, Any] = {}
-    for model, (batch, recipes) in counted().items():
+    for model, of in counted().items():
+        batch = of["batch"]
         found: dict[str, Any] = {}
-        for name, arguments in recipes.items():
+        for name, arguments in of["recipes"].items():
             given = [f"model={model}", "model.pretrained=false", f"data.batch_size={batch}", "recipe=none", *arguments]
             (config,) = configurations(CONF, "train", given, sweep=False)
             network = factory.create_model(config.model, 100)
@@ -132,7 +58,7 @@ def record_counts() -> Path:
             apply_methods(network, methods)
             count = executed(network, batch, (height, width), methods=methods)
             found[name] = {
-                "arguments": list(arguments),
+                "arguments": arguments,
                 "trainable_parameters": sum(p.numel() for p in network.parameters() if p.requires_grad),
                 "executed": count.as_dict(),
             }
@@ -143,10 +69,10 @@ def record_counts() -> Path:
 
 
 def record_adapters() -> Path:
-    """Repeat the measurement of peft#2196 (ResNet-50, batch 16) and count LoRA-FA; returns the file written.
+    """Repeat the measurement of peft#2196 (ResNet-50, batch 16) and count LoRA-FA; return the file written.
 
-    Its network has one output, and adapters in every convolution. That its adapters had dropout, and that BatchNorm
-    took the statistics of the batch, is not printed there but follows from its numbers.
+    The network has one output, and adapters in every convolution. The issue does not report dropout in the adapters and
+    BatchNorm with batch statistics. Both are inferred from its numbers.
     """
     import timm
     from peft import LoraConfig, inject_adapter_in_model
@@ -197,7 +123,7 @@ def record_adapters() -> Path:
 
 
 def record_published() -> Path:
-    """Count the published tables by the papers' own rule; returns the file written."""
+    """Count the published tables by the papers' own rule; return the file written."""
     from efficient_ft.papers.published import published_table, table_names
     from efficient_ft.papers.rules import batch_and_unit, count_cost, count_settings
 
@@ -233,7 +159,7 @@ def record_published() -> Path:
 
 
 def record_costs() -> Path:
-    """Count every printed cost of every table, by its rule and as executed; returns the file written."""
+    """Count every reported cost of every table, by its rule and as executed; return the file written."""
     from efficient_ft.cli.commands.table_costs import cost_cells
     from efficient_ft.papers.published import published_table, table_names
 
@@ -243,7 +169,7 @@ def record_costs() -> Path:
             for cell in cost_cells(table, row):
                 by = "rule" if cell.rule is not None else None if cell.deviation is None else "executed"
                 counted = {**asdict(cell), "by": by, "agrees": cell.agrees}
-                del counted["reason"]  # it stands in the table's own file
+                del counted["reason"]  # the table's file has it
                 cells.append({"table": table.name, "row": row.name, **counted})
         print(table.name, flush=True)
     record = {"command": "python scripts/docs.py --record costs", "kind": "printed costs", "cells": cells}
@@ -256,10 +182,25 @@ def _write(name: str, record: Any) -> Path:
     return file
 
 
-def record_lost() -> str:
-    """Write what rows of the finished studies lost against full fine-tuning, for plans; returns the file's name."""
-    from docsgen.studies import points_lost
+def _points_lost() -> dict[str, dict[str, float]]:
+    """Return by row and by study: points of mean test accuracy below the row ``full`` over the same seeds."""
+    from efficient_ft.record.study import Records, test_accuracy
 
+    lost: dict[str, dict[str, float]] = {}
+    for folder in sorted((ROOT / "results").iterdir()):
+        of = Records(folder)
+        base = {run["seed"]: test_accuracy(run) for run in of.finished("full")}
+        for row in of.study.rows:
+            runs = {run["seed"]: test_accuracy(run) for run in of.finished(row)}
+            seeds = base.keys() & runs.keys()
+            if seeds:
+                difference = sum(base[seed] - runs[seed] for seed in seeds) / len(seeds)
+                lost.setdefault(row, {})[of.study.title] = round(difference, 1)
+    return dict(sorted(lost.items()))
+
+
+def record_lost() -> str:
+    """Write the losses of rows of finished studies relative to full fine-tuning, for plans; return the file's name."""
     file = ROOT / "efficient_ft" / "planning" / "studies.json"
-    file.write_text(json.dumps(points_lost(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(_points_lost(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return str(file.relative_to(ROOT))

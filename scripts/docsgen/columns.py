@@ -1,0 +1,149 @@
+"""Tables of recipes: a row for each recipe of a record, and columns by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from docsgen import records
+from docsgen.labels import LABELS, command, current
+from docsgen.markdown import cosine, duration, table, times
+from docsgen.records import MIB, recipe, saved, seconds
+from docsgen.registry import BLOCKS, block
+
+
+def _executed(file: str, name: str, *what: str) -> float:
+    return sum(recipe(file, name)["executed"][f"{one}_flops"] for one in what)
+
+
+def _counted(file: str, name: str) -> float:
+    return recipe(file, name)["process"]["counted_bytes"] / MIB
+
+
+def _felt_cosine(file: str, name: str) -> str:
+    gradient = LABELS["gradients_felt"].get(name)
+    return records.cosine("gradient_bits", gradient) if gradient else "1"
+
+
+def _trained_cosine(file: str, name: str) -> str:
+    return records.cosine("gradient", LABELS["gradients"][name]) if name in LABELS["gradients"] else "–"
+
+
+#: By name: the heading, and a function of the record and the recipe. ``{batch}`` is the record's batch size.
+COLUMNS: dict[str, tuple[str, Callable[[str, str], str]]] = {
+    "parameters": ("parameters trained", lambda f, n: f"{recipe(f, n)['trainable_parameters'] / 1e6:.2f} M"),
+    "forward": ("forward GFLOP / image", lambda f, n: f"{_executed(f, n, 'forward') / 1e9:.2f}"),
+    "backward": ("backward GFLOP / image", lambda f, n: f"{_executed(f, n, 'backward') / 1e9:.2f}"),
+    "both": ("forward + backward GFLOP / image", lambda f, n: f"{_executed(f, n, 'forward', 'backward') / 1e9:.1f}"),
+    "backward-mflop": ("backward MFLOPs / image", lambda f, n: f"{_executed(f, n, 'backward') / 1e6:.0f}"),
+    "saved": ("saved MiB / image", lambda f, n: f"{saved(f, n):.2f}"),
+    "saved-1": ("saved MiB / image", lambda f, n: f"{saved(f, n):.1f}"),
+    "saved-batch": ("saved MiB, batch of {batch}", lambda f, n: f"{saved(f, n) * records.load(f)['batch']:.1f}"),
+    "peak": ("peak MiB of the batch", lambda f, n: f"{records.peak(f, n):.0f}"),
+    "counted": ("counted MiB of a step", lambda f, n: f"{_counted(f, n):.0f}"),
+    "growth": ("growth of the process, MiB", lambda f, n: f"{records.growth(f, n):.0f}"),
+    "growth-ratio": ("growth / counted", lambda f, n: f"{records.growth(f, n) / _counted(f, n):.2f}"),
+    "optimizer": ("optimizer state, MiB", lambda f, n: f"{recipe(f, n)['process']['optimizer_bytes'] / MIB:.0f}"),
+    "above": ("process above the interpreter, MiB", lambda f, n: f"{records.above_interpreter(f, n):.0f}"),
+    "step": ("step", lambda f, n: duration(seconds(f, n))),
+    "time": ("time / time of `full`", lambda f, n: times(records.time(f, n))),
+    "step-exact": ("step / exact", lambda f, n: times(records.time(f, n))),
+    "backward-step": ("backward", lambda f, n: duration(seconds(f, n, "backward"))),
+    "backward-exact": ("backward / exact", lambda f, n: times(records.time(f, n, "backward"))),
+    "cosine": ("cosine, this network", lambda f, n: records.cosine("gradient_random", n)),
+    "cosine-trained": ("cosine, trained network", _trained_cosine),
+    "cosine-felt": ("cosine, trained network", _felt_cosine),
+    "error": ("relative error", lambda f, n: f"{recipe(f, n)['error']['blocks']['mean']:.3f}"),
+    "cosine-mean": ("cosine", records.cosine),
+    "cosine-range": (
+        "lowest to highest batch",
+        lambda f, n: " to ".join(cosine(recipe(f, n)["cosine"]["blocks"][end]) for end in ("min", "max")),
+    ),
+}  # fmt: skip
+
+
+def cells(file: str, name: str, columns: str) -> list[str]:
+    """Return the cells of one recipe."""
+    return [COLUMNS[column][1](file, name) for column in columns.split()]
+
+
+def headings(columns: str, batch: int = 0) -> list[str]:
+    """Return the headings of columns."""
+    return [COLUMNS[column][0].format(batch=batch) for column in columns.split()]
+
+
+#: Tables by the name of their marker: the labels, the columns, and the records; without records, the marker names one.
+TABLES: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "tokens": ("tokens", "both saved peak step time", ("tokens", "stacked")),
+    "methods-cost": ("methods", "parameters backward-mflop saved peak step time", ("methods",)),
+    "memory": ("memory", "saved peak step time cosine cosine-trained", ("memory",)),
+    "memory-felt": ("memory_felt", "saved counted growth growth-ratio time cosine-felt", ("memory_felt",)),
+    "gigabyte": ("gigabyte", "parameters saved-1 optimizer above time", ()),
+    "low-rank-step": (
+        "low_rank",
+        "backward-mflop backward-step backward-exact step step-exact saved-batch",
+        (),
+    ),
+}
+
+
+def recipes(table_name: str, *files: str) -> str:
+    """Return a table of `TABLES`; rows of the baseline ``full`` come from the first record only."""
+    labels, columns, own = TABLES[table_name]
+    files, shown = own or files, LABELS[labels]
+    of = [(file, name) for file in files for name in records.load(file)["recipes"] if name in shown]
+    rows = [[shown[name], *cells(file, name, columns)] for file, name in of if file == files[0] or name != "full"]
+    return table(["recipe", *headings(columns, records.load(files[0])["batch"])], rows)
+
+
+BLOCKS |= {name: partial(recipes, name) for name in TABLES}
+
+
+@block
+def chosen(file: str, columns: str, *names: str) -> str:
+    """Show some recipes of a record: ``chosen memory_felt "saved cosine-felt time" low_bit back_razor``."""
+    rows = [[LABELS[file][name], *cells(file, name, columns)] for name in names]
+    return table(["recipe", *headings(columns)], rows)
+
+
+@block
+def gradients() -> str:
+    """Show the gradient error and cosine of every recipe measured on the trained network."""
+    columns = "saved error cosine-mean cosine-range"
+    names = [name for name in records.load("gradient")["recipes"] if name != "full"]
+    return table(["recipe", *headings(columns)], [[current(n), *cells("gradient", n, columns)] for n in names])
+
+
+@block
+def counted(model: str) -> str:
+    """Show the executed counts of every recipe on one model."""
+    return table(["recipe", *headings(COUNTED)], counted_rows(model))
+
+
+#: Columns of counted costs, and those of measurements.
+COUNTED, MEASURED = "parameters forward backward saved peak", "step time saved peak"
+
+
+def counted_rows(model: str, names: Sequence[str] | None = None) -> list[list[str]]:
+    """Return a row of counted costs for each recipe of a model, or for those named."""
+    of = records.load("counted")["models"][model]["recipes"]
+    chosen = of if names is None else names
+    return [[command(of[n]["arguments"]), *cells("counted", f"{model}/{n}", COUNTED)] for n in chosen]
+
+
+@block
+def memory_gpu() -> str:
+    """Show ViT-B/16 on a GPU, in fp32 and bf16."""
+    columns = "step time peak"
+    rows = [
+        [LABELS["memory_gpu"][name]]
+        + [
+            cell
+            for file in ("memory_gpu", "memory_gpu_bf16")
+            for cell in (cells(file, name, columns) if name in records.load(file)["recipes"] else [""] * 3)
+        ]
+        for name in records.load("memory_gpu")["recipes"]
+    ]
+    return table(
+        ["recipe", *(f"{precision}: {one}" for precision in ("fp32", "bf16") for one in headings(columns))], rows
+    )
