@@ -34,7 +34,7 @@ SELECT = (
 )
 
 #: Measurements with plain full fine-tuning as baseline, and the labels of their recipes.
-MEASUREMENTS = {"memory": "memory", "memory_felt": "memory_felt", "tokens": "tokens", "stacked": "tokens",
+MEASUREMENTS = {"memory": "memory", "memory_process": "memory_process", "tokens": "tokens", "stacked": "tokens",
                 "methods": "methods", "memory_gpu": "memory_gpu", "memory_gpu_bf16": "memory_gpu"}  # fmt: skip
 
 
@@ -237,7 +237,7 @@ def _measured(name: str) -> list[list[str]]:
     own = f"{classes()[name].__name__}("
     for file, labels in MEASUREMENTS.items():
         data, shown = records.load(file), LABELS[labels]
-        if file == "memory_felt":
+        if file == "memory_process":
             shown = {one: label for one, label in shown.items() if one.startswith(("compact", "low_bit"))}
         environment = data["environment"]
         machine = environment["device"]

@@ -20,8 +20,8 @@ def _counted(file: str, name: str) -> float:
     return recipe(file, name)["process"]["counted_bytes"] / MIB
 
 
-def _felt_cosine(file: str, name: str) -> str:
-    gradient = LABELS["gradients_felt"].get(name)
+def _trained_cosine(file: str, name: str) -> str:
+    gradient = LABELS["gradients_trained"].get(name)
     return records.cosine("gradient_bits", gradient) if gradient else "1"
 
 
@@ -52,7 +52,7 @@ COLUMNS: dict[str, tuple[str, Callable[[str, str], str]]] = {
     "backward-exact": ("backward / exact", lambda f, n: times(records.time(f, n, "backward"))),
     "cosine": ("cosine, this network", lambda f, n: records.cosine("gradient_random", n)),
     "cosine-trained": ("cosine, trained network", _trained_cosine),
-    "cosine-felt": ("cosine, trained network", _felt_cosine),
+    "cosine-trained": ("cosine, trained network", _trained_cosine),
     "error": ("relative error", lambda f, n: f"{recipe(f, n)['error']['blocks']['mean']:.3f}"),
     "cosine-mean": ("cosine", records.cosine),
     "cosine-range": (
@@ -77,7 +77,7 @@ TABLES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "tokens": ("tokens", "both saved peak step time", ("tokens", "stacked")),
     "methods-cost": ("methods", "parameters backward-mflop saved peak step time", ("methods",)),
     "memory": ("memory", "saved peak step time cosine cosine-trained", ("memory",)),
-    "memory-felt": ("memory_felt", "saved counted growth growth-ratio time cosine-felt", ("memory_felt",)),
+    "memory-process": ("memory_process", "saved counted growth growth-ratio time cosine-trained", ("memory_process",)),
     "gigabyte": ("gigabyte", "parameters saved-1 optimizer above time", ()),
     "low-rank-step": (
         "low_rank",
@@ -101,7 +101,7 @@ BLOCKS |= {name: partial(recipes, name) for name in TABLES}
 
 @block
 def chosen(file: str, columns: str, *names: str) -> str:
-    """Show some recipes of a record: ``chosen memory_felt "saved cosine-felt time" low_bit back_razor``."""
+    """Show some recipes of a record: ``chosen memory_process "saved cosine-trained time" low_bit back_razor``."""
     rows = [[LABELS[file][name], *cells(file, name, columns)] for name in names]
     return table(["recipe", *headings(columns)], rows)
 
