@@ -1,4 +1,4 @@
-"""The optimizer's memory: Adam with states in 8 or 4 bits, and stepping inside the backward pass.
+"""Optimizers that need less memory: Adam with states in 8 or 4 bits, and optimizer steps inside the backward pass.
 
 >>> optimizer = step_in_backward(LowBitAdamW(model.parameters(), lr=1e-4, bits=8))
 """
@@ -7,11 +7,4 @@ from efficient_ft.optim.in_backward import SteppedInBackward, step_in_backward, 
 from efficient_ft.optim.low_bit import LowBitAdam, LowBitAdamW
 from efficient_ft.optim.states import state_tensors
 
-__all__ = [
-    "LowBitAdam",
-    "LowBitAdamW",
-    "SteppedInBackward",
-    "state_tensors",
-    "step_in_backward",
-    "steps_in_backward",
-]
+__all__ = ["LowBitAdam", "LowBitAdamW", "SteppedInBackward", "state_tensors", "step_in_backward", "steps_in_backward"]

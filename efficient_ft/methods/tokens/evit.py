@@ -1,4 +1,4 @@
-"""EViT: patch tokens with low attention from the class token are dropped, and fused into one token.
+"""EViT: patch tokens with low attention from the class token are dropped and fused into one token.
 
 Source: Liang, Ge, Tong, Song, Wang, Xie, "Not All Patches Are What You Need: Expediting Vision Transformers via Token
 Reorganizations", ICLR 2022.
@@ -15,6 +15,7 @@ from torch import nn
 from efficient_ft.core.errors import SettingError
 from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.blocks import blocks_at, check_indices
+from efficient_ft.methods.checks import check_bool, check_keep_rate
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import ranges
@@ -30,26 +31,68 @@ from efficient_ft.models.view import ModelView, Reason, Skipped
 from efficient_ft.ops.tokens import num_kept
 
 
+class DropsTokens(Method):
+    """Base class of the methods that drop tokens like `EViT`, which describes the settings."""
+
+    drop_at: list[int]
+    keep_rate: float
+    fuse: bool
+
+    def _store_dropping(self, drop_at: Any, keep_rate: Any, fuse: Any) -> None:
+        """Check the settings and store them. Here, `drop_at` may be empty."""
+        check_indices("drop_at", [0] if drop_at == [] else drop_at, "[3,6,9]")
+        check_keep_rate(keep_rate)
+        check_bool("fuse", fuse)
+        self.drop_at, self.keep_rate, self.fuse = list(drop_at), keep_rate, fuse
+
+    def _drop_tokens(self, model: nn.Module, view: ModelView) -> tuple[str, ...]:
+        """Let the blocks at the indices `drop_at` drop tokens, and return their names. An error changes nothing."""
+        refuse_unfit_model(view, self.name)
+        chosen = blocks_at(view, f"method.{self.name}.drop_at", self.drop_at, last=False)
+        refuse_other_blocks(view, self.name, chosen)
+        self._refuse_few(view, chosen)
+        settings = partial(num_kept, keep_rate=self.keep_rate), self.fuse
+        give_forwards(model, view, self.name, dict.fromkeys(chosen, (DroppingForward, settings)))
+        return chosen
+
+    def _refuse_few(self, view: ModelView, chosen: Sequence[str]) -> None:
+        """Raise SettingError if a block outputs as many tokens as it receives."""
+        count = grid_positions(view)
+        for name in chosen:
+            kept = num_kept(count, self.keep_rate)
+            left = kept + (self.fuse and kept < count)
+            if self.keep_rate < 1 and left >= count:
+                height, width = view.image_size
+                raise SettingError(
+                    f"method.{self.name}.keep_rate",
+                    self.keep_rate,
+                    f"low enough to drop tokens in every block of drop_at ({name} takes {count} patch tokens and keeps"
+                    f" {kept}{' and a fused one' if left > kept else ''})",
+                    f"Use larger images (now {height}×{width}), or drop tokens in fewer blocks.",
+                )
+            count = left
+
+
 @register
-class EViT(Method):
+class EViT(DropsTokens):
     """Drop the patch tokens that the class token attends to least (EViT: Liang et al., ICLR 2022).
 
-    In each block of ``drop_at``, between attention and feed-forward network, the share ``keep_rate`` of the patch
-    tokens with the highest attention from the class token (mean over heads) is kept, in descending order of attention.
-    The others are fused into one token, their sum weighted by attention. Tokens are dropped in training and in
-    evaluation: the weights keep the model's own names, but are to be used with the same dropping, which exported files
-    record. Attention stays fused; the class token's row is computed separately.
+    Each block of ``drop_at`` keeps the share ``keep_rate`` of the patch tokens with the highest attention from the
+    class token (averaged over heads), in descending order of attention. It does so between attention and feed-forward
+    network. The other patch tokens are fused into one token, their sum weighted by attention. Tokens are dropped in
+    training and in evaluation. The weights keep the model's own names, but must be used with the same dropping, which
+    exported files record. Attention stays fused, and the class token's row is computed separately.
 
     Args:
-        drop_at: indices of the blocks in which tokens are dropped, counted from 0, negative ones from the end; not the
-            last block.
-        keep_rate: share of the patch tokens that each of these blocks keeps, above 0 and at most 1; the number is
+        drop_at: indices of the blocks in which tokens are dropped, counted from 0; negative indices count from the end.
+            The last block is not allowed.
+        keep_rate: share of the patch tokens that each of these blocks keeps, above 0 and at most 1. The number is
             rounded up.
-        fuse: append one token fused from the dropped ones.
+        fuse: append one token fused from the dropped tokens.
 
     Raises:
-        SettingError: a setting is out of range; when applied: a block index is outside the model, is that of the last
-            block or listed twice, or so few tokens are left that a block drops none.
+        SettingError: a setting is out of range; when applied: a block index is outside the model, belongs to the last
+            block or is listed twice, or a block would drop no token because too few are left.
         UserError: when applied: the model has no class token, no grid of tokens, or blocks of an unsupported type; or
             another method that drops or merges tokens has been applied.
     """
@@ -62,12 +105,11 @@ class EViT(Method):
 
     def __init__(self, drop_at: list[int] = [3, 6, 9], keep_rate: float = 0.5, fuse: bool = True):  # noqa: B006
         super().__init__()
-        check_dropping(drop_at, keep_rate, fuse)
-        self.drop_at, self.keep_rate, self.fuse = list(drop_at), keep_rate, fuse
+        check_indices("drop_at", drop_at, "[3,6,9]")
+        self._store_dropping(drop_at, keep_rate, fuse)
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
-        dropping = dropping_blocks(view, self.name, self.drop_at, self.keep_rate, self.fuse)
-        drop_tokens(model, view, self.name, dropping, self.keep_rate, self.fuse)
+        dropping = self._drop_tokens(model, view)
         why = Skipped(Reason.NOT_CHOSEN, "keeps all tokens: not listed in drop_at")
         others = {name: why for name in view.blocks if name not in dropping}
         fused = ", and fuse the others into one" if self.fuse else ""
@@ -76,60 +118,3 @@ class EViT(Method):
 
     def _remove(self, model: nn.Module) -> None:
         take_forwards(model, self.name)
-
-
-def dropping_blocks(
-    view: ModelView, method_name: str, drop_at: Sequence[int], keep_rate: float, fuse: bool
-) -> tuple[str, ...]:
-    """Return the names of the blocks at the indices `drop_at`; the model is not changed.
-
-    Args:
-        view: the view of the model.
-        method_name: name of the method, for errors.
-        drop_at, keep_rate, fuse: as in `EViT`.
-
-    Raises:
-        SettingError: an index is outside the model, is that of the last block or listed twice, or so few tokens are
-            left that a block drops none.
-        UserError: the blocks are of an unsupported type.
-    """
-    refuse_unfit_model(view, method_name)
-    chosen = blocks_at(view, f"method.{method_name}.drop_at", drop_at, last=False)
-    refuse_other_blocks(view, method_name, chosen)
-    _refuse_few(view, method_name, chosen, keep_rate, fuse)
-    return chosen
-
-
-def drop_tokens(
-    model: nn.Module, view: ModelView, method_name: str, names: Sequence[str], keep_rate: float, fuse: bool
-) -> None:
-    """Replace the forward passes of the blocks, so that those named drop tokens as `EViT` does."""
-    settings = partial(num_kept, keep_rate=keep_rate), fuse
-    give_forwards(model, view, method_name, dict.fromkeys(names, (DroppingForward, settings)))
-
-
-def _refuse_few(view: ModelView, method_name: str, chosen: Sequence[str], keep_rate: float, fuse: bool) -> None:
-    """Raise SettingError if one of the blocks outputs as many tokens as it takes."""
-    count = grid_positions(view)
-    for name in chosen:
-        kept = num_kept(count, keep_rate)
-        left = kept + (fuse and kept < count)
-        if keep_rate < 1 and left >= count:
-            height, width = view.image_size
-            raise SettingError(
-                f"method.{method_name}.keep_rate",
-                keep_rate,
-                f"low enough to drop tokens in every block of drop_at ({name} takes {count} patch tokens and keeps"
-                f" {kept}{' and a fused one' if left > kept else ''})",
-                f"Use larger images (now {height}×{width}), or drop tokens in fewer blocks.",
-            )
-        count = left
-
-
-def check_dropping(drop_at: Any, keep_rate: Any, fuse: Any) -> None:
-    """Raise SettingError if one of the settings of `EViT` is out of range for every model."""
-    check_indices("drop_at", drop_at, "[3,6,9]")
-    if isinstance(keep_rate, bool) or not isinstance(keep_rate, int | float) or not 0 < keep_rate <= 1:
-        raise SettingError("keep_rate", keep_rate, "a number > 0 and <= 1")
-    if not isinstance(fuse, bool):
-        raise SettingError("fuse", fuse, ("true", "false"))

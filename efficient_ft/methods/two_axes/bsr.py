@@ -1,4 +1,4 @@
-"""BSR: a few blocks train, and unimportant tokens are dropped on the way.
+"""BSR: a few blocks are trained, and unimportant tokens are dropped.
 
 Source: "Block Selective Reprogramming for On-device Training of Vision Transformers", CVPR Workshops 2024.
 """
@@ -17,27 +17,29 @@ from efficient_ft.methods.registry import register
 from efficient_ft.methods.selection.static import Blocks
 from efficient_ft.methods.summary import ranges
 from efficient_ft.methods.tokens.base import refuse_unfit_model, take_forwards
-from efficient_ft.methods.tokens.evit import check_dropping, drop_tokens, dropping_blocks
+from efficient_ft.methods.tokens.evit import DropsTokens
 from efficient_ft.models.view import ModelView
 
 
 @register
-class BSR(Blocks):
-    """Train the blocks listed, the final norm and the head, and drop tokens as `EViT` does, in evaluation too.
+class BSR(Blocks, DropsTokens):
+    """Train the listed blocks, the final norm and the head, and drop tokens like `EViT` in training and evaluation.
 
-    It is the selection of `Blocks` and the dropping of `EViT` in one; each is available alone, and can be stacked.
+    The method combines the selection of `Blocks` with the dropping of `EViT`, which are also available separately and
+    can be stacked.
 
     Args:
-        blocks: those that train, counted from 0, negative ones from the end.
-        drop_at: blocks in which tokens are dropped; not the last. With an empty list no token is dropped, and any
-            model with blocks is accepted (BSR on ResNet-50; "Ours" in the paper's Table 5).
-        keep_rate: share of the patch tokens kept in each of them, above 0 and at most 1.
-        fuse: fuse the dropped tokens into one, weighted by attention.
+        blocks: indices of the blocks to train, counted from 0; negative indices count from the end.
+        drop_at: indices of the blocks in which tokens are dropped. The last block is not allowed. With an empty list,
+            no token is dropped, and every model with blocks is supported (BSR on ResNet-50; "Ours" in the paper's Table
+            5).
+        keep_rate: share of the patch tokens that each of these blocks keeps, above 0 and at most 1.
+        fuse: fuse the dropped tokens into one token, weighted by attention.
 
     Raises:
-        SettingError: a value outside these, or (when applied) a block outside the model or listed twice.
-        UserError: when applied: the model has no recognized blocks; or, where tokens are dropped, no class token, no
-            token grid, or blocks of another form.
+        SettingError: a value is not allowed; when applied: a block is outside the model or listed twice.
+        UserError: when applied: the blocks of the model are not recognized; or tokens are dropped, and the model has no
+            class token, no token grid, or blocks of an unsupported type.
     """
 
     name = "bsr"
@@ -59,8 +61,7 @@ class BSR(Blocks):
         fuse: bool = True,
     ):
         super().__init__(blocks)
-        check_dropping([0] if drop_at == [] else drop_at, keep_rate, fuse)
-        self.drop_at, self.keep_rate, self.fuse = list(drop_at), keep_rate, fuse
+        self._store_dropping(drop_at, keep_rate, fuse)
         if not drop_at:
             self.other_axes = tuple(axis for axis in self.other_axes if axis != Axis.TOKENS)
             self.adds = self.adds - {Adds.TOKEN_DROPPING}
@@ -70,9 +71,8 @@ class BSR(Blocks):
         if not self.drop_at:
             return super()._apply(model, view)
         refuse_unfit_model(view, self.name)
-        self._names(view)  # a mistake in `blocks` is refused before anything is changed
-        dropping = dropping_blocks(view, self.name, self.drop_at, self.keep_rate, self.fuse)
-        drop_tokens(model, view, self.name, dropping, self.keep_rate, self.fuse)
+        self._names(view)  # checks `blocks` before the model is changed
+        dropping = self._drop_tokens(model, view)
         selected = super()._apply(model, view)
         dropped = f"{ranges(dropping)} each keep {self.keep_rate:g} of the patch tokens"
         return replace(selected, summary=f"{selected.summary}; {dropped}")
