@@ -103,7 +103,7 @@ def files_contents(part: str, paths: Sequence[Path]) -> Contents:
 
 
 def joined(parts: Mapping[str, Contents]) -> Contents:
-    """Combine several contents; the keys of `parts` become prefixes of their part names."""
+    """Combine several contents, and prefix the names of their parts with the keys of `parts`."""
     every = {f"{prefix}{name}": (one, name) for prefix, one in parts.items() for name in one.counts}
     return Contents(
         {key: one.counts[name] for key, (one, name) in every.items()},

@@ -31,8 +31,8 @@ from efficient_ft.data.reading import Header, Reading, headers, largest_file
 
 #: Evaluated images are padded to multiples of this number, the largest stride of an encoder.
 STRIDE = 32
-#: Bytes per pixel, measured with 4-megapixel files: for reading an image with its mask, in addition to decoding the
-#: image, and for resizing both in training, per resized pixel.
+#: Bytes per pixel, measured with 4-megapixel files. The first number is the memory of reading a mask, in addition to
+#: decoding its image. The second number is the memory of resizing both in training, per resized pixel.
 _READ, _ZOOMED = 22, 6
 
 
